@@ -1,0 +1,228 @@
+"""What the host asks of a loss, miner, generator, combiner, learner, backbone, dataset and metric.
+
+Shapes: B items in a batch, F feature width, C code width, P vector width, T triplets, Q queries, R references.
+Losses and miners follow pytorch-metric-learning's calls exactly, so that whatever was written for it works here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pytorch_metric_learning.distances import BaseDistance
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from retrieval.images import Preprocessing
+
+TripletIndices = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
+"""What a miner gives: `(anchor, positive, negative)` or `(anchor1, positive, anchor2, negative)`, each (T,) int64."""
+
+
+class Dataset(ABC):
+    """Items with a label each: images, or vectors that are already there.
+
+    A dataset knows all labels and keys, and gives one item at a time: nothing obliges it to hold all pixels in memory.
+
+    Attributes:
+        kind: "image" or "features".
+        labels: one label an item, as text.
+        keys: one stable name an item (a path, or "digits/17").
+        splits: "train", "validation" or "test" for each item, where the data come with a split; else None.
+        roles: "query", "gallery" or "" for each item, where the data come with a protocol; else None.
+        metadata: further columns of each item, or None.
+        arrays: all images as uint8 (N, H, W) or (N, H, W, 3), or all vectors as float32 (N, F), when they are in
+            memory (or mapped) anyway: batches are then sliced from it. Otherwise None.
+    """
+
+    kind: Literal["image", "features"] = "image"
+    labels: Sequence[str]
+    keys: Sequence[str]
+    splits: Sequence[str] | None = None
+    roles: Sequence[str] | None = None
+    metadata: Sequence[Mapping[str, Any]] | None = None
+    arrays: NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Image | NDArray[Any]:
+        """Return item `index`: a Pillow image, or an array as in `arrays` without the first axis.
+
+        Raises:
+            DataError: it cannot be read; the sentence names the item.
+        """
+
+
+class Backbone(nn.Module):
+    """Images (B, channels, H, W), normalised, or vectors (B, F), to features (B, F).
+
+    Attributes:
+        features: F.
+        preprocessing: what an image goes through before; None for a backbone of vectors.
+    """
+
+    features: int
+    preprocessing: Preprocessing | None = None
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """pytorch-metric-learning's loss call."""
+
+    def __call__(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: TripletIndices | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return a scalar, differentiable in `embeddings` (B, C) and `ref_emb` (R, C); 0 for a batch without pairs."""
+
+
+@runtime_checkable
+class Miner(Protocol):
+    """pytorch-metric-learning's miner call."""
+
+    def __call__(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
+    ) -> TripletIndices:
+        """Return indices into `embeddings` (B, C) for anchors and into `ref_emb` (or `embeddings`) for the others."""
+
+
+class Generator(nn.Module):
+    """Makes synthetic features from triplets' features; the head turns them into codes that extend the reference set.
+
+    With parameters, the host gives it an optimiser of its own, stepped on `objective` alone. Without (a closed
+    form), `objective` is never called.
+    """
+
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """Return synthetic features (T, F) in place of `negative`, from the triplets' features, each (T, F)."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward(anchor, positive, negative)")
+
+    def objective(
+        self,
+        anchor: Tensor,
+        positive: Tensor,
+        negative: Tensor,
+        synthetic: Tensor,
+        distance: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Return the scalar that the generator minimises.
+
+        Args:
+            anchor: (T, F) features, as are `positive`, `negative`.
+            positive: see `anchor`.
+            negative: see `anchor`.
+            synthetic: (T, F), what `forward` gave.
+            distance: the metric being learned, head and combiner: two (T, F) feature tensors to (T,) distances.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has parameters, so it must define objective(…)")
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """Columns `start` to `stop` of the index vector that FAISS searches by themselves, for candidates of their own."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class Combiner(BaseDistance):
+    """A distance over codes, so that any loss that takes a `distance` trains it; smaller is closer.
+
+    Attributes:
+        exact: True when the order of `index_vectors` under the Euclidean distance to `query_vectors` *is* the
+            distance's order. Otherwise export adds a rescorer, which orders the candidates by `compute_mat`.
+        subspaces: several ranges of columns with candidates of their own; empty: the whole vector is one.
+        merge: how candidates of several sub-spaces become one list when there is no rescorer: "min" keeps an item's
+            smallest Euclidean distance.
+        candidates: how many candidates a rescorer is given by default.
+    """
+
+    exact: bool = True
+    subspaces: tuple[Subspace, ...] = ()
+    merge: Literal["min"] = "min"
+    candidates: int = 200
+
+    def __init__(self) -> None:
+        # Codes arrive ready: a second normalisation would change what the combiner measures.
+        super().__init__(normalize_embeddings=False, p=2, power=1, is_inverted=False)
+
+    def build_head(self, features: int) -> nn.Module:
+        """Return a module from features (B, F) to codes (B, C)."""
+        raise NotImplementedError(f"{type(self).__name__} must define build_head(features)")
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """Return distances (Q, R) between codes (Q, C) and (R, C)."""
+        raise NotImplementedError(f"{type(self).__name__} must define compute_mat(query, reference)")
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        """Return distances (N,) between codes (N, C) and (N, C), row by row."""
+        raise NotImplementedError(f"{type(self).__name__} must define pairwise_distance(query, reference)")
+
+    def index_vectors(self, codes: Tensor) -> Tensor:
+        """Return the vectors (N, P) that FAISS stores for codes (N, C)."""
+        return codes
+
+    def query_vectors(self, codes: Tensor) -> Tensor:
+        """Return the vectors (N, P) that FAISS is asked with; may differ from `index_vectors`."""
+        return self.index_vectors(codes)
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A scikit-learn estimator on feature vectors; works alone, in a `Pipeline` and in `GridSearchCV`."""
+
+    def fit(self, X: NDArray[np.floating[Any]], y: NDArray[Any]) -> Any:
+        """Learn from features (N, F) and labels (N,)."""
+
+    def transform(self, X: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
+        """Return codes (N, C)."""
+
+    def to_model_parts(self) -> tuple[nn.Module, Combiner | None]:
+        """Return the head (features → codes, the same numbers as `transform`) and the combiner, if any."""
+
+
+class Metric(Protocol):
+    """A retrieval figure, query by query, so that any number of queries fits in memory.
+
+    Attributes:
+        depth: how many neighbours it looks at: a number, "relevant" (as many as the query has relevant items), or "all".
+    """
+
+    depth: int | Literal["relevant", "all"]
+
+    def __call__(self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return one value a query (Q,); the host takes the mean.
+
+        Args:
+            matches: (Q, k) whether the neighbour at each rank, nearest first and the query itself left out, has the
+                query's label; k is at least `depth`.
+            relevant: (Q,) how many items of the gallery have the query's label, at least 1.
+        """
+
+
+def count_indices(indices: TripletIndices | None) -> int:
+    """Return how many triplets, or how many positive and negative pairs, a miner gave."""
+    if indices is None:
+        return 0
+    if len(indices) == 3:
+        return int(indices[0].numel())
+    return int(indices[0].numel() + indices[2].numel())
+
+
+def as_tensor(array: NDArray[Any]) -> Tensor:
+    """Return a tensor that shares the array's memory where it can."""
+    return torch.from_numpy(np.ascontiguousarray(array))

@@ -1,0 +1,56 @@
+"""Errors that are sentences for the person who caused them: what is wrong, where, what to do.
+
+The command line prints them without a traceback and leaves with exit code 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RetrievalError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class PluginError(RetrievalError):
+    """A plugin clashes, cannot be imported, misspells a hook, or offers something that breaks its contract."""
+
+
+class RecipeError(RetrievalError):
+    """A recipe is wrong. Holds every problem found, not only the first.
+
+    Args:
+        problems: one sentence each.
+        where: the recipe's path, when it came from a file.
+    """
+
+    def __init__(self, problems: Iterable[str], where: str | None = None) -> None:
+        self.problems = tuple(problems)
+        head = f"{where or 'The recipe'} has {len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}:"
+        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
+
+
+class DataError(RetrievalError):
+    """Items, labels, images or splits that cannot be used as they are."""
+
+
+class BundleError(RetrievalError):
+    """A bundle that is missing, altered, incomplete or from another format version; or an export that failed."""
+
+
+class StoreError(RetrievalError):
+    """An index folder that is missing, altered or damaged, or cannot be written."""
+
+
+class MissingDependency(RetrievalError):
+    """A package that this command needs is not installed, or two that exclude each other are."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the known word closest to `word`, or an empty string."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if not close:  # `multi_similarity` for `pml.multi_similarity`
+        close = [name for name in known if name.rpartition(".")[2] == word.rpartition(".")[2]][:1]
+    return f" Did you mean '{close[0]}'?" if close else ""
