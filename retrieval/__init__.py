@@ -35,7 +35,18 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 _HOME = {
     **dict.fromkeys(
-        ["Backbone", "Combiner", "Dataset", "Generator", "Learner", "Loss", "Metric", "Miner", "Subspace", "TripletIndices"],
+        [
+            "Backbone",
+            "Combiner",
+            "Dataset",
+            "Generator",
+            "Learner",
+            "Loss",
+            "Metric",
+            "Miner",
+            "Subspace",
+            "TripletIndices",
+        ],
         "contracts",
     ),
     **dict.fromkeys(["Part", "traits"], "factory"),

@@ -94,7 +94,11 @@ class Miner(Protocol):
     """pytorch-metric-learning's miner call."""
 
     def __call__(
-        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
     ) -> TripletIndices:
         """Return indices into `embeddings` (B, C) for anchors and into `ref_emb` (or `embeddings`) for the others."""
 

@@ -77,8 +77,11 @@ def to_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
         return image
     if image.mode.startswith("I") or image.mode == "F":
         values = np.asarray(image, dtype=np.float32)
-        image = Image.fromarray((values / 257 if image.mode.startswith("I;16") or values.max(initial=0) > 255 else values)
-                                .clip(0, 255).astype(np.uint8))
+        image = Image.fromarray(
+            (values / 257 if image.mode.startswith("I;16") or values.max(initial=0) > 255 else values)
+            .clip(0, 255)
+            .astype(np.uint8)
+        )
     elif image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba)
@@ -86,7 +89,11 @@ def to_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
 
 
 def decode(
-    data: bytes | str | os.PathLike[str], *, max_pixels: int = MAX_PIXELS, max_bytes: int = MAX_BYTES, name: str | None = None
+    data: bytes | str | os.PathLike[str],
+    *,
+    max_pixels: int = MAX_PIXELS,
+    max_bytes: int = MAX_BYTES,
+    name: str | None = None,
 ) -> Image.Image:
     """Return the decoded image, upright by its EXIF orientation.
 
@@ -107,12 +114,16 @@ def decode(
         name = name or str(path)
         try:
             if (size := path.stat().st_size) > max_bytes:
-                raise DataError(f"{name} has {size:,} bytes; the limit is {max_bytes:,}. Save it smaller, or raise the limit.")
+                raise DataError(
+                    f"{name} has {size:,} bytes; the limit is {max_bytes:,}. Save it smaller, or raise the limit."
+                )
             content = path.read_bytes()
         except OSError as error:
             raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
     if len(content) > max_bytes:
-        raise DataError(f"{name} has {len(content):,} bytes; the limit is {max_bytes:,}. Save it smaller, or raise the limit.")
+        raise DataError(
+            f"{name} has {len(content):,} bytes; the limit is {max_bytes:,}. Save it smaller, or raise the limit."
+        )
     if not content:
         raise DataError(f"{name} is empty (0 bytes).")
     try:

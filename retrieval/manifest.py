@@ -1,0 +1,359 @@
+"""A bundle's `manifest.json`: what it says, how it is read, checked and written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
+
+from retrieval.errors import BundleError, RetrievalError
+from retrieval.images import Preprocessing
+
+FORMAT = 1
+FILE = "manifest.json"
+
+
+def _plain_name(name: str) -> str:
+    """Refuse what could name a file outside the folder: the manifest may come from a stranger."""
+    if not name or name in {".", "..", FILE} or any(sign in name for sign in "/\\:\0"):
+        raise ValueError(f"'{name}' is not the plain name of a file in the bundle")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_plain_name)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Part(BaseModel):
+    """Base of every part of the manifest: unknown keys and numbers that are not finite are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Input(Part):
+    """What `encoder.onnx` takes as "input".
+
+    Attributes:
+        kind: "image": raw pixels (N, C, H, W), normalised inside; "features": vectors (N, F).
+        dtype: "uint8" of images, "float32" of features.
+        shape: (C, H, W) or (F,).
+        preprocessing: what an image goes through before; None for features.
+    """
+
+    kind: Literal["image", "features"]
+    dtype: Literal["uint8", "float32"]
+    shape: tuple[PositiveInt, ...]
+    preprocessing: Preprocessing | None = None
+
+    @field_serializer("shape")
+    def _shape_as_list(self, shape: tuple[int, ...]) -> list[int]:
+        return list(shape)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Input:
+        if self.kind == "image":
+            if self.preprocessing is None:
+                raise ValueError("an encoder of images needs its 'preprocessing'")
+            if self.dtype != "uint8" or self.shape != self.preprocessing.shape:
+                raise ValueError(
+                    f"an encoder of images takes uint8 {list(self.preprocessing.shape)} by its preprocessing, "
+                    f"not {self.dtype} {list(self.shape)}"
+                )
+        elif self.preprocessing is not None or self.dtype != "float32" or len(self.shape) != 1:
+            raise ValueError("an encoder of features takes float32 of shape [F] and has no preprocessing")
+        return self
+
+
+class Distance(Part):
+    """What the answers are ordered by.
+
+    Attributes:
+        name: of the combiner or of a plain distance, for people.
+        exact: True when the Euclidean order of vectors is the distance's order; the reported distance then is Euclidean.
+    """
+
+    name: str
+    exact: bool
+
+
+class Subspace(Part):
+    """Columns `start` to `stop` of the vector, indexed by themselves for candidates of their own."""
+
+    name: str
+    start: Annotated[int, Field(ge=0)]
+    stop: PositiveInt
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Subspace:
+        if self.stop <= self.start:
+            raise ValueError(
+                f"sub-space '{self.name}' stops at column {self.stop}, before it starts at {self.start}"
+            )
+        return self
+
+
+class Rescorer(Part):
+    """The graph that orders candidates: "query" (Q, C) and "items" (N, C) to "distance" (Q, N).
+
+    Attributes:
+        file: its name in the bundle.
+        candidates: how many candidates it is given by default.
+        overlap: share of the exact ten nearest that the candidate step keeps, by number of candidates.
+    """
+
+    file: FileName
+    candidates: PositiveInt = 200
+    overlap: dict[str, float] | None = None
+
+
+class Cosine(Part):
+    """Cosine between a variant's vectors and the encoder's, on real items."""
+
+    mean: float
+    min: float
+
+
+class Recall(Part):
+    """Recall@1 of the encoder (before) and of the variant (after), on the same real items."""
+
+    before: float
+    after: float
+
+
+class Variant(Part):
+    """The encoder in another precision, with its measured drift."""
+
+    file: FileName
+    cosine: Cosine
+    recall_at_1: Recall | None = None
+
+
+class Verified(Part):
+    """How far torch and ONNX Runtime were apart when the bundle was made.
+
+    Attributes:
+        tolerance: the largest absolute difference that was allowed.
+        largest_difference: the one that was seen.
+        items: on how many real items.
+    """
+
+    tolerance: float
+    largest_difference: float
+    items: PositiveInt
+
+
+class FileRecord(Part):
+    """SHA-256 and size of one file of the bundle."""
+
+    sha256: Sha256
+    bytes: Annotated[int, Field(ge=0)]
+
+
+class Manifest(Part):
+    """All that the serving side knows of a model.
+
+    Attributes:
+        format: version of this format; 1.
+        name: what the model is called.
+        created: when, ISO 8601 with a time zone.
+        versions: of the packages that made it.
+        opset: of the ONNX graphs.
+        input: what the encoder takes.
+        vector: P, the width of the vectors that FAISS stores.
+        code: C, the width of the codes that the rescorer takes; None without one.
+        query_vectors: True when the encoder has an output "query" (N, P) beside "vector".
+        normalized: True when vectors have length 1.
+        distance: what answers are ordered by.
+        subspaces: ranges of columns with candidates of their own; empty: the whole vector is one.
+        merge: how candidates of several sub-spaces become one list without a rescorer.
+        rescorer: the graph that orders candidates, if any.
+        encoder: file of the encoder.
+        variants: the encoder in other precisions, by name ("fp16", "int8").
+        verified: the comparison with torch.
+        evaluation: figures measured when the model was trained.
+        files: every other file of the bundle with its SHA-256 and size; `write_manifest` fills it in.
+    """
+
+    format: Literal[1] = 1
+    name: str
+    created: str
+    versions: dict[str, str]
+    opset: PositiveInt
+    input: Input
+    vector: PositiveInt
+    code: PositiveInt | None = None
+    query_vectors: bool = False
+    normalized: bool
+    distance: Distance
+    subspaces: tuple[Subspace, ...] = ()
+    merge: Literal["min"] = "min"
+    rescorer: Rescorer | None = None
+    encoder: FileName = "encoder.onnx"
+    variants: dict[str, Variant] = {}
+    verified: Verified
+    evaluation: dict[str, float] | None = None
+    files: dict[FileName, FileRecord] = {}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        if self.rescorer is not None and self.code is None:
+            raise ValueError("a bundle with a rescorer needs 'code', the width of its codes")
+        if not self.distance.exact and self.rescorer is None and not self.subspaces:
+            raise ValueError(f"distance '{self.distance.name}' is not exact, so the bundle needs a rescorer")
+        names = [space.name for space in self.subspaces]
+        if len(set(names)) != len(names):
+            raise ValueError("two sub-spaces have the same name")
+        for space in self.subspaces:
+            if space.stop > self.vector:
+                raise ValueError(f"sub-space '{space.name}' stops at column {space.stop} of {self.vector}")
+        return self
+
+    def graphs(self) -> dict[str, str]:
+        """Return what each ONNX file is for: name → "encoder", "rescorer" or "variant 'int8'"."""
+        graphs = {self.encoder: "encoder"}
+        if self.rescorer is not None:
+            graphs[self.rescorer.file] = "rescorer"
+        return graphs | {variant.file: f"variant '{name}'" for name, variant in self.variants.items()}
+
+
+def sha256_of(path: Path) -> str:
+    """Return the file's SHA-256 in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    """Write `manifest.json`, with SHA-256 and size of every other file in the folder, and return what was written.
+
+    Args:
+        folder: holds the bundle's finished files; hidden files are left out.
+        manifest: `files` may be empty, and is replaced.
+
+    Raises:
+        BundleError: a graph that the manifest names is not there.
+    """
+    paths = sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and path.name != FILE and not path.name.startswith(".")
+    )
+    files = {path.name: FileRecord(sha256=sha256_of(path), bytes=path.stat().st_size) for path in paths}
+    for name, purpose in manifest.graphs().items():
+        if name not in files:
+            raise BundleError(f"The bundle's {purpose}, {folder / name}, was not written.")
+    manifest = manifest.model_copy(update={"files": files})
+    temporary = folder / f".{FILE}.{os.getpid()}"
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(manifest.model_dump_json(indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(folder / FILE)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return manifest
+
+
+def parse_json(
+    text: bytes, where: Path, what: str, error: type[RetrievalError], formats: frozenset[int]
+) -> dict[str, Any]:
+    """Return the JSON object of a manifest after its `format` was checked.
+
+    Args:
+        text: the file's content.
+        where: its path, for errors.
+        what: "bundle" or "index", for errors.
+        error: which error to raise.
+        formats: the format versions that can be read.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as fault:
+        raise error(
+            f"{where} is damaged: not JSON ({fault}). Make the {what} again, or copy it again."
+        ) from None
+    if not isinstance(content, dict) or type(content.get("format")) is not int:
+        raise error(f"{where} is not the description of a {what}: it has no format number.")
+    if content["format"] not in formats:
+        raise error(
+            f"{where} has format {content['format']}; this version of retrieval reads format "
+            f"{', '.join(map(str, sorted(formats)))}. Upgrade retrieval, or make the {what} again."
+        )
+    return content
+
+
+def problems_of(fault: ValidationError) -> str:
+    """Return every problem that pydantic found, one line each."""
+    lines = []
+    for problem in fault.errors(include_url=False, include_context=False):
+        place = ".".join(map(str, problem["loc"]))
+        message = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"  - {place + ': ' if place else ''}{message}")
+    return "\n".join(lines)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a bundle; the files' checksums are not looked at.
+
+    Raises:
+        BundleError: no bundle, another format version, or a manifest with problems, each of which is named.
+    """
+    path = folder / FILE
+    try:
+        text = path.read_bytes()
+    except OSError as fault:
+        if not folder.is_dir():
+            raise BundleError(
+                f"{folder} is not a bundle: there is no such folder. Make one with 'retrieval export'."
+            ) from None
+        raise BundleError(
+            f"{folder} is not a bundle: {FILE} cannot be read ({fault.strerror or fault})."
+        ) from None
+    content = parse_json(text, path, "bundle", BundleError, frozenset({FORMAT}))
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as fault:
+        raise BundleError(f"{path} cannot be used:\n{problems_of(fault)}") from None
+    del content
+    missing = [name for name in manifest.graphs() if name not in manifest.files]
+    if missing:
+        raise BundleError(f"{path} cannot be used: it gives no SHA-256 for {', '.join(missing)}.")
+    return manifest
+
+
+def check_files(folder: Path, files: dict[str, FileRecord], what: str, error: type[RetrievalError]) -> None:
+    """Compare every recorded file with its size and SHA-256.
+
+    Raises:
+        RetrievalError: of the class `error`, naming every file that is missing or was altered.
+    """
+    problems = []
+    for name, record in files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != record.bytes:
+                problems.append(f"{name} has {size:,} bytes instead of {record.bytes:,}")
+            elif sha256_of(path) != record.sha256:
+                problems.append(f"{name} was altered (its SHA-256 differs)")
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+        except OSError as fault:
+            problems.append(f"{name} cannot be read ({fault.strerror or fault})")
+    if problems:
+        raise error(
+            f"The {what} {folder} is damaged: {'; '.join(problems)}. Make it again, or copy it again."
+        )
