@@ -1,0 +1,301 @@
+"""Open a bundle and run it: images or features in, vectors and codes out. Needs ONNX Runtime, never torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import BundleError, DataError, did_you_mean
+from retrieval.images import decode
+from retrieval.manifest import FILE, Manifest, check_files, read_manifest, sha256_of, write_manifest
+from retrieval.runtime import load_onnxruntime
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["Bundle", "Encoded", "Manifest", "write_manifest"]
+
+Device = Literal["auto", "cpu", "cuda"]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What the encoder gives of N items.
+
+    Attributes:
+        vector: (N, P), what FAISS stores.
+        query: (N, P), what FAISS is asked with; the same array as `vector` unless the bundle tells them apart.
+        code: (N, C), what the rescorer takes; None without a rescorer.
+    """
+
+    vector: Floats
+    query: Floats
+    code: Floats | None = None
+
+    def __len__(self) -> int:
+        return len(self.vector)
+
+    def __getitem__(self, rows: slice) -> Encoded:
+        """Return some of the items."""
+        vector = self.vector[rows]
+        query = vector if self.query is self.vector else self.query[rows]
+        return Encoded(vector, query, None if self.code is None else self.code[rows])
+
+
+class Bundle:
+    """An opened bundle. Its methods may be called from several threads at once.
+
+    Attributes:
+        path: the folder.
+        manifest: what it says of itself.
+        variant: which of `manifest.variants` runs, or None for the encoder itself.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, variant: str | None, device: str, sessions: _Sessions
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.variant = variant
+        self.device = device
+        self._sessions = sessions
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        variant: str | None = None,
+        threads: int | None = None,
+        device: Device = "auto",
+    ) -> Bundle:
+        """Check a bundle's format, files and checksums, and load its graphs.
+
+        Args:
+            path: the folder that `retrieval export` wrote.
+            variant: run this variant of the encoder ("fp16", "int8") instead of the encoder itself.
+            threads: of one call of the encoder; None leaves it to ONNX Runtime (all cores).
+            device: "auto" takes a CUDA device where onnxruntime-gpu offers one, otherwise the CPU.
+
+        Raises:
+            BundleError: missing, altered, incomplete, of another format, or not what its manifest says.
+            MissingDependency: no ONNX Runtime, or two.
+        """
+        folder = Path(path)
+        manifest = read_manifest(folder)
+        if variant is not None and variant not in manifest.variants:
+            known = ", ".join(sorted(manifest.variants)) or "none"
+            raise BundleError(
+                f"The bundle {folder} has no variant '{variant}' (it has: {known})."
+                + did_you_mean(variant, manifest.variants)
+            )
+        check_files(folder, manifest.files, "bundle", BundleError)
+        sessions = _Sessions.open(folder, manifest, variant, threads, device)
+        return cls(folder, manifest, variant, sessions.device, sessions)
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the manifest, which holds those of all files: names exactly this bundle."""
+        return sha256_of(self.path / FILE)
+
+    def encode(self, inputs: NDArray[Any], *, batch: int = 32) -> Encoded:
+        """Run the encoder.
+
+        Args:
+            inputs: uint8 (N, C, H, W) from `preprocess`, or real features (N, F), as `manifest.input` says.
+            batch: how many items go through at once.
+
+        Raises:
+            DataError: the inputs have another shape or type, hold NaN or infinity, or the encoder's output does.
+        """
+        inputs = self._checked(inputs)
+        names = [
+            "vector",
+            *(["query"] if self.manifest.query_vectors else []),
+            *(["code"] if self.has_code else []),
+        ]
+        widths = {
+            "vector": self.manifest.vector,
+            "query": self.manifest.vector,
+            "code": self.manifest.code or 0,
+        }
+        out = {name: np.empty((len(inputs), widths[name]), dtype=np.float32) for name in names}
+        for start in range(0, len(inputs), batch):
+            part = np.ascontiguousarray(inputs[start : start + batch])
+            for name, values in zip(names, self._sessions.encoder.run(names, {"input": part}), strict=True):
+                out[name][start : start + batch] = values
+        for name, values in out.items():
+            if not np.isfinite(values).all():
+                row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+                raise DataError(f"The encoder gives NaN or infinity in '{name}' for item {row} of the batch.")
+        return Encoded(out["vector"], out.get("query", out["vector"]), out.get("code"))
+
+    def encode_image(self, image: bytes | str | os.PathLike[str] | Image) -> Encoded:
+        """Decode, preprocess and encode one image.
+
+        Args:
+            image: an encoded image's bytes, its file's path, or a Pillow image.
+
+        Raises:
+            DataError: it cannot be decoded, or this bundle takes features.
+        """
+        return self.encode(self.preprocess(image)[None])
+
+    def preprocess(self, image: bytes | str | os.PathLike[str] | Image) -> NDArray[np.uint8]:
+        """Return one image's pixels (C, H, W), ready for `encode`.
+
+        Raises:
+            DataError: it cannot be decoded, or this bundle takes features.
+        """
+        preprocessing = self.manifest.input.preprocessing
+        if preprocessing is None:
+            raise DataError(
+                f"The bundle {self.path} takes vectors of {self.manifest.input.shape[0]} features, not images: "
+                "give an .npz file that holds 'features'."
+            )
+        return preprocessing(decode(image) if isinstance(image, bytes | str | os.PathLike) else image)
+
+    def rescore(self, query_codes: NDArray[Any], item_codes: NDArray[Any]) -> Floats:
+        """Return distances (Q, N) between codes (Q, C) and (N, C), smaller is closer.
+
+        Raises:
+            BundleError: this bundle has no rescorer.
+            DataError: codes of another shape.
+        """
+        session = self._sessions.rescorer
+        if session is None:
+            raise BundleError(
+                f"The bundle {self.path} has no rescorer: its vectors' order is the distance's order."
+            )
+        feeds = {}
+        for name, codes in (("query", query_codes), ("items", item_codes)):
+            if codes.ndim != 2 or codes.shape[1] != self.manifest.code:
+                raise DataError(f"Codes of shape (N, {self.manifest.code}) are needed, not {codes.shape}.")
+            feeds[name] = np.ascontiguousarray(codes, dtype=np.float32)
+        if not len(query_codes) or not len(item_codes):
+            return np.empty((len(query_codes), len(item_codes)), dtype=np.float32)
+        return np.asarray(session.run(["distance"], feeds)[0], dtype=np.float32)
+
+    @property
+    def has_code(self) -> bool:
+        """Whether the encoder's output "code" is needed, for a rescorer."""
+        return self.manifest.rescorer is not None
+
+    def _checked(self, inputs: NDArray[Any]) -> NDArray[Any]:
+        shape, dtype = self.manifest.input.shape, self.manifest.input.dtype
+        if inputs.ndim != len(shape) + 1 or inputs.shape[1:] != shape:
+            wanted = ", ".join(map(str, shape))
+            raise DataError(
+                f"The bundle {self.path} takes inputs of shape (N, {wanted}), not {inputs.shape}."
+            )
+        if dtype == "uint8":
+            if inputs.dtype != np.uint8:
+                raise DataError(f"The bundle {self.path} takes raw pixels as uint8, not {inputs.dtype}.")
+            return inputs
+        if inputs.dtype.kind not in "fiu":
+            raise DataError(f"The bundle {self.path} takes real numbers, not {inputs.dtype}.")
+        with np.errstate(over="ignore"):
+            values = inputs.astype(np.float32, copy=False)
+        if not np.isfinite(values).all():
+            row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+            raise DataError(f"Vector {row} holds NaN, infinity or a number beyond float32.")
+        return values
+
+
+@dataclass(frozen=True)
+class _Sessions:
+    """The ONNX Runtime sessions of a bundle."""
+
+    encoder: Any
+    rescorer: Any
+    device: str
+
+    @classmethod
+    def open(
+        cls, folder: Path, manifest: Manifest, variant: str | None, threads: int | None, device: Device
+    ) -> _Sessions:
+        runtime = load_onnxruntime()
+        providers = _providers(runtime, device)
+        options = runtime.SessionOptions()
+        options.log_severity_level = 3  # errors only: its warnings about initialisers are not for users
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+        if threads is not None:
+            options.intra_op_num_threads = threads
+
+        def load(name: str) -> Any:
+            try:
+                return runtime.InferenceSession(str(folder / name), options, providers=providers)
+            except Exception as fault:  # ONNX Runtime's errors share no public base class
+                raise BundleError(
+                    f"ONNX Runtime {runtime.__version__} cannot load {folder / name}: {str(fault).strip()}"
+                ) from fault
+
+        encoder_file = manifest.encoder if variant is None else manifest.variants[variant].file
+        encoder = load(encoder_file)
+        batched = ["input"], ["vector"]
+        if manifest.query_vectors:
+            batched[1].append("query")
+        if manifest.rescorer is not None:
+            batched[1].append("code")
+        widths = {"vector": manifest.vector, "query": manifest.vector, "code": manifest.code}
+        _check_graph(folder / encoder_file, encoder, *batched, {"input": manifest.input.shape, **widths})
+        rescorer = None
+        if manifest.rescorer is not None:
+            rescorer = load(manifest.rescorer.file)
+            code = {"query": manifest.code, "items": manifest.code}
+            _check_graph(folder / manifest.rescorer.file, rescorer, ["query", "items"], ["distance"], code)
+        used = "cuda" if "CUDAExecutionProvider" in encoder.get_providers() else "cpu"
+        if device == "cuda" and used != "cuda":
+            raise BundleError(
+                "ONNX Runtime could not start on the CUDA device. Use the CPU, or check the driver."
+            )
+        return cls(encoder, rescorer, used)
+
+
+def _providers(runtime: Any, device: Device) -> list[str]:
+    available = runtime.get_available_providers()
+    if device not in ("auto", "cpu", "cuda"):
+        raise BundleError(f"Device '{device}' is not known; it is 'auto', 'cpu' or 'cuda'.")
+    if device == "cuda" and "CUDAExecutionProvider" not in available:
+        raise BundleError(
+            "This ONNX Runtime has no CUDA. Install the other one: "
+            "pip uninstall -y onnxruntime && pip install 'retrieval[gpu]'"
+        )
+    cuda = ["CUDAExecutionProvider"] if device != "cpu" and "CUDAExecutionProvider" in available else []
+    return [*cuda, "CPUExecutionProvider"]
+
+
+def _check_graph(
+    path: Path, session: Any, inputs: Sequence[str], outputs: Sequence[str], widths: dict[str, Any]
+) -> None:
+    """Refuse a graph whose inputs, outputs or fixed dimensions are not what the manifest says."""
+    given = {node.name: node for node in session.get_inputs()}
+    offered = {node.name: node for node in session.get_outputs()}
+    for kind, wanted, found in (("input", inputs, given), ("output", outputs, offered)):
+        for name in wanted:
+            if name not in found:
+                raise BundleError(f"{path} has no {kind} '{name}' (it has: {', '.join(found)}).")
+            width = widths.get(name)
+            if width is None:
+                continue
+            expected = width if isinstance(width, tuple) else (width,)
+            actual = tuple(found[name].shape[1:])
+            fits = len(actual) == len(expected) and all(
+                not isinstance(have, int) or have == want for have, want in zip(actual, expected, strict=True)
+            )
+            if not fits:
+                raise BundleError(
+                    f"{path}: '{name}' has shape (N, {actual}), the manifest says (N, {expected})."
+                )
+    if extra := [name for name in given if name not in inputs]:
+        raise BundleError(f"{path} needs an input '{extra[0]}' that bundles do not have.")
