@@ -1,0 +1,447 @@
+"""TOML → a checked recipe. Every problem of the file in one error, with 'did you mean'.
+
+The tables of the host are the classes below; the tables of plugins (`Component`) are checked against the
+signature of the factory that they name.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from retrieval.errors import PluginError, RecipeError, did_you_mean
+from retrieval.factory import KINDS, check_model, toml_value
+from retrieval.plugins import Plugins, load_plugins
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Count = Annotated[int, Field(ge=1)]
+Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
+Component = dict[str, Any]
+"""`name = "PLUGIN.NAME"` and the parameters that `retrieval plugins show NAME` lists."""
+
+COMPONENTS = {
+    "data": "datasets",
+    "backbone": "backbones",
+    "combiner": "combiners",
+    "loss": "losses",
+    "miner": "miners",
+    "generator": "generators",
+    "learner": "learners",
+}
+"""The recipe's tables that plugins make, and the kind that each holds."""
+
+
+class Section(BaseModel):
+    """A table of the recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class Split(Section):
+    """`[split]`: which items train, which choose, which are held out."""
+
+    by: Literal["given", "class", "item"] = Field(
+        "given",
+        description="`given`: the dataset's own split; `class`: training and test classes are disjoint, the usual zero-shot protocol; `item`: items of every class on both sides.",
+    )
+    test: Fraction | list[str | int] = Field(
+        0.5,
+        description='With `by = "class"`, the fraction of the classes, or the very classes, that are held out; with `item`, the fraction of each class\'s items. Unused with `given`.',
+    )
+    validation: Fraction = Field(
+        0.2,
+        description="Part of the *training* side that is kept for early stopping and every choice; 0 for none.",
+    )
+    validation_by: Literal["item", "class"] = Field(
+        "item",
+        description="Whether that part is taken from every class (`item`) or is whole classes (`class`).",
+    )
+    seed: int = Field(
+        0,
+        description="Seed of the split; independent of the run's seed, so that several seeds share a split.",
+    )
+
+
+class Sampler(Section):
+    """`[sampler]`: a batch is P classes × M items."""
+
+    classes: Annotated[int, Field(ge=2)] = Field(16, description="P, classes in a batch.")
+    items: Count = Field(4, description="M, items of each class in a batch.")
+    batches: Count | None = Field(
+        None,
+        description="Batches in an epoch; by default as many as there are training items divided by P × M.",
+    )
+
+
+class Augmentation(Section):
+    """`[augmentation]`: random changes to training images (torchvision.transforms.v2)."""
+
+    crop_scale: tuple[float, float] | None = Field(
+        None, description="Random resized crop: smallest and largest part of the image's area; none: no crop."
+    )
+    crop_ratio: tuple[float, float] = Field(
+        (0.75, 1.3333), description="Smallest and largest aspect ratio of that crop."
+    )
+    horizontal_flip: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.0, description="Probability of a mirror image."
+    )
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is changed at all."""
+        return self.crop_scale is not None or self.horizontal_flip > 0
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Self:
+        if self.crop_scale and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
+            raise ValueError("crop_scale must be two numbers 0 < smallest ≤ largest ≤ 1")
+        if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
+            raise ValueError("crop_ratio must be two numbers 0 < smallest ≤ largest")
+        return self
+
+
+class Head(Section):
+    """`[head]`: features → embedding, where no combiner or learner brings its own."""
+
+    embedding_size: Count = Field(64, description="Width of the embedding.")
+    hidden: list[Count] = Field(
+        [], description="Widths of hidden layers (ReLU between them); none: a linear map."
+    )
+    normalize: bool = Field(True, description="Unit vectors: Euclidean and cosine order are then the same.")
+    identity: bool = Field(False, description="No head at all: the features are the embedding.")
+
+
+class Optimizer(Section):
+    """`[optimizer]`: any of `torch.optim` by its class name."""
+
+    name: str = Field("AdamW", description="A class of `torch.optim`.")
+    lr: Annotated[float, Field(gt=0)] = Field(1e-3, description="Learning rate.")
+    lr_factor: dict[Trainable, Annotated[float, Field(ge=0)]] = Field(
+        {}, description="Multiplies the rate of a part: `{ head = 10, loss = 100 }`."
+    )
+    options: dict[str, Any] = Field(
+        {}, description="Further arguments of that class, such as `weight_decay`."
+    )
+
+
+class Schedule(Section):
+    """`[schedule]`: the learning rate over a phase's steps."""
+
+    name: str = Field(
+        "constant",
+        description="`constant`, `cosine` or `linear` (both down to 0), or a class of `torch.optim.lr_scheduler`, stepped once an epoch.",
+    )
+    warmup: Fraction = Field(0.0, description="Part of the phase's steps in which the rate rises from 0.")
+    options: dict[str, Any] = Field({}, description="Arguments of a `torch.optim.lr_scheduler` class.")
+
+
+class Phase(Section):
+    """`[[phase]]`: what trains, and for how long."""
+
+    name: str = Field("train", description="What to call it in the log.")
+    epochs: Count = Field(10, description="Epochs.")
+    train: list[Trainable] = Field(
+        ["backbone", "head", "combiner", "loss", "generator"],
+        description="The parts that train; the others keep their weights (and batch statistics) as they are.",
+    )
+    lr: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Learning rate of this phase, instead of `[optimizer] lr`."
+    )
+    synthetic: bool = Field(
+        True, description="Whether the generator's negatives enter the loss in this phase."
+    )
+
+
+class Train(Section):
+    """`[train]`: how to train."""
+
+    epochs: Count = Field(10, description="Epochs, where no `[[phase]]` is given.")
+    precision: Literal["no", "bf16", "fp16"] = Field(
+        "no", description="Mixed precision; `bf16` gains on CPUs too."
+    )
+    channels_last: bool = Field(
+        False, description="Memory format of images; faster convolutions on CPUs and recent GPUs."
+    )
+    clip_norm: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Largest norm of the gradient; none: no clipping."
+    )
+    patience: Count | None = Field(
+        None, description="Stop after this many epochs without a better validation MAP@R; none: never early."
+    )
+    validate_every: Count = Field(1, description="Epochs between validations.")
+    checkpoint_every: Count | None = Field(
+        None, description="Steps between checkpoints; by default one at each epoch's end."
+    )
+    workers: Annotated[int, Field(ge=0)] = Field(0, description="Processes that load images.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="`auto` takes a GPU when there is one."
+    )
+    real_weight: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="With a generator: weight of the same loss on the real negatives, added to the one on synthetic ones.",
+    )
+    coupling: Literal["separate", "joint"] = Field(
+        "separate",
+        description="With a generator: `separate` steps each side on its own objective; `joint` lets both gradients flow everywhere.",
+    )
+
+
+class Evaluate(Section):
+    """`[evaluate]`: the figures of validation and test."""
+
+    metrics: list[str] = Field(
+        ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"],
+        description="Figures by name; a plugin's metric as `PLUGIN.NAME`.",
+    )
+    clusters: bool = Field(False, description="Also NMI and F1 of k-means clusters, k = number of classes.")
+    batch: Count = Field(256, description="Images encoded at a time.")
+
+
+class Recipe(Section):
+    """A training run: `[data]`, `[backbone]`, and either a `[loss]` (trained by gradient) or a `[learner]` (fitted)."""
+
+    name: str = Field("run", description="What to call the run, and later the bundle.")
+    seed: int = Field(0, description="Seed of everything random but the split.")
+    plugins: list[str] = Field([], description="Plugin files (relative to the recipe) or modules.")
+    data: Component = Field(description="The dataset.")
+    split: Split = Field(default_factory=Split)
+    sampler: Sampler = Field(default_factory=Sampler)
+    augmentation: Augmentation = Field(default_factory=Augmentation)
+    backbone: Component = Field(
+        description="The backbone; `frozen = true` computes its features once and keeps them on disk."
+    )
+    head: Head = Field(default_factory=Head)
+    combiner: Component | None = Field(None, description="The distance over codes; it brings its own head.")
+    loss: Component | None = Field(None, description="The loss.")
+    miner: Component | None = Field(None, description="The miner.")
+    generator: Component | None = Field(None, description="The generator of synthetic negatives.")
+    learner: Component | None = Field(None, description="A learner, instead of a loss.")
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    generator_optimizer: Optimizer | None = Field(
+        None, description="The generator's own optimiser; by default like `[optimizer]`."
+    )
+    schedule: Schedule = Field(default_factory=Schedule)
+    phase: list[Phase] = Field(
+        [], description="Phases in order; none: one that trains everything for `[train] epochs`."
+    )
+    train: Train = Field(default_factory=Train)
+    evaluate: Evaluate = Field(default_factory=Evaluate)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the backbone keeps its weights, so that its features are computed once."""
+        return bool(self.backbone.get("frozen", False))
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The phases, the default one included."""
+        return list(self.phase) or [Phase(epochs=self.train.epochs)]
+
+    def component(self, table: str) -> Component | None:
+        """Return a plugin's table without what the host reads of it (`frozen`)."""
+        values: Component | None = getattr(self, table)
+        return {k: v for k, v in values.items() if k != "frozen"} if values is not None else None
+
+
+def read_recipe(
+    path: Path, overrides: Sequence[str] = (), plugins: Sequence[str] = ()
+) -> tuple[Recipe, Plugins]:
+    """Read and check a recipe file.
+
+    Args:
+        path: the TOML file.
+        overrides: `key.path=value` texts, values as TOML (a bare word is text).
+        plugins: further plugin files or modules, as from `--plugin`.
+
+    Returns:
+        The recipe, and the plugins it was checked with. Paths of plugin files in it are absolute.
+
+    Raises:
+        RecipeError: with every problem.
+        PluginError: a plugin cannot be loaded.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise RecipeError([f"it cannot be read: {reason}."], str(path)) from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError([f"it is not valid TOML: {error}."], str(path)) from None
+    apply_overrides(table, overrides)
+    named = table.get("plugins", [])
+    if isinstance(named, list):
+        table["plugins"] = [_beside(path, item) if isinstance(item, str) else item for item in named]
+        table["plugins"] += [_beside(Path("."), item) for item in plugins]
+    return check_recipe(table, str(path))
+
+
+def check_recipe(table: Mapping[str, Any], where: str | None = None) -> tuple[Recipe, Plugins]:
+    """Check a recipe that is already a table; see `read_recipe`."""
+    problems: list[str] = []
+    recipe = None
+    try:
+        recipe = Recipe(**check_model(Recipe, table))
+    except RecipeError as error:
+        problems += [_bracketed(problem) for problem in error.problems]
+    extra = table.get("plugins", [])
+    plugins = load_plugins([p for p in extra if isinstance(p, str)] if isinstance(extra, list) else [])
+    for name, kind in COMPONENTS.items():
+        values = table.get(name)
+        if isinstance(values, Mapping):
+            values = {k: v for k, v in values.items() if not (name == "backbone" and k == "frozen")}
+            problems += plugins.check(kind, values, f"[{name}]")
+    frozen = table["backbone"].get("frozen", False) if isinstance(table.get("backbone"), Mapping) else False
+    if not isinstance(frozen, bool):
+        problems.append(f"[backbone] frozen: should be true or false, not {toml_value(frozen)}.")
+    if recipe is not None:
+        problems += _check_names(recipe, plugins)
+        problems += _check_together(recipe, plugins)
+    if problems:
+        raise RecipeError(list(dict.fromkeys(problems)), where)
+    assert recipe is not None
+    return recipe, plugins
+
+
+def _check_names(recipe: Recipe, plugins: Plugins) -> list[str]:
+    """Names outside plugin tables: optimiser, schedule, metrics."""
+    from retrieval.evaluate.metrics import metric
+    from retrieval.train.optim import check_optimizer, check_schedule
+
+    problems = check_optimizer(recipe.optimizer, "[optimizer]") + check_schedule(
+        recipe.schedule, "[schedule]"
+    )
+    if recipe.generator_optimizer:
+        problems += check_optimizer(recipe.generator_optimizer, "[generator_optimizer]")
+    for name in recipe.evaluate.metrics:
+        try:
+            if "." in name:
+                plugins.find("metrics", name)
+            else:
+                metric(name)
+        except (PluginError, RecipeError) as error:
+            problems.append(f"[evaluate] metrics: {error}")
+    return problems
+
+
+def _check_together(recipe: Recipe, plugins: Plugins) -> list[str]:
+    """What cannot go together, in sentences that name both and what to use instead."""
+    problems = []
+
+    def factory(table: str) -> Any:
+        values = recipe.component(table)
+        try:
+            return plugins.find(COMPONENTS[table], str((values or {}).get("name"))) if values else None
+        except PluginError:
+            return None  # reported already
+
+    loss, combiner, generator, miner = map(factory, ("loss", "combiner", "generator", "miner"))
+    if (recipe.loss is None) == (recipe.learner is None):
+        problems.append(
+            "a recipe needs either a [loss] or a [learner]"
+            + (", not both." if recipe.loss else "; it has neither.")
+        )
+    if recipe.learner:
+        used = [name for name in ("combiner", "miner", "generator") if getattr(recipe, name)]
+        problems += [
+            f"[{name}] goes with a [loss]; a [learner] has no use for it. Remove one of the two."
+            for name in used
+        ]
+    if combiner and loss and not loss.takes("distance"):
+        problems.append(
+            f"[combiner] {combiner.name} needs a loss that takes a `distance`, and {loss.name} takes none. "
+            f"Use one that does: {_some(f.name for f in plugins.factories('losses').values() if f.takes('distance'))}."
+        )
+    if generator and loss and not loss.supports_ref_emb:
+        problems.append(
+            f"[generator] {generator.name} extends the reference set, and {loss.name} takes no `ref_emb`. "
+            f"Use a loss that does: {_some(f.name for f in plugins.factories('losses').values() if f.supports_ref_emb)}."
+        )
+    if combiner and recipe.head.identity:
+        problems.append("[head] identity: a [combiner] brings its own head. Remove one of the two.")
+    for phase in recipe.phase:
+        if "generator" in phase.train and len(phase.train) == 1 and not recipe.generator:
+            problems.append(
+                f"[[phase]] {phase.name}: trains only a generator, and the recipe has no [generator]."
+            )
+        if not phase.train:
+            problems.append(f"[[phase]] {phase.name}: train must name at least one part.")
+    if recipe.train.patience and not recipe.split.validation and recipe.split.by != "given":
+        problems.append("[train] patience needs a validation part: set [split] validation above 0.")
+    return problems
+
+
+def _some(names: Any) -> str:
+    names = list(names)
+    return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
+
+
+def _bracketed(problem: str) -> str:
+    key, sep, rest = problem.partition(": ")
+    table, dot, inner = key.partition(".")
+    return f"[{table}] {inner}: {rest}" if dot and sep else f"{key}: {rest}" if sep else problem
+
+
+def _beside(recipe: Path, item: str) -> str:
+    """A plugin file is looked for beside the recipe, then where the command runs."""
+    if not item.endswith(".py"):
+        return item
+    beside = recipe.parent / item if recipe.name else Path(item)
+    return str((beside if beside.is_file() else Path(item)).resolve())
+
+
+def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Put `key.path=value` texts into a recipe's table, in place.
+
+    Raises:
+        RecipeError: a text has no `=`, or goes through something that is no table.
+    """
+    problems = []
+    for text in overrides:
+        key, sep, value = text.partition("=")
+        steps = [step.strip() for step in key.split(".")]
+        if not sep or not all(steps):
+            problems.append(f"--set {text}: write it as table.key=value.")
+            continue
+        try:
+            parsed = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = value.strip()
+        place: Any = table
+        for step in steps[:-1]:
+            if isinstance(place, list):
+                place = place[int(step)] if step.isdigit() and int(step) < len(place) else None
+            else:
+                place = place.setdefault(step, {})
+            if not isinstance(place, dict | list):
+                problems.append(
+                    f"--set {text}: '{step}' is no table of the recipe.{did_you_mean(step, table)}"
+                )
+                break
+        else:
+            if isinstance(place, list):
+                problems.append(f"--set {text}: name the entry by its number, as in phase.0.epochs=3.")
+            else:
+                place[steps[-1]] = parsed
+    if problems:
+        raise RecipeError(problems, "The command line")
+
+
+def to_toml(recipe: Recipe) -> str:
+    """Return the recipe as TOML: what is set, defaults left out, ready to be read again."""
+    values = recipe.model_dump(exclude_unset=True, exclude_none=True)
+    lines = [f"{k} = {toml_value(v)}" for k, v in values.items() if not isinstance(v, dict) and k != "phase"]
+    for name, table in values.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{name}]", *(f"{k} = {toml_value(v)}" for k, v in table.items())]
+    for phase in values.get("phase", []):
+        lines += ["", "[[phase]]", *(f"{k} = {toml_value(v)}" for k, v in phase.items())]
+    return "\n".join(lines) + "\n"
+
+
+__all__ = ["COMPONENTS", "KINDS", "Recipe", "apply_overrides", "check_recipe", "read_recipe", "to_toml"]
