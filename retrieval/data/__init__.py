@@ -1,0 +1,1 @@
+"""Items and splits, batches for training and evaluation, features kept on disk."""

@@ -1,0 +1,117 @@
+"""Datasets that hold arrays or name files: what most dataset factories return."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.contracts import Dataset
+from retrieval.errors import DataError
+from retrieval.images import decode, from_array
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class ArrayDataset(Dataset):
+    """All images, or all vectors, in one array.
+
+    Args:
+        arrays: images, uint8 (N, H, W) or (N, H, W, 3), or vectors, float (N, F).
+        labels: one label an item.
+        keys: one name an item; the item's number by default.
+        kind: "image" or "features".
+        splits: see `Dataset`.
+        roles: see `Dataset`.
+        metadata: see `Dataset`.
+
+    Raises:
+        DataError: the shapes, types or lengths do not fit.
+    """
+
+    def __init__(
+        self,
+        arrays: NDArray[Any],
+        labels: Sequence[str],
+        keys: Sequence[str] | None = None,
+        *,
+        kind: Literal["image", "features"] = "image",
+        splits: Sequence[str] | None = None,
+        roles: Sequence[str] | None = None,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        if kind == "features":
+            if arrays.ndim != 2 or arrays.shape[1] < 1 or not np.issubdtype(arrays.dtype, np.floating):
+                raise DataError(f"Features must be floats of shape (N, F), not {arrays.dtype} {arrays.shape}.")
+            arrays = arrays if arrays.dtype == np.float32 else arrays.astype(np.float32)
+        elif arrays.dtype != np.uint8 or not (
+            arrays.ndim == 3 or (arrays.ndim == 4 and arrays.shape[3] in (1, 3))
+        ):
+            raise DataError(
+                f"Images must be uint8 of shape (N, H, W) or (N, H, W, 3), not {arrays.dtype} {arrays.shape}."
+            )
+        if arrays.ndim == 4 and arrays.shape[3] == 1:
+            arrays = arrays[:, :, :, 0]
+        for name, column in (("labels", labels), ("keys", keys), ("splits", splits), ("roles", roles)):
+            if column is not None and len(column) != len(arrays):
+                raise DataError(f"There are {len(arrays):,} items and {len(column):,} {name}.")
+        self.kind = kind
+        self.arrays: NDArray[Any] = arrays
+        self.labels = labels
+        self.keys = [str(i) for i in range(len(arrays))] if keys is None else keys
+        self.splits, self.roles, self.metadata = splits, roles, metadata
+
+    def __getitem__(self, index: int) -> Image | NDArray[Any]:
+        item: NDArray[Any] = self.arrays[index]
+        return item if self.kind == "features" else from_array(item)
+
+
+class FileDataset(Dataset):
+    """Image files.
+
+    Args:
+        files: one path an item.
+        labels: one label an item.
+        keys: one name an item; the path by default.
+        splits: see `Dataset`.
+        roles: see `Dataset`.
+        metadata: see `Dataset`.
+    """
+
+    kind = "image"
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        labels: Sequence[str],
+        keys: Sequence[str] | None = None,
+        *,
+        splits: Sequence[str] | None = None,
+        roles: Sequence[str] | None = None,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.files = files
+        self.labels = labels
+        self.keys = [os.fspath(file) for file in files] if keys is None else keys
+        self.splits, self.roles, self.metadata = splits, roles, metadata
+
+    def __getitem__(self, index: int) -> Image:
+        return decode(self.files[index])
+
+
+def with_features(dataset: Dataset, features: NDArray[np.float32]) -> ArrayDataset:
+    """Return the same items as vectors: what a frozen backbone made of each (N, F)."""
+    return ArrayDataset(
+        features,
+        dataset.labels,
+        dataset.keys,
+        kind="features",
+        splits=dataset.splits,
+        roles=dataset.roles,
+        metadata=dataset.metadata,
+    )
