@@ -340,7 +340,7 @@ def _check_together(recipe: Recipe, plugins: Plugins) -> list[str]:
         except PluginError:
             return None  # reported already
 
-    loss, combiner, generator, miner = map(factory, ("loss", "combiner", "generator", "miner"))
+    loss, combiner, generator = map(factory, ("loss", "combiner", "generator"))
     if (recipe.loss is None) == (recipe.learner is None):
         problems.append(
             "a recipe needs either a [loss] or a [learner]"

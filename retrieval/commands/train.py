@@ -1,0 +1,69 @@
+"""`retrieval check` and `retrieval train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from retrieval.commands.plugins import PLUGIN_OPTION
+
+RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
+SET_OPTION = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a value of the recipe, as in loss.margin=0.2; repeatable.",
+)
+
+
+@click.command()
+@RECIPE
+@SET_OPTION
+@PLUGIN_OPTION
+def check(recipe: Path, overrides: tuple[str, ...], extra: tuple[str, ...]) -> None:
+    """Check a recipe: every problem at once; then build it all and run one batch.
+
+    Example:  retrieval check models/digits/recipe.toml --set loss.alpha=1.5
+    """
+    from retrieval.recipe import read_recipe
+    from retrieval.train.check import run_one_batch
+
+    made, plugins = read_recipe(recipe, overrides, extra)
+    for line in run_one_batch(made, plugins):
+        click.echo(line)
+
+
+@click.command()
+@RECIPE
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="The run's folder; by default runs/NAME, with the recipe's name.",
+)
+@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
+@SET_OPTION
+@PLUGIN_OPTION
+def train(
+    recipe: Path, output: Path | None, resume: bool, overrides: tuple[str, ...], extra: tuple[str, ...]
+) -> None:
+    """Train a recipe into a run folder.
+
+    \b
+    Example:  retrieval train models/digits/recipe.toml --set loss.alpha=1.5 --output runs/digits
+    Several devices:  accelerate launch -m retrieval.cli train models/digits/recipe.toml
+    """
+    from retrieval.recipe import read_recipe
+    from retrieval.train.resume import same_recipe
+    from retrieval.train.trainer import train as train_run
+
+    made, plugins = read_recipe(recipe, overrides, extra)
+    folder = output or Path("runs") / made.name
+    if resume:
+        made, plugins = same_recipe(folder, made)
+        if (folder / "summary.json").is_file():
+            click.echo(f"{folder} is complete already. Next: retrieval evaluate {folder}")
+            return
+    train_run(folder, made, plugins, resume=resume, report=lambda line: click.echo(line))
+    click.echo(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")

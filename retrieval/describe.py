@@ -1,0 +1,118 @@
+"""What plugins offer, as text: `plugins list`, `plugins show`, and the same for the docs."""
+
+from __future__ import annotations
+
+import textwrap
+
+from retrieval.errors import PluginError, did_you_mean
+from retrieval.factory import KINDS, Factory
+from retrieval.plugins import Plugins
+from retrieval.recipe import COMPONENTS
+
+
+def list_text(plugins: Plugins, kind: str | None = None) -> str:
+    """Return every plugin with its origin, and what it offers by kind, one line each.
+
+    Args:
+        plugins: the loaded plugins.
+        kind: only this kind.
+
+    Raises:
+        PluginError: there is no such kind.
+    """
+    if kind is not None and kind not in KINDS:
+        raise PluginError(
+            f"There is no kind '{kind}' (known: {', '.join(KINDS)}).{did_you_mean(kind, KINDS)}"
+        )
+    lines = [f"{source.plugin:<12} {source.origin}" for source in plugins.sources] if kind is None else []
+    for each in [kind] if kind else KINDS:
+        factories = plugins.factories(each)
+        if factories:
+            width = max(map(len, factories))
+            lines += [
+                "",
+                each,
+                *(
+                    f"  {f.name:<{width}}  {textwrap.shorten(f.summary, 76, placeholder=' …')}"
+                    for f in factories.values()
+                ),
+            ]
+    return "\n".join(lines).strip("\n")
+
+
+def show_text(plugins: Plugins, name: str) -> str:
+    """Return documentation, parameter table and recipe snippet of everything called `name`, of any kind.
+
+    Raises:
+        PluginError: nothing is; the sentence suggests the closest.
+    """
+    found = [factories[name] for kind in KINDS if name in (factories := plugins.factories(kind))]
+    if not found:
+        known = [n for kind in KINDS for n in plugins.factories(kind)]
+        raise PluginError(
+            f"Nothing is called '{name}'.{did_you_mean(name, known) or ' See: retrieval plugins list.'}"
+        )
+    return "\n\n".join(_one(factory) for factory in found)
+
+
+def _one(factory: Factory) -> str:
+    lines = [f"{factory.name} ({KINDS[factory.kind]})", "", *_wrap(factory.description), ""]
+    if factory.parameters:
+        lines.append("Parameters")
+        for p in factory.parameters:
+            default = p.default_text
+            lines.append(
+                f"  {p.name}: {p.type_text}"
+                + (
+                    f" = {default}"
+                    if default and not p.required and not p.given
+                    else f" ({default})"
+                    if default
+                    else ""
+                )
+            )
+            lines += textwrap.wrap(p.doc, 96, initial_indent="      ", subsequent_indent="      ")
+        lines.append("")
+    return "\n".join([*lines, "In a recipe", *(f"  {line}" for line in snippet(factory).splitlines())])
+
+
+def snippet(factory: Factory) -> str:
+    """Return the lines that put a factory into a recipe, with its defaults."""
+    tables = {kind: table for table, kind in COMPONENTS.items()}
+    settable = [p for p in factory.parameters if not p.given]
+    if factory.kind == "metrics":
+        return f'[evaluate]\nmetrics = ["{factory.name}"]'
+    if factory.kind == "indexes":
+        return f"retrieval index BUNDLE IMAGES --backend {factory.name}"
+    if factory.kind not in tables:
+        inner = ", ".join(
+            [
+                f'name = "{factory.name}"',
+                *(f"{p.name} = {p.default_text}" for p in settable if p.default_text and not p.required),
+            ]
+        )
+        return f'[loss]\nname = "…"\n{KINDS[factory.kind]} = {{ {inner} }}'
+    lines = [f"[{tables[factory.kind]}]", f'name = "{factory.name}"']
+    for p in settable:
+        if p.required:
+            lines.append(f"{p.name} = …  # {p.type_text}, required")
+        elif p.default_text:
+            lines.append(f"{p.name} = {p.default_text}")
+        else:
+            lines.append(f"# {p.name} = …  # {p.type_text}")
+    return "\n".join(lines)
+
+
+def _wrap(text: str) -> list[str]:
+    lines: list[str] = []
+    for paragraph in text.split("\n\n"):
+        # an indented paragraph is a formula or code
+        lines += [
+            *(
+                paragraph.splitlines()
+                if paragraph.startswith(" ")
+                else textwrap.wrap(" ".join(paragraph.split()), 100)
+            ),
+            "",
+        ]
+    return lines[:-1]

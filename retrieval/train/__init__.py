@@ -1,0 +1,1 @@
+"""Training: the run folder, the trainer and its steps, checkpoints, and the driver of learners."""

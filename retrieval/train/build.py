@@ -1,0 +1,111 @@
+"""A checked recipe → the things it names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrieval.contracts import Backbone, Combiner, Dataset, Generator
+from retrieval.errors import PluginError, RecipeError
+from retrieval.model import Model, build_head
+from retrieval.plugins import Plugins
+from retrieval.recipe import Recipe
+
+
+def build_dataset(recipe: Recipe, plugins: Plugins) -> Dataset:
+    """Return the recipe's dataset.
+
+    Raises:
+        DataError: its files are missing or wrong.
+    """
+    dataset = plugins.build("datasets", recipe.component("data") or {})
+    if not isinstance(dataset, Dataset):
+        raise PluginError(
+            f"{recipe.data['name']} gave a {type(dataset).__name__}; a dataset factory must give a retrieval.Dataset."
+        )
+    return dataset
+
+
+def build_backbone(recipe: Recipe, plugins: Plugins, dataset: Dataset) -> Backbone:
+    """Return the recipe's backbone, refused when it does not fit the dataset's kind of item."""
+    width = None
+    if dataset.kind == "features":
+        first = dataset.arrays if dataset.arrays is not None else dataset[0]
+        width = int(first.shape[-1])  # type: ignore[union-attr]
+    elif plugins.find("backbones", recipe.backbone["name"]).takes("features"):
+        raise RecipeError(
+            [
+                f"[backbone] {recipe.backbone['name']} takes vectors, and [data] {recipe.data['name']} gives images."
+            ]
+        )
+    backbone = plugins.build("backbones", recipe.component("backbone") or {}, {"features": width})
+    if not isinstance(backbone, Backbone):
+        raise PluginError(
+            f"{recipe.backbone['name']} gave a {type(backbone).__name__}; a backbone factory must give a retrieval.Backbone."
+        )
+    if dataset.kind == "features" and backbone.preprocessing is not None:
+        raise RecipeError(
+            [
+                f"[backbone] {recipe.backbone['name']} takes images, and [data] {recipe.data['name']} gives vectors. Use core.features."
+            ]
+        )
+    return backbone
+
+
+def build_model(recipe: Recipe, plugins: Plugins, dataset: Dataset) -> Model:
+    """Return the untrained model of a recipe with a loss."""
+    backbone = build_backbone(recipe, plugins, dataset)
+    if recipe.combiner is not None:
+        given = {"features": backbone.features, "embedding_size": recipe.head.embedding_size}
+        combiner = plugins.build("combiners", recipe.component("combiner") or {}, given)
+        if not isinstance(combiner, Combiner):
+            raise PluginError(
+                f"{recipe.combiner['name']} gave a {type(combiner).__name__}; a combiner factory must give a retrieval.Combiner."
+            )
+        return Model(backbone, combiner.build_head(backbone.features), combiner)
+    if recipe.head.identity:
+        return Model(backbone, nn.Identity())
+    head = recipe.head
+    return Model(backbone, build_head(backbone.features, head.embedding_size, head.hidden, head.normalize))
+
+
+def code_size(model: Model) -> int:
+    """Return the width of the model's codes."""
+    weight = next(iter(model.head.parameters()), torch.empty(0))
+    training = model.head.training
+    with torch.no_grad():
+        size = int(model.head.eval()(torch.zeros(2, model.backbone.features, device=weight.device)).shape[1])
+    model.head.train(training)
+    return size
+
+
+@dataclass
+class Objective:
+    """What trains a model: the loss, and the miner and generator if any."""
+
+    loss: nn.Module
+    miner: nn.Module | None
+    generator: Generator | None
+
+
+def build_objective(recipe: Recipe, plugins: Plugins, model: Model, classes: int) -> Objective:
+    """Return the recipe's loss, miner and generator for a model and a number of training classes."""
+    given: dict[str, Any] = {
+        "features": model.backbone.features,
+        "embedding_size": code_size(model),
+        "classes": classes,
+        "distance": model.combiner,
+    }
+    loss = plugins.build("losses", recipe.component("loss") or {}, given)
+    miner = plugins.build("miners", recipe.component("miner") or {}, given) if recipe.miner else None
+    generator = (
+        plugins.build("generators", recipe.component("generator") or {}, given) if recipe.generator else None
+    )
+    if generator is not None and not isinstance(generator, Generator):
+        raise PluginError(
+            f"A generator factory must give a retrieval.Generator, not a {type(generator).__name__}."
+        )
+    return Objective(loss, miner, generator)

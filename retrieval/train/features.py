@@ -1,0 +1,65 @@
+"""A frozen backbone's features, computed once and kept on disk, as a dataset of vectors."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieval.contracts import Backbone, Dataset
+from retrieval.data.cache import frozen_features
+from retrieval.encode import evaluating
+from retrieval.model import Model
+from retrieval.train.run import Run
+
+
+class FeatureDataset(Dataset):
+    """The features (N, F) of another dataset's items, with its labels and splits.
+
+    Args:
+        source: the dataset whose items they are.
+        features: (N, F) float32.
+    """
+
+    kind = "features"
+
+    def __init__(self, source: Dataset, features: NDArray[Any]) -> None:
+        self.labels, self.keys = source.labels, source.keys
+        self.splits, self.roles, self.metadata = source.splits, source.roles, source.metadata
+        self.arrays = features
+
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        """Return features (F,)."""
+        assert self.arrays is not None
+        row: NDArray[Any] = self.arrays[index]
+        return row
+
+
+def frozen_dataset(run: Run) -> FeatureDataset:
+    """Return the features of every item under the run's backbone, from the cache or computed now."""
+    return backbone_features(run.model, run.dataset, run.device, run.recipe.evaluate.batch)
+
+
+def backbone_features(model: Model, dataset: Dataset, device: torch.device, batch: int) -> FeatureDataset:
+    """Return the features of every item under a model's backbone, from the cache or computed now."""
+    if dataset.kind == "features" and dataset.arrays is not None and not list(model.backbone.parameters()):
+        return FeatureDataset(dataset, np.asarray(dataset.arrays, dtype=np.float32))
+    model.to(device)
+    with evaluating(model):
+        features = frozen_features(
+            lambda x: model.features(x.to(device)).float().cpu(), dataset, model.preprocessing,
+            fingerprint=fingerprint(model.backbone), device=device, batch=batch,
+        )  # fmt: skip
+    return FeatureDataset(dataset, features)
+
+
+def fingerprint(backbone: Backbone) -> str:
+    """Return a SHA-256 of a backbone's class and every weight."""
+    digest = hashlib.sha256(f"{type(backbone).__module__}.{type(backbone).__qualname__} {backbone}".encode())
+    for name, value in backbone.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

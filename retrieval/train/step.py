@@ -1,0 +1,151 @@
+"""One batch: the loss on real or synthetic negatives, and the generator's own objective.
+
+The metric (backbone, head, combiner, loss) and the generator are two sides with an optimiser each. With
+`coupling = "separate"` each side's objective reaches its own parameters only: the metric sees the synthetic
+negatives as constants, the generator sees the metric as fixed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
+from torch import Tensor
+
+from retrieval.contracts import TripletIndices, count_indices
+from retrieval.errors import DataError
+from retrieval.model import Model
+from retrieval.recipe import Phase, Recipe
+from retrieval.train.build import Objective
+
+
+@dataclass
+class Losses:
+    """What one batch gives: a scalar for each side that trains, and figures for the log."""
+
+    metric: Tensor | None
+    generator: Tensor | None
+    figures: dict[str, Tensor | int] = field(default_factory=dict)
+
+
+class Step:
+    """Computes a batch's losses.
+
+    Args:
+        model: the model being trained.
+        objective: its loss, miner and generator.
+        recipe: weights and coupling.
+        accelerator: Hugging Face Accelerate's, for autocast and for batches shared by several processes.
+        from_features: whether inputs are a frozen backbone's features.
+    """
+
+    def __init__(
+        self, model: Model, objective: Objective, recipe: Recipe, accelerator: Any, from_features: bool
+    ) -> None:
+        self.model = model
+        self.objective = objective
+        self.real_weight = recipe.train.real_weight
+        self.joint = recipe.train.coupling == "joint"
+        self.accelerator = accelerator
+        self.from_features = from_features
+
+    def __call__(self, inputs: Tensor, labels: Tensor, phase: Phase) -> Losses:
+        """Return the losses of one batch.
+
+        Args:
+            inputs: this process's share of the batch.
+            labels: likewise, int64.
+            phase: what trains now.
+        """
+        with self.accelerator.autocast():
+            features, codes = self.model(inputs, self.from_features)
+        # losses take differences of near-equal numbers: always in float32 (a no-op without mixed precision)
+        features, codes = self._share(features.float()), self._share(codes.float())
+        labels = self._share(labels)
+        miner, generator = self.objective.miner, self.objective.generator
+        indices: TripletIndices | None = miner(codes, labels) if miner is not None else None
+        losses = Losses(None, None)
+        if miner is not None:
+            losses.figures["mined"] = count_indices(indices)
+
+        trains_metric = any(part != "generator" for part in phase.train)
+        if generator is None or not (phase.synthetic or "generator" in phase.train):
+            losses.metric = self._loss(codes, labels, indices)
+            return losses
+
+        a, p, n = _triplets(indices, labels)
+        losses.figures["triplets"] = int(a.numel())
+        if a.numel() == 0:  # a batch without triplets trains nothing, but every graph must exist
+            losses.metric = codes.sum() * 0.0 if trains_metric else None
+            return losses
+        fa, fp, fn = (features[i] if self.joint else features[i].detach() for i in (a, p, n))
+        synthetic = generator(fa, fp, fn)
+        if not torch.isfinite(synthetic).all():
+            raise DataError("the generator's output became NaN or infinite")
+        if trains_metric and not phase.synthetic:
+            losses.metric = self._loss(codes, labels, indices)
+        elif trains_metric:
+            metric = self._synthetic_loss(
+                codes, labels, synthetic if self.joint else synthetic.detach(), (a, p, n)
+            )
+            if self.real_weight:
+                metric = metric + self.real_weight * self._loss(codes, labels, indices)
+            losses.metric = metric
+        if "generator" in phase.train and any(True for _ in generator.parameters()):
+            losses.generator = generator.objective(fa, fp, fn, synthetic, self.model.feature_distance)
+        return losses
+
+    def _loss(self, codes: Tensor, labels: Tensor, indices: TripletIndices | None) -> Tensor:
+        loss: Tensor = (
+            self.objective.loss(codes, labels)
+            if indices is None
+            else self.objective.loss(codes, labels, indices)
+        )
+        return loss
+
+    def _synthetic_loss(
+        self, codes: Tensor, labels: Tensor, synthetic: Tensor, triplets: tuple[Tensor, Tensor, Tensor]
+    ) -> Tensor:
+        a, p, n = triplets
+        reference = torch.cat([codes, self.model.head(synthetic).float()])
+        reference_labels = torch.cat([labels, labels[n]])
+        negatives = torch.arange(len(codes), len(reference), device=codes.device)
+        loss: Tensor = self.objective.loss(
+            codes, labels, (a, p, negatives), ref_emb=reference, ref_labels=reference_labels
+        )
+        return loss
+
+    def _share(self, x: Tensor) -> Tensor:
+        """All processes' rows, in the batch's order; gradients reach this process's own rows.
+
+        Every process computes the same loss of the whole batch, and gradients are averaged over processes: so the
+        own rows' gradient counts once for each process.
+        """
+        world = int(self.accelerator.num_processes)
+        if world == 1:
+            return x
+        rows = list(self.accelerator.gather(x.detach()).chunk(world))
+        if x.is_floating_point():
+            rows[self.accelerator.process_index] = x.detach() + world * (x - x.detach())
+        return torch.cat(rows)
+
+
+def _triplets(indices: TripletIndices | None, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Triplets of the miner, or of each positive pair with one random negative where there is no miner."""
+    if indices is None:
+        return _one_negative(labels)
+    a, p, n = indices_utils.convert_to_triplets(indices, labels, t_per_anchor="all")
+    return a, p, n
+
+
+def _one_negative(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    same = labels[:, None] == labels[None]
+    a, p = (same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)).nonzero(as_tuple=True)
+    others = (~same).float()
+    usable = others.sum(1)[a] > 0
+    a, p = a[usable], p[usable]
+    if a.numel() == 0:
+        return a, p, a
+    return a, p, torch.multinomial(others[a], 1).squeeze(1)

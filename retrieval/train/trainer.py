@@ -1,0 +1,536 @@
+"""The trainer: phases, epochs, steps; validation and early stopping; checkpoints and exact resume.
+
+Everything random follows from the seed, the epoch and the state in the last checkpoint, so that a run that is killed
+at any step and resumed ends with the same weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from tqdm import tqdm
+
+from retrieval.data.loading import TrainBatches
+from retrieval.errors import DataError, RecipeError, RetrievalError
+from retrieval.plugins import Plugins
+from retrieval.recipe import Phase, Recipe
+from retrieval.train import checkpoint
+from retrieval.train.build import Objective
+from retrieval.train.features import frozen_dataset
+from retrieval.train.optim import StepSchedule, build_optimizer
+from retrieval.train.run import Run, build_run, create_folder, describe, load_weights, write_json
+from retrieval.train.step import Step
+from retrieval.train.validate import validate
+
+
+class Interrupted(RetrievalError):
+    """Training was asked to stop; the last checkpoint holds everything."""
+
+
+@dataclass
+class Progress:
+    """Where training is; part of the checkpoint."""
+
+    phase: int = 0
+    phase_epoch: int = 0
+    epoch: int = 0
+    step: int = 0
+    """Steps done in this epoch."""
+    total: int = 0
+    """Steps done in all."""
+    best: float | None = None
+    best_metrics: dict[str, float] = field(default_factory=dict)
+    stale: int = 0
+    """Validations since the best."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """Sums of this epoch's figures so far."""
+
+
+class Trainer:
+    """Trains a run.
+
+    Args:
+        run: what to train, built and seeded.
+        accelerator: Hugging Face Accelerate's; it decides device, precision and number of processes.
+        report: is told a line for each epoch.
+    """
+
+    def __init__(
+        self, run: Run, accelerator: Accelerator, report: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self.run = run
+        self.recipe: Recipe = run.recipe
+        self.accelerator = accelerator
+        self.report = report
+        self.main = bool(accelerator.is_main_process)
+        assert run.objective is not None
+        self.objective: Objective = run.objective
+        run.device = accelerator.device
+        run.model.to(run.device)
+        run.model.channels_last = self.recipe.train.channels_last
+        if self.recipe.train.channels_last:
+            run.model.backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for module in (self.objective.loss, self.objective.miner, self.objective.generator):
+            if module is not None:
+                module.to(run.device)
+        self.dataset = frozen_dataset(run) if self.recipe.frozen else run.dataset
+        self.step = Step(run.model, self.objective, self.recipe, accelerator, self.recipe.frozen)
+        self.batches = TrainBatches(
+            self.dataset,
+            run.splits.train,
+            run.splits.train_labels,
+            None if self.recipe.frozen else run.model.preprocessing,
+            sampler=self.recipe.sampler,
+            augmentation=self.recipe.augmentation,
+            seed=self.recipe.seed,
+            workers=self.recipe.train.workers,
+        )
+        self.progress = Progress()
+        self.validates = len(run.splits.validation) > 0
+        self._stop = threading.Event()
+        self._enter_phase()
+
+    # --- phases ------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """The current phase."""
+        return self.recipe.phases[self.progress.phase]
+
+    def parts(self) -> dict[str, list[Parameter]]:
+        """Return each part's parameters, each parameter once."""
+        model, objective = self.run.model, self.objective
+        modules: dict[str, Sequence[nn.Module | None]] = {
+            "backbone": [] if self.recipe.frozen else [model.backbone],
+            "head": [model.head],
+            "combiner": [model.combiner],
+            "loss": [objective.loss, objective.miner],
+            "generator": [objective.generator],
+        }
+        seen: set[int] = set()
+        found: dict[str, list[Parameter]] = {}
+        for name, members in modules.items():
+            found[name] = []
+            for parameter in (p for m in members if m is not None for p in m.parameters()):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found[name].append(parameter)
+        return found
+
+    def _enter_phase(self) -> None:
+        """Set up optimisers and schedules, and what trains; a phase starts with fresh optimisers."""
+        phase, parts = self.phase, self.parts()
+        for name, parameters in parts.items():
+            for parameter in parameters:
+                parameter.requires_grad_(name in phase.train)
+        self.run.model.backbone.requires_grad_("backbone" in phase.train and not self.recipe.frozen)
+        steps = phase.epochs * len(self.batches)
+        metric = {name: p for name, p in parts.items() if name in phase.train and name != "generator"}
+        self.optimizers: dict[str, Any] = {}
+        self.schedules: dict[str, StepSchedule] = {}
+        if any(metric.values()):
+            self._add("metric", build_optimizer(self.recipe.optimizer, metric, phase.lr), steps)
+        if "generator" in phase.train and parts["generator"]:
+            section = self.recipe.generator_optimizer or self.recipe.optimizer
+            self._add("generator", build_optimizer(section, {"generator": parts["generator"]}), steps)
+        if not self.optimizers:
+            raise RecipeError(
+                [f"[[phase]] {phase.name}: none of {', '.join(phase.train)} has parameters to train."]
+            )
+
+    def _add(self, name: str, optimizer: Optimizer, steps: int) -> None:
+        self.schedules[name] = StepSchedule(self.recipe.schedule, optimizer, steps)
+        self.optimizers[name] = (
+            self.accelerator.prepare_optimizer(optimizer) if name == "metric" else optimizer
+        )
+
+    def _set_modes(self) -> None:
+        """A part that does not train keeps its batch statistics too."""
+        model, objective = self.run.model, self.objective
+        train = self.phase.train
+        model.train()
+        model.backbone.train("backbone" in train and not self.recipe.frozen)
+        model.head.train("head" in train)
+        for module, trains in (
+            (objective.loss, True),
+            (objective.miner, True),
+            (objective.generator, "generator" in train),
+        ):
+            if module is not None:
+                module.train(trains)
+
+    # --- the loop ----------------------------------------------------------------------------------------
+
+    def fit(self) -> dict[str, float]:
+        """Train to the end.
+
+        Returns:
+            The best validation figures, or the last epoch's where there is no validation part.
+
+        Raises:
+            Interrupted: SIGINT or SIGTERM came; the checkpoint is written.
+            DataError: the loss became NaN or infinite, or the disk is full; the last good checkpoint is kept.
+        """
+        hook = self.run.plugins.hook
+        hook.retrieval_run_start(run=self.run)
+        total = sum(phase.epochs for phase in self.recipe.phases) * len(self.batches)
+        bar = tqdm(
+            total=total,
+            initial=self.progress.total,
+            unit="batch",
+            disable=None if self.main else True,
+            leave=False,
+        )
+        if self.progress.total == 0:
+            self.save()
+        with self._signals(), bar, self._tensorboard() as board:
+            while self.progress.phase < len(self.recipe.phases):
+                while self.progress.phase_epoch < self.phase.epochs:
+                    metrics = self._epoch(bar)
+                    stop = self._end_epoch(metrics, board)
+                    if stop:
+                        return self._finish()
+                self.progress.phase += 1
+                self.progress.phase_epoch = 0
+                if self.progress.phase < len(self.recipe.phases):
+                    self._enter_phase()
+                    self.save()
+        return self._finish()
+
+    def _epoch(self, bar: Any) -> dict[str, float]:
+        progress, phase = self.progress, self.phase
+        world, rank = int(self.accelerator.num_processes), int(self.accelerator.process_index)
+        every = self.recipe.train.checkpoint_every
+        started, first = time.perf_counter(), progress.step
+        self._set_modes()
+        for inputs, labels in self.batches.epoch(progress.epoch, start=progress.step, rank=rank, world=world):
+            figures = self._train_batch(
+                inputs.to(self.run.device, non_blocking=True), labels.to(self.run.device), phase
+            )
+            for name, value in figures.items():
+                progress.sums[name] = progress.sums.get(name, 0.0) + value
+            progress.step += 1
+            progress.total += 1
+            bar.update()
+            bar.set_postfix(
+                epoch=progress.epoch + 1,
+                loss=f"{progress.sums.get('loss', 0.0) / progress.step:.4f}",
+                refresh=False,
+            )
+            if self._stop.is_set():
+                self.save()
+                raise Interrupted(
+                    f"Stopped after step {progress.total}. Go on with: retrieval train … --resume"
+                )
+            if every and progress.total % every == 0 and progress.step < len(self.batches):
+                self.save()
+        self._average_buffers()
+        seconds = time.perf_counter() - started
+        size = self.recipe.sampler.classes * self.recipe.sampler.items
+        metrics = {name: value / progress.step for name, value in progress.sums.items()}
+        metrics["images_per_second"] = (progress.step - first) * size / max(seconds, 1e-9)
+        return metrics
+
+    def _train_batch(self, inputs: Tensor, labels: Tensor, phase: Phase) -> dict[str, float]:
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        where = f"at step {self.progress.total + 1} (epoch {self.progress.epoch + 1})"
+        try:
+            losses = self.step(inputs, labels, phase)
+        except DataError as error:
+            raise DataError(
+                f"Training stopped {where}: {error}. The last good checkpoint is {self.run.last}."
+            ) from error
+        figures = {name: float(value) for name, value in losses.figures.items()}
+        for name, value in (("loss", losses.metric), ("generator_loss", losses.generator)):
+            if value is not None:
+                figures[name] = float(value.detach())
+                if not math.isfinite(figures[name]):
+                    raise DataError(
+                        f"Training stopped {where}: {name.replace('_', ' ')} is {figures[name]}. The last good checkpoint is "
+                        f'{self.run.last}. Try a smaller learning rate, [train] clip_norm, or precision = "no".'
+                    )
+        self._backward(losses.metric, losses.generator)
+        for name, optimizer in self.optimizers.items():
+            optimizer.step()
+            self.schedules[name].step()
+        return figures
+
+    def _backward(self, metric: Tensor | None, generator: Tensor | None) -> None:
+        """Each side's gradient comes from its own objective; `joint` adds them up."""
+        parameters = self.parts()
+        own = [p for p in parameters["generator"] if p.requires_grad]
+        if self.step.joint and metric is not None and generator is not None:
+            metric, generator = metric + generator, None
+        if generator is not None:
+            keep = metric is not None and metric.requires_grad
+            gradients = torch.autograd.grad(generator, own, retain_graph=keep, allow_unused=True)
+            for parameter, gradient in zip(own, gradients, strict=True):
+                parameter.grad = gradient
+        if metric is not None and metric.requires_grad:
+            self.accelerator.backward(metric)
+        trained = [p for group in parameters.values() for p in group if p.grad is not None]
+        if self.accelerator.num_processes > 1:
+            for parameter in trained:
+                parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")
+        if self.recipe.train.clip_norm:
+            metric_side = [
+                p
+                for name, group in parameters.items()
+                if name != "generator"
+                for p in group
+                if p.grad is not None
+            ]
+            self.accelerator.clip_grad_norm_(metric_side, self.recipe.train.clip_norm)
+            nn.utils.clip_grad_norm_([p for p in own if p.grad is not None], self.recipe.train.clip_norm)
+
+    def _average_buffers(self) -> None:
+        """Processes see different images, so their batch statistics differ: all go on with the mean."""
+        if self.accelerator.num_processes > 1:
+            for buffer in self.run.model.buffers():
+                if buffer.is_floating_point():
+                    buffer.copy_(self.accelerator.reduce(buffer, reduction="mean"))
+
+    def _end_epoch(self, metrics: dict[str, float], board: Any) -> bool:
+        """Validate, log, save; return whether to stop early."""
+        progress, train = self.progress, self.recipe.train
+        for schedule in self.schedules.values():
+            schedule.epoch_end()
+        stop = improved = False
+        last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
+        if self.validates and ((progress.epoch + 1) % train.validate_every == 0 or last_of_phase):
+            found = validate(self.run, self.dataset, self.recipe.frozen)
+            metrics |= {f"validation_{name}": value for name, value in found.items()}
+            if progress.best is None or found["map_at_r"] > progress.best:
+                progress.best, progress.stale, improved = found["map_at_r"], 0, True
+                progress.best_metrics = dict(found)
+            else:
+                progress.stale += 1
+                stop = train.patience is not None and progress.stale >= train.patience
+        record: dict[str, Any] = {
+            "phase": self.phase.name, "epoch": progress.epoch, "step": progress.total,
+            "lr": {name: optimizer.param_groups[0]["lr"] for name, optimizer in self.optimizers.items()}, **metrics,
+        }  # fmt: skip
+        self.run.plugins.hook.retrieval_epoch_end(run=self.run, epoch=progress.epoch, metrics=metrics)
+        if self.main:
+            self.run.log(record)
+            for name, value in metrics.items():
+                board(name, value, progress.total)
+            shown = [
+                f"{name} {value:.4f}"
+                for name, value in metrics.items()
+                if name in ("loss", "generator_loss", "validation_map_at_r", "validation_recall_at_1")
+            ]
+            self.report(
+                f"epoch {progress.epoch + 1}: {', '.join(shown)}, {metrics['images_per_second']:.0f} images/s{' (best)' if improved else ''}"
+            )
+        progress.epoch += 1
+        progress.phase_epoch += 1
+        progress.step = 0
+        progress.sums = {}
+        if improved and self.main:
+            self._save_best()
+        self.save()
+        return stop
+
+    def _finish(self) -> dict[str, float]:
+        if self.main and not self.validates:
+            self._save_best()
+        if self.main:
+            summary = {
+                "validation": self.progress.best_metrics,
+                "epochs": self.progress.epoch,
+                "steps": self.progress.total,
+            }
+            write_json(self.run.path / "summary.json", summary)
+        self.accelerator.wait_for_everyone()
+        load_weights(self.run.model, checkpoint.load(self.run.best), self.run.best)
+        self.run.model.eval()
+        self.run.plugins.hook.retrieval_run_end(run=self.run, metrics=self.progress.best_metrics)
+        return self.progress.best_metrics
+
+    # --- checkpoints -------------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        modules = {
+            "loss": self.objective.loss,
+            "miner": self.objective.miner,
+            "generator": self.objective.generator,
+        }
+        return {
+            "model": self.run.model.state_dict(),
+            "modules": {name: module.state_dict() for name, module in modules.items() if module is not None},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
+            "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {},
+            "random": checkpoint.random_state(),
+            "progress": asdict(self.progress),
+        }
+
+    def save(self) -> None:
+        """Write the checkpoint to resume from."""
+        if self.main:
+            checkpoint.save(self.run.last, self._state())
+
+    def _save_best(self) -> None:
+        checkpoint.save(
+            self.run.best, {"model": self.run.model.state_dict(), "metrics": self.progress.best_metrics}
+        )
+
+    def resume(self) -> None:
+        """Go on from the run's last checkpoint.
+
+        Raises:
+            DataError: it is missing, damaged, or of another recipe.
+        """
+        state = checkpoint.load(self.run.last)
+        try:
+            self.progress = Progress(**state["progress"])
+            if self.progress.phase < len(self.recipe.phases):
+                self._enter_phase()
+            load_weights(self.run.model, state, self.run.last)
+            modules = {
+                "loss": self.objective.loss,
+                "miner": self.objective.miner,
+                "generator": self.objective.generator,
+            }
+            for name, values in state["modules"].items():
+                module = modules[name]
+                assert module is not None
+                module.load_state_dict(values)
+            for name, values in state["optimizers"].items():
+                self.optimizers[name].load_state_dict(values)
+            for name, values in state["schedules"].items():
+                self.schedules[name].load_state_dict(values)
+            if state["scaler"] and self.accelerator.scaler is not None:
+                self.accelerator.scaler.load_state_dict(state["scaler"])
+        except (KeyError, TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
+            raise DataError(
+                f"{self.run.last} does not fit this recipe ({error}). Resume with the recipe and plugins that started the run."
+            ) from error
+        checkpoint.restore_random_state(state["random"])
+        if self.main:
+            _forget_after(self.run.metrics_file, self.progress.total)
+
+    # --- surroundings ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM end training after the current step, with a checkpoint; a second SIGINT at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(number: int, frame: Any) -> None:
+            if self._stop.is_set():
+                raise KeyboardInterrupt
+            self._stop.set()
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def _tensorboard(self) -> Iterator[Callable[[str, float, int], None]]:
+        """TensorBoard's writer when it is installed."""
+        writer = None
+        if self.main:
+            with contextlib.suppress(ImportError):
+                from torch.utils.tensorboard import SummaryWriter
+
+                writer = SummaryWriter(str(self.run.path / "tensorboard"), purge_step=self.progress.total)  # type: ignore[no-untyped-call]
+        try:
+            yield (
+                (lambda name, value, step: writer.add_scalar(name, value, step))
+                if writer
+                else (lambda name, value, step: None)
+            )  # type: ignore[no-untyped-call]
+        finally:
+            if writer:
+                writer.close()  # type: ignore[no-untyped-call]
+
+
+def _forget_after(log: Path, step: int) -> None:
+    """Drop what the log says of steps after the checkpoint: they are done again."""
+    if not log.is_file():
+        return
+    kept = []
+    for line in log.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (json.JSONDecodeError, KeyError, TypeError):
+            break  # a line that the crash cut off
+    temporary = log.with_name(log.name + ".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(log)
+
+
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """Return Accelerate's view of this process: device, precision, number of processes.
+
+    Raises:
+        RecipeError: the device or precision is not to be had here.
+    """
+    train = recipe.train
+    if train.device == "cuda" and not torch.cuda.is_available():
+        raise RecipeError(['[train] device: is "cuda", and torch sees no GPU here. Use "auto" or "cpu".'])
+    on_cpu = train.device == "cpu" or not torch.cuda.is_available()
+    if train.precision == "fp16" and on_cpu:
+        raise RecipeError(['[train] precision: "fp16" needs a GPU. Use "bf16", which gains on a CPU too.'])
+    return Accelerator(cpu=on_cpu, mixed_precision=train.precision)
+
+
+def train(
+    path: Path,
+    recipe: Recipe,
+    plugins: Plugins,
+    *,
+    resume: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+) -> Run:
+    """Train a recipe into a folder.
+
+    Args:
+        path: the run's folder; must not hold anything yet unless `resume`.
+        recipe: a checked recipe.
+        plugins: the plugins it was checked with.
+        resume: go on from the folder's last checkpoint.
+        report: is told a line for each epoch.
+
+    Returns:
+        The run, with the best weights, in evaluation mode.
+    """
+    if recipe.learner is not None:
+        from retrieval.train.learn import fit_learner
+
+        return fit_learner(path, recipe, plugins, report=report, resume=resume)
+    accelerator = make_accelerator(recipe)
+    checkpoint.seed_everything(recipe.seed)
+    run = build_run(path, recipe, plugins)
+    trainer = Trainer(run, accelerator, report)
+    if resume:
+        trainer.resume()
+    elif accelerator.is_main_process:
+        create_folder(path, recipe)
+        write_json(path / "run.json", describe(run))
+    accelerator.wait_for_everyone()
+    trainer.fit()
+    return run
