@@ -47,7 +47,9 @@ class ArrayDataset(Dataset):
     ) -> None:
         if kind == "features":
             if arrays.ndim != 2 or arrays.shape[1] < 1 or not np.issubdtype(arrays.dtype, np.floating):
-                raise DataError(f"Features must be floats of shape (N, F), not {arrays.dtype} {arrays.shape}.")
+                raise DataError(
+                    f"Features must be floats of shape (N, F), not {arrays.dtype} {arrays.shape}."
+                )
             arrays = arrays if arrays.dtype == np.float32 else arrays.astype(np.float32)
         elif arrays.dtype != np.uint8 or not (
             arrays.ndim == 3 or (arrays.ndim == 4 and arrays.shape[3] in (1, 3))

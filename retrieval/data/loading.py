@@ -2,17 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retrieval.data.augment import draw_changes
+from retrieval.data.raw import RawInputs
+from retrieval.data.sampling import batches_in_epoch, check_sampler, draw_epoch
+from retrieval.errors import DataError
+
 if TYPE_CHECKING:
     from retrieval.contracts import Dataset
+    from retrieval.data.workers import Workers
     from retrieval.images import Preprocessing
     from retrieval.recipe import Augmentation, Sampler
+
+T = TypeVar("T")
+
+
+class Job(NamedTuple):
+    """One process's share of one batch."""
+
+    items: NDArray[np.int64]
+    epoch: int
+    batch: int
+    share: slice
+
+
+@dataclass
+class BatchMaker:
+    """Makes a batch's inputs from a `Job`, here or in another process.
+
+    Attributes:
+        raw: the dataset's inputs.
+        augmentation: how they change.
+        seed: the run's seed.
+        size: items in the whole batch.
+    """
+
+    raw: RawInputs
+    augmentation: Augmentation
+    seed: int
+    size: int
+
+    def __call__(self, job: Job) -> Tensor:
+        """Return the inputs of the job's items."""
+        draws = None
+        if self.augmentation.active:
+            draws = draw_changes(self.seed, job.epoch, job.batch, self.size)[job.share]
+        return torch.from_numpy(self.raw.batch(job.items, self.augmentation, draws))
 
 
 class TrainBatches:
@@ -21,14 +66,19 @@ class TrainBatches:
     All that is random follows from seed, epoch and the place in the epoch; nothing touches the global generators.
 
     Args:
-        dataset: the items.
+        dataset: the items. `dataset[i]` is called from several threads.
         indices: (n,) the items that train (`Splits.train`).
         labels: (n,) class ids of those items (`Splits.train_labels`).
         preprocessing: the backbone's; None for vectors.
         sampler: P, M and the batches in an epoch.
         augmentation: random changes to images.
         seed: the run's seed.
-        workers: processes that decode where images come from files and do not fit in memory; 0: threads of this process.
+        workers: processes that decode, where images come from files and do not fit in memory; 0: threads of this
+            process. The batches are the same with any number.
+        raw: the dataset's inputs, where they are shared with `inputs`; by default they are made here.
+
+    Raises:
+        DataError: fewer classes train than a batch takes, or dataset and backbone do not fit.
     """
 
     def __init__(
@@ -42,29 +92,69 @@ class TrainBatches:
         augmentation: Augmentation,
         seed: int,
         workers: int = 0,
+        raw: RawInputs | None = None,
     ) -> None:
-        raise NotImplementedError
+        check_sampler(labels, sampler)
+        self.indices = np.asarray(indices, dtype=np.int64)
+        self.labels = np.asarray(labels, dtype=np.int64)
+        self.sampler = sampler
+        raw = raw or RawInputs(dataset, preprocessing)
+        self._make = BatchMaker(raw, augmentation, seed, self.batch_size)
+        self._workers: Workers | None = None
+        # pixels that stay in memory are of use to no other process; a random crop is another one each time
+        self._slices = raw.in_memory and augmentation.crop_scale is None
+        if workers and not self._slices and preprocessing is not None and dataset.arrays is None:
+            from retrieval.data.workers import Workers
+
+            self._workers = Workers(self._make, workers)
 
     def __len__(self) -> int:
         """Batches in an epoch."""
-        raise NotImplementedError
+        return batches_in_epoch(len(self.labels), self.sampler)
+
+    @property
+    def batch_size(self) -> int:
+        """P × M, over all processes."""
+        return self.sampler.classes * self.sampler.items
 
     def epoch(
         self, number: int, *, start: int = 0, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs, raw uint8 (B, C, H, W) or float32 (B, F), and class ids (B,) int64, of an epoch's batches.
+        """Return an epoch's batches: raw inputs, uint8 (B, channels, H, W) or float32 (B, F), and class ids (B,) int64.
 
         Args:
             number: the epoch, from 0.
             start: the first batch to give.
             rank: this process's number; it gets the contiguous share `rank` of each batch.
             world: how many processes there are.
+
+        Raises:
+            DataError: a batch cannot be shared among so many, or an item cannot be read.
         """
-        raise NotImplementedError
+        if self.batch_size % world:
+            raise DataError(
+                f"[sampler]: a batch of {self.sampler.classes} classes × {self.sampler.items} items cannot be shared "
+                f"equally by {world} processes. Make classes × items a multiple of {world}."
+            )
+        return self._epoch(number, start, rank, self.batch_size // world)
+
+    def _epoch(self, number: int, start: int, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        share = slice(rank * size, (rank + 1) * size)
+        drawn = draw_epoch(self.labels, self.sampler, self._make.seed, number)[start:, share]
+        labels = torch.from_numpy(self.labels[drawn])
+        jobs = [Job(items, number, start + i, share) for i, items in enumerate(self.indices[drawn])]
+        if self._workers is not None:
+            made = self._workers.run(jobs)
+        elif self._slices and self._make.raw.ready(self.indices):
+            made = map(self._make, jobs)
+        else:
+            made = _ahead(self._make, jobs)
+        return zip(made, labels, strict=True)
 
     def close(self) -> None:
         """End the worker processes, if there are any."""
-        raise NotImplementedError
+        if self._workers is not None:
+            self._workers.close()
 
 
 def inputs(
@@ -72,6 +162,38 @@ def inputs(
     indices: NDArray[np.int64] | Sequence[int],
     preprocessing: Preprocessing | None,
     batch: int,
+    *,
+    raw: RawInputs | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the items' inputs in order, `batch` at a time: raw uint8 (B, C, H, W) or float32 (B, F)."""
-    raise NotImplementedError
+    """Return the items' raw inputs in order, `batch` at a time: uint8 (B, channels, H, W) or float32 (B, F).
+
+    Images are decoded in threads, one batch ahead of the caller.
+
+    Args:
+        dataset: the items. `dataset[i]` is called from several threads.
+        indices: (n,) which of them.
+        preprocessing: the backbone's; None for vectors.
+        batch: how many at a time; the last batch may be smaller.
+        raw: the dataset's inputs, where they are shared with `TrainBatches`; by default nothing is kept in memory.
+
+    Raises:
+        DataError: an item cannot be read, or dataset and backbone do not fit.
+    """
+    raw = raw or RawInputs(dataset, preprocessing, budget=0)
+    chosen = np.asarray(indices, dtype=np.int64)
+    blocks = [chosen[i : i + batch] for i in range(0, len(chosen), batch)]
+
+    def make(block: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(raw.batch(block))
+
+    return map(make, blocks) if raw.ready(chosen) else _ahead(make, blocks)
+
+
+def _ahead(make: Callable[[Any], T], jobs: Iterable[Any]) -> Iterator[T]:
+    """Yield `make(job)` of each job, the next one under way in a thread meanwhile."""
+    with ThreadPoolExecutor(1, thread_name_prefix="ahead") as thread:
+        pending = iter(jobs)
+        next_up = [thread.submit(make, job) for job in itertools.islice(pending, 1)]
+        while next_up:
+            current, next_up = next_up[0], [thread.submit(make, job) for job in itertools.islice(pending, 1)]
+            yield current.result()

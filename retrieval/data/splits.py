@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieval.data.problems import natural, refuse, some
+from retrieval.errors import did_you_mean
+
 if TYPE_CHECKING:
     from retrieval.contracts import Dataset
     from retrieval.recipe import Split
+
+Items = NDArray[np.int64]
+
+SPLITS = ("train", "validation", "test")
+ROLES = ("", "query", "gallery")
 
 
 @dataclass(frozen=True)
@@ -27,12 +36,12 @@ class Splits:
         notes: what the user should know, one sentence each.
     """
 
-    labels: NDArray[np.int64]
+    labels: Items
     classes: list[str]
-    train: NDArray[np.int64]
-    validation: NDArray[np.int64]
-    query: NDArray[np.int64]
-    gallery: NDArray[np.int64] | None = None
+    train: Items
+    validation: Items
+    query: Items
+    gallery: Items | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -41,11 +50,204 @@ class Splits:
         return [self.classes[i] for i in np.unique(self.labels[self.train])]
 
     @property
-    def train_labels(self) -> NDArray[np.int64]:
+    def train_labels(self) -> Items:
         """(len(train),) class ids 0…K−1 of the items `train`, without gaps."""
         return np.unique(self.labels[self.train], return_inverse=True)[1].astype(np.int64)
 
 
 def make_splits(dataset: Dataset, split: Split) -> Splits:
-    """Divide a dataset as a recipe's `[split]` says."""
-    raise NotImplementedError
+    """Divide a dataset as a recipe's `[split]` says.
+
+    - `given`: the dataset's own "train", "validation" and "test". Where it has roles but no split, items with a role
+      are the test side.
+    - `class`: classes in natural order, the last part of them held out (for one half, the protocol of CUB-200 and
+      Cars-196: Oh Song et al., "Deep Metric Learning via Lifted Structured Feature Embedding", CVPR 2016, §6), or the
+      named ones. The dataset's own split is not looked at.
+    - `item`: of every class a random part.
+
+    The dataset's own "validation" items validate where `given` finds any; otherwise a part of the training side does.
+    A part of a class's items is at least two items or none, and leaves the class at least two: alone, an item has
+    nothing to find. On the test side, the roles "query" and "gallery" are kept where the data have them.
+
+    Args:
+        dataset: the items.
+        split: the recipe's table.
+
+    Returns:
+        The sides; the same ones for the same dataset and table.
+
+    Raises:
+        DataError: with every problem of the labels, or of the split: labels that are missing, classes that do not
+            exist, a side with nothing on it, no class with two items.
+    """
+    labels, classes = _labels(dataset)
+    notes: list[str] = []
+    train, validation, test = _sides(dataset, split, labels, classes)
+    if not len(validation) and split.validation:
+        train, validation = _take_validation(train, labels, split)
+    query, gallery = _roles(dataset, test, notes)
+    found = Splits(labels, classes, train, validation, query, gallery, notes)
+    _check(found)
+    return found
+
+
+def _labels(dataset: Dataset) -> tuple[Items, list[str]]:
+    """Return class ids (N,) and the classes; refuse what is not a label, a split or a role."""
+    problems: list[str] = []
+    if not len(dataset.labels):
+        refuse("The dataset", ["it has no items."])
+    for name in ("keys", "splits", "roles", "metadata"):
+        column = getattr(dataset, name)
+        if column is not None and len(column) != len(dataset.labels):
+            problems.append(f"it has {len(dataset.labels):,} labels and {len(column):,} {name}.")
+    if problems:
+        refuse("The dataset", problems)
+    texts = ["" if label is None else str(label).strip() for label in dataset.labels]
+    unlabelled = [dataset.keys[i] for i, text in enumerate(texts) if not text]
+    if unlabelled:
+        several = len(unlabelled) > 1
+        problems.append(
+            f"{len(unlabelled):,} item{'s have' if several else ' has'} no label: {some(unlabelled)}. "
+            f"Give {'each' if several else 'it'} one, or leave {'them' if several else 'it'} out."
+        )
+    for name, known in (("splits", SPLITS), ("roles", ROLES)):
+        values = getattr(dataset, name)
+        allowed = (*known, "") if name == "splits" and dataset.roles is not None else known
+        wrong = sorted({str(v) for v in values} - set(allowed)) if values is not None else []
+        problems += [
+            f"{name} must be {', '.join(repr(k) for k in known if k)}, not '{value}'.{did_you_mean(value, known)}"
+            for value in wrong
+        ]
+    if problems:
+        refuse("The dataset", problems)
+    classes = sorted(set(texts), key=natural)
+    numbers = {text: i for i, text in enumerate(classes)}
+    return np.fromiter((numbers[text] for text in texts), np.int64, len(texts)), classes
+
+
+def _sides(dataset: Dataset, split: Split, labels: Items, classes: list[str]) -> tuple[Items, Items, Items]:
+    """Return the items that train (and validate), that validate by the dataset's own word, and that test."""
+    none = np.empty(0, np.int64)
+    if split.by == "given":
+        return _given(dataset)
+    if split.by == "class":
+        held = np.isin(labels, _held_out(split.test, classes))
+        return np.flatnonzero(~held), none, np.flatnonzero(held)
+    if not isinstance(split.test, float | int):
+        refuse("[split] test", ['with by = "item" it is the fraction of each class\'s items, not a list.'])
+    train, test = _part_of_each(np.arange(len(labels)), labels, split.test, split.seed, "test")
+    return train, none, test
+
+
+def _given(dataset: Dataset) -> tuple[Items, Items, Items]:
+    own, roles = dataset.splits, dataset.roles
+    if own is None and (roles is None or not any(roles)):
+        refuse("The dataset", ['it comes with no split of its own. Set [split] by = "class" or by = "item".'])
+    if own is None:
+        assert roles is not None
+        own = ["test" if role else "train" for role in roles]
+    elif roles is not None:
+        own = [side or ("test" if role else "train") for side, role in zip(own, roles, strict=True)]
+    sides = np.array(own, dtype=object)
+    train, validation, test = (np.flatnonzero(sides == side) for side in SPLITS)
+    return train, validation, test
+
+
+def _held_out(test: float | Sequence[str | int], classes: list[str]) -> list[int]:
+    """Return the test classes, by number."""
+    if isinstance(test, float | int):
+        return list(range(len(classes) - int(len(classes) * test + 0.5), len(classes)))
+    names = [str(name).strip() for name in test]
+    problems = [
+        f"there is no class '{name}'.{did_you_mean(name, classes)}"
+        for name in dict.fromkeys(names)
+        if name not in classes
+    ]
+    if problems:
+        refuse("[split] test", [*problems, f"The dataset's classes: {some(classes, 20)}."])
+    return [classes.index(name) for name in dict.fromkeys(names)]
+
+
+def _part_of_each(items: Items, labels: Items, part: float, seed: int, purpose: str) -> tuple[Items, Items]:
+    """Divide items so that `part` of every class is on the second side; both sides ascend."""
+    random = _generator(seed, purpose)
+    taken = []
+    for label in np.unique(labels[items]):
+        own = random.permutation(items[labels[items] == label])
+        count = int(len(own) * part + 0.5)
+        if part:
+            count = min(max(count, 2), len(own) - 2)  # two or none, and two stay
+        taken.append(own[: count if count >= 2 else 0])
+    second = np.sort(np.concatenate(taken)) if taken else np.empty(0, np.int64)
+    return np.setdiff1d(items, second), second
+
+
+def _take_validation(train: Items, labels: Items, split: Split) -> tuple[Items, Items]:
+    if split.validation_by == "item":
+        return _part_of_each(train, labels, split.validation, split.seed, "validation")
+    classes = np.unique(labels[train])
+    count = max(2, int(len(classes) * split.validation + 0.5))
+    if len(classes) - count < 2:
+        refuse(
+            "[split] validation_by",
+            [
+                f"whole classes cannot be kept for validation when only {len(classes)} train: two at least must stay "
+                'on each side. Set validation_by = "item", or validation = 0.'
+            ],
+        )
+    chosen = _generator(split.seed, "validation").permutation(classes)[:count]
+    kept = np.isin(labels[train], chosen)
+    return train[~kept], train[kept]
+
+
+def _generator(seed: int, purpose: str) -> np.random.Generator:
+    """Return the split's generator: test and validation parts do not depend on each other."""
+    return np.random.default_rng([seed % 2**64, *purpose.encode()])
+
+
+def _roles(dataset: Dataset, test: Items, notes: list[str]) -> tuple[Items, Items | None]:
+    if dataset.roles is None:
+        return test, None
+    roles = np.array([dataset.roles[i] for i in test], dtype=object)
+    query, gallery = test[roles == "query"], test[roles == "gallery"]
+    if not len(query) and not len(gallery):
+        return test, None
+    if left := len(test) - len(query) - len(gallery):
+        notes.append(f"{left:,} test items are neither query nor gallery, and are left out.")
+    return query, gallery
+
+
+def _check(found: Splits) -> None:
+    """Refuse sides that cannot serve, and note what is odd."""
+    labels, problems = found.labels, []
+    counts = np.bincount(labels[found.train], minlength=len(found.classes))
+    present = np.flatnonzero(counts)
+    if not len(present):
+        problems.append("nothing is left to train on.")
+    elif len(present) == 1:
+        problems.append(
+            f"only the class '{found.classes[present[0]]}' is left to train on; there must be two at least."
+        )
+    elif counts.max() < 2:
+        problems.append("no class has two items to train on, so there is no pair of one class to learn from.")
+    single = [found.classes[i] for i in present if counts[i] == 1]
+    if single and not problems:
+        found.notes.append(
+            f"{len(single):,} class{'es have' if len(single) > 1 else ' has'} one training item only "
+            f"({some(single)}): it serves as a negative, and is repeated where a batch takes several of a class."
+        )
+    if not len(found.query):
+        what = "no item is a query" if found.gallery is not None else "nothing is left to test on"
+        problems.append(f"{what}.")
+    elif found.gallery is not None and not len(found.gallery):
+        problems.append("there are queries but no gallery: give test items the role 'gallery'.")
+    elif found.gallery is not None:
+        alone = int((~np.isin(labels[found.query], labels[found.gallery])).sum())
+        if alone == len(found.query):
+            problems.append("no query has an item of its class in the gallery, so none can find anything.")
+        elif alone:
+            found.notes.append(f"{alone:,} queries have no item of their class in the gallery.")
+    elif np.bincount(labels[found.query]).max() < 2:
+        problems.append("no test class has two items, so no query can find another of its class.")
+    if problems:
+        refuse("[split]", problems)

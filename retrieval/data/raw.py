@@ -1,0 +1,144 @@
+"""A dataset's items as a `Model` takes them: sliced from one array where that is possible, decoded in threads elsewhere."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.data.augment import changed_pixels, mirror
+from retrieval.errors import DataError
+from retrieval.images import from_array
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from retrieval.contracts import Dataset
+    from retrieval.images import Preprocessing
+    from retrieval.recipe import Augmentation
+
+BUDGET = 1 << 30
+
+
+class RawInputs:
+    """What the encoder is given for a dataset's items.
+
+    Where the dataset has its items in an array that needs no preprocessing, batches are slices of it. Elsewhere
+    preprocessed pixels are kept in memory once made, when those of all items fit.
+
+    Args:
+        dataset: the items; `dataset[i]` is called from several threads.
+        preprocessing: the backbone's; None for vectors.
+        budget: largest size of the kept pixels, in bytes.
+
+    Raises:
+        DataError: images for a backbone of vectors, or the other way round.
+    """
+
+    def __init__(self, dataset: Dataset, preprocessing: Preprocessing | None, budget: int = BUDGET) -> None:
+        if dataset.kind == "features" and preprocessing is not None:
+            raise DataError(
+                "The dataset's items are vectors, and the backbone takes images. Use the backbone core.features."
+            )
+        if dataset.kind == "image" and preprocessing is None:
+            raise DataError(
+                "The dataset's items are images, and the backbone takes vectors. Use a backbone for images."
+            )
+        self.dataset = dataset
+        self.preprocessing = preprocessing
+        self.array = _as_inputs(dataset.arrays, preprocessing)
+        self._kept: NDArray[np.uint8] | None = None
+        if self.array is None and preprocessing is not None:
+            shape = (len(dataset), *preprocessing.shape)
+            if np.prod(shape, dtype=np.int64) <= budget:
+                self._kept = np.empty(shape, np.uint8)
+                self._made = np.zeros(len(dataset), bool)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether batches are slices of an array, or will be once each item was decoded."""
+        return self.array is not None or self._kept is not None
+
+    def ready(self, indices: NDArray[np.int64]) -> bool:
+        """Whether these items cost no decoding."""
+        return self.array is not None or (self._kept is not None and bool(self._made[indices].all()))
+
+    def batch(
+        self,
+        indices: NDArray[np.int64],
+        augmentation: Augmentation | None = None,
+        draws: NDArray[np.float64] | None = None,
+    ) -> NDArray[Any]:
+        """Return inputs, uint8 (B, channels, H, W) or float32 (B, F), in memory of their own.
+
+        Args:
+            indices: (B,) items.
+            augmentation: how images change at random; None: not at all.
+            draws: (B, …) what decides it, from `draw_changes`.
+
+        Raises:
+            DataError: an item cannot be read.
+        """
+        if augmentation is not None and augmentation.active and self.preprocessing is not None:
+            assert draws is not None
+            if augmentation.crop_scale is None:
+                return mirror(self.batch(indices), augmentation, draws)
+            pre = self.preprocessing
+            changed = self._map(
+                lambda job: changed_pixels(self._image(job[0]), pre, augmentation, job[1]),
+                list(zip(indices.tolist(), draws, strict=True)),
+            )
+            return np.stack(changed)
+        if self.array is not None:
+            return np.take(self.array, indices, axis=0)
+        if self._kept is not None:
+            missing = np.unique(indices[~self._made[indices]])
+            self._map(self._keep, missing.tolist())
+            return np.take(self._kept, indices, axis=0)
+        return np.stack(self._map(self._item, indices.tolist()))
+
+    def _image(self, index: int) -> Image:
+        item = self.dataset[index]
+        return from_array(item) if isinstance(item, np.ndarray) else item
+
+    def _item(self, index: int) -> NDArray[Any]:
+        if self.preprocessing is None:
+            return np.asarray(self.dataset[index], dtype=np.float32)
+        return self.preprocessing(self._image(index))
+
+    def _keep(self, index: int) -> None:
+        assert self._kept is not None
+        self._kept[index] = self._item(index)
+        self._made[index] = True
+
+    def _map(self, function: Any, jobs: list[Any]) -> list[Any]:
+        if len(jobs) < 2 or self.dataset.arrays is not None:  # without decoding, threads only cost
+            return [function(job) for job in jobs]
+        return list(self._threads.map(function, jobs))
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="decode")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Worker processes get the dataset, and neither threads nor kept pixels."""
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_threads", "_made")}
+        return {**state, "_kept": None}
+
+
+def _as_inputs(arrays: NDArray[Any] | None, preprocessing: Preprocessing | None) -> NDArray[Any] | None:
+    """Return the dataset's array as inputs, without a copy; None where items need work first."""
+    if arrays is None:
+        return None
+    if preprocessing is None:
+        return arrays if arrays.dtype == np.float32 else None
+    height, width = preprocessing.size
+    if arrays.shape[1:3] != (height, width) or preprocessing.resize not in (None, min(height, width)):
+        return None
+    if arrays.ndim == 3 and preprocessing.channels == 1:
+        return arrays[:, None]
+    return None
