@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import io
 import os
+import stat
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from retrieval.errors import DataError
 
 MAX_PIXELS = 25_000_000
 MAX_BYTES = 20_000_000
+# Pillow reads dozens of formats, some through other programs (EPS runs Ghostscript): these are all that we ask it for.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 EXTENSIONS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"})
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
@@ -47,13 +53,31 @@ class Preprocessing:
     interpolation: Interpolation = "bilinear"
     resize: int | None = None
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # as part of a bundle's manifest
+
+    def __post_init__(self) -> None:
+        if len(self.size) != 2 or min(self.size) < 1:
+            raise ValueError(f"size must be a height and a width of at least 1 pixel, not {self.size}")
+        if self.channels not in (1, 3):
+            raise ValueError(f"channels must be 1 (grey) or 3 (RGB), not {self.channels}")
+        if self.resize is not None and self.resize < 1:
+            raise ValueError(f"resize must be at least 1 pixel, not {self.resize}")
+        if self.interpolation not in get_args(Interpolation):
+            raise ValueError(
+                f"interpolation must be one of {', '.join(get_args(Interpolation))}, not '{self.interpolation}'"
+            )
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, height, width of one encoder input."""
         return (self.channels, *self.size)
 
     def __call__(self, image: Image.Image) -> NDArray[np.uint8]:
-        """Return the pixels (channels, H, W), uint8, of a decoded image of any size and mode."""
+        """Return the pixels (channels, H, W), uint8, of a decoded image of any size and mode.
+
+        Raises:
+            DataError: the image's colour space cannot be converted.
+        """
         image = to_mode(image, "L" if self.channels == 1 else "RGB")
         height, width = self.size
         resample = Image.Resampling[self.interpolation.upper()]
@@ -61,6 +85,7 @@ class Preprocessing:
             if image.size != (width, height):
                 image = image.resize((width, height), resample)
         else:
+            image = _trim(image, self.resize, max(self.size))
             scale = self.resize / min(image.size)
             new = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
             if new != image.size:
@@ -68,24 +93,77 @@ class Preprocessing:
             left, top = (image.width - width) // 2, (image.height - height) // 2
             image = image.crop((left, top, left + width, top + height))
         pixels = np.asarray(image, dtype=np.uint8)
-        return pixels[None] if self.channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+        return np.ascontiguousarray(pixels[None] if self.channels == 1 else pixels.transpose(2, 0, 1))
+
+
+def _trim(image: Image.Image, shorter: int, crop: int) -> Image.Image:
+    """Cut off the far ends of a very long image, which the centre crop would drop anyway.
+
+    Resizing the shorter side of a 1 × 20,000,000 image to 256 would otherwise make five thousand million pixels.
+    """
+    side = min(image.size)
+    keep = max(side, -(-4 * side * max(crop, shorter) // shorter))
+    if max(image.size) <= keep:
+        return image
+    width, height = min(image.width, keep), min(image.height, keep)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
 
 
 def to_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
-    """Return the image in grey or RGB; transparency lies on white, 16-bit grey is scaled to 8."""
-    if image.mode == mode:
+    """Return the image in grey or RGB; transparency lies on white, 16-bit and float grey are scaled to 8 bits.
+
+    Raises:
+        DataError: Pillow has no conversion from the image's colour space.
+    """
+    if image.mode == mode and "transparency" not in image.info:
         return image
-    if image.mode.startswith("I") or image.mode == "F":
-        values = np.asarray(image, dtype=np.float32)
-        image = Image.fromarray(
-            (values / 257 if image.mode.startswith("I;16") or values.max(initial=0) > 255 else values)
-            .clip(0, 255)
-            .astype(np.uint8)
-        )
-    elif image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba)
-    return image.convert(mode)
+    try:
+        if image.mode.startswith("I") or image.mode == "F":
+            image = _grey8(image)
+        elif image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+            if image.mode == "La":
+                image = image.convert("LA")
+            rgba = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba)
+        return image.convert(mode)
+    except (ValueError, KeyError, OSError) as error:
+        raise DataError(f"an image of mode {image.mode} cannot be converted to {mode}: {error}.") from error
+
+
+def _grey8(image: Image.Image) -> Image.Image:
+    """Return 8-bit grey of 16-bit, 32-bit or float grey."""
+    values: NDArray[Any] = np.nan_to_num(np.asarray(image, dtype=np.float32), nan=0.0, posinf=0.0, neginf=0.0)
+    top = values.max(initial=0)
+    if image.mode.startswith("I;16") or top > 255:
+        values = values / 257
+    elif image.mode == "F" and top <= 1:
+        values = values * 255
+    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
+
+
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_ORIENTATION = 0x0112
+_silence = threading.Lock()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Ignore Pillow's warnings: limits of our own are stricter, and metadata that it cannot read changes no pixel.
+
+    `catch_warnings` swaps a global, so decoding threads must not overlap in here; pixels are decoded outside.
+    """
+    with _silence, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def decode(
@@ -95,7 +173,7 @@ def decode(
     max_bytes: int = MAX_BYTES,
     name: str | None = None,
 ) -> Image.Image:
-    """Return the decoded image, upright by its EXIF orientation.
+    """Return the decoded image (the first frame of several), upright by its EXIF orientation. Safe in threads.
 
     Args:
         data: an encoded image's bytes, or the path of its file.
@@ -110,54 +188,106 @@ def decode(
         name = name or "the image"
         content = data
     else:
-        path = Path(data)
-        name = name or str(path)
-        try:
-            if (size := path.stat().st_size) > max_bytes:
-                raise DataError(
-                    f"{name} has {size:,} bytes; the limit is {max_bytes:,}. Save it smaller, or raise the limit."
-                )
-            content = path.read_bytes()
-        except OSError as error:
-            raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
+        name = name or os.fspath(data)
+        content = _read(Path(data), name, max_bytes)
     if len(content) > max_bytes:
-        raise DataError(
-            f"{name} has {len(content):,} bytes; the limit is {max_bytes:,}. Save it smaller, or raise the limit."
-        )
+        raise _too_many_bytes(name, len(content), max_bytes)
     if not content:
         raise DataError(f"{name} is empty (0 bytes).")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # our own limit is stricter than Pillow's warning
-            image = Image.open(io.BytesIO(content))
-            if image.width * image.height > max_pixels:
-                raise DataError(
-                    f"{name} has {image.width} × {image.height} pixels; the limit is {max_pixels:,}. Save it smaller, or raise the limit."
-                )
-            image.load()
-            return ImageOps.exif_transpose(image)
+        with _silent():
+            image: Image.Image = Image.open(io.BytesIO(content), formats=FORMATS)
+        if image.width * image.height > max_pixels:
+            raise DataError(
+                f"{name} has {image.width} × {image.height} pixels; the limit is {max_pixels:,}. "
+                "Save it smaller, or raise the limit."
+            )
+        if min(image.size) < 1:
+            raise DataError(f"{name} has no pixels ({image.width} × {image.height}).")
+        image.load()
+        orientation = _orientation(image)
+        return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
     except DataError:
         raise
+    except Image.DecompressionBombError:
+        raise DataError(
+            f"{name} has far more pixels than the limit of {max_pixels:,}. Save it smaller."
+        ) from None
     except UnidentifiedImageError:
-        raise DataError(f"{name} is not an image in a format that Pillow knows.") from None
+        raise DataError(f"{name} is not an image in a known format ({', '.join(FORMATS)}).") from None
     except Exception as error:  # Pillow's decoders raise whatever their format's parser does
-        raise DataError(f"{name} is damaged and cannot be decoded: {error}.") from error
+        raise DataError(f"{name} is damaged and cannot be decoded: {str(error).rstrip('.')}.") from error
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation, 1 when there is none or when it cannot be read."""
+    try:
+        with _silent():
+            return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # broken metadata must not cost us sound pixels
+        return 1
+
+
+def _read(path: Path, name: str, max_bytes: int) -> bytes:
+    """Return a regular file's content; at most one byte more than the limit is read."""
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise DataError(f"{name} is a folder, not an image.")
+        if not stat.S_ISREG(mode):  # a pipe or a device could go on for ever
+            raise DataError(f"{name} is not a regular file.")
+        if (size := path.stat().st_size) > max_bytes:
+            raise _too_many_bytes(name, size, max_bytes)
+        with path.open("rb") as file:
+            return file.read(max_bytes + 1)
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:  # a null character in the name
+        raise DataError(f"{name!r} cannot be read: {error}.") from error
+
+
+def _too_many_bytes(name: str, size: int, limit: int) -> DataError:
+    return DataError(
+        f"{name} has {size:,} bytes; the limit is {limit:,}. Save it smaller, or raise the limit."
+    )
 
 
 def from_array(array: NDArray[Any]) -> Image.Image:
-    """Return a Pillow image of uint8 pixels (H, W) or (H, W, 3)."""
-    return Image.fromarray(np.ascontiguousarray(array, dtype=np.uint8))
+    """Return a Pillow image of uint8 pixels (H, W), (H, W, 1) or (H, W, 3).
+
+    Raises:
+        DataError: another shape or type.
+    """
+    if (
+        array.dtype != np.uint8
+        or array.ndim not in (2, 3)
+        or (array.ndim == 3 and array.shape[2] not in (1, 3))
+    ):
+        raise DataError(
+            f"Pixels must be uint8 of shape (H, W) or (H, W, 3), not {array.dtype} {array.shape}."
+        )
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    return Image.fromarray(np.ascontiguousarray(array))
 
 
 def find_images(folder: Path) -> list[Path]:
-    """Return the image files below a folder, by extension, sorted.
+    """Return the image files below a folder, by extension, sorted; hidden files and folders are left out.
 
     Raises:
-        DataError: it is no folder, or holds no image.
+        DataError: it is no folder, holds no image, or a folder below it cannot be read.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder.")
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
+
+    found = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
+    found = sorted(path for path in found if path.suffix.lower() in EXTENSIONS and path.is_file())
     if not found:
         raise DataError(f"{folder} holds no image (looked for {', '.join(sorted(EXTENSIONS))}).")
     return found

@@ -1,0 +1,1 @@
+"""Build an index folder from a bundle and items, open it, search it."""

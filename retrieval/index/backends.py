@@ -1,0 +1,145 @@
+"""What the store asks of an index back end, and which back end a name or a size means."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import PluginError, StoreError, did_you_mean
+
+if TYPE_CHECKING:
+    from retrieval.factory import Factory
+
+Floats = NDArray[np.float32]
+Rows = NDArray[np.int64]
+
+FLAT_NUMBERS = 32_000_000
+"""`auto` searches exactly up to this many numbers (250,000 × 128): a query then takes some 10 ms on one core."""
+HNSW_VECTORS = 2_000_000
+"""`auto` takes a graph up to this many vectors, whose links then need some 0.5 GB, and inverted lists beyond."""
+
+
+class IndexBackend(ABC):
+    """Proposes the nearest of N vectors (N, P), float32, by Euclidean distance.
+
+    A plugin offers one through the hook `retrieval_indexes`; its parameters are its factory's signature. The store
+    calls `build` then `save`, once, in one thread; or `load`, once, and `search` from then on, from many threads at a
+    time. Row numbers are positions in `vectors`.
+    """
+
+    @abstractmethod
+    def build(self, vectors: Floats) -> None:
+        """Index the vectors (N, P), float32, C-contiguous, N ≥ 1; the array may be mapped from a file."""
+
+    @abstractmethod
+    def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
+        """Return the nearest vectors of each query, nearest first. Must be thread-safe and change nothing.
+
+        The store measures the distances of what is found again, so approximate ones are welcome.
+
+        Args:
+            queries: (Q, P), float32, C-contiguous.
+            k: how many, 1 ≤ k ≤ N.
+
+        Returns:
+            Euclidean distances (Q, k) and row numbers (Q, k), int64; -1 where fewer were found.
+        """
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write all that `load` needs to one new file. An OSError (a full disk) is passed on."""
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote; its checksum has been verified. May move it to a GPU."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether `search` always finds the true nearest; if not, building measures how often it does."""
+        return False
+
+
+def built_in() -> dict[str, Callable[..., IndexBackend]]:
+    """Return the FAISS back ends by name."""
+    from retrieval.index.faiss_backends import Flat, Hnsw, Ivf
+
+    return {"flat": Flat, "hnsw": Hnsw, "ivf": Ivf}
+
+
+def choose(count: int, width: int) -> str:
+    """Return the name of the back end that `auto` means for `count` vectors of `width` numbers."""
+    if count * width <= FLAT_NUMBERS:
+        return "flat"
+    return "hnsw" if count <= HNSW_VECTORS else "ivf"
+
+
+def find_backend(name: str, plugins: Iterable[str] = ()) -> Factory:
+    """Return the factory of a back end: a built-in one by its short name, or a plugin's as `PLUGIN.name`.
+
+    Plugins are loaded only when the name is not built in.
+
+    Args:
+        name: "flat", "hnsw", "ivf" or `PLUGIN.name`.
+        plugins: files or modules to load as plugins besides the installed ones.
+
+    Raises:
+        PluginError: there is no such back end, or a plugin cannot be loaded.
+    """
+    from retrieval.factory import Factory
+
+    known = built_in()
+    if name in known:
+        return Factory.read("indexes", name, known[name])
+    if "." not in name:
+        names = [*known, "auto"]
+        raise PluginError(
+            f"There is no index back end '{name}' (built in: {', '.join(names)}; a plugin's is called PLUGIN.name)."
+            + did_you_mean(name, names)
+        )
+    from retrieval.plugins import load_plugins
+
+    return load_plugins(plugins).find("indexes", name)
+
+
+def make_backend(name: str, options: Mapping[str, Any], plugins: Iterable[str] = ()) -> IndexBackend:
+    """Build a back end with parameters.
+
+    Raises:
+        PluginError: no such back end, a parameter that it does not have or refuses, or no `IndexBackend`.
+    """
+    factory = find_backend(name, plugins)
+    values, problems = factory.check(options, f"index back end '{name}'")
+    if problems:
+        raise PluginError("\n".join(problems))
+    backend = factory.build(values)
+    if not isinstance(backend, IndexBackend):
+        raise PluginError(
+            f"The index back end '{name}' made a {type(backend).__name__}, not a retrieval.IndexBackend."
+        )
+    return backend
+
+
+def checked_search(backend: IndexBackend, name: str, queries: Floats, k: int, count: int) -> Rows:
+    """Search and refuse an answer that breaks the contract, so that a plugin's fault is named as such.
+
+    Returns:
+        Row numbers (Q, k), -1 where fewer were found.
+    """
+    _, rows = backend.search(np.ascontiguousarray(queries, dtype=np.float32), k)
+    rows = np.asarray(rows)
+    if (
+        rows.shape != (len(queries), k)
+        or rows.dtype.kind != "i"
+        or rows.min(initial=0) < -1
+        or rows.max(initial=0) >= count
+    ):
+        raise StoreError(
+            f"The index back end '{name}' answered with {rows.dtype} rows of shape {rows.shape} for {len(queries)} "
+            f"queries and k = {k}, or with rows beyond the {count:,} items. Report it to the back end's author."
+        )
+    return rows.astype(np.int64, copy=False)

@@ -1,0 +1,163 @@
+"""The built-in back ends: FAISS, on the CPU, or on a GPU when faiss-gpu finds one."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from annotated_types import Ge, Le
+
+from retrieval.errors import StoreError
+from retrieval.index.backends import Floats, IndexBackend, Rows
+from retrieval.runtime import load_faiss
+
+# FAISS compares Q × P with its threshold. From eight queries on, one matrix product is faster than a loop over
+# queries (three-fold at 32); a single query through BLAS costs two to three times more than without.
+_BLAS_QUERIES = 8
+_loading = threading.Lock()
+
+
+class FaissBackend(IndexBackend):
+    """What the FAISS back ends have in common: files, GPU, searching with parameters of its own."""
+
+    on_gpu = True
+
+    def __init__(self) -> None:
+        self._index: Any = None
+        self._lock: threading.Lock | None = None
+
+    def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
+        """Search; see `IndexBackend`. A GPU serves one thread at a time."""
+        if self._lock is None:
+            squared, rows = self._index.search(queries, k, params=self._parameters(k))
+        else:
+            with self._lock:
+                squared, rows = self._index.search(queries, k, params=self._parameters(k))
+        return np.sqrt(np.maximum(squared, 0)), rows
+
+    def _parameters(self, k: int) -> Any:
+        """Return FAISS's search parameters for this call: setting them on the index would change it for others."""
+        return None
+
+    def save(self, path: Path) -> None:
+        """Write the index through Python's file object: FAISS's own writer may miss a full disk on closing."""
+        faiss = load_faiss()
+        failure: list[OSError] = []
+        with path.open("xb") as file:
+
+            def write(chunk: bytes) -> int:
+                try:
+                    return file.write(chunk)
+                except OSError as fault:
+                    failure.append(fault)
+                    raise
+
+            try:
+                faiss.write_index(self._index, faiss.PyCallbackIOWriter(write, 1 << 20))
+            except Exception:
+                if failure:  # FAISS turns it into an error of its own
+                    raise failure[0] from None
+                raise
+
+    def load(self, path: Path) -> None:
+        """Read the index, and move it to a GPU when there is one."""
+        faiss = load_faiss()
+        with _loading:
+            # A damaged length must not make FAISS ask for terabytes: no vector is longer than its file.
+            faiss.set_deserialization_vector_byte_limit(max(path.stat().st_size, 1 << 20))
+            try:
+                index = faiss.read_index(str(path))
+            except Exception as fault:
+                raise StoreError(f"FAISS {faiss.__version__} cannot read {path}: {_reason(fault)}") from fault
+        faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * index.d
+        if self.on_gpu and hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus() > 0:
+            self._resources = faiss.StandardGpuResources()  # must outlive the index
+            index = faiss.index_cpu_to_gpu(self._resources, 0, index)
+            self._lock = threading.Lock()
+        self._index = index
+
+
+class Flat(FaissBackend):
+    """Exact search: compares the query with every vector. `auto` takes it while the gallery is small."""
+
+    def build(self, vectors: Floats) -> None:
+        """Copy the vectors into FAISS."""
+        faiss = load_faiss()
+        faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * vectors.shape[1]
+        self._index = faiss.IndexFlatL2(vectors.shape[1])
+        self._index.add(vectors)
+
+    @property
+    def exact(self) -> bool:
+        """True."""
+        return True
+
+
+class Hnsw(FaissBackend):
+    """Approximate search in a graph (Malkov and Yashunin 2018): fast, memory for the vectors and the links.
+
+    Args:
+        m: links of a vector; more find better and need more memory (8 × m bytes a vector).
+        ef_construction: how many candidates building considers for each vector's links.
+        ef_search: how many candidates a search follows; more find better and take longer.
+    """
+
+    on_gpu = False
+
+    def __init__(
+        self,
+        m: Annotated[int, Ge(4), Le(256)] = 32,
+        ef_construction: Annotated[int, Ge(8), Le(4096)] = 200,
+        ef_search: Annotated[int, Ge(1), Le(65536)] = 256,
+    ) -> None:
+        super().__init__()
+        self.m, self.ef_construction, self.ef_search = m, ef_construction, ef_search
+
+    def build(self, vectors: Floats) -> None:
+        """Build the graph."""
+        faiss = load_faiss()
+        self._index = faiss.IndexHNSWFlat(vectors.shape[1], self.m)
+        self._index.hnsw.efConstruction = self.ef_construction
+        self._index.add(vectors)
+
+    def _parameters(self, k: int) -> Any:
+        return load_faiss().SearchParametersHNSW(efSearch=max(self.ef_search, k))
+
+
+class Ivf(FaissBackend):
+    """Approximate search in inverted lists: clusters the vectors and searches the lists nearest to the query.
+
+    Args:
+        lists: number of clusters; 0 takes four times the square root of the number of vectors, at least 39 a cluster.
+        probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
+    """
+
+    def __init__(self, lists: Annotated[int, Ge(0)] = 0, probes: Annotated[int, Ge(0)] = 0) -> None:
+        super().__init__()
+        self.lists, self.probes = lists, probes
+
+    def build(self, vectors: Floats) -> None:
+        """Cluster a sample of the vectors, then sort all of them into the lists."""
+        faiss = load_faiss()
+        count, width = vectors.shape
+        lists = self.lists or max(1, min(int(4 * count**0.5), count // 39))
+        lists = min(lists, count)
+        self._index = faiss.IndexIVFFlat(faiss.IndexFlatL2(width), width, lists)
+        self._index.cp.min_points_per_centroid = 1  # asked for by name: no warning on standard output
+        sample = vectors
+        if count > 256 * lists:
+            rows = np.sort(np.random.default_rng(0).choice(count, 256 * lists, replace=False))
+            sample = np.ascontiguousarray(vectors[rows])
+        self._index.train(sample)
+        self._index.add(vectors)
+
+    def _parameters(self, k: int) -> Any:
+        lists = self._index.nlist
+        return load_faiss().SearchParametersIVF(nprobe=min(lists, self.probes or max(8, lists // 16)))
+
+
+def _reason(fault: Exception) -> str:
+    """Return the last line of FAISS's message: what precedes it names its source files."""
+    return str(fault).strip().splitlines()[-1].strip() if str(fault).strip() else type(fault).__name__

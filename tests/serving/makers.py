@@ -1,0 +1,150 @@
+"""Real small bundles and images, made when a test asks for them: no fixture file, no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from retrieval.images import Preprocessing
+from retrieval.manifest import (
+    Cosine,
+    Distance,
+    Input,
+    Manifest,
+    Rescorer,
+    Subspace,
+    Variant,
+    Verified,
+    write_manifest,
+)
+
+SIDE = 8
+WIDTH = 16
+
+
+def weights(seed: int = 0, rows: int = SIDE * SIDE, columns: int = WIDTH) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32) / np.float32(rows**0.5)
+
+
+def digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    data = load_digits()
+    return (data.images * 15).astype(np.uint8), data.target
+
+
+def write_digits(folder: Path, count: int = 200) -> list[Path]:
+    """Write handwritten digits as PNG files, one folder a class."""
+    images, labels = digits()
+    paths = []
+    for number in range(count):
+        path = folder / str(labels[number]) / f"{number:04}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(images[number]).save(path)
+        paths.append(path)
+    return paths
+
+
+def _save(path: Path, nodes: list, inputs: list, outputs: list, constants: dict[str, NDArray]) -> None:
+    initialisers = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "graph", inputs, outputs, initialisers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.checker.check_model(model)
+    onnx.save(model, path)
+
+
+def make_bundle(
+    folder: Path,
+    *,
+    kind: str = "image",
+    rescorer: bool = False,
+    subspaces: bool = False,
+    query_vectors: bool = False,
+    normalized: bool = True,
+    variant: bool = False,
+    features: int = 64,
+    seed: int = 0,
+) -> Path:
+    """Write a bundle whose encoder is a random projection of the pixels (or features), scaled to length 1."""
+    folder.mkdir(parents=True)
+    flat = features if kind == "features" else SIDE * SIDE
+    constants: dict[str, NDArray] = {"W": weights(seed, flat)}
+    if kind == "image":
+        given = helper.make_tensor_value_info("input", TensorProto.UINT8, ["N", 1, SIDE, SIDE])
+        constants |= {"full": np.float32(255), "shape": np.array([0, flat], dtype=np.int64)}
+        nodes = [
+            helper.make_node("Cast", ["input"], ["float"], to=TensorProto.FLOAT),
+            helper.make_node("Div", ["float", "full"], ["scaled"]),
+            helper.make_node("Reshape", ["scaled", "shape"], ["flat"]),
+        ]
+    else:
+        given = helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", flat])
+        nodes = [helper.make_node("Identity", ["input"], ["flat"])]
+    nodes.append(helper.make_node("MatMul", ["flat", "W"], ["projected"]))
+    if normalized:
+        nodes.append(helper.make_node("LpNormalization", ["projected"], ["vector"], axis=1, p=2))
+    else:
+        nodes.append(helper.make_node("Identity", ["projected"], ["vector"]))
+    names = ["vector"]
+    if query_vectors:
+        constants["V"] = weights(seed + 1, WIDTH) + np.eye(WIDTH, dtype=np.float32)
+        nodes.append(helper.make_node("MatMul", ["vector", "V"], ["query"]))
+        names.append("query")
+    if rescorer:
+        nodes.append(helper.make_node("Identity", ["projected"], ["code"]))
+        names.append("code")
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", WIDTH]) for name in names]
+    _save(folder / "encoder.onnx", nodes, [given], outputs, constants)
+    if variant:
+        constants["W"] = constants["W"].astype(np.float16).astype(np.float32)
+        _save(folder / "encoder.fp16.onnx", nodes, [given], outputs, constants)
+    if rescorer:
+        _manhattan(folder / "rescorer.onnx")
+    preprocessing = Preprocessing((SIDE, SIDE), 1, (0.0,), (1.0,)) if kind == "image" else None
+    write_manifest(
+        folder,
+        Manifest(
+            name="digits",
+            created="2025-01-01T00:00:00+00:00",
+            versions={"onnx": onnx.__version__},
+            opset=17,
+            input=Input(
+                kind=kind,
+                dtype="uint8" if kind == "image" else "float32",
+                shape=(1, SIDE, SIDE) if kind == "image" else (flat,),
+                preprocessing=preprocessing,
+            ),
+            vector=WIDTH,
+            code=WIDTH if rescorer else None,
+            query_vectors=query_vectors,
+            normalized=normalized,
+            distance=Distance(name="manhattan" if rescorer else "euclidean", exact=not (rescorer or subspaces)),
+            subspaces=(Subspace(name="left", start=0, stop=6), Subspace(name="right", start=6, stop=WIDTH))
+            if subspaces
+            else (),
+            rescorer=Rescorer(file="rescorer.onnx", candidates=50) if rescorer else None,
+            variants={"fp16": Variant(file="encoder.fp16.onnx", cosine=Cosine(mean=1.0, min=1.0))} if variant else {},
+            verified=Verified(tolerance=1e-4, largest_difference=0.0, items=1),
+        ),
+    )
+    return folder
+
+
+def _manhattan(path: Path) -> None:
+    """Write a rescorer that gives the sum of absolute differences: an order of its own."""
+    query = helper.make_tensor_value_info("query", TensorProto.FLOAT, ["Q", WIDTH])
+    items = helper.make_tensor_value_info("items", TensorProto.FLOAT, ["N", WIDTH])
+    distance = helper.make_tensor_value_info("distance", TensorProto.FLOAT, ["Q", "N"])
+    nodes = [
+        helper.make_node("Unsqueeze", ["query", "one"], ["q"]),
+        helper.make_node("Unsqueeze", ["items", "zero"], ["i"]),
+        helper.make_node("Sub", ["q", "i"], ["difference"]),
+        helper.make_node("Abs", ["difference"], ["absolute"]),
+        helper.make_node("ReduceSum", ["absolute", "two"], ["distance"], keepdims=0),
+    ]
+    constants = {name: np.array([value], dtype=np.int64) for name, value in (("zero", 0), ("one", 1), ("two", 2))}
+    _save(path, nodes, [query, items], [distance], constants)
