@@ -1,0 +1,189 @@
+"""Evaluate a run on its held-out items: the trained model, the raw inputs beside it, and a bundle as a server uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieval.data.loading import inputs
+from retrieval.encode import encode, pixels
+from retrieval.errors import DataError
+from retrieval.evaluate.evaluation import Evaluation, evaluate
+from retrieval.evaluate.metrics import metric
+from retrieval.evaluate.neighbors import exact_neighbors
+from retrieval.train.run import Run, write_json
+
+if TYPE_CHECKING:
+    from retrieval.bundle import Bundle
+    from retrieval.contracts import Metric
+    from retrieval.plugins import Plugins
+
+OVERLAP_AT = 10
+
+
+def resolve_metrics(names: Sequence[str], plugins: Plugins, always: Sequence[str] = ()) -> dict[str, Metric]:
+    """Return metrics by name: built-in ones, and a plugin's as `PLUGIN.NAME` with its defaults.
+
+    Raises:
+        RetrievalError: there is no such metric.
+    """
+    wanted = dict.fromkeys([*names, *always])
+    return {
+        name: plugins.build("metrics", {"name": name}) if "." in name else metric(name) for name in wanted
+    }
+
+
+def evaluate_run(
+    run: Run,
+    *,
+    side: str = "test",
+    metrics: Sequence[str] = (),
+    clusters: bool = False,
+    baseline: bool = False,
+    bundle: Path | None = None,
+) -> dict[str, Any]:
+    """Evaluate a run's model, and write the figures into `evaluation-SIDE.json` in its folder.
+
+    Args:
+        run: a loaded run.
+        side: "test" or "validation".
+        metrics: names of figures; by default the recipe's.
+        clusters: also NMI and F1 of k-means clusters.
+        baseline: also the raw inputs, unit length, Euclidean.
+        bundle: also a bundle's answers, searched as a server does: candidates by vector, then the rescorer if it has one.
+
+    Returns:
+        `{"run", "split", "queries", "gallery", "singletons", "figures": {row: {metric: value}}}`; with a rescorer
+        also "candidates", which says how much of the exhaustive ranking's first ten the candidates keep.
+
+    Raises:
+        DataError: the run has no such items.
+    """
+    names = list(metrics) or run.recipe.evaluate.metrics
+    chosen = resolve_metrics(names, run.plugins)
+    clusters = clusters or run.recipe.evaluate.clusters
+    query, gallery = (
+        (run.splits.query, run.splits.gallery) if side == "test" else (run.splits.validation, None)
+    )
+    if not len(query):
+        raise DataError(f"{run.path} has no {side} items: its [split] keeps none.")
+    labels = run.splits.labels
+    theirs = None if gallery is None else labels[gallery]
+    device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
+    model = run.model.to(device)
+
+    def codes(indices: NDArray[np.int64]) -> torch.Tensor:
+        return encode(
+            model, run.dataset, indices, batch=run.recipe.evaluate.batch, device=device, progress="encoding"
+        )
+
+    def figures(ours: Any, others: Any, distance: Any = None) -> Evaluation:
+        return evaluate(
+            ours,
+            labels[query],
+            gallery=others,
+            gallery_labels=theirs,
+            metrics=chosen,
+            distance=distance,
+            clusters=clusters,
+        )
+
+    distance = None if model.combiner is None else model.combiner.compute_mat
+    trained = figures(codes(query), None if gallery is None else codes(gallery), distance)
+    results: dict[str, Any] = {
+        "run": str(run.path), "split": side, "queries": trained.queries, "gallery": trained.gallery,
+        "singletons": trained.singletons, "figures": {"trained": trained.values},
+    }  # fmt: skip
+    if baseline:
+        raw = [
+            None if indices is None else pixels(run.dataset, indices, model) for indices in (query, gallery)
+        ]
+        name = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
+        results["figures"][name] = figures(*raw).values
+    if bundle is not None:
+        _served(results, run, bundle, query, gallery, chosen)
+    if device.type != "cpu":
+        model.to("cpu")
+    write_json(run.path / f"evaluation-{side}.json", results)
+    return results
+
+
+def _served(
+    results: dict[str, Any],
+    run: Run,
+    path: Path,
+    query: NDArray[np.int64],
+    gallery: NDArray[np.int64] | None,
+    metrics: dict[str, Metric],
+) -> None:
+    """Add what a bundle gives, and what its candidate step costs."""
+    from retrieval.bundle import Bundle
+
+    bundle = Bundle.open(path)
+    labels = run.splits.labels
+    ours = _encoded(bundle, run, query)
+    others = ours if gallery is None else _encoded(bundle, run, gallery)
+    theirs = labels[query if gallery is None else gallery]
+    exclude = np.arange(len(query)) if gallery is None else None
+    rescorer = bundle.manifest.rescorer
+    deepest = max((m.depth for m in metrics.values() if isinstance(m.depth, int)), default=OVERLAP_AT)
+    k = min(len(theirs) - (exclude is not None), max(deepest, OVERLAP_AT))
+    if rescorer is None:
+        rows, _ = exact_neighbors(ours["query"], others["vector"], k, exclude=exclude)
+    else:
+        rows, overlaps = _rescored(bundle, ours, others, exclude, k, rescorer.candidates)
+        results["candidates"] = {"overlap_at_10": overlaps, "default": rescorer.candidates}
+    relevant = np.bincount(theirs, minlength=int(labels.max()) + 1)[labels[query]] - int(gallery is None)
+    asked = relevant > 0
+    matches = (theirs[rows] == labels[query][:, None]) & (rows >= 0)
+    results["figures"]["bundle"] = {
+        name: float(m(matches[asked], relevant[asked]).mean())
+        for name, m in metrics.items()
+        if isinstance(m.depth, int)
+    }
+
+
+def _encoded(bundle: Bundle, run: Run, indices: NDArray[np.int64]) -> dict[str, Any]:
+    parts = [
+        bundle.encode(chunk.numpy()) for chunk in inputs(run.dataset, indices, run.model.preprocessing, 256)
+    ]
+    vectors = np.concatenate([p.vector for p in parts])
+    return {
+        "vector": vectors,
+        "query": np.concatenate([p.query for p in parts]) if parts[0].query is not None else vectors,
+        "code": np.concatenate([p.code for p in parts if p.code is not None]) if bundle.has_code else None,
+    }
+
+
+def _rescored(
+    bundle: Bundle,
+    ours: dict[str, Any],
+    others: dict[str, Any],
+    exclude: NDArray[np.int64] | None,
+    k: int,
+    candidates: int,
+) -> tuple[NDArray[np.int64], dict[str, float]]:
+    """Return rows (Q, k) after rescoring the candidates, and the overlap of their first ten with the exhaustive ten."""
+    size = len(others["vector"])
+    counts = sorted({min(c, size) for c in (50, 200, 500, candidates)})
+    proposed, _ = exact_neighbors(
+        ours["query"], others["vector"], min(counts[-1], size - (exclude is not None)), exclude=exclude
+    )
+    rows = np.full((len(proposed), k), -1, dtype=np.int64)
+    kept = dict.fromkeys(counts, 0.0)
+    for i, mine in enumerate(proposed):
+        distances = bundle.rescore(ours["code"][i : i + 1], others["code"])[0].astype(np.float64)
+        if exclude is not None:
+            distances[exclude[i]] = np.inf
+        truth = np.argsort(distances, kind="stable")[: min(OVERLAP_AT, k)]
+        for c in counts:
+            ordered = mine[:c][np.argsort(distances[mine[:c]], kind="stable")]
+            kept[c] += len(np.intersect1d(ordered[: len(truth)], truth)) / len(truth)
+            if c == min(candidates, size):
+                rows[i, : min(k, len(ordered))] = ordered[:k]
+    return rows, {str(c): value / len(proposed) for c, value in kept.items()}
