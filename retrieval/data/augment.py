@@ -7,7 +7,7 @@ and torchvision's operations (`transforms.v2.functional`) carry them out.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,14 +51,14 @@ def crop_box(
         scale: smallest and largest part of the area.
         ratio: smallest and largest width / height.
     """
-    area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[3 : 3 + _TRIES])
-    low, high = np.log(ratio)
-    aspect = np.exp(low + (high - low) * draws[3 + _TRIES :])
-    widths, heights = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
-    fits = np.flatnonzero((widths >= 1) & (widths <= width) & (heights >= 1) & (heights <= height))
-    if len(fits):
-        h, w = int(heights[fits[0]]), int(widths[fits[0]])
-        return int(draws[1] * (height - h + 1)), int(draws[2] * (width - w + 1)), h, w
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    _, top, left, *tries = draws.tolist()
+    for part, shape in zip(tries[:_TRIES], tries[_TRIES:], strict=True):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * part)
+        aspect = math.exp(low + (high - low) * shape)
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 1 <= w <= width and 1 <= h <= height:
+            return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w
     own = width / height
     w = width if own <= ratio[1] else max(1, round(height * ratio[1]))
     h = height if own >= ratio[0] else max(1, round(width / ratio[0]))
@@ -89,7 +89,8 @@ def changed_pixels(
         box = crop_box(draws, image.height, image.width, augmentation.crop_scale, augmentation.crop_ratio)
         mode = InterpolationMode(preprocessing.interpolation)
         image = functional.resized_crop(image, *box, size=list(preprocessing.size), interpolation=mode)
-        pixels = replace(preprocessing, resize=None)(image)
+        pixels = np.asarray(image, dtype=np.uint8)
+        pixels = pixels[None] if preprocessing.channels == 1 else pixels.transpose(2, 0, 1)
     return pixels[:, :, ::-1] if draws[0] < augmentation.horizontal_flip else pixels
 
 

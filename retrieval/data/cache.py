@@ -1,20 +1,49 @@
-"""Features of a frozen backbone, computed once and kept on disk."""
+"""Features of a frozen backbone, computed once and kept on disk.
+
+A cache entry is a folder with `features.f32`, rows of float32, and `journal.jsonl`: a first line that says what the
+entry holds, then one line with the checksum of each finished block of rows. What the journal does not vouch for, or
+what no longer has its checksum, is computed (again). So an interrupted run goes on where it stopped, and a damaged
+file is mended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import hashlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
+from retrieval.data.identity import dataset_identity
+from retrieval.data.loading import inputs
+from retrieval.errors import DataError
 
+if TYPE_CHECKING:
     from retrieval.contracts import Dataset
     from retrieval.images import Preprocessing
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1
+
+
+def cache_folder() -> Path:
+    """Return where features are kept: `RETRIEVAL_CACHE`, or the user's cache folder."""
+    import platformdirs
+
+    chosen = os.environ.get("RETRIEVAL_CACHE")
+    return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("retrieval"))
 
 
 def frozen_features(
@@ -30,14 +59,211 @@ def frozen_features(
 ) -> NDArray[np.float32]:
     """Return features (N, F) of every item, memory-mapped, from the cache on disk or computed now.
 
+    The entry's name is a hash of the fingerprint, the preprocessing, the items' content, the batch and the device's
+    kind: whatever could change a bit of a feature. A dataset that neither has `arrays` nor names its `files` has no
+    known content; its features are kept in a temporary file and computed by each run.
+
     Args:
-        backbone_features: raw inputs (B, C, H, W) uint8 or (B, F) float32, on `device` → features (B, F).
+        backbone_features: raw inputs, uint8 (B, channels, H, W) or float32 (B, F'), on `device` → features (B, F). The
+            caller puts the backbone into evaluation mode.
         dataset: the items.
         preprocessing: the backbone's; None for vectors.
         fingerprint: identifies the backbone and its weights.
         device: where `backbone_features` computes.
         batch: items at a time.
-        folder: the cache; by default `RETRIEVAL_CACHE`, or else the user's cache folder.
+        folder: the cache; by default `cache_folder()`.
         progress: whether to show a progress bar on stderr.
+
+    Returns:
+        The features; writing to them changes memory only, never the file.
+
+    Raises:
+        DataError: an item cannot be read, a feature is not finite, or the cache cannot be written.
     """
-    raise NotImplementedError
+    content = dataset_identity(dataset)
+    parts = [_FORMAT, fingerprint, repr(preprocessing), content, batch, torch.device(device).type]
+    key = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    def compute(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
+        made = inputs(dataset, items, preprocessing, batch)
+        while True:
+            try:
+                x = next(made)
+            except StopIteration:
+                return
+            except OSError as error:  # a dataset's own: the cache has nothing to do with it
+                raise DataError(f"An item of the dataset cannot be read: {error}.") from error
+            with torch.no_grad():
+                yield backbone_features(x.to(device)).float().cpu().numpy()
+
+    with ExitStack() as stack:
+        place = (folder or cache_folder()) / "features" / key
+        try:
+            if content is None:
+                log.warning("The dataset names no files, so its features are computed for this run only.")
+                made = tempfile.TemporaryDirectory(prefix="retrieval-features-", ignore_cleanup_errors=True)
+                place = Path(stack.enter_context(made))
+            else:
+                place.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_locked(place / "lock"))
+            return _Entry(place, dataset, batch, key).fill(compute, progress)
+        except OSError as error:
+            what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+            raise DataError(
+                f"Features cannot be kept in {place}: {what}. Make room, or set RETRIEVAL_CACHE to another folder."
+            ) from error
+
+
+class _Entry:
+    """One cache entry, open for this process alone."""
+
+    def __init__(self, folder: Path, dataset: Dataset, batch: int, key: str) -> None:
+        self.data, self.journal = folder / "features.f32", folder / "journal.jsonl"
+        self.dataset, self.batch, self.key = dataset, batch, key
+        self.blocks = -(-len(dataset) // batch)
+
+    def fill(
+        self, compute: Callable[[NDArray[np.int64]], Iterator[NDArray[np.float32]]], progress: bool
+    ) -> NDArray[np.float32]:
+        """Compute the blocks that are missing or damaged, and return all features."""
+        width, done = self._verified()
+        missing = [block for block in range(self.blocks) if block not in done]
+        if missing:
+            width = self._compute(missing, width, compute, progress)
+        if not self.blocks:
+            return np.empty((0, width), np.float32)
+        shape = (len(self.dataset), width)
+        # "c": what the caller writes stays with the caller, and torch takes the array without a warning
+        return np.memmap(self.data, dtype=np.float32, mode="c", shape=shape)
+
+    def _verified(self) -> tuple[int, set[int]]:
+        """Return the width and the blocks that are there and have their checksum; say so when some are damaged."""
+        try:
+            lines = self.journal.read_bytes().split()
+        except FileNotFoundError:
+            return 0, set()
+        header = _parsed(lines[0]) if lines else None
+        if (
+            header is None
+            or header.get("key") != self.key
+            or not isinstance(header.get("features"), int)
+            or header["features"] < 1
+        ):
+            log.warning(
+                "The cached features in %s have a damaged journal; computing them again.", self.data.parent
+            )
+            self.journal.unlink()
+            return 0, set()
+        width: int = header["features"]
+        sums = {}
+        for line in map(_parsed, lines[1:]):
+            if line and isinstance(block := line.get("block"), int) and 0 <= block < self.blocks:
+                sums[block] = line.get("sum")
+        sound = set()
+        with self._open() as file:
+            for block, checksum in sums.items():
+                file.seek(block * self.batch * width * 4)
+                if _checksum(file.read(self._rows(block) * width * 4)) == checksum:
+                    sound.add(block)
+        if len(sound) < len(sums):
+            log.warning(
+                "%d of %d blocks of cached features in %s are damaged; computing them again.",
+                len(sums) - len(sound),
+                len(sums),
+                self.data.parent,
+            )
+        if not sound:  # nothing speaks for the header either
+            self.journal.unlink()
+            return 0, sound
+        return width, sound
+
+    def _compute(
+        self,
+        missing: list[int],
+        width: int,
+        compute: Callable[[NDArray[np.int64]], Iterator[NDArray[np.float32]]],
+        progress: bool,
+    ) -> int:
+        from tqdm import tqdm
+
+        items = np.concatenate([self._items(block) for block in missing])
+        if width == 0:
+            self.data.unlink(missing_ok=True)
+        with (
+            self._open() as data,
+            self.journal.open("a", encoding="utf-8") as journal,
+            tqdm(
+                total=len(items), desc="features", unit="item", file=sys.stderr, disable=not progress
+            ) as bar,
+        ):
+            journal.write("\n")  # ends a line that an interrupted run left torn
+            # plain writes: on a full disk, writing to mapped memory would kill the process
+            for block, features in zip(missing, compute(items), strict=True):
+                self._check(block, features, width)
+                if width == 0:
+                    width = features.shape[1]
+                    _append(journal, {"key": self.key, "features": width})
+                content = np.ascontiguousarray(features, dtype="<f4").tobytes()
+                data.seek(block * self.batch * width * 4)
+                data.write(content)
+                data.flush()
+                _append(journal, {"block": block, "sum": _checksum(content)})
+                bar.update(len(features))
+            os.fsync(data.fileno())
+        return width
+
+    def _check(self, block: int, features: NDArray[np.float32], width: int) -> None:
+        expected = (self._rows(block), width or features.shape[-1])
+        if features.shape != expected or not features.shape[-1]:
+            raise DataError(f"The backbone gave features of shape {features.shape}, not {expected}.")
+        bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
+        if len(bad):
+            name = self.dataset.keys[int(self._items(block)[bad[0]])]
+            raise DataError(
+                f"The backbone's features of {name} are not finite. Check its weights and the image."
+            )
+
+    def _items(self, block: int) -> NDArray[np.int64]:
+        return np.arange(block * self.batch, block * self.batch + self._rows(block))
+
+    def _rows(self, block: int) -> int:
+        return min(self.batch, len(self.dataset) - block * self.batch)
+
+    def _open(self) -> BinaryIO:
+        self.data.touch()
+        return self.data.open("r+b")
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """Return a journal line; None when it was torn or damaged."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _append(journal: TextIO, values: dict[str, Any]) -> None:
+    journal.write(json.dumps(values, separators=(",", ":")) + "\n")
+    journal.flush()
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let one process at a time fill an entry; the others wait, and then find it filled."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows: two processes compute the same numbers twice
+        yield
+        return
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning("Waiting for another process that computes the same features (%s).", path.parent)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
