@@ -1,0 +1,91 @@
+"""NMI and pairwise F1 of k-means clusters, as metric-learning papers report them.
+
+Song et al., "Deep metric learning via lifted structured feature embedding" (2016), section 6; the same in Sohn (2016) and
+in Duan et al., "Deep adversarial metric learning" (equations 17 and 18). Clusters Ω come from k-means on the codes, with
+as many clusters as there are classes C.
+
+- NMI = 2 I(Ω; C) / (H(Ω) + H(C)): the mutual information over the *arithmetic* mean of the entropies. Other fields
+  divide by the geometric mean, or by the larger entropy; those numbers do not compare.
+- F1 = 2 P R / (P + R) over pairs of items: P is the share of the pairs in one cluster that are of one class, R the share
+  of the pairs of one class that are in one cluster. Pairs are counted from the contingency table, never one by one.
+
+k-means is scikit-learn's: Lloyd's algorithm in float32 on all codes, one k-means++ start, at most 100 rounds, a
+fixed seed. It is always Euclidean on the codes, whatever distance retrieval uses. Both figures depend on the start: compare
+models with one seed, or over several.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retrieval.errors import DataError
+
+ROUNDS = 100
+
+
+def cluster_figures(codes: NDArray[Any] | Tensor, labels: NDArray[Any], *, seed: int = 0) -> dict[str, float]:
+    """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,); see the module.
+
+    Raises:
+        DataError: there are no codes, or not one label a code.
+    """
+    if len(codes) != len(labels) or not len(codes):
+        raise DataError(
+            f"There are {len(codes):,} codes and {len(labels):,} labels to cluster: one label a code, at least one, is needed."
+        )
+    classes = np.unique(np.asarray(labels), return_inverse=True)[1]
+    found = kmeans(codes, int(classes.max()) + 1, seed=seed)
+    return {"nmi": nmi(found, classes), "f1": pair_f1(found, classes)}
+
+
+def kmeans(codes: NDArray[Any] | Tensor, count: int, *, seed: int = 0) -> NDArray[np.int64]:
+    """Return the cluster number (N,) of each code (N, C) among `count` k-means clusters."""
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
+    if isinstance(codes, torch.Tensor):
+        codes = codes.detach().to("cpu", torch.float32).numpy()
+    table = np.ascontiguousarray(codes, dtype=np.float32)
+    with warnings.catch_warnings():
+        # Fewer distinct codes than clusters, as in a collapsed embedding: the figures say so well enough.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        fitted = KMeans(count, init="k-means++", n_init=1, max_iter=ROUNDS, random_state=seed).fit(table)
+    return np.asarray(fitted.labels_, dtype=np.int64)
+
+
+def nmi(clusters: NDArray[Any], classes: NDArray[Any]) -> float:
+    """Return 2 I(Ω; C) / (H(Ω) + H(C)); 1 where both have but one part."""
+    both, ours, theirs = _counts(clusters, classes)
+    total = len(clusters)
+    entropy = [_entropy(part / total) for part in (both, ours, theirs)]
+    information = entropy[1] + entropy[2] - entropy[0]
+    mean = (entropy[1] + entropy[2]) / 2
+    return 1.0 if mean == 0 else min(1.0, max(0.0, float(information / mean)))
+
+
+def pair_f1(clusters: NDArray[Any], classes: NDArray[Any]) -> float:
+    """Return the F1 of pairs; 1 where neither partition puts any two items together."""
+    both, ours, theirs = (int((part * (part - 1) // 2).sum()) for part in _counts(clusters, classes))
+    # 2 P R / (P + R) with P = both / ours and R = both / theirs.
+    return 1.0 if ours + theirs == 0 else 2 * both / (ours + theirs)
+
+
+def _counts(
+    clusters: NDArray[Any], classes: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the sizes of the cells of the contingency table that are not empty, of the clusters, and of the classes."""
+    cluster = np.unique(clusters, return_inverse=True)[1].astype(np.int64)
+    number = np.unique(classes, return_inverse=True)[1].astype(np.int64)
+    cells = np.unique(cluster * (int(number.max()) + 1) + number, return_counts=True)[1]
+    return cells.astype(np.int64), np.bincount(cluster), np.bincount(number)
+
+
+def _entropy(shares: NDArray[np.float64]) -> float:
+    """Return −Σ p ln p of shares above 0."""
+    return float(-(shares * np.log(shares)).sum())
