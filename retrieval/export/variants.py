@@ -1,0 +1,201 @@
+"""The encoder in float16 or int8, and how far each drifts on real items."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from retrieval.contracts import Subspace
+from retrieval.errors import BundleError
+from retrieval.export.graph import first_line, quiet
+from retrieval.export.verify import Floats, merged_distances
+from retrieval.manifest import Cosine, Recall, Variant
+
+VariantName = Literal["fp16", "int8"]
+
+_HEAVY = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+"""What int8 makes faster; everything before the first and after the last of them stays float32."""
+
+_CALIBRATION_BATCH = 8
+
+
+def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy with float16 weights and arithmetic, and the same inputs and (float32) outputs.
+
+    For devices with float16 units, and for half the size; a CPU converts back and forth and gains no time. Nodes that scale to unit
+    length, and those that turn pixels into numbers, stay float32.
+
+    Raises:
+        BundleError: the graph cannot be converted.
+    """
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    early, late = light_ends(copy)
+    try:
+        with quiet():
+            from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
+
+            converted: onnx.ModelProto = convert_float_to_float16(
+                copy,
+                keep_io_types=True,
+                op_block_list=[*DEFAULT_OP_BLOCK_LIST],
+                node_block_list=sorted(early | late),
+            )
+            return converted
+    except Exception as fault:  # the converter raises ValueError, RuntimeError and protobuf's own
+        raise BundleError(f"The fp16 variant cannot be made: {first_line(fault)}") from fault
+
+
+def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) -> onnx.ModelProto:
+    """Return the graph statically quantised to int8: weights per channel, activations by the ranges seen in calibration.
+
+    Args:
+        proto: the encoder.
+        calibration: real raw items (N, …) of the training side; held-out ones would make the measured drift too kind.
+        scratch: a folder for temporary files.
+
+    Raises:
+        BundleError: no layer can be quantised, or ONNX Runtime fails to.
+    """
+    if not any(node.op_type in _HEAVY for node in proto.graph.node):
+        raise BundleError("The int8 variant cannot be made: the encoder has no convolution or linear layer.")
+    with tempfile.TemporaryDirectory(dir=scratch, prefix=".int8-") as folder, quiet():
+        source, prepared, target = (Path(folder, f"{name}.onnx") for name in ("source", "prepared", "int8"))
+        try:
+            from onnxruntime.quantization import CalibrationDataReader, quantize_static
+            from onnxruntime.quantization.shape_inference import quant_pre_process
+
+            class Reader(CalibrationDataReader):
+                """Calibration items in batches, once."""
+
+                def __init__(self) -> None:
+                    self._parts = iter(range(0, len(calibration), _CALIBRATION_BATCH))
+
+                def get_next(self) -> dict[str, NDArray[Any]] | None:
+                    start = next(self._parts, None)
+                    if start is None:
+                        return None
+                    return {"input": np.ascontiguousarray(calibration[start : start + _CALIBRATION_BATCH])}
+
+            source.write_bytes(proto.SerializeToString())
+            quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
+            early, late = light_ends(onnx.load(prepared))
+            quantize_static(
+                str(prepared), str(target), Reader(), per_channel=True, nodes_to_exclude=sorted(early | late)
+            )
+            return onnx.load(target)
+        except OSError:
+            raise
+        except Exception as fault:  # ONNX Runtime's tools raise anything from KeyError to their own
+            raise BundleError(f"The int8 variant cannot be made: {first_line(fault)}") from fault
+
+
+def light_ends(proto: onnx.ModelProto) -> tuple[set[str], set[str]]:
+    """Return names of the nodes before any heavy layer (pixels to numbers), and after all (to unit length).
+
+    Nodes without a name get one.
+    """
+    nodes = list(proto.graph.node)
+    for number, node in enumerate(nodes):
+        node.name = node.name or f"{node.op_type}_{number}"
+    after: set[str] = set()
+    early = set()
+    for node in nodes:  # ONNX lists nodes in topological order
+        if node.op_type in _HEAVY or any(name in after for name in node.input):
+            after.update(node.output)
+        else:
+            early.add(node.name)
+    before: set[str] = set()
+    late = set()
+    for node in reversed(nodes):
+        if node.op_type in _HEAVY or any(name in before for name in node.output):
+            before.update(node.input)
+        else:
+            late.add(node.name)
+    return early, late
+
+
+def measure(
+    file: str,
+    before: Mapping[str, Floats],
+    after: Mapping[str, Floats],
+    labels: NDArray[Any] | None,
+    rescore: Callable[[Floats, Floats], Floats] | None,
+    subspaces: Sequence[Subspace],
+) -> Variant:
+    """Return a variant's drift: cosine between its vectors and the encoder's, and Recall@1 of both on the same items.
+
+    Args:
+        file: of the variant.
+        before: the encoder's outputs.
+        after: the variant's.
+        labels: (N,); None leaves Recall@1 out.
+        rescore: codes (Q, C), (N, C) → distances (Q, N), where the bundle has a rescorer.
+        subspaces: of the combiner.
+
+    Raises:
+        BundleError: the variant gives NaN or infinity.
+    """
+    for name, values in after.items():
+        if not np.isfinite(values).all():
+            raise BundleError(
+                f"{file} gives NaN or infinity in '{name}': the model's numbers do not fit this precision. Leave this variant out."
+            )
+    cosine = row_cosine(before["vector"], after["vector"])
+    recall = None
+    if labels is not None:
+        firsts = [
+            recall_at_1(distances_of(outputs, rescore, subspaces), labels) for outputs in (before, after)
+        ]
+        if firsts[0] is not None and firsts[1] is not None:
+            recall = Recall(before=firsts[0], after=firsts[1])
+    return Variant(
+        file=file, cosine=Cosine(mean=float(cosine.mean()), min=float(cosine.min())), recall_at_1=recall
+    )
+
+
+def row_cosine(a: Floats, b: Floats) -> NDArray[np.float64]:
+    """Return the cosine (N,) of each row of (N, P) with the same row of (N, P); 1 where both are zero."""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
+    both_zero = ~x.any(axis=1) & ~y.any(axis=1)
+    cosine: NDArray[np.float64] = (x * y).sum(axis=1) / np.where(lengths == 0, 1.0, lengths)
+    return np.where(both_zero, 1.0, cosine.clip(-1.0, 1.0))
+
+
+def distances_of(
+    outputs: Mapping[str, Floats],
+    rescore: Callable[[Floats, Floats], Floats] | None,
+    subspaces: Sequence[Subspace],
+) -> NDArray[np.floating[Any]]:
+    """Return the distances (N, N) that a bundle orders its answers by, each item as the query once."""
+    if rescore is None:
+        return merged_distances(outputs.get("query", outputs["vector"]), outputs["vector"], subspaces)
+    codes = outputs["code"]
+    return np.concatenate([rescore(codes[start : start + 16], codes) for start in range(0, len(codes), 16)])
+
+
+def recall_at_1(distances: NDArray[np.floating[Any]], labels: NDArray[Any]) -> float | None:
+    """Return the share of items whose nearest other item has their label.
+
+    Args:
+        distances: (N, N); the diagonal is left out.
+        labels: (N,); items whose label no other has are no queries.
+
+    Returns:
+        None when every label occurs once.
+    """
+    distances = distances.copy()
+    np.fill_diagonal(distances, np.inf)
+    _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    queries = np.flatnonzero(counts[classes] > 1)
+    if not len(queries):
+        return None
+    nearest = distances[queries].argmin(axis=1)
+    return float((classes[nearest] == classes[queries]).mean())

@@ -1,0 +1,250 @@
+"""What export writes, against torch and against plain float64 loops."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from retrieval.bundle import Bundle
+from retrieval.errors import BundleError
+from retrieval.export import export_model
+from retrieval.manifest import read_manifest
+from retrieval.model import Model, build_head
+from torch import nn
+
+
+def torch_codes(model, items):
+    model.eval()
+    with torch.inference_mode():
+        return model(torch.from_numpy(items))[1].numpy()
+
+
+def test_a_convolutional_net_keeps_its_vectors_at_every_batch_size(net, digits, tmp_path):
+    pixels, _ = digits
+    manifest = export_model(net, pixels, tmp_path / "b", name="net", evaluation={"MAP@R": 0.5})
+    assert manifest == read_manifest(tmp_path / "b")
+    assert manifest.verified.largest_difference <= manifest.verified.tolerance == 1e-4
+    assert manifest.verified.items == 300 and manifest.normalized and manifest.distance.exact
+    assert manifest.input.dtype == "uint8" and manifest.input.shape == (1, 16, 16)
+    assert manifest.evaluation == {"MAP@R": 0.5} and manifest.code is None and not manifest.query_vectors
+    assert {"python", "torch", "onnx", "onnxruntime", "retrieval"} <= set(manifest.versions)
+    graph = onnx.load(tmp_path / "b" / "encoder.onnx")
+    assert graph.opset_import[0].version == manifest.opset == 18
+    bundle, expected = Bundle.open(tmp_path / "b", threads=1), torch_codes(net, pixels)
+    for batch in (1, 2, 13, 300):
+        assert np.abs(bundle.encode(pixels, batch=batch).vector - expected).max() < 1e-5
+
+
+def test_normalisation_is_inside_the_graph(parts, digits, tmp_path):
+    pixels = digits[0][:20]
+    backbone = parts.Vectors(256)
+    backbone.preprocessing = parts.Net().preprocessing
+    backbone.forward = lambda x: x.flatten(1)
+    export_model(Model(backbone, nn.Identity()), pixels, tmp_path / "b", name="raw", exporter="torchscript")
+    vectors = Bundle.open(tmp_path / "b", threads=1).encode(pixels).vector
+    for item in (0, 7, 19):
+        plain = [(float(value) / 255 - 0.3) / 0.2 for value in pixels[item].ravel()]
+        assert np.allclose(vectors[item], plain, atol=1e-5)
+
+
+def test_the_graph_names_nothing_of_the_machine_that_made_it(net, digits, tmp_path):
+    export_model(net, digits[0][:9], tmp_path / "b", name="net")
+    content = (tmp_path / "b" / "encoder.onnx").read_bytes()
+    assert b".py" not in content and str(tmp_path).encode() not in content and b"site-packages" not in content
+
+
+def test_the_callers_model_is_left_as_it_was(net, digits, tmp_path):
+    net.train()
+    net.backbone.layers[1].eval()  # a frozen batch norm inside a training model
+    net.channels_last = True
+    modes = [module.training for module in net.modules()]
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    for exporter in ("dynamo", "torchscript"):
+        export_model(net, digits[0][:9], tmp_path / exporter, name="net", exporter=exporter)
+        assert [module.training for module in net.modules()] == modes and net.channels_last
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+        assert all(parameter.requires_grad for parameter in net.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_model_on_a_cuda_device_goes_back_there(net, digits, tmp_path):
+    export_model(net.cuda(), digits[0][:9], tmp_path / "b", name="net")
+    assert {p.device.type for p in net.parameters()} == {"cuda"}
+
+
+def test_a_learners_linear_map_on_vectors(vectors, parts, tmp_path):
+    features, _ = vectors
+    head = nn.Linear(64, 5)
+    with torch.no_grad():
+        head.weight.mul_(40)  # vectors of another length than 1
+    model = Model(parts.Vectors(), head)
+    manifest = export_model(model, features.astype(np.float64), tmp_path / "b", name="map")
+    assert manifest.input.kind == "features" and manifest.input.shape == (64,) and not manifest.normalized
+    out = Bundle.open(tmp_path / "b", threads=1).encode(features).vector
+    weight, bias = head.weight.detach().double().tolist(), head.bias.detach().double().tolist()
+    for item in (0, 100, 299):
+        plain = [
+            sum(w * float(x) for w, x in zip(row, features[item], strict=True)) + b
+            for row, b in zip(weight, bias, strict=True)
+        ]
+        assert np.allclose(out[item], plain, rtol=1e-4, atol=1e-3)
+
+
+def test_a_distance_that_no_vectors_order_gets_a_rescorer(vectors, parts, tmp_path):
+    features, labels = vectors
+    torch.manual_seed(2)
+    combiner = parts.Sum()
+    model = Model(parts.Vectors(), combiner.build_head(64), combiner)
+    manifest = export_model(model, features, tmp_path / "b", name="sum", labels=labels)
+    assert manifest.code == 24 and manifest.rescorer.candidates == 40 and not manifest.distance.exact
+    assert [(s.name, s.start, s.stop) for s in manifest.subspaces] == [
+        ("part0", 0, 8),
+        ("part1", 8, 16),
+        ("part2", 16, 24),
+    ]
+    bundle = Bundle.open(tmp_path / "b", threads=1)
+    encoded = bundle.encode(features)
+    code = torch_codes(model, features)
+    assert np.abs(encoded.code - code).max() < 1e-3
+    for queries, items in ((1, 1), (1, 300), (5, 2), (40, 70)):
+        assert bundle.rescore(encoded.code[:queries], encoded.code[-items:]).shape == (queries, items)
+    found = bundle.rescore(encoded.code[:3], encoded.code[:50])
+
+    def unit(part):
+        length = math.sqrt(sum(x * x for x in part))
+        return [x / length for x in part]
+
+    exact = np.empty((3, 50))
+    for q in range(3):
+        for i in range(50):
+            total = 0.0
+            for k in range(3):
+                a = unit(code[q, 8 * k : 8 * k + 8].astype(float).tolist())
+                b = unit(code[i, 8 * k : 8 * k + 8].astype(float).tolist())
+                total += math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)))
+            exact[q, i] = total
+    assert np.abs(found - exact).max() < 1e-4
+
+    # the manifest's overlap, by plain sorting
+    everything = bundle.rescore(encoded.code, encoded.code)
+    kept = 0
+    for q in range(300):
+        others = [i for i in range(300) if i != q]
+        nearest = set(sorted(others, key=lambda i, q=q: everything[q, i])[:10])
+        gap = (encoded.vector[q] - encoded.vector).astype(float).reshape(300, 3, 8)
+        first = np.sqrt((gap**2).sum(-1)).min(-1)
+        kept += len(nearest & set(sorted(others, key=lambda i, first=first: first[i])[:50]))
+    assert manifest.rescorer.overlap["50"] == pytest.approx(kept / 3000, abs=2e-3)
+    assert set(manifest.rescorer.overlap) == {"10", "20", "50", "100", "200"}
+
+
+def test_an_exact_combiner_with_query_vectors_of_its_own(vectors, parts, tmp_path):
+    features, _ = vectors
+    torch.manual_seed(3)
+    combiner = parts.Inner()
+    model = Model(parts.Vectors(), combiner.build_head(64), combiner)
+    manifest = export_model(model, features, tmp_path / "b", name="inner")
+    assert (
+        manifest.query_vectors
+        and manifest.vector == 9
+        and manifest.rescorer is None
+        and manifest.code is None
+    )
+    encoded = Bundle.open(tmp_path / "b", threads=1).encode(features)
+    codes = torch.from_numpy(torch_codes(model, features))
+    wanted = combiner.compute_mat(codes[:5], codes).detach().numpy().argsort(1)[:, :10]
+    gap = encoded.query[:5, None].astype(float) - encoded.vector[None]
+    assert ((gap**2).sum(-1).argsort(1)[:, :10] == wanted).mean() > 0.97
+
+
+def test_a_combiner_that_is_not_as_exact_as_it_says_is_refused(vectors, parts, tmp_path):
+    combiner = parts.Sum()
+    combiner.exact = True
+    model = Model(parts.Vectors(), combiner.build_head(64), combiner)
+    with pytest.raises(BundleError, match=r"Sum says exact=True, but item \d+ .* Set exact=False"):
+        export_model(model, vectors[0], tmp_path / "b", name="sum")
+    assert not list(tmp_path.iterdir())
+
+
+def test_both_exporters_agree(net, digits, tmp_path):
+    encoded = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for exporter in ("dynamo", "torchscript"):
+            export_model(net, digits[0][:40], tmp_path / exporter, name="net", exporter=exporter)
+            encoded.append(Bundle.open(tmp_path / exporter, threads=1).encode(digits[0]).vector)
+    assert np.abs(encoded[0] - encoded[1]).max() < 1e-5
+
+
+def test_auto_takes_the_older_exporter_where_the_present_one_fails(parts, vectors, tmp_path):
+    class Breaks(nn.Module):
+        def forward(self, x):
+            if torch.compiler.is_exporting():
+                raise RuntimeError("no")
+            return x * 2
+
+    model = Model(parts.Vectors(), Breaks())
+    export_model(model, vectors[0][:9], tmp_path / "b", name="b")
+    properties = onnx.load(tmp_path / "b" / "encoder.onnx").metadata_props
+    assert {entry.key: entry.value for entry in properties} == {"exporter": "torchscript"}
+    with pytest.raises(BundleError, match="cannot be exported"):
+        export_model(model, vectors[0][:9], tmp_path / "c", name="c", exporter="dynamo")
+    assert not (tmp_path / "c").exists()
+
+
+def test_one_item_is_enough(linear, vectors, tmp_path):
+    manifest = export_model(linear, vectors[0][:1], tmp_path / "b", name="one", exporter="torchscript")
+    assert manifest.verified.items == 1
+    assert Bundle.open(tmp_path / "b", threads=1).encode(vectors[0]).vector.shape == (300, 8)
+
+
+def test_each_step_is_told(linear, vectors, tmp_path):
+    told = []
+    export_model(
+        linear,
+        vectors[0][:20],
+        tmp_path / "b",
+        name="b",
+        variants=["fp16"],
+        exporter="torchscript",
+        progress=lambda *step: told.append(step),
+    )
+    assert [number for _, number, _ in told] == [0, 1, 2] and {total for *_, total in told} == {3}
+
+
+def test_the_manifest_is_json_for_anyone(net, digits, tmp_path):
+    export_model(net, digits[0][:9], tmp_path / "b", name="net", exporter="torchscript")
+    content = json.loads((tmp_path / "b" / "manifest.json").read_text())
+    assert content["format"] == 1 and content["input"]["preprocessing"]["size"] == [16, 16]
+    assert set(content["files"]) == {"encoder.onnx"} and len(content["files"]["encoder.onnx"]["sha256"]) == 64
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_050", "tf_efficientnet_lite0"])
+def test_published_backbones(name, parts, photographs, tmp_path):
+    """The graphs that people train most, at a small size, with batch norm statistics of real patches."""
+    torch.manual_seed(4)
+    if name == "resnet18":
+        network, width = pytest.importorskip("torchvision").models.resnet18(weights=None), 512
+        network.fc = nn.Identity()
+    else:
+        network = pytest.importorskip("timm").create_model(name, pretrained=False, num_classes=0)
+        width = {"mobilenetv3_small_050": 1024, "tf_efficientnet_lite0": 1280}[name]
+    backbone = parts.Vectors(width)
+    backbone.preprocessing = parts.Net(3, 48).preprocessing
+    backbone.network = network
+    backbone.forward = network.forward
+    model = Model(backbone, build_head(width, 32))
+    pixels = photographs(48, 24)
+    with torch.no_grad():  # two steps of training mode: batch norm as a trained network has it
+        for _ in range(2):
+            model(torch.from_numpy(pixels))
+    manifest = export_model(model, pixels, tmp_path / "b", name=name)
+    assert manifest.verified.largest_difference < 1e-4
+    out = Bundle.open(tmp_path / "b", threads=1).encode(pixels[:5]).vector
+    assert np.abs(out - torch_codes(model, pixels[:5])).max() < 1e-4
