@@ -120,7 +120,7 @@ def build_index(
     if backend != "auto":
         make_backend(backend, options or {}, plugins)  # a misspelt name must not cost an hour first
     elif options:
-        raise DataError("Parameters of a back end need its name: pass --backend with --option.")
+        raise DataError("Parameters of a back end need its name: pass --backend with --set.")
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, variant=variant, device=device)
     found = collect(sources, opened.manifest.input.kind)
     work = _Work(opened, found, batch, workers or os.cpu_count() or 1, limits or Limits(), skip_bad, progress)

@@ -17,7 +17,7 @@ from retrieval.errors import DataError, StoreError
 from retrieval.index.backends import Floats, IndexBackend, Rows, checked_search, make_backend
 from retrieval.index.files import SUMS, check_sums, damaged
 from retrieval.index.items import Item, Items
-from retrieval.manifest import FileName, Part, Sha256, parse_json, problems_of
+from retrieval.manifest import FileName, Part, Sha256, parse_json, problems_of, sha256_of
 
 FORMAT = 1
 _BLOCK = 256  # queries at a time: bounds the memory of measuring candidates
@@ -87,13 +87,14 @@ class IndexManifest(Part):
 
 @dataclass(frozen=True)
 class Hit:
-    """One answer: smaller distance is closer."""
+    """One answer: smaller distance is closer. `path` is the indexed file, None for features."""
 
     id: int
     key: str
     label: str | None
     distance: float
     metadata: Mapping[str, Any]
+    path: Path | None = None
 
 
 class Index:
@@ -103,6 +104,7 @@ class Index:
         path: the folder.
         manifest: its `index.json`.
         bundle: encodes queries and, where it has a rescorer, orders candidates.
+        sha256: of the list of checksums: names exactly this index.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Index:
         self._items = items
         self._vectors = vectors
         self._codes = codes
+        self.sha256 = sha256_of(path / SUMS)
 
     @classmethod
     def open(
@@ -277,17 +280,13 @@ class Index:
 
     def _hits(self, answers: list[tuple[Rows, NDArray[np.float64]]]) -> list[list[Hit]]:
         items = self._items.get([int(row) for rows, _ in answers for row in rows])
+
+        def hit(row: int, distance: float) -> Hit:
+            item = items[row]
+            return Hit(row, item.key, item.label, distance, item.metadata, item.path)
+
         return [
-            [
-                Hit(
-                    int(row),
-                    items[int(row)].key,
-                    items[int(row)].label,
-                    float(distance),
-                    items[int(row)].metadata,
-                )
-                for row, distance in zip(rows, distances, strict=True)
-            ]
+            [hit(int(row), float(distance)) for row, distance in zip(rows, distances, strict=True)]
             for rows, distances in answers
         ]
 

@@ -1,0 +1,260 @@
+"""The commands `index`, `search` and `serve`. Nothing heavy is imported before one of them runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from retrieval.commands.plugins import PLUGIN_OPTION
+
+if TYPE_CHECKING:
+    from retrieval.bundle import Encoded
+    from retrieval.index.store import Hit, Index
+
+_DEVICE = click.Choice(["auto", "cpu", "cuda"])
+
+
+@click.command(
+    "index",
+    epilog="""\b
+Examples:
+  retrieval index demo/bundle photos/ --output photos.index
+  retrieval index demo/bundle items.csv --output items.index --backend hnsw --set m=48 --skip-bad
+""",
+)
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--output", "-o", required=True, type=click.Path(path_type=Path), help="Folder to write; must not exist."
+)
+@click.option(
+    "--backend", default="auto", show_default=True, help="auto (by size), flat, hnsw, ivf, or PLUGIN.name."
+)
+@click.option(
+    "--set", "options", multiple=True, metavar="KEY=VALUE", help="A parameter of the back end; repeatable."
+)
+@PLUGIN_OPTION
+@click.option("--variant", help="Encode with this variant of the bundle's encoder, such as int8.")
+@click.option("--skip-bad", is_flag=True, help="Leave out images that cannot be used; each is reported.")
+@click.option("--replace", is_flag=True, help="Put the new index in the place of an older one.")
+@click.option("--batch", default=32, show_default=True, type=click.IntRange(1), help="Items encoded at once.")
+@click.option(
+    "--max-pixels", default=25_000_000, show_default=True, type=click.IntRange(1), help="Largest image."
+)
+@click.option(
+    "--max-bytes", default=20_000_000, show_default=True, type=click.IntRange(1), help="Largest file."
+)
+@click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
+def index_command(
+    bundle: Path,
+    images: tuple[Path, ...],
+    output: Path,
+    backend: str,
+    options: tuple[str, ...],
+    extra: tuple[str, ...],
+    variant: str | None,
+    skip_bad: bool,
+    replace: bool,
+    batch: int,
+    max_pixels: int,
+    max_bytes: int,
+    device: Any,
+) -> None:
+    """Encode IMAGES with BUNDLE and write an index.
+
+    IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and 'label', and
+    any others, kept as metadata), or .npz files with 'features' for a bundle of features. An interrupted run goes on
+    where it stopped when the command is repeated.
+    """
+    _quiet_threads()
+    from retrieval.index.build import Limits, build_index
+
+    try:
+        summary = build_index(
+            bundle,
+            images,
+            output,
+            backend=backend,
+            options=_options(options),
+            plugins=extra,
+            variant=variant,
+            skip_bad=skip_bad,
+            replace=replace,
+            batch=batch,
+            limits=Limits(max_pixels, max_bytes),
+            device=device,
+        )
+    except KeyboardInterrupt:
+        click.echo(
+            f"What was encoded is kept in {output}.partial: the same command goes on from there.", err=True
+        )
+        raise
+    notes = [f"back end {summary.backend}"]
+    if summary.recall_at_10 is not None:
+        notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")
+    if summary.resumed:
+        notes.append(f"{summary.resumed:,} done by an interrupted run")
+    if summary.repeated:
+        notes.append(f"{summary.repeated:,} named twice and taken once")
+    if summary.skipped:
+        notes.append(f"{summary.skipped:,} skipped")
+    click.echo(f"Indexed {summary.count:,} items in {summary.seconds:.1f} s ({', '.join(notes)}): {output}")
+
+
+@click.command(
+    "search",
+    epilog="""\b
+Examples:
+  retrieval search photos.index query.png
+  retrieval search photos.index a.png b.png -k 5 --json
+""",
+)
+@click.argument("index", type=click.Path(path_type=Path))
+@click.argument("queries", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("-k", default=10, show_default=True, type=click.IntRange(1), help="How many answers a query.")
+@click.option("--candidates", type=click.IntRange(1), help="How many candidates the rescorer is given.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@PLUGIN_OPTION
+@click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
+def search_command(
+    index: Path,
+    queries: tuple[Path, ...],
+    k: int,
+    candidates: int | None,
+    as_json: bool,
+    extra: tuple[str, ...],
+    device: Any,
+) -> None:
+    """Search INDEX with images (or .npz features) and print the nearest items, nearest first."""
+    _quiet_threads()
+    from retrieval.index.store import Index
+
+    with Index.open(index, device=device, plugins=extra) as opened:
+        names, encoded = _encode(opened, queries)
+        answers = opened.search(encoded, k, candidates=candidates)
+    if as_json:
+        found = [
+            {"query": name, "results": [_plain(hit) for hit in hits]}
+            for name, hits in zip(names, answers, strict=True)
+        ]
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        click.echo("\n\n".join(_table(name, hits) for name, hits in zip(names, answers, strict=True)))
+
+
+@click.command(
+    "serve",
+    epilog="""\b
+Examples:
+  retrieval serve photos.index
+  retrieval serve photos.index --port 8080
+  curl -F image=@query.png -F k=5 http://127.0.0.1:8000/v1/search
+""",
+)
+@click.argument("index", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option(
+    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one."
+)
+@click.option(
+    "--workers", type=click.IntRange(1), help="Searches at a time; as many as there are cores by default."
+)
+@click.option(
+    "--max-pixels", default=25_000_000, show_default=True, type=click.IntRange(1), help="Largest image."
+)
+@click.option(
+    "--max-bytes", default=20_000_000, show_default=True, type=click.IntRange(1), help="Largest file."
+)
+@PLUGIN_OPTION
+@click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
+def serve_command(
+    index: Path,
+    host: str,
+    port: int,
+    workers: int | None,
+    max_pixels: int,
+    max_bytes: int,
+    extra: tuple[str, ...],
+    device: Any,
+) -> None:
+    """Serve INDEX over HTTP: a page to search with an image, and the same as JSON at POST /v1/search."""
+    _quiet_threads()
+    from retrieval.serve.server import serve
+
+    serve(
+        index,
+        host=host,
+        port=port,
+        workers=workers,
+        max_pixels=max_pixels,
+        max_bytes=max_bytes,
+        plugins=extra,
+        device=device,
+    )
+
+
+def _quiet_threads() -> None:
+    from retrieval.runtime import quiet_threads
+
+    quiet_threads()
+
+
+def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Return `--set m=48` as {"m": 48}: values are JSON where they can be, text otherwise."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign or not name:
+            raise click.BadParameter(f"'{pair}' is not KEY=VALUE.", param_hint="--set")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+def _encode(index: Index, paths: tuple[Path, ...]) -> tuple[list[str], Encoded]:
+    """Return the queries' names and what the encoder gives of them."""
+    import numpy as np
+
+    from retrieval.errors import DataError
+    from retrieval.index.sources import collect
+
+    if index.bundle.manifest.input.kind == "features":
+        found = collect(paths, "features")
+        assert found.features is not None
+        return [item.key for item in found.items], index.bundle.encode(found.features)
+    for path in paths:
+        if path.is_dir():
+            raise DataError(f"{path} is a folder; name the query images, such as {path}/*.png.")
+    pixels = np.stack([index.bundle.preprocess(path) for path in paths])
+    return [str(path) for path in paths], index.bundle.encode(pixels)
+
+
+def _plain(hit: Hit) -> dict[str, Any]:
+    return {
+        "id": hit.id,
+        "key": hit.key,
+        "label": hit.label,
+        "distance": hit.distance,
+        "metadata": dict(hit.metadata),
+    }
+
+
+def _table(name: str, hits: list[Hit]) -> str:
+    """Return one query's answers as aligned columns."""
+    head = ("rank", "distance", "label", "key")
+    rows = [(str(rank), f"{hit.distance:.4f}", hit.label or "", hit.key) for rank, hit in enumerate(hits, 1)]
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+
+    def line(row: tuple[str, ...]) -> str:
+        cells = [row[0].rjust(widths[0]), row[1].rjust(widths[1]), row[2].ljust(widths[2]), row[3]]
+        return "  ".join(cells).rstrip()
+
+    text = "\n".join([f"Nearest to {name}:", line(head), *map(line, rows)])
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
