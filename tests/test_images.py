@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import io
+import os
+import struct
+import subprocess
+import sys
+import threading
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from retrieval.errors import DataError
+from retrieval.images import MAX_BYTES, Preprocessing, decode, find_images, from_array, to_mode
+
+
+def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, format, **options)
+    return out.getvalue()
+
+
+def gradient(height: int = 20, width: int = 30) -> np.ndarray:
+    rows, columns = np.mgrid[:height, :width]
+    return np.stack([rows * 8, columns * 8, rows + columns], axis=2).astype(np.uint8)
+
+
+def png_bomb(side: int) -> bytes:
+    """A PNG of side × side black pixels, compressed to almost nothing."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    body = zlib.compress(bytes((side // 8 + 1) * side), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+def test_a_png_comes_back_as_it_was():
+    pixels = gradient()
+    assert np.array_equal(np.asarray(decode(encoded(Image.fromarray(pixels)))), pixels)
+
+
+@pytest.mark.parametrize("side", [5_008, 13_008, 20_000])
+def test_a_decompression_bomb_is_refused_before_its_pixels_are_made(side, tmp_path):
+    path = tmp_path / "bomb.png"
+    path.write_bytes(png_bomb(side))
+    code = (
+        "import resource, sys\n"
+        "from retrieval.images import decode\n"
+        "from retrieval.errors import DataError\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try:\n    decode(sys.argv[1])\nexcept DataError as error:\n    print(error)\n"
+        "assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000, 'memory was used'\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, str(path)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert "bomb.png" in run.stdout
+    assert "25,000,000" in run.stdout
+
+
+def test_a_file_beyond_the_limit_is_not_read(tmp_path):
+    path = tmp_path / "large.png"
+    with path.open("wb") as file:
+        file.truncate(50_000_000_000)  # sparse: reading it would take long, and all memory
+    with pytest.raises(DataError, match=r"large\.png has 50,000,000,000 bytes; the limit is 20,000,000"):
+        decode(path)
+    with pytest.raises(DataError, match="the limit is 20,000,000"):
+        decode(bytes(MAX_BYTES + 1))
+    with pytest.raises(DataError, match="the limit is 10"):
+        decode(encoded(Image.new("L", (3, 3))), max_bytes=10)
+
+
+def jpeg() -> bytes:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    return encoded(Image.fromarray(noise), "JPEG")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("truncated.jpg", jpeg()[:1500], "is damaged and cannot be decoded"),
+        ("empty.png", b"", "is empty"),
+        ("text.png", b"this is no image at all, but text\n" * 20, "is not an image in a known format"),
+        ("truncated.png", encoded(Image.fromarray(gradient()))[:70], "is damaged and cannot be decoded"),
+        ("header.png", encoded(Image.fromarray(gradient()))[:20], "damaged|known format"),
+        (
+            "page.eps",
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n",
+            "known format",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "." in value and " " not in value else "",
+)
+def test_a_bad_image_is_one_sentence_that_names_it(name, content, says, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    for given in (path, str(path)):
+        with pytest.raises(DataError, match=says) as caught:
+            decode(given)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match=says):
+        decode(content)
+
+
+def test_every_cut_and_every_flipped_byte_gives_an_image_or_a_sentence():
+    for whole in (
+        jpeg()[:4000],
+        encoded(Image.fromarray(gradient())),
+        encoded(Image.new("P", (9, 9)), "GIF"),
+    ):
+        random = np.random.default_rng(0)
+        for cut in random.integers(0, len(whole), 40):
+            try:
+                decode(whole[:cut])
+            except DataError:
+                continue
+        for place in random.integers(0, len(whole), 150):
+            altered = bytearray(whole)
+            altered[place] ^= int(random.integers(1, 256))
+            try:
+                Preprocessing((8, 8))(decode(bytes(altered)))
+            except DataError:
+                continue
+
+
+def test_what_is_no_regular_file_is_refused_without_reading(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(DataError, match="is not a regular file"):
+        decode(tmp_path / "pipe.png")
+    with pytest.raises(DataError, match="is not a regular file"):
+        decode("/dev/zero")
+    with pytest.raises(DataError, match="is a folder"):
+        decode(tmp_path)
+    with pytest.raises(DataError, match="No such file"):
+        decode(tmp_path / "missing.png")
+    with pytest.raises(DataError, match="null"):
+        decode("a\0b.png")
+
+
+def test_cmyk():
+    image = decode(encoded(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "JPEG", quality=100))
+    red, green, blue = Preprocessing((4, 4))(image)[:, 0, 0].astype(int)
+    assert red > 200
+    assert green < 60
+    assert blue < 60
+
+
+def test_sixteen_bit_grey_is_scaled_to_eight():
+    values = (np.arange(64, dtype=np.uint16) * 1040).reshape(8, 8)
+    pixels = Preprocessing((8, 8), channels=1)(decode(encoded(Image.fromarray(values))))
+    assert np.abs(pixels[0].astype(int) - values / 257).max() <= 1
+    dark = Preprocessing((8, 8), channels=1)(
+        decode(encoded(Image.fromarray(np.full((8, 8), 200, dtype=np.uint16))))
+    )
+    assert dark.max() <= 1  # not taken for an 8-bit image, however dark
+
+
+def test_float_grey():
+    unit = Image.fromarray(np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4))
+    bytes_ = Image.fromarray(np.linspace(0, 255, 16, dtype=np.float32).reshape(4, 4))
+    assert np.abs(np.asarray(to_mode(unit, "L")).astype(int) - np.asarray(to_mode(bytes_, "L"))).max() <= 1
+    hole = np.full((2, 2), np.nan, dtype=np.float32)
+    assert np.asarray(to_mode(Image.fromarray(hole), "RGB")).max() == 0
+
+
+def test_transparency_lies_on_white():
+    palette = Image.new("P", (4, 4), 1)
+    palette.putpalette([0, 0, 0, 255, 0, 0])
+    palette.putpixel((0, 0), 0)
+    for options in ({"transparency": 0}, {"transparency": b"\x00\xff"}):
+        pixels = Preprocessing((4, 4))(decode(encoded(palette, **options)))
+        assert pixels[:, 0, 0].tolist() == [255, 255, 255]
+        assert pixels[:, 1, 1].tolist() == [255, 0, 0]
+    half = Preprocessing((1, 1))(decode(encoded(Image.new("RGBA", (1, 1), (0, 0, 0, 128)))))
+    assert abs(int(half[0, 0, 0]) - 127) <= 1
+    grey = Preprocessing((1, 1), channels=1)(decode(encoded(Image.new("LA", (1, 1), (0, 0)))))
+    assert grey[0, 0, 0] == 255
+    keyed = Preprocessing((1, 1))(
+        decode(encoded(Image.new("RGB", (1, 1), (1, 2, 3)), transparency=(1, 2, 3)))
+    )
+    assert keyed[:, 0, 0].tolist() == [255, 255, 255]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(orientation):
+    pixels = gradient(4, 6)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    upright = np.asarray(decode(encoded(Image.fromarray(pixels), exif=exif)))
+    # by EXIF's own words: where row 0 and column 0 of the stored pixels are in the upright picture
+    expected = {
+        1: pixels,
+        2: pixels[:, ::-1],
+        3: pixels[::-1, ::-1],
+        4: pixels[::-1],
+        5: pixels.transpose(1, 0, 2),
+        6: np.rot90(pixels, -1),
+        7: np.rot90(pixels.transpose(1, 0, 2), 2),
+        8: np.rot90(pixels, 1),
+    }[orientation]
+    assert np.array_equal(upright, expected)
+
+
+def test_broken_exif_costs_no_image():
+    good = encoded(Image.fromarray(gradient()), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff\x12\x01")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decode(good).size == (30, 20)
+
+
+def test_the_first_frame_of_an_animation():
+    frames = [Image.new("RGB", (5, 5), color) for color in ("red", "blue", "green")]
+    for format in ("GIF", "WEBP"):
+        data = encoded(frames[0], format, save_all=True, append_images=frames[1:], lossless=True)
+        assert Preprocessing((5, 5))(decode(data))[:, 2, 2].tolist() == pytest.approx([255, 0, 0], abs=2)
+
+
+def test_threads_leave_the_warning_filters_alone():
+    before = list(warnings.filters)
+    data = encoded(Image.fromarray(gradient()), "JPEG")
+    barrier = threading.Barrier(4)
+
+    def work(_: int) -> tuple[int, int]:
+        barrier.wait()
+        return [decode(data).size for _ in range(100)][0]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(work, range(4))) == {(30, 20)}
+    assert warnings.filters == before
+
+
+def test_resizing_and_cropping_match_a_plain_definition():
+    pixels = gradient(40, 60)
+    # nearest by a whole factor: resize the shorter side 40 → 20, then the central 16 × 16 of 20 × 30
+    made = Preprocessing((16, 16), interpolation="nearest", resize=20)(Image.fromarray(pixels))
+    expected = pixels[1::2, 1::2][2:18, 7:23].transpose(2, 0, 1)
+    assert np.array_equal(made, expected)
+    stretched = Preprocessing((20, 30), interpolation="nearest")(Image.fromarray(pixels))
+    assert np.array_equal(stretched, pixels[1::2, 1::2].transpose(2, 0, 1))
+    assert stretched.flags.c_contiguous
+    assert Preprocessing((7, 9), channels=1)(Image.fromarray(pixels)).shape == (1, 7, 9)
+
+
+def test_a_very_long_image_is_cut_before_it_is_resized():
+    strip = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), 4_000)[None])
+    pixels = Preprocessing((224, 224), resize=256)(
+        strip
+    )  # whole, it would be resized to 262 million pixels wide
+    assert pixels.shape == (3, 224, 224)
+    ordinary = gradient(30, 60)
+    centre = Image.fromarray(np.pad(ordinary, ((0, 0), (300, 300), (0, 0))))
+    for interpolation in ("nearest", "bilinear", "bicubic", "lanczos"):
+        preprocess = Preprocessing((20, 20), resize=24, interpolation=interpolation)
+        assert np.array_equal(preprocess(centre), preprocess(Image.fromarray(ordinary)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size": (0, 8)},
+        {"size": (8, 8), "channels": 4},
+        {"size": (8, 8), "resize": 0},
+        {"size": (8, 8), "interpolation": "best"},
+    ],
+)
+def test_preprocessing_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"must be"):
+        Preprocessing(**wrong)
+
+
+def test_a_colour_space_without_conversion_is_a_sentence():
+    with pytest.raises(DataError, match="mode LAB cannot be converted to L"):
+        Preprocessing((2, 2), channels=1)(Image.new("LAB", (2, 2)))
+
+
+def test_from_array():
+    pixels = gradient()
+    assert np.array_equal(np.asarray(from_array(pixels)), pixels)
+    assert from_array(pixels[:, :, :1]).mode == "L"
+    with pytest.raises(DataError, match="uint8 of shape"):
+        from_array(pixels.astype(np.float32))
+
+
+def test_find_images(tmp_path):
+    for name in ("b/2.PNG", "b/1.jpg", "a.webp", "a.txt", ".hidden/x.png", "b/._1.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "folder.png").mkdir()
+    assert [path.relative_to(tmp_path).as_posix() for path in find_images(tmp_path)] == [
+        "a.webp",
+        "b/1.jpg",
+        "b/2.PNG",
+    ]
+    with pytest.raises(DataError, match="holds no image"):
+        find_images(tmp_path / "folder.png")
+    with pytest.raises(DataError, match="is not a folder"):
+        find_images(Path("nowhere"))
