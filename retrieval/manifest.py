@@ -185,6 +185,7 @@ class Manifest(Part):
         verified: the comparison with torch.
         evaluation: figures measured when the model was trained.
         files: every other file of the bundle with its SHA-256 and size; `write_manifest` fills it in.
+        checksum: of all the above (`checksum_of`); `write_manifest` fills it in.
     """
 
     format: Literal[1] = 1
@@ -206,6 +207,7 @@ class Manifest(Part):
     verified: Verified
     evaluation: dict[str, float] | None = None
     files: dict[FileName, FileRecord] = {}
+    checksum: Sha256 | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
@@ -235,6 +237,13 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def checksum_of(content: dict[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's parsed JSON, whatever its layout, without its own key "checksum"."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    text = json.dumps(rest, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     """Write `manifest.json`, with SHA-256 and size of every other file in the folder, and return what was written.
 
@@ -254,7 +263,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     for name, purpose in manifest.graphs().items():
         if name not in files:
             raise BundleError(f"The bundle's {purpose}, {folder / name}, was not written.")
-    manifest = manifest.model_copy(update={"files": files})
+    manifest = manifest.model_copy(update={"files": files, "checksum": None})
+    checksum = checksum_of(json.loads(manifest.model_dump_json()))
+    manifest = manifest.model_copy(update={"checksum": checksum})
     temporary = folder / f".{FILE}.{os.getpid()}"
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -306,10 +317,10 @@ def problems_of(fault: ValidationError) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a bundle; the files' checksums are not looked at.
+    """Return the manifest of a bundle after checking it, but not the other files.
 
     Raises:
-        BundleError: no bundle, another format version, or a manifest with problems, each of which is named.
+        BundleError: no bundle, another format version, an altered manifest, or one with problems, each of which is named.
     """
     path = folder / FILE
     try:
@@ -327,7 +338,10 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as fault:
         raise BundleError(f"{path} cannot be used:\n{problems_of(fault)}") from None
-    del content
+    if manifest.checksum != checksum_of(content):
+        raise BundleError(
+            f"{path} was altered: its checksum differs. Export the bundle again, or copy it again; a manifest is not edited."
+        )
     missing = [name for name in manifest.graphs() if name not in manifest.files]
     if missing:
         raise BundleError(f"{path} cannot be used: it gives no SHA-256 for {', '.join(missing)}.")

@@ -9,8 +9,6 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
-from sklearn.datasets import load_digits
-
 from retrieval.images import Preprocessing
 from retrieval.manifest import (
     Cosine,
@@ -23,6 +21,7 @@ from retrieval.manifest import (
     Verified,
     write_manifest,
 )
+from sklearn.datasets import load_digits
 
 SIDE = 8
 WIDTH = 16
@@ -122,12 +121,16 @@ def make_bundle(
             code=WIDTH if rescorer else None,
             query_vectors=query_vectors,
             normalized=normalized,
-            distance=Distance(name="manhattan" if rescorer else "euclidean", exact=not (rescorer or subspaces)),
+            distance=Distance(
+                name="manhattan" if rescorer else "euclidean", exact=not (rescorer or subspaces)
+            ),
             subspaces=(Subspace(name="left", start=0, stop=6), Subspace(name="right", start=6, stop=WIDTH))
             if subspaces
             else (),
             rescorer=Rescorer(file="rescorer.onnx", candidates=50) if rescorer else None,
-            variants={"fp16": Variant(file="encoder.fp16.onnx", cosine=Cosine(mean=1.0, min=1.0))} if variant else {},
+            variants={"fp16": Variant(file="encoder.fp16.onnx", cosine=Cosine(mean=1.0, min=1.0))}
+            if variant
+            else {},
             verified=Verified(tolerance=1e-4, largest_difference=0.0, items=1),
         ),
     )
@@ -146,5 +149,7 @@ def _manhattan(path: Path) -> None:
         helper.make_node("Abs", ["difference"], ["absolute"]),
         helper.make_node("ReduceSum", ["absolute", "two"], ["distance"], keepdims=0),
     ]
-    constants = {name: np.array([value], dtype=np.int64) for name, value in (("zero", 0), ("one", 1), ("two", 2))}
+    constants = {
+        name: np.array([value], dtype=np.int64) for name, value in (("zero", 0), ("one", 1), ("two", 2))
+    }
     _save(path, nodes, [query, items], [distance], constants)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from retrieval.index.build import build_index
+
+_spec = importlib.util.spec_from_file_location("serving_makers", Path(__file__).with_name("makers.py"))
+_makers = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_makers)
+
+
+@pytest.fixture(scope="session")
+def makers() -> ModuleType:
+    """makers.py: real bundles and images on demand."""
+    return _makers
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 handwritten digits as PNG files, one folder a class. Not to be changed."""
+    folder = tmp_path_factory.mktemp("photos") / "digits"
+    _makers.write_digits(folder, 200)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bundle_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of images without a rescorer. Not to be changed."""
+    return _makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle", variant=True)
+
+
+@pytest.fixture(scope="session")
+def index_path(tmp_path_factory: pytest.TempPathFactory, photos: Path, bundle_path: Path) -> Path:
+    """An index of `photos`. Not to be changed."""
+    path = tmp_path_factory.mktemp("index") / "digits.index"
+    build_index(bundle_path, [photos], path, progress=False)
+    return path
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[..., SimpleNamespace]]:
+    """Start `retrieval serve` in a process of its own on a free port; gives its url and process."""
+    started = []
+
+    def start(index: Path, *options: str, python: str = sys.executable) -> SimpleNamespace:
+        process = subprocess.Popen(
+            [python, "-m", "retrieval.cli", "serve", str(index), "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        started.append(process)
+        line = process.stdout.readline()
+        assert "Serving" in line, line + process.stderr.read()
+        server = SimpleNamespace(url=line.split(" at ")[1].split("/ ")[0], process=process)
+        _until_ready(server.url)
+        return server
+
+    yield start
+    for process in started:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def _until_ready(url: str) -> None:
+    import httpx
+
+    end = time.monotonic() + 20
+    while True:
+        try:
+            answer = httpx.get(f"{url}/v1/health/ready")
+            if answer.status_code == 200:
+                return
+        except httpx.TransportError:
+            answer = None
+        assert time.monotonic() < end, f"never ready: {answer and answer.text}"
+        time.sleep(0.05)

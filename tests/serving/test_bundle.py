@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from PIL import Image
+from retrieval import runtime
+from retrieval.bundle import Bundle
+from retrieval.errors import BundleError, DataError, MissingDependency
+from retrieval.manifest import Manifest, checksum_of, read_manifest, write_manifest
+
+
+def copied(bundle: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(bundle, folder / "bundle"))
+
+
+def edited(bundle: Path, folder: Path, change) -> Path:
+    path = copied(bundle, folder)
+    content = json.loads((path / "manifest.json").read_text())
+    change(content)
+    content["checksum"] = checksum_of(content)  # as a program that writes such a bundle would
+    (path / "manifest.json").write_text(json.dumps(content))
+    return path
+
+
+def by_loops(pixels: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The encoder of makers.py in float64, one number at a time."""
+    out = []
+    for image in pixels.reshape(len(pixels), -1):
+        row = [
+            sum(float(p) / 255 * float(w) for p, w in zip(image, column, strict=True)) for column in weights.T
+        ]
+        length = sum(value * value for value in row) ** 0.5
+        out.append([value / length for value in row])
+    return np.array(out)
+
+
+def test_the_encoder_gives_what_a_plain_loop_gives(bundle_path, makers):
+    pixels = makers.digits()[0][:10, None]
+    bundle = Bundle.open(bundle_path, threads=1)
+    encoded = bundle.encode(pixels, batch=3)
+    assert encoded.vector.dtype == np.float32
+    assert np.abs(encoded.vector - by_loops(pixels, makers.weights())).max() < 1e-6
+    assert encoded.query is encoded.vector
+    assert encoded.code is None
+    assert len(encoded) == 10
+    assert np.array_equal(encoded[2:5].vector, encoded.vector[2:5])
+    assert bundle.device == "cpu"
+    assert len(bundle.encode(pixels[:0])) == 0
+
+
+def test_an_image_from_bytes_path_and_pillow_is_the_same(bundle_path, photos):
+    bundle = Bundle.open(bundle_path, threads=1)
+    path = photos / "3" / "0003.png"
+    vectors = [
+        bundle.encode_image(given).vector for given in (path, str(path), path.read_bytes(), Image.open(path))
+    ]
+    assert all(np.array_equal(vector, vectors[0]) for vector in vectors)
+
+
+def test_query_and_code_outputs(makers, tmp_path):
+    bundle = Bundle.open(makers.make_bundle(tmp_path / "b", query_vectors=True, rescorer=True), threads=1)
+    pixels = makers.digits()[0][:7, None]
+    encoded = bundle.encode(pixels)
+    expected = encoded.vector.astype(np.float64) @ (makers.weights(1, makers.WIDTH) + np.eye(makers.WIDTH))
+    assert np.abs(encoded.query - expected).max() < 1e-5
+    codes = encoded.code
+    distances = bundle.rescore(codes[:2], codes)
+    for q in range(2):
+        for n in range(7):
+            assert distances[q, n] == pytest.approx(
+                sum(abs(float(a) - float(b)) for a, b in zip(codes[q], codes[n], strict=True)), rel=1e-5
+            )
+    assert bundle.rescore(codes[:0], codes).shape == (0, 7)
+    with pytest.raises(DataError, match="Codes of shape"):
+        bundle.rescore(codes[:, :3], codes)
+
+
+def test_a_variant_runs_instead_of_the_encoder(bundle_path, makers):
+    pixels = makers.digits()[0][:5, None]
+    full = Bundle.open(bundle_path, threads=1).encode(pixels).vector
+    half = Bundle.open(bundle_path, threads=1, variant="fp16").encode(pixels).vector
+    assert 0 < np.abs(full - half).max() < 1e-2
+    with pytest.raises(BundleError, match=r"no variant 'fp61'.*has: fp16.*Did you mean 'fp16'"):
+        Bundle.open(bundle_path, variant="fp61")
+
+
+def test_wrong_inputs_are_sentences(bundle_path, makers, tmp_path):
+    bundle = Bundle.open(bundle_path, threads=1)
+    with pytest.raises(DataError, match=r"takes inputs of shape \(N, 1, 8, 8\), not \(2, 8, 8\)"):
+        bundle.encode(np.zeros((2, 8, 8), np.uint8))
+    with pytest.raises(DataError, match="raw pixels as uint8, not float32"):
+        bundle.encode(np.zeros((2, 1, 8, 8), np.float32))
+    with pytest.raises(BundleError, match="has no rescorer"):
+        bundle.rescore(np.zeros((1, 16)), np.zeros((1, 16)))
+    features = Bundle.open(makers.make_bundle(tmp_path / "f", kind="features", normalized=False), threads=1)
+    for bad in (np.nan, np.inf, 1e300):
+        values = np.ones((3, 64))
+        values[1, 5] = bad
+        with pytest.raises(DataError, match="Vector 1 holds NaN"):
+            features.encode(values)
+    with pytest.raises(DataError, match="real numbers"):
+        features.encode(np.ones((1, 64), dtype=complex))
+    with pytest.raises(DataError, match=r"The encoder gives NaN or infinity in 'vector' for item 1"):
+        features.encode(np.stack([np.zeros(64), np.full(64, 3e38) * np.sign(makers.weights()[:, 0])]))
+    with pytest.raises(DataError, match="64 features, not images"):
+        features.encode_image(b"")
+
+
+def test_any_flipped_bit_of_any_file_is_noticed(makers, tmp_path):
+    path = makers.make_bundle(tmp_path / "b", rescorer=True, variant=True)
+    whole = Bundle.open(path, threads=1).sha256
+    random = np.random.default_rng(0)
+    for name in ("encoder.onnx", "encoder.fp16.onnx", "rescorer.onnx"):
+        content = (path / name).read_bytes()
+        for bit in random.integers(0, 8 * len(content), 30):
+            altered = bytearray(content)
+            altered[bit // 8] ^= 1 << (bit % 8)
+            (path / name).write_bytes(altered)
+            with pytest.raises(BundleError, match=rf"{name} was altered"):
+                Bundle.open(path)
+        (path / name).write_bytes(content[:-1])
+        with pytest.raises(
+            BundleError, match=rf"{name} has {len(content) - 1:,} bytes instead of {len(content):,}"
+        ):
+            Bundle.open(path)
+        (path / name).unlink()
+        with pytest.raises(BundleError, match=rf"{name} is missing"):
+            Bundle.open(path)
+        (path / name).write_bytes(content)
+    assert Bundle.open(path, threads=1).sha256 == whole
+
+
+def test_any_change_of_the_manifest_is_noticed(bundle_path, tmp_path):
+    path = copied(bundle_path, tmp_path)
+    content = (path / "manifest.json").read_bytes()
+    meaning = json.loads(content)
+    noticed = 0
+    for bit in np.random.default_rng(0).integers(0, 8 * len(content), 200):
+        altered = bytearray(content)
+        altered[bit // 8] ^= 1 << (bit % 8)
+        (path / "manifest.json").write_bytes(altered)
+        try:
+            Bundle.open(path, threads=1)
+        except BundleError:
+            noticed += 1
+        else:  # only layout may change unnoticed
+            assert json.loads(altered) == meaning
+    assert noticed > 150
+
+
+def test_no_bundle_is_a_sentence(tmp_path):
+    with pytest.raises(BundleError, match="no such folder"):
+        Bundle.open(tmp_path / "nowhere")
+    with pytest.raises(BundleError, match="is not a bundle"):
+        Bundle.open(tmp_path)
+    (tmp_path / "manifest.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(BundleError, match="is damaged: not JSON"):
+        Bundle.open(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"format": 1' + "[" * 100_000)
+    with pytest.raises(BundleError, match="is damaged: not JSON"):
+        Bundle.open(tmp_path)
+    for content in ("[]", "{}", '{"format": "1"}', '{"format": true}'):
+        (tmp_path / "manifest.json").write_text(content)
+        with pytest.raises(BundleError, match="has no format number"):
+            Bundle.open(tmp_path)
+
+
+def test_another_format_version_is_named(bundle_path, tmp_path):
+    path = edited(bundle_path, tmp_path, lambda content: content.update(format=2, surprise=1))
+    with pytest.raises(
+        BundleError, match=r"has format 2; this version of retrieval reads format 1\. Upgrade"
+    ):
+        Bundle.open(path)
+
+
+def test_every_problem_of_a_manifest_is_told_at_once(bundle_path, tmp_path):
+    def spoil(content):
+        content["vector"] = -1
+        content["unknown"] = 1
+        content["input"]["preprocessing"]["sice"] = 3
+        del content["verified"]
+
+    with pytest.raises(BundleError) as caught:
+        Bundle.open(edited(bundle_path, tmp_path, spoil))
+    for place in ("vector:", "unknown:", "sice", "verified:"):
+        assert place in str(caught.value), caught.value
+    assert str(caught.value).count("\n") == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: c.update(encoder="../encoder.onnx"), "not the plain name of a file"),
+        (
+            lambda c: c["files"].update({"/etc/passwd": {"sha256": "0" * 64, "bytes": 1}}),
+            "not the plain name",
+        ),
+        (lambda c: c["files"].pop("encoder.onnx"), "gives no SHA-256 for encoder.onnx"),
+        (lambda c: c["distance"].update(exact=False), "needs a rescorer"),
+        (lambda c: c.update(subspaces=[{"name": "a", "start": 0, "stop": 99}]), "stops at column 99 of 16"),
+        (lambda c: c.update(subspaces=[{"name": "a", "start": 5, "stop": 5}]), "before it starts"),
+        (lambda c: c["input"].update(shape=[3, 8, 8]), r"takes uint8 \[1, 8, 8\]"),
+        (lambda c: c["input"].update(preprocessing=None), "needs its 'preprocessing'"),
+        (lambda c: c["input"]["preprocessing"].update(size=[0, 8]), "at least 1 pixel"),
+        (lambda c: c["input"]["preprocessing"].update(interpolation="best"), "interpolation"),
+        (lambda c: c["verified"].update(tolerance=float("inf")), "tolerance"),
+        (lambda c: c.update(rescorer={"file": "encoder.onnx"}), "needs 'code'"),
+        (lambda c: c.update(vector=17), r"'vector' has shape \(N, \(16,\)\), the manifest says"),
+        (lambda c: c.update(query_vectors=True), "has no output 'query'"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_or_its_files(change, says, bundle_path, tmp_path):
+    with pytest.raises(BundleError, match=says):
+        Bundle.open(edited(bundle_path, tmp_path, change))
+
+
+def test_a_graph_that_onnx_runtime_refuses_is_a_sentence(bundle_path, tmp_path):
+    path = copied(bundle_path, tmp_path)
+    (path / "encoder.onnx").write_bytes(b"not a graph")
+    write_manifest(path, read_manifest(path))
+    with pytest.raises(BundleError, match=r"ONNX Runtime .* cannot load .*encoder\.onnx"):
+        Bundle.open(path)
+    model = onnx.load(bundle_path / "encoder.onnx")
+    model.opset_import[0].version = 9999
+    onnx.save(model, path / "encoder.onnx")
+    write_manifest(path, read_manifest(path))
+    with pytest.raises(BundleError, match=r"ONNX Runtime .* cannot load .*encoder\.onnx"):
+        Bundle.open(path)
+
+
+def test_writing_a_manifest(bundle_path, tmp_path):
+    path = copied(bundle_path, tmp_path)
+    before = read_manifest(path)
+    (path / "README.md").write_text("A card.")
+    (path / ".hidden").write_text("")
+    written = write_manifest(path, before)
+    assert written.files.keys() == {"encoder.onnx", "encoder.fp16.onnx", "README.md"}
+    assert read_manifest(path) == written
+    assert not [file for file in path.iterdir() if "manifest.json." in file.name]
+    assert Manifest.model_validate_json(written.model_dump_json()) == written
+    (path / "encoder.onnx").unlink()
+    with pytest.raises(BundleError, match=r"encoder.* was not written"):
+        write_manifest(path, before)
+
+
+def test_a_device_that_is_not_there(bundle_path):
+    if "CUDAExecutionProvider" in runtime.load_onnxruntime().get_available_providers():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(BundleError, match=r"has no CUDA.*pip uninstall -y onnxruntime && pip install"):
+        Bundle.open(bundle_path, device="cuda")
+    with pytest.raises(BundleError, match="Device 'tpu' is not known"):
+        Bundle.open(bundle_path, device="tpu")
+
+
+def distribution(site: Path, name: str) -> None:
+    """Put a distribution's record where importlib.metadata finds it."""
+    folder = site / f"{name.replace('-', '_')}-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+
+
+def test_two_distributions_of_one_module_are_refused(tmp_path, monkeypatch):
+    distribution(tmp_path, "faiss-gpu-cu12")
+    distribution(tmp_path, "onnxruntime-gpu")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert metadata.version("onnxruntime-gpu") == "1.0"
+    for load, says in (
+        (
+            runtime.load_faiss,
+            "faiss-cpu and faiss-gpu-cu12 are both installed.*pip uninstall -y faiss-cpu faiss-gpu-cu12",
+        ),
+        (runtime.load_onnxruntime, "onnxruntime and onnxruntime-gpu are both installed.*pip uninstall -y"),
+    ):
+        with pytest.raises(MissingDependency, match=says):
+            load.__wrapped__()
+
+
+def test_a_missing_module_names_the_command(tmp_path, monkeypatch):
+    with pytest.raises(
+        MissingDependency, match=r"not_there is not installed.*pip install 'retrieval\[cpu\]'"
+    ):
+        runtime.require("not_there", ("not-there",))
+    distribution(tmp_path, "not-there")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(MissingDependency, match=r"cannot be imported.*--force-reinstall not-there"):
+        runtime.require("not_there", ("not-there",))
