@@ -1,0 +1,192 @@
+"""Every loss and miner of every installed plugin: it reads, builds, runs forward and backward, and survives odd batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, get_args, get_origin
+
+import pytest
+import torch
+from retrieval.factory import KINDS, Factory
+from retrieval.plugins import Plugins, load_plugins
+from torch import Tensor, nn
+
+PLUGINS = load_plugins()
+GIVEN = {"embedding_size": 8, "classes": 4, "features": 8}
+PARTS = {"losses": "pml.contrastive", "miners": "pml.triplet_margin", "reducers": "pml.mean"}
+LABELS = torch.arange(4).repeat_interleave(3)
+
+
+def names(kind: str) -> list[str]:
+    return list(PLUGINS.factories(kind))
+
+
+def values(plugins: Plugins, factory: Factory) -> dict[str, Any]:
+    """Return a value for each parameter that a recipe must set."""
+    made: dict[str, Any] = {"name": factory.name}
+    for p in factory.parameters:
+        if not p.required:
+            continue
+        if p.part:
+            part = PARTS.get(p.part) or next(iter(plugins.factories(p.part)))
+            made[p.name] = [part] if p.many else part
+        else:
+            made[p.name] = smallest(p.annotation)
+    return made
+
+
+def smallest(annotation: Any) -> Any:
+    """Return a plain value of a type, within its limits."""
+    limits = [m for extra in get_args(annotation)[1:] for m in getattr(extra, "metadata", [extra])]
+    kind = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    if get_origin(kind) is list:
+        return [smallest(get_args(kind)[0])]
+    least = max([getattr(m, "ge", 0) for m in limits if getattr(m, "ge", None) is not None], default=1)
+    plain: dict[Any, Any] = {int: max(least, 1), float: float(least or 1), str: "loss", bool: False}
+    return plain[kind]
+
+
+def build(plugins: Plugins, kind: str, name: str) -> Any:
+    return plugins.build(kind, values(plugins, plugins.find(kind, name)), GIVEN)
+
+
+def batch(dtype: torch.dtype = torch.float32, items: int = 12) -> Tensor:
+    made = torch.randn(items, GIVEN["embedding_size"], generator=torch.Generator().manual_seed(0))
+    return made.to(dtype).requires_grad_()
+
+
+def checked_backward(loss: Tensor, embeddings: Tensor) -> None:
+    assert loss.numel() == 1 and math.isfinite(loss.item())
+    loss.backward()  # type: ignore[no-untyped-call]
+    if embeddings.grad is not None:
+        assert embeddings.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reads(kind: str) -> None:
+    for factory in PLUGINS.factories(kind).values():
+        assert factory.summary.strip(), factory.name
+        assert all(p.doc for p in factory.parameters), factory.name
+
+
+@pytest.mark.parametrize("name", names("losses"))
+class TestLoss:
+    def test_trains_embeddings_and_own_parameters(self, name: str) -> None:
+        torch.manual_seed(0)
+        loss = build(PLUGINS, "losses", name)
+        for _ in range(2):  # some keep a state
+            embeddings = batch()
+            loss.zero_grad()
+            value = loss(embeddings, LABELS)
+            checked_backward(value, embeddings)
+            assert value.dtype == torch.float32
+        assert embeddings.grad is not None and embeddings.grad.abs().sum() > 0
+        for parameter, tensor in loss.named_parameters():
+            assert tensor.grad is not None and tensor.grad.isfinite().all(), parameter
+        assert sum(float(p.grad.abs().sum()) for p in loss.parameters()) > 0 or not list(loss.parameters())
+
+    @pytest.mark.parametrize("labels", [range(12), [0] * 12], ids=["distinct", "alike"])
+    def test_batch_without_triplets(self, name: str, labels: Any) -> None:
+        torch.manual_seed(0)
+        loss = PLUGINS.build("losses", values(PLUGINS, PLUGINS.find("losses", name)), GIVEN | {"classes": 12})
+        embeddings = batch()
+        checked_backward(loss(embeddings, torch.tensor(list(labels))), embeddings)
+
+    def test_one_item(self, name: str) -> None:
+        torch.manual_seed(0)
+        embeddings = batch(items=1)
+        checked_backward(build(PLUGINS, "losses", name)(embeddings, LABELS[:1]), embeddings)
+
+    def test_equal_embeddings(self, name: str) -> None:
+        torch.manual_seed(0)
+        embeddings = batch(items=1).detach().repeat(12, 1).requires_grad_()
+        checked_backward(build(PLUGINS, "losses", name)(embeddings, LABELS), embeddings)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_half_precision_and_autocast(self, name: str, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        loss = build(PLUGINS, "losses", name)
+        before = {key: tensor.dtype for key, tensor in loss.state_dict().items()}
+        embeddings = batch()
+        head = nn.Linear(8, 8)
+        with torch.autocast("cpu", dtype=dtype):
+            codes = head(embeddings)
+            value = loss(codes, LABELS)
+        assert codes.dtype == dtype
+        checked_backward(value, embeddings)
+        assert {key: tensor.dtype for key, tensor in loss.state_dict().items()} == before
+
+    def test_reference_set_as_stated(self, name: str) -> None:
+        loss, other = build(PLUGINS, "losses", name), batch(items=20).detach().flip(0)
+        labels = torch.arange(20) % 4
+
+        def call(reference: Tensor) -> Tensor:
+            torch.manual_seed(0)
+            return loss(batch(), LABELS, None, ref_emb=reference, ref_labels=labels)  # type: ignore[no-any-return]
+
+        if not PLUGINS.find("losses", name).supports_ref_emb:
+            with pytest.raises(ValueError):
+                call(other)
+            return
+        value = call(other.requires_grad_())
+        checked_backward(value, other)
+        assert other.grad is not None and other.grad.abs().sum() > 0
+        assert call(torch.randn_like(other)).item() != value.item()
+
+    def test_miner_as_stated(self, name: str) -> None:
+        torch.manual_seed(0)
+        stated = getattr(PLUGINS.find("losses", name).make, "__retrieval_traits__", {}).get("miner", True)
+        loss, embeddings = build(PLUGINS, "losses", name), batch()
+        triplets = (torch.tensor([0, 3, 3]), torch.tensor([1, 4, 5]), torch.tensor([4, 8, 0]))
+        for indices in (triplets, (*triplets[:2], triplets[0], triplets[2])):
+            if stated:
+                checked_backward(loss(embeddings, LABELS, indices), embeddings)
+            else:
+                with pytest.raises(ValueError):
+                    loss(embeddings, LABELS, indices)
+        if stated:
+            none = torch.zeros(0, dtype=torch.long)
+            checked_backward(loss(embeddings, LABELS, (none, none, none)), embeddings)
+
+
+@pytest.mark.parametrize("name", names("miners"))
+class TestMiner:
+    def indices(self, name: str, **reference: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        return build(PLUGINS, "miners", name)(batch().detach(), LABELS, **reference)  # type: ignore[no-any-return]
+
+    def check(self, indices: tuple[Tensor, ...], others: Tensor, by_label: bool = True) -> None:
+        pairs = [(indices[0], indices[1], True)]
+        assert len(indices) in (3, 4)
+        pairs.append((indices[-2] if len(indices) == 4 else indices[0], indices[-1], False))
+        for anchor, other, same in pairs:
+            assert anchor.dtype == other.dtype == torch.int64 and anchor.shape == other.shape
+            assert anchor.ndim == 1
+            if by_label:
+                assert ((LABELS[anchor] == others[other]) == same).all()
+
+    def test_indices_are_of_the_stated_kind(self, name: str) -> None:
+        by_label = "already_packaged" not in name
+        indices = self.indices(name)
+        self.check(indices, LABELS, by_label)
+        assert (indices[0] != indices[1]).all()
+
+    def test_reference_set_as_stated(self, name: str) -> None:
+        reference = {"ref_emb": batch(items=20).detach().flip(0), "ref_labels": torch.arange(20) % 4}
+        if PLUGINS.find("miners", name).supports_ref_emb:
+            self.check(self.indices(name, **reference), reference["ref_labels"])
+        else:
+            with pytest.raises(ValueError):
+                self.indices(name, **reference)
+
+    @pytest.mark.parametrize("labels", [range(12), [0] * 12], ids=["distinct", "alike"])
+    def test_batch_without_triplets(self, name: str, labels: Any) -> None:
+        found = build(PLUGINS, "miners", name)(batch().detach(), torch.tensor(list(labels)))
+        if len(found) == 3 and "already_packaged" not in name:
+            assert all(len(x) == 0 for x in found)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_half_precision_and_autocast(self, name: str, dtype: torch.dtype) -> None:
+        miner = build(PLUGINS, "miners", name)
+        with torch.autocast("cpu", dtype=dtype):
+            self.check(miner(batch(dtype).detach(), LABELS), LABELS, "already_packaged" not in name)
