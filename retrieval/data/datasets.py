@@ -74,7 +74,7 @@ class ArrayDataset(Dataset):
 
 
 class FileDataset(Dataset):
-    """Image files.
+    """Image files, each decoded when it is asked for.
 
     Args:
         files: one path an item.
@@ -104,16 +104,3 @@ class FileDataset(Dataset):
 
     def __getitem__(self, index: int) -> Image:
         return decode(self.files[index])
-
-
-def with_features(dataset: Dataset, features: NDArray[np.float32]) -> ArrayDataset:
-    """Return the same items as vectors: what a frozen backbone made of each (N, F)."""
-    return ArrayDataset(
-        features,
-        dataset.labels,
-        dataset.keys,
-        kind="features",
-        splits=dataset.splits,
-        roles=dataset.roles,
-        metadata=dataset.metadata,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,11 +35,22 @@ def dataset_identity(dataset: Dataset) -> str | None:
     files = getattr(dataset, "files", None)
     if files is None:
         return None
+    digest.update(files_identity(files).encode())
+    return digest.hexdigest()
+
+
+def files_identity(files: Iterable[Path]) -> str:
+    """Return a hash of files by path, size and time of change, in their order.
+
+    Raises:
+        DataError: a file is gone.
+    """
+    digest = hashlib.blake2b(digest_size=16)
     for file in files:
         try:
-            state = Path(file).stat()
+            state = file.stat()
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
-        line = f"{Path(file).absolute()}\0{state.st_size}\0{state.st_mtime_ns}\n"
+        line = f"{file.absolute()}\0{state.st_size}\0{state.st_mtime_ns}\n"
         digest.update(line.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()

@@ -1,0 +1,86 @@
+"""A small convolutional net for images of 28 to 64 pixels, and the backbone of vectors that are already there."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from retrieval.contracts import Backbone
+from retrieval.images import Preprocessing
+from torch import Tensor, nn
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class ConvNet(Backbone):
+    """Stages of 3 × 3 convolutions, halved in size and doubled in width from one to the next, then averaged.
+
+    Its features are as wide as the last stage: width × 2^(depth − 1). The plain stack of Simonyan & Zisserman, "Very
+    Deep Convolutional Networks for Large-Scale Image Recognition" (ICLR 2015), with batch normalisation, and the
+    global average of Lin et al., "Network In Network" (ICLR 2014), in place of its linear layers.
+
+    Args:
+        size: height and width of its input, in pixels; images are stretched to it.
+        channels: 1 for grey, 3 for RGB.
+        width: channels of the first stage.
+        depth: number of stages.
+        layers: convolutions in each stage.
+        batch_norm: whether batch normalisation follows each convolution.
+        mean: what is subtracted from pixels scaled to 0–1.
+        std: what they are divided by afterwards.
+    """
+
+    def __init__(
+        self,
+        size: Count = 28,
+        channels: Literal[1, 3] = 1,
+        width: Count = 32,
+        depth: Count = 3,
+        layers: Count = 2,
+        batch_norm: bool = True,
+        mean: float = 0.5,
+        std: Annotated[float, Field(gt=0)] = 0.5,
+    ) -> None:
+        super().__init__()
+        if size < 2 ** (depth - 1):
+            raise ValueError(
+                f"size {size} cannot be halved {depth - 1} times; make depth smaller or size larger"
+            )
+        self.preprocessing = Preprocessing((size, size), channels, (mean,) * channels, (std,) * channels)
+        stages: list[nn.Module] = []
+        before = channels
+        for stage in range(depth):
+            after = width * 2**stage
+            if stage:
+                stages.append(nn.MaxPool2d(2))
+            for _ in range(layers):
+                stages.append(nn.Conv2d(before, after, 3, padding=1, bias=not batch_norm))
+                if batch_norm:
+                    stages.append(nn.BatchNorm2d(after))
+                stages.append(nn.ReLU(inplace=True))
+                before = after
+        self.stages = nn.Sequential(*stages)
+        self.features = before
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features (B, width × 2^(depth − 1)) of images (B, channels, size, size)."""
+        features: Tensor = self.stages(x).mean(dim=(2, 3))
+        return features
+
+
+class Features(Backbone):
+    """Vectors as they are, for datasets that hold features already.
+
+    Args:
+        features: width of the dataset's vectors, given by the host.
+    """
+
+    preprocessing = None
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.features = features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` (B, F)."""
+        return x

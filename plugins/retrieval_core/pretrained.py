@@ -1,0 +1,82 @@
+"""What torchvision's and timm's models have in common here: a width that is measured, weights that may not arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from retrieval.contracts import Backbone
+from retrieval.errors import DataError
+from retrieval.images import Interpolation, Preprocessing
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+class Network(Backbone):
+    """A classification network without its classifier.
+
+    Args:
+        network: images (B, channels, H, W) → features (B, F).
+        preprocessing: what an image goes through before.
+        name: what to call it in an error.
+
+    Raises:
+        ValueError: it does not take images of that size, or gives no vector an image.
+    """
+
+    preprocessing: Preprocessing
+
+    def __init__(self, network: nn.Module, preprocessing: Preprocessing, name: str) -> None:
+        super().__init__()
+        self.network = network
+        self.preprocessing = preprocessing
+        training = network.training
+        try:
+            with (
+                torch.no_grad()
+            ):  # in evaluation mode, so that no batch statistic moves and nothing random is drawn
+                shape = tuple(network.eval()(torch.zeros(1, *preprocessing.shape)).shape)
+        except (RuntimeError, AssertionError, ValueError) as error:
+            height, width = preprocessing.size
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(
+                f"{name} does not take images of {height} × {width} pixels ({reason})"
+            ) from error
+        network.train(training)
+        if len(shape) != 2:
+            raise ValueError(f"{name} gives {shape} for one image, not a vector")
+        self.features = shape[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features (B, F) of images (B, channels, H, W)."""
+        features: Tensor = self.network(x)
+        return features
+
+
+def interpolation(name: str) -> Interpolation:
+    """Return an interpolation by its name there; anything that Pillow does not have is taken as bilinear."""
+    known: dict[str, Interpolation] = {"nearest": "nearest", "bicubic": "bicubic", "lanczos": "lanczos"}
+    return known.get(name.rpartition(".")[2].lower(), "bilinear")
+
+
+def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
+    """Return what `load` downloads, or says in one sentence why that cannot be.
+
+    Args:
+        what: "the weights … of …".
+        instead: what to do without, as the end of a sentence.
+        load: downloads, or reads what was downloaded before.
+
+    Raises:
+        DataError: it failed.
+    """
+    try:
+        return load()
+    except Exception as error:  # each hub has errors of its own, down to those of its HTTP library
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
+        raise DataError(
+            f"{what} could not be loaded ({reason}). They are downloaded once, then read from the user's cache: "
+            f"connect to the network, or {instead}."
+        ) from error

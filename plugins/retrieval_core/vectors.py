@@ -1,0 +1,122 @@
+"""Feature vectors from a file."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from retrieval.contracts import Dataset
+from retrieval.data.datasets import ArrayDataset
+from retrieval.data.problems import refuse, some
+from retrieval.errors import DataError
+
+_COLUMNS = ("labels", "splits", "roles", "keys")
+
+
+def features(file: Path) -> Dataset:
+    """Read vectors from a `.npz` file, as `numpy.savez(file, features=…, labels=…)` writes it.
+
+    It holds `features` (N, F), numbers, and `labels` (N,), text or whole numbers; if the data come with them also
+    `splits` ("train", "validation", "test"), `roles` ("query", "gallery", "") and `keys`, each (N,) text.
+
+    Args:
+        file: the file; a relative path starts where the command runs.
+
+    Raises:
+        DataError: with every problem of the file: an array is missing, of another type or length, or not finite.
+    """
+    arrays = _read(file)
+    problems = []
+    for name in ("features", "labels"):
+        if name not in arrays:
+            problems.append(f"it holds no array '{name}' (it holds: {', '.join(arrays) or 'none'}).")
+    if problems:
+        refuse(str(file), problems)
+    vectors, faults = _vectors(arrays["features"])
+    problems += faults
+    columns: dict[str, list[str]] = {}
+    for name in _COLUMNS:
+        if name in arrays:
+            columns[name], faults = _texts(
+                name, arrays[name], len(arrays["features"]) if arrays["features"].ndim else 0
+            )
+            problems += faults
+    if problems:
+        refuse(str(file), problems)
+    return ArrayDataset(
+        vectors,
+        columns["labels"],
+        columns.get("keys"),
+        kind="features",
+        splits=columns.get("splits"),
+        roles=columns.get("roles"),
+    )
+
+
+def _read(file: Path) -> dict[str, NDArray[Any]]:
+    try:
+        with np.load(file, allow_pickle=False) as found:
+            if not isinstance(found, Mapping):
+                raise DataError(
+                    f"{file} holds a single array. Write it with numpy.savez(file, features=…, labels=…)."
+                )
+            return {name: found[name] for name in found if name in ("features", *_COLUMNS)}
+    except FileNotFoundError:
+        raise DataError(
+            f"[data] file: {file} does not exist. Relative paths start at {Path.cwd()}."
+        ) from None
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        KeyError,
+        MemoryError,
+        zipfile.BadZipFile,
+        zlib.error,
+        AttributeError,
+    ) as error:
+        if "allow_pickle" in str(error) or "Object arrays" in str(error):
+            reason = "it holds Python objects, which are never read; write text as numpy.array(…, dtype=str)"
+        else:
+            reason = str(error).split("\n")[0].rstrip(".") or type(error).__name__
+        raise DataError(f"{file} cannot be read as .npz: {reason}.") from error
+
+
+def _vectors(values: NDArray[Any]) -> tuple[NDArray[np.float32], list[str]]:
+    """Return float32 vectors, and what is wrong with them."""
+    none = np.empty((0, 1), np.float32)
+    if values.ndim != 2 or not values.size:
+        return none, [f"features must have the shape (N, F), not {values.shape}."]
+    if values.dtype.kind not in "fiu":
+        return none, [f"features must be real numbers, not {values.dtype}."]
+    with np.errstate(over="ignore"):
+        vectors = np.ascontiguousarray(values, dtype=np.float32)
+    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if len(bad):
+        several = len(bad) > 1
+        return none, [
+            f"{len(bad):,} row{'s' if several else ''} of features hold{'' if several else 's'} NaN, infinity or numbers "
+            f"too large for 32 bits: {some(bad.tolist(), 10)}. Remove or mend {'them' if several else 'it'}."
+        ]
+    return vectors, []
+
+
+def _texts(name: str, values: NDArray[Any], count: int) -> tuple[list[str], list[str]]:
+    """Return a column as text, and what is wrong with it."""
+    if values.shape != (count,):
+        return [], [f"{name} must have the shape ({count},) like the features, not {values.shape}."]
+    if values.dtype.kind == "S":
+        try:
+            values = np.char.decode(values, "utf-8")
+        except UnicodeDecodeError:
+            return [], [f"{name} holds bytes that are not UTF-8 text."]
+    if values.dtype.kind not in ("Uiu" if name in ("labels", "keys") else "U"):
+        return [], [
+            f"{name} must be text{' or whole numbers' if name in ('labels', 'keys') else ''}, not {values.dtype}."
+        ]
+    return [str(value) for value in values.tolist()], []

@@ -1,0 +1,56 @@
+"""The idx format of the MNIST family: big-endian header, then bytes; plain or gzipped."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import DataError
+
+_UNSIGNED_BYTE = 0x08
+_LIMIT = 1 << 31
+
+
+def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
+    """Return the array of an idx file of unsigned bytes.
+
+    The header (Y. LeCun's page of MNIST): two zero bytes, the type's code, the number of dimensions, then the
+    length of each as 32 bits.
+
+    Args:
+        path: the file; a name that ends in `.gz` is decompressed.
+        dimensions: how many the array must have.
+
+    Raises:
+        DataError: missing, damaged, cut short, or of another type or number of dimensions.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            header = file.read(4)
+            if len(header) < 4 or header[:2] != b"\0\0":
+                raise DataError(f"{path} is not an idx file.")
+            if header[2] != _UNSIGNED_BYTE or header[3] != dimensions:
+                raise DataError(
+                    f"{path} holds {header[3]} dimensions of type 0x{header[2]:02x}; it should hold {dimensions} of bytes (0x08)."
+                )
+            lengths = file.read(4 * dimensions)
+            if len(lengths) < 4 * dimensions:
+                raise DataError(f"{path} is cut short within its header.")
+            shape = struct.unpack(f">{dimensions}I", lengths)
+            size = math.prod(shape)
+            if size > _LIMIT:
+                raise DataError(f"{path} says that it holds {size:,} bytes; the limit is {_LIMIT:,}.")
+            content = file.read(size + 1)  # one more than there should be shows that there is more
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise DataError(f"{path} cannot be read: {reason}.") from error
+    if len(content) != size:
+        more = "more" if len(content) > size else f"{len(content):,}"
+        raise DataError(f"{path} should hold {size:,} bytes after its header, and holds {more}.")
+    return np.frombuffer(bytearray(content), dtype=np.uint8).reshape(shape)

@@ -1,0 +1,89 @@
+"""Find the images that cannot be read, before training meets them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from retrieval.data.cache import cache_folder
+from retrieval.data.identity import files_identity
+from retrieval.data.problems import some
+from retrieval.errors import DataError
+from retrieval.images import decode
+
+log = logging.getLogger(__name__)
+
+
+def skip_unreadable(files: Sequence[Path], what: str) -> list[int]:
+    """Return the indices of the images that can be decoded; the others are named on stderr.
+
+    Each image is decoded in full: a file that is cut short has a sound header. What was found is kept in the cache
+    until a file changes, so that only the first run waits for it.
+
+    Args:
+        files: the images.
+        what: what they belong to, for the messages.
+
+    Raises:
+        DataError: no image can be read.
+    """
+    kept = cache_folder() / "readable" / f"{files_identity(files)}.json"
+    bad = _remembered(kept, len(files))
+    if bad is None:
+        bad = _unreadable(files)
+        _remember(kept, bad)
+    if len(bad) == len(files):
+        raise DataError(
+            f"{what}: none of its {len(files):,} images can be read. {next(iter(bad.values()), '')}"
+        )
+    if bad:
+        log.warning(
+            "%s: %d of %d images cannot be read and are left out: %s", what, len(bad), len(files),
+            some(list(bad.values()), 10),
+        )  # fmt: skip
+    return [i for i in range(len(files)) if i not in bad]
+
+
+def _unreadable(files: Sequence[Path]) -> dict[int, str]:
+    from tqdm import tqdm
+
+    def fault(file: Path) -> str | None:
+        try:
+            decode(file)
+        except DataError as error:
+            return str(error)
+        return None
+
+    # each thread holds a decoded image: more of them would only cost memory
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        found = tqdm(
+            threads.map(fault, files), total=len(files), desc="checking images", unit="image",
+            file=sys.stderr, disable=len(files) < 1000,
+        )  # fmt: skip
+        return {i: text for i, text in enumerate(found) if text}
+
+
+def _remembered(path: Path, count: int) -> dict[int, str] | None:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        bad = {int(i): str(text) for i, text in values.items()}
+    except (OSError, ValueError, AttributeError):
+        return None
+    return bad if all(0 <= i < count for i in bad) else None
+
+
+def _remember(path: Path, bad: dict[int, str]) -> None:
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(bad), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:  # the next run checks again: no reason to stop this one
+        log.warning(
+            "What was found about the images cannot be kept in %s: %s.", path, error.strerror or error
+        )
