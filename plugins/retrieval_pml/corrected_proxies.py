@@ -25,6 +25,8 @@ class SafeAngles(PreciseLoss):
 class MultipleAngle(SafeAngles):
     """The coefficients of cos(mθ), equation 7 of large-margin softmax, made without SciPy calls that NumPy deprecates."""
 
+    margin: int
+
     def init_margin(self) -> None:
         """Set the coefficients."""
         self.margin = int(self.margin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -75,9 +76,14 @@ class HistogramLoss(PreciseLoss, losses.HistogramLoss):
         return reduced(torch.sum(negative * torch.cumsum(positive, 0)))
 
     def compute_density(self, distances: Tensor) -> Tensor:
-        """Return the soft histogram (bins + 1,) of cosines (N,)."""
-        # a cosine of 1 would begin the bin after the last
-        return super().compute_density(distances.clamp(-1, 1 - 1e-6))  # type: ignore[no-any-return]
+        """Return the soft histogram (bins + 1,) of cosines (N,): each is shared between its bin's two ends."""
+        bins = math.ceil(round(2 / self.delta, 6))
+        place = (distances.clamp(-1, 1) + 1) / self.delta
+        low = place.detach().floor().clamp(0, bins - 1).long()
+        upper_share = place - low
+        density = torch.zeros(bins + 1, dtype=distances.dtype, device=distances.device)
+        density = density.index_add(0, low, 1 - upper_share).index_add(0, low + 1, upper_share)
+        return density / len(distances)
 
 
 def _unordered(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,371 @@
+"""Losses that depart from upstream, against plain Python loops in float64, and their gradients by finite differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning import losses as upstream
+from retrieval.plugins import load_plugins
+from torch import Tensor
+
+PLUGINS = load_plugins()
+LABELS = [0, 1, 0, 2, 1, 0, 2, 3]  # unsorted, unequal, one class of one item
+REFERENCE_LABELS = [1, 0, 2, 0, 3, 1]
+Vectors = list[list[float]]
+
+
+def make(name: str, /, kind: str = "losses", **values: Any) -> Any:
+    made = PLUGINS.build(kind, {"name": f"pml.{name}", **values}, {"embedding_size": 5, "classes": 4})
+    return made.double()
+
+
+def points(items: int, seed: int) -> Tensor:
+    return torch.randn(items, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def unit(vectors: Vectors) -> Vectors:
+    return [[x / math.sqrt(sum(y * y for y in v)) for x in v] for v in vectors]
+
+
+def dot(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def far(a: list[float], b: list[float]) -> float:
+    return math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)))
+
+
+class Batch:
+    """Unit vectors of a batch and of what it is compared with, as plain lists."""
+
+    def __init__(self, embeddings: Tensor, reference: Tensor | None) -> None:
+        self.own = reference is None
+        self.x = unit(embeddings.tolist())
+        self.r = self.x if reference is None else unit(reference.tolist())
+        self.y = LABELS
+        self.z = LABELS if reference is None else REFERENCE_LABELS
+
+    def others(self, i: int, same: bool) -> list[int]:
+        return [
+            j for j in range(len(self.r)) if (self.z[j] == self.y[i]) == same and not (self.own and i == j)
+        ]
+
+    def positive_pairs(self) -> list[tuple[int, int]]:
+        return [(i, j) for i in range(len(self.x)) for j in self.others(i, True)]
+
+    def negative_pairs(self) -> list[tuple[int, int]]:
+        return [(i, j) for i in range(len(self.x)) for j in self.others(i, False)]
+
+
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def positive_mean(numbers: list[float]) -> float:
+    kept = [n for n in numbers if n > 0]
+    return mean(kept) if kept else 0.0
+
+
+def angular(b: Batch) -> float:
+    t = math.tan(math.radians(40)) ** 2
+    found = []
+    for a, p in b.positive_pairs():
+        both = [u + v for u, v in zip(b.x[a], b.r[p], strict=True)]
+        found.append(
+            math.log(
+                1
+                + sum(
+                    math.exp(4 * t * dot(both, b.r[n]) - 2 * (1 + t) * dot(b.x[a], b.r[p]))
+                    for n in b.others(a, False)
+                )
+            )
+        )
+    return mean(found)
+
+
+def lifted(b: Batch) -> float:
+    found = []
+    for a, p in b.positive_pairs():
+        total = sum(math.exp(1 - far(b.x[a], b.r[n])) for n in b.others(a, False))
+        if b.own:
+            total += sum(math.exp(1 - far(b.x[p], b.r[n])) for n in b.others(p, False))
+        found.append(max(0.0, math.log(total) + far(b.x[a], b.r[p])) ** 2 / 2)
+    return mean(found)
+
+
+def generalized_lifted(b: Batch) -> float:
+    found = []
+    for a in range(len(b.x)):
+        positives, negatives = b.others(a, True), b.others(a, False)
+        if not positives or not negatives:
+            found.append(0.0)
+            continue
+        pull = math.log(sum(math.exp(far(b.x[a], b.r[p])) for p in positives))
+        push = math.log(sum(math.exp(1 - far(b.x[a], b.r[n])) for n in negatives))
+        found.append(max(0.0, pull + push))
+    return mean(found)
+
+
+def nt_xent(b: Batch) -> float:
+    def similar(a: int, o: int) -> float:
+        return math.exp(dot(b.x[a], b.r[o]) / 0.07)
+
+    return mean(
+        [
+            -math.log(similar(a, p) / (similar(a, p) + sum(similar(a, n) for n in b.others(a, False))))
+            for a, p in b.positive_pairs()
+        ]
+    )
+
+
+def tuplet(b: Batch) -> float:
+    found = []
+    for a, p in b.positive_pairs():
+        own = math.cos(math.acos(dot(b.x[a], b.r[p])) - math.radians(5.73))
+        found.append(
+            math.log(1 + sum(math.exp(64 * (dot(b.x[a], b.r[n]) - own)) for n in b.others(a, False)))
+        )
+    return mean(found)
+
+
+def nca(b: Batch) -> float:
+    found = []
+    for a in range(len(b.x)):
+        weight = {j: math.exp(-(far(b.x[a], b.r[j]) ** 2)) for s in (True, False) for j in b.others(a, s)}
+        own = sum(weight[j] for j in b.others(a, True))
+        if own:
+            found.append(-math.log(own / sum(weight.values())))
+    return mean(found)
+
+
+def threshold_consistent(b: Batch) -> float:
+    pull = [0.9 - dot(b.x[a], b.r[p]) for a, p in b.positive_pairs()]
+    push = [dot(b.x[a], b.r[n]) - 0.5 for a, n in b.negative_pairs()]
+    return sum(mean(kept) for part in (pull, push) if (kept := [x for x in part if x >= 0]))
+
+
+def swapped_triplets(b: Batch) -> float:
+    return positive_mean(
+        [
+            far(b.x[a], b.r[p]) - min(far(b.x[a], b.r[n]), far(b.r[p], b.r[n])) + 0.5
+            for a, p in b.positive_pairs()
+            for n in b.others(a, False)
+        ]
+    )
+
+
+def instance(b: Batch) -> float:
+    found = []
+    for i, x in enumerate(b.x):
+        votes = [math.exp(64 * dot(x, o) - 64) for o in b.x]
+        found.append(-math.log(sum(v for v, y in zip(votes, b.y, strict=True) if y == b.y[i]) / sum(votes)))
+    return mean(found)
+
+
+def smooth_ap(b: Batch) -> float:
+    def ahead(q: int, i: int, j: int) -> float:
+        return 1 / (1 + math.exp(-(dot(b.x[q], b.x[j]) - dot(b.x[q], b.x[i])) / 0.1))
+
+    found = []
+    for q in range(len(b.x)):
+        positives = [q, *b.others(q, True)]
+        if len(positives) == 1:
+            continue
+        ap = 0.0
+        for i in positives:
+            rank = 1 + sum(ahead(q, i, j) for j in range(len(b.x)) if j != i)
+            among = 1 + sum(ahead(q, i, j) for j in positives if j != i)
+            ap += among / rank / len(positives)
+        found.append(1 - ap)
+    return mean(found)
+
+
+def histogram(b: Batch) -> float:
+    width = 2 / 10
+
+    def density(pairs: list[tuple[int, int]]) -> list[float]:
+        bins = [0.0] * 11
+        for i, j in pairs:
+            s = dot(b.x[i], b.x[j])
+            for r in range(11):
+                bins[r] += max(0.0, 1 - abs(s - (-1 + r * width)) / width) / len(pairs)
+        return bins
+
+    positive = density([(i, j) for i, j in b.positive_pairs() if i < j])
+    negative = density([(i, j) for i, j in b.negative_pairs() if i < j])
+    return sum(n * sum(positive[: r + 1]) for r, n in enumerate(negative))
+
+
+BOTH: dict[str, tuple[dict[str, Any], Callable[[Batch], float]]] = {
+    "angular": ({}, angular),
+    "lifted_structure": ({}, lifted),
+    "generalized_lifted_structure": ({}, generalized_lifted),
+    "nt_xent": ({}, nt_xent),
+    "tuplet_margin": ({}, tuplet),
+    "nca": ({}, nca),
+    "threshold_consistent_margin": ({}, threshold_consistent),
+    "triplet_margin": ({"swap": True, "margin": 0.5}, swapped_triplets),
+}
+ALONE: dict[str, tuple[dict[str, Any], Callable[[Batch], float]]] = {
+    "instance": ({}, instance),
+    "smooth_ap": ({"temperature": 0.1}, smooth_ap),
+    "histogram": ({"n_bins": 10}, histogram),
+}
+
+
+@pytest.mark.parametrize("name", [*BOTH, *ALONE])
+def test_batch(name: str) -> None:
+    values, oracle = {**BOTH, **ALONE}[name]
+    loss, x = make(name, **values), points(8, 1)
+    assert loss(x, torch.tensor(LABELS)).item() == pytest.approx(oracle(Batch(x, None)), rel=1e-9)
+    assert torch.autograd.gradcheck(lambda e: loss(e, torch.tensor(LABELS)), x.requires_grad_())
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_reference_set(name: str) -> None:
+    values, oracle = BOTH[name]
+    loss, x, r = make(name, **values), points(8, 1), points(6, 2)
+
+    def call(e: Tensor, reference: Tensor) -> Tensor:
+        return loss(  # type: ignore[no-any-return]
+            e, torch.tensor(LABELS), ref_emb=reference, ref_labels=torch.tensor(REFERENCE_LABELS)
+        )
+
+    assert call(x, r).item() == pytest.approx(oracle(Batch(x, r)), rel=1e-9)
+    assert torch.autograd.gradcheck(call, (x.requires_grad_(), r.requires_grad_()))
+
+
+def test_dynamic_soft_margin_over_two_batches() -> None:
+    loss, histogram = make("dynamic_soft_margin", momentum=0.3), [0.0] * 10
+    for seed in (1, 2):
+        x = points(8, seed).requires_grad_()
+        b = Batch(x.detach(), None)
+        triplets = [(a, p, n) for a, p in b.positive_pairs() for n in b.others(a, False)]
+        differences = [far(b.x[a], b.x[p]) - far(b.x[a], b.x[n]) for a, p, n in triplets]
+        batch = [0.0] * 10
+        for d in differences:
+            place = min(max((d + 2) / 0.4, 0), 9)
+            low = int(place)
+            batch[low] += 1 - (place - low)
+            batch[min(low + 1, 9)] += place - low
+        share = 0.3 if any(histogram) else 1.0
+        mixed = [(1 - share) * h + share * n for h, n in zip(histogram, batch, strict=True)]
+        histogram = [m / sum(mixed) for m in mixed]
+        wanted = mean([d * sum(histogram[: int(min(max((d + 2) / 0.4, 0), 9)) + 1]) for d in differences])
+        value = loss(x, torch.tensor(LABELS))
+        value.backward()
+        assert value.item() == pytest.approx(wanted, rel=1e-9)
+        # the gradient takes the weights, and so the histogram, for constants
+        u = torch.nn.functional.normalize(x)
+        weighed = [
+            ((u[a] - u[p]).norm() - (u[a] - u[n]).norm())
+            * sum(histogram[: int(min(max((d + 2) / 0.4, 0), 9)) + 1])
+            for d, (a, p, n) in zip(differences, triplets, strict=True)
+        ]
+        (gradient,) = torch.autograd.grad(torch.stack(weighed).mean(), x)
+        torch.testing.assert_close(x.grad, gradient)
+        assert loss.state_dict()["hist_"].tolist() == pytest.approx(histogram)
+
+
+def test_dynamic_soft_margin_counts_the_largest_difference() -> None:
+    # positives opposite, negatives equal: a difference of 2, in the bin that upstream lacks
+    x = torch.tensor([[1.0, 0], [-1, 0], [1, 0]], dtype=torch.float64)
+    assert make("dynamic_soft_margin")(x, torch.tensor([0, 0, 1])).isfinite()
+
+
+def test_one_triplet_counts() -> None:
+    x, one = points(8, 1), torch.tensor([0])
+    triplet = (one, torch.tensor([2]), torch.tensor([3]))
+    b = Batch(x, None)
+    wanted = far(b.x[0], b.x[2]) + max(0.0, 1 - far(b.x[0], b.x[3]))
+    assert upstream.ContrastiveLoss()(x, torch.tensor(LABELS), triplet).item() == 0
+    assert make("contrastive")(x, torch.tensor(LABELS), triplet).item() == pytest.approx(wanted)
+
+
+def test_nca_keeps_items_whose_probability_rounds_to_zero() -> None:
+    x = torch.tensor([[1.0, 0], [-1, 0], [1, 0.01], [-1, 0.01]])
+    value = make("nca", softmax_scale=100.0).float()(x, torch.tensor([0, 0, 1, 1]))
+    assert value.item() == pytest.approx(400, rel=1e-2)  # 100 × (4 − 0)
+
+
+def test_manifold_gives_all_items_of_a_class_one_proxy() -> None:
+    torch.manual_seed(0)
+    loss = make("manifold", K=3)
+    assert loss.meta_classes.shape == (4,) and set(loss.meta_classes.tolist()) == {0, 1, 2}
+    x, labels = points(8, 1), torch.tensor(LABELS)
+    plain = upstream.ManifoldLoss(l=5, K=3).double()
+    plain.load_state_dict({"proxies": loss.proxies})
+    wanted = plain(x, indices_tuple=loss.meta_classes[labels])
+    assert loss(x, labels).item() == pytest.approx(wanted.item(), rel=1e-12)
+
+
+def test_gradients_at_the_class_centre_are_finite() -> None:
+    for name in ("arc_face", "large_margin_softmax", "sphere_face", "sub_center_arc_face"):
+        loss = make(name).float()
+        weights = loss.W.detach().t().reshape(4, -1, 5)[:, 0]
+        for scale in (1.0, 1 / 3, 0.7):  # some of these cosines round to 1 or more
+            x = (weights * scale).clone().requires_grad_()
+            loss(x, torch.arange(4)).backward()
+            assert x.grad is not None and x.grad.isfinite().all() and loss.W.grad.isfinite().all()
+
+
+DEFAULT_LABELS = torch.arange(4).repeat_interleave(3)
+SAME_AS_UPSTREAM = {
+    "contrastive": upstream.ContrastiveLoss,
+    "signal_to_noise_ratio_contrastive": upstream.SignalToNoiseRatioContrastiveLoss,
+    "triplet_margin": upstream.TripletMarginLoss,
+    "margin": upstream.MarginLoss,
+    "angular": upstream.AngularLoss,  # on unit vectors
+    "lifted_structure": upstream.LiftedStructureLoss,
+    "generalized_lifted_structure": upstream.GeneralizedLiftedStructureLoss,
+    "multi_similarity": upstream.MultiSimilarityLoss,
+    "circle": upstream.CircleLoss,
+    "intra_pair_variance": upstream.IntraPairVarianceLoss,
+    "threshold_consistent_margin": upstream.ThresholdConsistentMarginLoss,
+    "dynamic_soft_margin": upstream.DynamicSoftMarginLoss,  # on the first batch
+    "nt_xent": upstream.NTXentLoss,
+    "sup_con": upstream.SupConLoss,
+    "tuplet_margin": upstream.TupletMarginLoss,
+    "nca": upstream.NCALoss,
+    "n_pairs": upstream.NPairsLoss,
+    "fast_ap": upstream.FastAPLoss,
+    "pnp": upstream.PNPLoss,
+    "arc_face": upstream.ArcFaceLoss,
+    "cos_face": upstream.CosFaceLoss,
+    "sphere_face": upstream.SphereFaceLoss,
+    "sub_center_arc_face": upstream.SubCenterArcFaceLoss,
+    "normalized_softmax": upstream.NormalizedSoftmaxLoss,
+    "proxy_anchor": upstream.ProxyAnchorLoss,
+    "proxy_nca": upstream.ProxyNCALoss,
+    "soft_triple": upstream.SoftTripleLoss,
+    "p2s_grad": upstream.P2SGradLoss,
+}
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__")
+@pytest.mark.parametrize("name", SAME_AS_UPSTREAM)
+def test_value_and_gradient_equal_upstreams(name: str) -> None:
+    loss, cls = make(name).float(), SAME_AS_UPSTREAM[name]
+    sizes = {"num_classes": 4, "embedding_size": 5} if list(loss.parameters()) else {}
+    if name == "p2s_grad":
+        sizes = {"num_classes": 4, "descriptors_dim": 5}
+    theirs = cls(**sizes)
+    if sizes:
+        theirs.load_state_dict(loss.state_dict())
+    gradients = []
+    for made in (loss, theirs):
+        x = torch.nn.functional.normalize(points(12, 3).float()).requires_grad_()
+        value = made(x, DEFAULT_LABELS)
+        value.backward()
+        gradients.append((value.detach(), x.grad))
+    (ours, grad), (wanted, wanted_grad) = gradients
+    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
+    if name not in (
+        "angular",
+        "dynamic_soft_margin",
+    ):  # one normalises more, the other holds its weights constant
+        torch.testing.assert_close(grad, wanted_grad, rtol=1e-4, atol=1e-6)
