@@ -9,19 +9,17 @@ A parameter annotated `Annotated[T, Part("reducers")]` is itself something that 
 from __future__ import annotations
 
 import inspect
-import json
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
-
-import docstring_parser
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
-from pydantic_core import PydanticUndefined
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from retrieval.errors import PluginError, RecipeError, did_you_mean
+from retrieval.values import check_model, toml_value, type_text, validate
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 KINDS = {
     "backbones": "backbone",
@@ -38,6 +36,12 @@ KINDS = {
     "regularizers": "regularizer",
 }
 """Every kind of thing that plugins make: the hook's ending, and the word for one."""
+
+TRAITS = {
+    "ref_emb": "takes a reference set (`ref_emb`, `ref_labels`)",
+    "miner": "uses a miner's indices (`indices_tuple`)",
+}
+"""What `traits` may state of a loss or miner."""
 
 GIVEN = {
     "features": "width of the features (for a backbone of vectors: of the dataset's vectors)",
@@ -61,8 +65,17 @@ def traits(**values: bool) -> Callable[[T], T]:
     """State what a factory's product can do where its signature does not show it.
 
     Args:
-        values: `ref_emb=False` marks a loss or miner that refuses a reference set.
+        values: `ref_emb=False` marks a loss or miner that refuses a reference set, `miner=False` a loss that has no
+            use for a miner's indices.
+
+    Raises:
+        PluginError: there is no such trait.
     """
+    for name in values:
+        if name not in TRAITS:
+            raise PluginError(
+                f"There is no trait '{name}' (known: {', '.join(TRAITS)}).{did_you_mean(name, TRAITS)}"
+            )
 
     def mark(factory: T) -> T:
         factory.__retrieval_traits__ = values  # type: ignore[attr-defined]
@@ -127,48 +140,48 @@ class Factory:
         """Read a factory's signature and docstring.
 
         Raises:
-            PluginError: it takes `*args` or `**kwargs`, a parameter has no type, or one has no line in the docstring.
+            PluginError: it takes `*args` or `**kwargs`, a parameter has no type, or one has no line in the docstring; all
+                of that in one sentence.
         """
-        what = f"The {KINDS[kind]} '{name}' ({make.__module__}.{make.__qualname__})"
-        hinted = make.__init__ if inspect.isclass(make) else make
-        try:
-            hints = get_type_hints(hinted, include_extras=True)
-        except NameError as error:
+        if not (inspect.isclass(make) or inspect.isroutine(make)):
             raise PluginError(
-                f"{what} has a type that cannot be resolved when it is loaded: {error}."
+                f"The {KINDS[kind]} '{name}' is made by a {type(make).__name__}; a factory is a class or a function."
+            )
+        what = f"The {KINDS[kind]} '{name}' ({make.__module__}.{make.__qualname__})"
+        try:
+            signature = _signature(make)
+            hints = get_type_hints(make.__init__ if inspect.isclass(make) else make, include_extras=True)
+        except Exception as error:  # resolving a type runs the plugin's own text
+            raise PluginError(
+                f"{what} has a signature that cannot be read when it is loaded: {type(error).__name__}: {error}."
             ) from error
-        doc = docstring_parser.parse(_docstring(make))
-        docs = {p.arg_name.lstrip("*"): " ".join((p.description or "").split()) for p in doc.params}
+        summary, description, docs = _documentation(make)
         parameters, faults = [], []
-        for p in inspect.signature(make).parameters.values():
+        for p in signature.parameters.values():
             if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
                 faults.append(f"takes '{p}': spell its parameters out, so that a recipe can be checked")
                 continue
+            if p.kind is p.POSITIONAL_ONLY:
+                faults.append(f"takes its parameter '{p.name}' by position only")
             if p.name not in hints:
                 faults.append(f"gives its parameter '{p.name}' no type")
-                continue
-            annotation = hints[p.name]
+            annotation = hints.get(p.name, Any)
             part, many = _part(annotation)
+            if part and part not in KINDS:
+                faults.append(
+                    f"marks '{p.name}' as Part({part!r}), and there is no such kind{did_you_mean(part, KINDS)}"
+                )
+                part = None
             given = p.name in GIVEN and not part
             if not docs.get(p.name) and not given:
                 faults.append(f"does not document its parameter '{p.name}' under 'Args:'")
-            parameters.append(
-                Parameter(
-                    p.name,
-                    annotation,
-                    p.default,
-                    docs.get(p.name) or GIVEN.get(p.name, ""),
-                    part,
-                    many,
-                    given,
-                )
-            )
-        if not doc.short_description:
+            doc = docs.get(p.name) or GIVEN.get(p.name, "")
+            parameters.append(Parameter(p.name, annotation, p.default, doc, part, many, given))
+        if not summary:
             faults.append("has no docstring")
         if faults:
             raise PluginError(f"{what} {'; it '.join(faults)}.")
-        text = [part for part in (doc.short_description, doc.long_description) if part]
-        return cls(kind, name, make, tuple(parameters), text[0] if text else "", "\n\n".join(text))
+        return cls(kind, name, make, tuple(parameters), summary, description)
 
     def takes(self, name: str) -> bool:
         """Whether the factory names this parameter."""
@@ -177,21 +190,30 @@ class Factory:
     @cached_property
     def supports_ref_emb(self) -> bool:
         """Whether the loss or miner accepts a reference set (synthetic negatives, cross-batch memory)."""
-        stated = getattr(self.make, "__retrieval_traits__", {}).get("ref_emb")
+        return self._supports("ref_emb", "ref_emb")
+
+    @cached_property
+    def supports_miner(self) -> bool:
+        """Whether the loss uses the indices that a miner gives."""
+        return self._supports("miner", "indices_tuple")
+
+    def _supports(self, trait: str, argument: str) -> bool:
+        """What `traits` states; else whether the call of the class, or of the function's return type, names it."""
+        stated = getattr(self.make, "__retrieval_traits__", {}).get(trait)
         if stated is not None:
             return bool(stated)
         product: Any = self.make
         if not inspect.isclass(product):
             product = get_type_hints(product).get("return")
-        forward = getattr(product, "forward", None) or getattr(product, "__call__", None)
-        if forward is None:
-            return False
+        calls = (
+            vars(c)[name] for name in ("forward", "__call__") for c in _classes(product) if name in vars(c)
+        )
         try:
-            names = inspect.signature(forward).parameters
-        except (TypeError, ValueError):
-            return False
-        # a bare nn.Module says nothing about its call: it is taken at its word
-        return "ref_emb" in names or any(p.kind is p.VAR_POSITIONAL for p in names.values())
+            names = inspect.signature(next(calls)).parameters
+        except (StopIteration, TypeError, ValueError):
+            return True
+        # what says nothing about its call, such as a bare nn.Module, is taken at its word
+        return argument in names or any(p.kind is p.VAR_POSITIONAL for p in names.values())
 
     def check(self, values: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
         """Check a recipe's values against the signature, without building.
@@ -215,12 +237,9 @@ class Factory:
                         f"{where} {key}: {self.name} has no such parameter (it has: {known})."
                         f"{did_you_mean(key, settable)}"
                     )
-        checked: dict[str, Any] = {}
         plain = {k: v for k, v in values.items() if k in settable and not settable[k].part}
-        try:
-            checked = dict(check_model(self._model, plain))
-        except RecipeError as error:
-            problems += [f"{where} {problem}" for problem in error.problems]
+        checked, faults = validate(self._model, plain)
+        problems += [f"{where} {fault}" for fault in faults.values()]
         for p in settable.values():
             if p.part and p.name in values:
                 checked[p.name] = values[p.name]
@@ -230,6 +249,9 @@ class Factory:
 
     @cached_property
     def _model(self) -> type[BaseModel]:
+        from pydantic import ConfigDict, Field, TypeAdapter, create_model
+        from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+
         fields: dict[str, Any] = {}
         for p in self.parameters:
             if p.given or p.part:
@@ -241,10 +263,12 @@ class Factory:
                     f"The {KINDS[self.kind]} '{self.name}' has a parameter '{p.name}' of type {type_text(p.annotation)}, "
                     f"which a recipe cannot write. Use numbers, text, lists of them, a pathlib.Path, or Part(…)."
                 ) from None
-            fields[p.name] = (p.annotation, ... if p.required else p.default)
-        return create_model(
-            self.name, __config__=ConfigDict(extra="forbid", strict=True, protected_namespaces=()), **fields
-        )
+            # An alias, because pydantic has names of its own (copy, json, model_fields, _x) that a factory may use too.
+            # Defaults stay with the factory: only what a recipe sets is handed on.
+            annotation: Any = Annotated[p.annotation, Field(alias=p.name)]
+            fields[f"p{len(fields)}"] = (annotation, ... if p.required else None)
+        config = ConfigDict(extra="forbid", strict=True)
+        return create_model(self.name, __config__=config, **fields)
 
     def build(self, values: Mapping[str, Any]) -> Any:
         """Make the thing from checked values.
@@ -255,145 +279,80 @@ class Factory:
         try:
             return self.make(**values)
         except (ValueError, AssertionError, TypeError) as error:
-            raise RecipeError(
-                [f"{self.name} refuses its parameters: {error or type(error).__name__}."]
-            ) from error
+            reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            raise RecipeError([f"{self.name} refuses its parameters: {reason}."]) from error
 
 
-def check_model(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Check values strictly against a pydantic model, with TOML's types: arrays serve as tuples, text as paths.
+def _classes(product: Any) -> tuple[type, ...]:
+    """The classes of a product's type, nearest first; nothing for a type that is no class."""
+    return product.__mro__ if inspect.isclass(product) else ()
 
-    Returns:
-        The values that were set, in the model's types.
 
-    Raises:
-        RecipeError: with every problem, each beginning with the key.
+def _signature(make: Callable[..., Any]) -> inspect.Signature:
+    if inspect.isclass(make):
+        # a class without an __init__ of its own takes nothing, whatever these say
+        home = getattr(make.__init__, "__module__", "")
+        if home in ("torch.nn.modules.module", "typing") and "__new__" not in vars(make):
+            return inspect.Signature()
+    return inspect.signature(make)
+
+
+def _documentation(make: Callable[..., Any]) -> tuple[str, str, dict[str, str]]:
+    """Return summary, whole description, and each parameter's meaning.
+
+    A class's parameters may be documented in its docstring, in its `__init__`'s, or in those of the class that it has
+    its `__init__` from.
     """
-    try:
-        text = json.dumps(values, default=str)
-        made = model.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        raise RecipeError([_problem(e, model) for e in error.errors()]) from None
-    return {name: getattr(made, name) for name in made.model_fields_set}
+    import docstring_parser
 
-
-def _problem(error: Any, model: type[BaseModel]) -> str:
-    where = ".".join(str(part) for part in error["loc"] if not _is_branch(part)) or "value"
-    kind, value = error["type"], error.get("input")
-    if kind == "extra_forbidden":
-        keys = _known_keys(model, error["loc"][:-1])
-        return f"{where}: unknown key (known: {', '.join(keys)}).{did_you_mean(str(error['loc'][-1]), keys)}"
-    if kind == "missing":
-        return f"{where}: is required."
-    if kind == "value_error":
-        return f"{where}: {error['ctx']['error']}."
-    message = error["msg"][0].lower() + error["msg"][1:]
-    hint = did_you_mean(value, _choices(error)) if isinstance(value, str) else ""
-    return f"{where}: {message.replace('input ', '')}, not {toml_value(value)}.{hint}"
-
-
-def _is_branch(part: Any) -> bool:
-    # pydantic puts the tried branch of a union into the path: `constrained-int`, `list[str]`
-    return isinstance(part, str) and any(c in part for c in "[]-")
-
-
-def _known_keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
-    for step in path:
-        found = model.model_fields.get(str(step))
-        if found is None:
-            continue
-        nested = [
-            a
-            for a in (found.annotation, *get_args(found.annotation))
-            if inspect.isclass(a) and issubclass(a, BaseModel)
-        ]
-        if nested:
-            model = nested[0]
-    return list(model.model_fields)
-
-
-def _choices(error: Any) -> list[str]:
-    expected = error.get("ctx", {}).get("expected", "") if error["type"] == "literal_error" else ""
-    return [word.strip(" '") for word in str(expected).replace(" or ", ", ").split(",") if word.strip()]
-
-
-def _docstring(make: Callable[..., Any]) -> str:
-    own = inspect.getdoc(make) or ""
-    if inspect.isclass(make) and "Args:" not in own:
-        init = make.__dict__.get("__init__")
-        own += "\n\n" + (inspect.getdoc(init) or "") if init is not None and init.__doc__ else ""
-    return own
+    own = docstring_parser.parse(inspect.cleandoc(make.__doc__ or ""))
+    texts = [own]
+    if inspect.isclass(make):
+        home = next(c for c in make.__mro__ if "__init__" in vars(c))
+        texts += [docstring_parser.parse(inspect.cleandoc(x.__doc__ or "")) for x in (make.__init__, home)]
+    docs: dict[str, str] = {}
+    for text in texts:
+        for p in text.params:
+            if p.description:
+                docs.setdefault(p.arg_name.lstrip("*"), " ".join(p.description.split()))
+    description = "\n".join(line for line in (own.short_description, own.long_description) if line)
+    if own.blank_after_short_description:
+        description = description.replace("\n", "\n\n", 1)
+    return " ".join(description.partition("\n\n")[0].split()), description, docs
 
 
 def _part(annotation: Any) -> tuple[str | None, bool]:
-    if get_origin(annotation) is Annotated:
-        for extra in get_args(annotation)[1:]:
+    """Return the kind that a parameter's type marks with `Part`, and whether it takes several."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    branches = args if origin in (Union, types.UnionType) else (annotation,)
+    if origin is Annotated:
+        inner = args[0]
+        branches = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
+        for extra in args[1:]:
             if isinstance(extra, Part):
-                inner = get_args(annotation)[0]
-                branches = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
                 return extra.kind, any(get_origin(branch) in (list, tuple) for branch in branches)
-    if get_origin(annotation) in (Union, types.UnionType):
-        for branch in get_args(annotation):
+        return _part(inner)
+    for branch in branches:
+        if get_origin(branch) in (list, tuple):
+            kind, _ = _part(get_args(branch)[0])
+            if kind:
+                return kind, True
+        elif branch is not annotation:
             kind, many = _part(branch)
             if kind:
                 return kind, many
     return None, False
 
 
-def type_text(annotation: Any) -> str:
-    """Return a type as a recipe's author reads it: `integer`, `"a" or "b"`, `list of number`."""
-    names = {
-        int: "integer",
-        float: "number",
-        bool: "true or false",
-        str: "text",
-        type(None): "none",
-        Any: "any",
-    }
-    if annotation in names:
-        return names[annotation]
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        limits = ", ".join(text for text in map(_limit_text, args[1:]) if text)
-        return type_text(args[0]) + (f" ({limits})" if limits else "")
-    if origin is Literal:
-        return " or ".join(toml_value(a) for a in args)
-    if origin in (Union, types.UnionType):
-        return " or ".join(type_text(a) for a in args if a is not type(None))
-    if origin is list:
-        return f"list of {type_text(args[0])}"
-    if origin is tuple:
-        return "[" + ", ".join("…" if a is ... else type_text(a) for a in args) + "]"
-    if origin is dict:
-        return f"table of {type_text(args[1])}"
-    return (
-        "path"
-        if getattr(annotation, "__name__", "") == "Path"
-        else getattr(annotation, "__name__", str(annotation))
-    )
-
-
-def _limit_text(constraint: Any) -> str:
-    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-    found = [constraint, *getattr(constraint, "metadata", [])]
-    return ", ".join(
-        f"{sign} {getattr(c, name):g}"
-        for c in found
-        for name, sign in signs.items()
-        if getattr(c, name, None) is not None
-    )
-
-
-def toml_value(value: Any) -> str:
-    """Return a value as TOML writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(toml_value(v) for v in value) + "]"
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"
-    if value is None or value is PydanticUndefined:
-        return "none"
-    return repr(value) if isinstance(value, int | float) else json.dumps(str(value))
+__all__ = [
+    "GIVEN",
+    "KINDS",
+    "TRAITS",
+    "Factory",
+    "Parameter",
+    "Part",
+    "check_model",
+    "toml_value",
+    "traits",
+    "type_text",
+]

@@ -52,7 +52,8 @@ def train(
 
     \b
     Example:  retrieval train models/digits/recipe.toml --set loss.alpha=1.5 --output runs/digits
-    Several devices:  accelerate launch -m retrieval.cli train models/digits/recipe.toml
+    Several GPUs:  accelerate launch -m retrieval.cli train models/digits/recipe.toml
+    Several CPU processes:  torchrun --nproc-per-node 2 -m retrieval.cli train models/digits/recipe.toml
     """
     from retrieval.recipe import read_recipe
     from retrieval.train.resume import same_recipe

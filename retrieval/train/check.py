@@ -62,7 +62,7 @@ def run_one_batch(recipe: Recipe, plugins: Plugins) -> list[str]:
                     f"One batch in phase '{phase.name}' gives {name} {float(value)}: check the data and the parameters."
                 )
             if value.requires_grad:
-                value.backward(retain_graph=True)
+                torch.autograd.backward(value, retain_graph=True)
             shown.append(f"{name} {float(value.detach()):.4f}")
         shown += [f"{name} {int(value)}" for name, value in losses.figures.items()]
         lines.append(f"one batch of {len(labels)}, phase '{phase.name}': {', '.join(shown)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim import lr_scheduler
 
 from retrieval.errors import RecipeError, did_you_mean
-from retrieval.recipe import Optimizer, Schedule
+from retrieval.recipe import Optimizer, Schedule, Trainable
 
 _SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
@@ -88,7 +88,7 @@ def check_schedule(section: Schedule, where: str) -> list[str]:
 
 
 def build_optimizer(
-    section: Optimizer, parts: dict[str, Sequence[Parameter]], lr: float | None = None
+    section: Optimizer, parts: Mapping[Trainable, Sequence[Parameter]], lr: float | None = None
 ) -> TorchOptimizer:
     """Return the optimiser with one group a part, each at `lr` times its factor.
 
@@ -105,7 +105,7 @@ def build_optimizer(
             "params": list(parameters),
             "lr": (lr or section.lr) * section.lr_factor.get(name, 1.0),
             "name": name,
-        }  # type: ignore[call-overload]
+        }
         for name, parameters in parts.items()
         if parameters
     ]

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from retrieval.data.loading import TrainBatches
 from retrieval.errors import DataError, RecipeError, RetrievalError
 from retrieval.plugins import Plugins
-from retrieval.recipe import Phase, Recipe
+from retrieval.recipe import Phase, Recipe, Trainable
 from retrieval.train import checkpoint
 from retrieval.train.build import Objective
 from retrieval.train.features import frozen_dataset
@@ -83,7 +83,7 @@ class Trainer:
         run.model.to(run.device)
         run.model.channels_last = self.recipe.train.channels_last
         if self.recipe.train.channels_last:
-            run.model.backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            run.model.backbone.to(memory_format=torch.channels_last)
         for module in (self.objective.loss, self.objective.miner, self.objective.generator):
             if module is not None:
                 module.to(run.device)
@@ -111,10 +111,10 @@ class Trainer:
         """The current phase."""
         return self.recipe.phases[self.progress.phase]
 
-    def parts(self) -> dict[str, list[Parameter]]:
+    def parts(self) -> dict[Trainable, list[Parameter]]:
         """Return each part's parameters, each parameter once."""
         model, objective = self.run.model, self.objective
-        modules: dict[str, Sequence[nn.Module | None]] = {
+        modules: dict[Trainable, Sequence[nn.Module | None]] = {
             "backbone": [] if self.recipe.frozen else [model.backbone],
             "head": [model.head],
             "combiner": [model.combiner],
@@ -122,7 +122,7 @@ class Trainer:
             "generator": [objective.generator],
         }
         seen: set[int] = set()
-        found: dict[str, list[Parameter]] = {}
+        found: dict[Trainable, list[Parameter]] = {}
         for name, members in modules.items():
             found[name] = []
             for parameter in (p for m in members if m is not None for p in m.parameters()):
@@ -139,7 +139,9 @@ class Trainer:
                 parameter.requires_grad_(name in phase.train)
         self.run.model.backbone.requires_grad_("backbone" in phase.train and not self.recipe.frozen)
         steps = phase.epochs * len(self.batches)
-        metric = {name: p for name, p in parts.items() if name in phase.train and name != "generator"}
+        metric: dict[Trainable, list[Parameter]] = {
+            name: p for name, p in parts.items() if name in phase.train and name != "generator"
+        }
         self.optimizers: dict[str, Any] = {}
         self.schedules: dict[str, StepSchedule] = {}
         if any(metric.values()):
@@ -199,13 +201,10 @@ class Trainer:
             self.save()
         with self._signals(), bar, self._tensorboard() as board:
             while self.progress.phase < len(self.recipe.phases):
-                while self.progress.phase_epoch < self.phase.epochs:
-                    metrics = self._epoch(bar)
-                    stop = self._end_epoch(metrics, board)
-                    if stop:
-                        return self._finish()
+                while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
+                    self._end_epoch(self._epoch(bar), board)
                 self.progress.phase += 1
-                self.progress.phase_epoch = 0
+                self.progress.phase_epoch = self.progress.stale = 0
                 if self.progress.phase < len(self.recipe.phases):
                     self._enter_phase()
                     self.save()
@@ -305,12 +304,17 @@ class Trainer:
                 if buffer.is_floating_point():
                     buffer.copy_(self.accelerator.reduce(buffer, reduction="mean"))
 
-    def _end_epoch(self, metrics: dict[str, float], board: Any) -> bool:
-        """Validate, log, save; return whether to stop early."""
+    def _exhausted(self) -> bool:
+        """Whether the phase ends early; one that leaves the metric alone cannot be judged by validation."""
+        patience, trains_metric = self.recipe.train.patience, any(part != "generator" for part in self.phase.train)
+        return patience is not None and trains_metric and self.progress.stale >= patience
+
+    def _end_epoch(self, metrics: dict[str, float], board: Any) -> None:
+        """Validate, log, save."""
         progress, train = self.progress, self.recipe.train
         for schedule in self.schedules.values():
             schedule.epoch_end()
-        stop = improved = False
+        improved = False
         last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
         if self.validates and ((progress.epoch + 1) % train.validate_every == 0 or last_of_phase):
             found = validate(self.run, self.dataset, self.recipe.frozen)
@@ -320,7 +324,6 @@ class Trainer:
                 progress.best_metrics = dict(found)
             else:
                 progress.stale += 1
-                stop = train.patience is not None and progress.stale >= train.patience
         record: dict[str, Any] = {
             "phase": self.phase.name, "epoch": progress.epoch, "step": progress.total,
             "lr": {name: optimizer.param_groups[0]["lr"] for name, optimizer in self.optimizers.items()}, **metrics,
@@ -345,7 +348,6 @@ class Trainer:
         if improved and self.main:
             self._save_best()
         self.save()
-        return stop
 
     def _finish(self) -> dict[str, float]:
         if self.main and not self.validates:
@@ -455,16 +457,16 @@ class Trainer:
             with contextlib.suppress(ImportError):
                 from torch.utils.tensorboard import SummaryWriter
 
-                writer = SummaryWriter(str(self.run.path / "tensorboard"), purge_step=self.progress.total)  # type: ignore[no-untyped-call]
+                writer = SummaryWriter(str(self.run.path / "tensorboard"), purge_step=self.progress.total)
         try:
             yield (
                 (lambda name, value, step: writer.add_scalar(name, value, step))
                 if writer
                 else (lambda name, value, step: None)
-            )  # type: ignore[no-untyped-call]
+            )
         finally:
             if writer:
-                writer.close()  # type: ignore[no-untyped-call]
+                writer.close()
 
 
 def _forget_after(log: Path, step: int) -> None:

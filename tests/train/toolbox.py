@@ -1,0 +1,205 @@
+"""A plugin for the trainer's tests: small real parts, and a hook that kills the process at a chosen step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pytorch_metric_learning import losses
+from torch import Tensor, nn
+
+from retrieval import Backbone, Combiner, Dataset, Generator, Preprocessing, hookimpl
+
+
+class Digits(Dataset):
+    """Scikit-learn's digits, 16 to 24 of a class."""
+
+    def __init__(self, items: int = 400) -> None:
+        """Take the first digits.
+
+        Args:
+            items: how many.
+        """
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        self.arrays = (digits.images[:items] * 15.9).astype(np.uint8)
+        self.labels = [str(label) for label in digits.target[:items]]
+        self.keys = [f"digits/{i}" for i in range(items)]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.arrays[index]
+
+
+class Net(Backbone):
+    """Two convolutions, batch norm, dropout."""
+
+    def __init__(self, width: int = 8, batch_norm: bool = True, dropout: float = 0.1) -> None:
+        """Build.
+
+        Args:
+            width: channels.
+            batch_norm: whether to have it.
+            dropout: probability.
+        """
+        super().__init__()
+        self.preprocessing = Preprocessing((8, 8), 1, (0.5,), (0.5,))
+        self.features = 2 * width
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, width, 3, 2, 1),
+            nn.BatchNorm2d(width) if batch_norm else nn.Identity(),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Conv2d(width, 2 * width, 3, 2, 1),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Mover(Generator):
+    """A negative moved by a linear map of the triplet, with noise."""
+
+    def __init__(self, features: int, explode_at: int = 0) -> None:
+        """Build.
+
+        Args:
+            explode_at: call at which the output becomes NaN; 0: never.
+        """
+        super().__init__()
+        self.map = nn.Linear(3 * features, features)
+        self.explode_at, self.calls = explode_at, 0
+
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        self.calls += 1
+        moved = negative + self.map(torch.cat([anchor, positive, negative], 1)) + 0.01 * torch.randn_like(negative)
+        return moved * float("nan") if self.calls == self.explode_at else moved
+
+    def objective(self, anchor: Tensor, positive: Tensor, negative: Tensor, synthetic: Tensor, distance: Any) -> Tensor:
+        return distance(anchor, synthetic).mean() + (synthetic - negative).square().sum(1).mean()
+
+
+class Midpoint(Generator):
+    """Half-way from the anchor to the negative: a closed form, without parameters."""
+
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        return (anchor + negative) / 2
+
+
+class Local(Combiner):
+    """The mean distance over several unit embeddings: not the order of their concatenation."""
+
+    exact = False
+
+    def __init__(self, embedding_size: int, parts: int = 4) -> None:
+        """Build.
+
+        Args:
+            parts: how many.
+        """
+        super().__init__()
+        self.parts, self.size = parts, embedding_size
+        self.weight = nn.Parameter(torch.ones(parts))
+
+    def build_head(self, features: int) -> nn.Module:
+        return nn.Linear(features, self.size)
+
+    def _units(self, codes: Tensor) -> Tensor:
+        return nn.functional.normalize(codes.unflatten(-1, (self.parts, -1)), dim=-1)
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        gap = self._units(query_emb)[:, None] - self._units(ref_emb)[None]
+        return ((gap.square().sum(-1) + 1e-9).sqrt() * self.weight.softmax(0)).sum(-1)
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        gap = self._units(query_emb) - self._units(ref_emb)
+        return ((gap.square().sum(-1) + 1e-9).sqrt() * self.weight.softmax(0)).sum(-1)
+
+    def index_vectors(self, codes: Tensor) -> Tensor:
+        return self._units(codes).flatten(1)
+
+
+class Deadly(nn.Module):
+    """The contrastive loss, which kills the process the moment it computes step `KILL_AT`."""
+
+    def __init__(self, distance: Any) -> None:
+        super().__init__()
+        self.loss = losses.ContrastiveLoss(**({} if distance is None else {"distance": distance}))
+        self.calls = 0
+
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any = None, ref_emb: Any = None, ref_labels: Any = None) -> Tensor:
+        self.calls += 1
+        if self.calls == int(os.environ.get("KILL_AT", "0")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.calls == int(os.environ.get("NAN_AT", "0")):
+            return embeddings.sum() * float("nan")
+        loss: Tensor = self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        return loss
+
+
+def deadly(distance: nn.Module | None = None) -> Deadly:
+    """See `Deadly`."""
+    return Deadly(distance)
+
+
+def proxies(embedding_size: int, classes: int) -> losses.ProxyAnchorLoss:
+    """A loss with parameters of its own."""
+    return losses.ProxyAnchorLoss(classes, embedding_size)
+
+
+def classifier(embedding_size: int, classes: int) -> losses.NormalizedSoftmaxLoss:
+    """A loss without distance or reference set."""
+    return losses.NormalizedSoftmaxLoss(classes, embedding_size)
+
+
+@hookimpl
+def retrieval_datasets() -> Mapping[str, Any]:
+    return {"digits": Digits}
+
+
+@hookimpl
+def retrieval_backbones() -> Mapping[str, Any]:
+    return {"net": Net}
+
+
+@hookimpl
+def retrieval_generators() -> Mapping[str, Any]:
+    return {"mover": Mover, "midpoint": Midpoint}
+
+
+@hookimpl
+def retrieval_combiners() -> Mapping[str, Any]:
+    return {"local": Local}
+
+
+@hookimpl
+def retrieval_losses() -> Mapping[str, Any]:
+    return {"deadly": deadly, "proxies": proxies, "classifier": classifier}
+
+
+def _note(run: Any, line: dict[str, Any]) -> None:
+    with Path(run.path, "hooks.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@hookimpl
+def retrieval_run_start(run: Any) -> None:
+    _note(run, {"hook": "start"})
+
+
+@hookimpl
+def retrieval_epoch_end(run: Any, epoch: int, metrics: Mapping[str, float]) -> None:
+    _note(run, {"hook": "epoch", "epoch": epoch, "metrics": dict(metrics)})
+
+
+@hookimpl
+def retrieval_run_end(run: Any, metrics: Mapping[str, float]) -> None:
+    _note(run, {"hook": "end", "metrics": dict(metrics)})
