@@ -31,11 +31,12 @@ from retrieval.export.graph import (
     to_onnx,
 )
 from retrieval.export.output import refuse_existing, whole_folder
-from retrieval.export.variants import VariantName, make_fp16, make_int8, measure
+from retrieval.export.variants import VariantName, make_fp16, make_int8, measure, rounded_to_float16
 from retrieval.export.verify import (
     Difference,
     Floats,
     check_order,
+    check_repeatable,
     compare_encoder,
     compare_rescorer,
     likely_cause,
@@ -138,14 +139,18 @@ def export_model(
             steps.next(f"making the {variant} variant")
             proto = onnx.load_from_string(encoder)
             file = f"encoder_{variant}.onnx"
+            graphs = []
             if variant == "fp16":
                 content = make_fp16(proto).SerializeToString()
+                graphs.append(rounded_to_float16(proto).SerializeToString())
             else:
                 assert calibration is not None
                 content = make_int8(proto, calibration, folder).SerializeToString()
-            before = onnx_outputs(session(encoder), list(export.outputs), items)
-            after = onnx_outputs(session(content), list(export.outputs), items)
-            made[variant] = measure(file, before, after, labels, rescore, subspaces)
+            before, *afters = (
+                onnx_outputs(session(graph), list(export.outputs), items)
+                for graph in (encoder, content, *graphs)
+            )
+            made[variant] = measure(file, before, afters, labels, rescore, subspaces)
             (folder / file).write_bytes(content)
         steps.next("opening the bundle")
         code = export.outputs.get("code")
@@ -219,6 +224,7 @@ class _Export:
 
     def encoder(self) -> bytes:
         """Return the encoder's graph."""
+        check_repeatable(self._module, self._items, self.outputs, self._tolerance)
         vector = self.outputs["vector"]
         combiner = self._module.model.combiner
         if combiner is not None:
@@ -298,7 +304,7 @@ class _Export:
         worst = self.worst
         if what == "encoder":
             where = f"in '{worst.output}' of item {worst.item}, in a batch of {worst.batch}"
-            cause = likely_cause(self._module, self._items, self._tolerance)
+            cause = likely_cause(self._module)
         else:
             where = f"in the distance to item {worst.item}, with {worst.batch} queries at once"
             cause = "compute_mat may depend on how many queries or items it is given."

@@ -47,9 +47,83 @@ def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
                 op_block_list=[*DEFAULT_OP_BLOCK_LIST],
                 node_block_list=sorted(early | late),
             )
-            return converted
+            return tidy(converted)
     except Exception as fault:  # the converter raises ValueError, RuntimeError and protobuf's own
         raise BundleError(f"The fp16 variant cannot be made: {first_line(fault)}") from fault
+
+
+def tidy(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a converted graph without doubled casts, without detours through float16, and in topological order.
+
+    The converter makes one cast for each reader of a value, all of one name; sends values between two float32 nodes
+    through float16, where a length beyond 65,504 becomes infinity; and appends its casts at the end.
+    """
+    graph = proto.graph
+    del graph.value_info[:]
+    nodes = list({tuple(node.output): node for node in graph.node}.values())
+    narrowed = {node.output[0]: node.input[0] for node in nodes if _casts_to(node, onnx.TensorProto.FLOAT16)}
+    wide = {name for node in nodes if _casts_to(node, onnx.TensorProto.FLOAT) for name in node.output}
+    wide |= {name for name in narrowed.values() if name.endswith("_cast_to_fp16")}
+    wide |= {v.name for v in graph.input if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
+    for node in nodes:
+        if _casts_to(node, onnx.TensorProto.FLOAT) and narrowed.get(node.input[0]) in wide:
+            node.CopyFrom(
+                onnx.helper.make_node("Identity", [narrowed[node.input[0]]], list(node.output), node.name)
+            )
+    outputs = {value.name for value in graph.output}
+    used = outputs | {name for node in nodes for name in node.input}
+    nodes = [node for node in nodes if used.intersection(node.output)]
+    known = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer} | {""}
+    ordered: list[onnx.NodeProto] = []
+    while nodes:
+        free = [node for node in nodes if known.issuperset(node.input)]
+        if not free:
+            raise ValueError(f"the converted graph never makes an input of {nodes[0].name}")
+        ordered += free
+        known.update(name for node in free for name in node.output)
+        nodes = [node for node in nodes if not known.issuperset(node.output)]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
+    del graph.node[:]
+    graph.node.extend(copies)
+    return proto
+
+
+def _casts_to(node: onnx.NodeProto, kind: int) -> bool:
+    return node.op_type == "Cast" and any(a.name == "to" and a.i == kind for a in node.attribute)
+
+
+def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the float32 graph with every number that `make_fp16` makes float16 rounded to it, and back.
+
+    ONNX Runtime's CPU leaves float32 between layers that have no float16 code, so the variant itself shows neither the rounding
+    nor the overflow that a device with float16 units has. This one does.
+    """
+    copy = onnx.shape_inference.infer_shapes(proto)
+    early, late = light_ends(copy)
+    floats = {v.name for v in copy.graph.value_info if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
+    kept = {name for node in copy.graph.node if node.name in early | late for name in node.input}
+    for tensor in copy.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT and tensor.name not in kept:
+            with np.errstate(over="ignore"):
+                values = onnx.numpy_helper.to_array(tensor).astype(np.float16).astype(np.float32)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    nodes = []
+    for node in copy.graph.node:
+        nodes.append(node)
+        if node.name in early | late or node.op_type == "Constant":
+            continue
+        for number, name in enumerate(node.output):
+            if name in floats:
+                node.output[number] = f"{name}_float32"
+                for source, target, kind in (
+                    (f"{name}_float32", f"{name}_float16", onnx.TensorProto.FLOAT16),
+                    (f"{name}_float16", name, onnx.TensorProto.FLOAT),
+                ):
+                    nodes.append(onnx.helper.make_node("Cast", [source], [target], to=kind))
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del copy.graph.node[:]
+    copy.graph.node.extend(copies)
+    return copy
 
 
 def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) -> onnx.ModelProto:
@@ -124,7 +198,7 @@ def light_ends(proto: onnx.ModelProto) -> tuple[set[str], set[str]]:
 def measure(
     file: str,
     before: Mapping[str, Floats],
-    after: Mapping[str, Floats],
+    afters: Sequence[Mapping[str, Floats]],
     labels: NDArray[Any] | None,
     rescore: Callable[[Floats, Floats], Floats] | None,
     subspaces: Sequence[Subspace],
@@ -134,7 +208,7 @@ def measure(
     Args:
         file: of the variant.
         before: the encoder's outputs.
-        after: the variant's.
+        afters: the variant's; with several ways to compute it, the worst one counts.
         labels: (N,); None leaves Recall@1 out.
         rescore: codes (Q, C), (N, C) → distances (Q, N), where the bundle has a rescorer.
         subspaces: of the combiner.
@@ -142,11 +216,12 @@ def measure(
     Raises:
         BundleError: the variant gives NaN or infinity.
     """
-    for name, values in after.items():
+    for name, values in ((name, values) for after in afters for name, values in after.items()):
         if not np.isfinite(values).all():
             raise BundleError(
                 f"{file} gives NaN or infinity in '{name}': the model's numbers do not fit this precision. Leave this variant out."
             )
+    after = min(afters, key=lambda outputs: float(row_cosine(before["vector"], outputs["vector"]).min()))
     cosine = row_cosine(before["vector"], after["vector"])
     recall = None
     if labels is not None:

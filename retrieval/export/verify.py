@@ -161,30 +161,41 @@ def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Differe
     return worst
 
 
-def likely_cause(encoder: Encoder, items: NDArray[Any], tolerance: float) -> str:
-    """Return why torch and the graph may disagree, found by asking torch again."""
+def check_repeatable(
+    encoder: Encoder, items: NDArray[Any], outputs: Mapping[str, Floats], tolerance: float
+) -> None:
+    """Refuse a model that disagrees with itself: no graph could agree with it.
 
-    def gap(first: Mapping[str, Floats], second: Mapping[str, Floats], rows: int) -> float:
-        return max(
-            float(np.abs(first[name][:rows] - second[name][:rows]).max()) / length_scale(first[name])
-            for name in first
-        )
-
+    Raises:
+        BundleError: the same items give other numbers on a second run, or an item gives other numbers alone than among others.
+    """
     few = items[:ODD]
-    together, again = torch_outputs(encoder, few), torch_outputs(encoder, few)
-    if gap(together, again, len(few)) > tolerance:
-        return "The model gives other numbers each time: dropout, or another random layer, runs in evaluation mode too."
-    alone = torch_outputs(encoder, few, batch=1)
-    if gap(together, alone, len(few)) > tolerance:
-        return (
-            "An item's vector depends on which others are in the batch: batch normalisation, or another statistic of "
-            "the batch, is computed in evaluation mode too."
-        )
+    for batch, cause in (
+        (
+            BATCH,
+            "it gives other numbers each time: dropout, or another random layer, runs in evaluation mode too.",
+        ),
+        (
+            1,
+            "an item's vector depends on which others are in the batch: batch normalisation, or another statistic "
+            "of the batch, is computed in evaluation mode too.",
+        ),
+    ):
+        # the same rows beside the same others, as far as the batch size allows
+        given = items[:BATCH] if batch == BATCH else few
+        for name, values in torch_outputs(encoder, given, batch).items():
+            gap = np.abs(values - outputs[name][: len(given)]).max(axis=1) / length_scale(outputs[name])
+            if gap.max() > tolerance:
+                raise BundleError(
+                    f"The model disagrees with itself by {gap.max():.2g} in '{name}' of item {gap.argmax()}: {cause}"
+                )
+
+
+def likely_cause(encoder: Encoder) -> str:
+    """Return why the graph may disagree with a model that agrees with itself."""
     types = {str(p.dtype).removeprefix("torch.") for p in encoder.parameters()} - {"float32"}
     if types:
-        return (
-            f"Parameters of type {', '.join(sorted(types))} may round differently: call model.float() first."
-        )
+        return f"Parameters of type {', '.join(sorted(types))} round differently: call model.float() first."
     return "The exporter translates a layer wrongly: try the other one (exporter='torchscript' or 'dynamo')."
 
 

@@ -18,7 +18,7 @@ class Net(Backbone):
 
     def __init__(self, channels: int = 1, size: int = 16) -> None:
         super().__init__()
-        self.features = 24
+        self.features = 96
         self.preprocessing = Preprocessing(
             (size, size), channels, mean=(0.3, 0.4, 0.5)[:channels], std=(0.2, 0.3, 0.25)[:channels]
         )
@@ -29,7 +29,7 @@ class Net(Backbone):
             nn.MaxPool2d(2),
             nn.Conv2d(16, 24, 3, padding=1),
             nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1),
+            nn.AdaptiveAvgPool2d(2),
             nn.Flatten(),
         )
 
@@ -152,7 +152,7 @@ def photographs():
 def net() -> Model:
     """A small convolutional model of digits, in training mode, with batch statistics that are not the initial ones."""
     torch.manual_seed(0)
-    model = Model(Net(), build_head(24, 16))
+    model = Model(Net(), build_head(96, 16))
     for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
         norm.running_mean.normal_()
         norm.running_var.uniform_(0.5, 2)

@@ -84,7 +84,9 @@ def test_a_learners_linear_map_on_vectors(vectors, parts, tmp_path):
     with torch.no_grad():
         head.weight.mul_(40)  # vectors of another length than 1
     model = Model(parts.Vectors(), head)
-    manifest = export_model(model, features.astype(np.float64), tmp_path / "b", name="map")
+    manifest = export_model(
+        model, features.astype(np.float64), tmp_path / "b", name="map", exporter="torchscript"
+    )
     assert manifest.input.kind == "features" and manifest.input.shape == (64,) and not manifest.normalized
     out = Bundle.open(tmp_path / "b", threads=1).encode(features).vector
     weight, bias = head.weight.detach().double().tolist(), head.bias.detach().double().tolist()
@@ -149,7 +151,7 @@ def test_an_exact_combiner_with_query_vectors_of_its_own(vectors, parts, tmp_pat
     torch.manual_seed(3)
     combiner = parts.Inner()
     model = Model(parts.Vectors(), combiner.build_head(64), combiner)
-    manifest = export_model(model, features, tmp_path / "b", name="inner")
+    manifest = export_model(model, features, tmp_path / "b", name="inner", exporter="torchscript")
     assert (
         manifest.query_vectors
         and manifest.vector == 9

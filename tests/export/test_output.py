@@ -1,0 +1,178 @@
+"""A bundle appears whole or not at all: interruption, a kill, a full disk, something in the way."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from retrieval.bundle import Bundle
+from retrieval.errors import BundleError
+from retrieval.export import export_model
+from retrieval.export.output import whole_folder
+from retrieval.model import Model
+from torch import nn
+
+SCRIPT = textwrap.dedent(
+    """
+    import resource, signal, sys, time
+    import numpy as np, torch
+    from torch import nn
+    from retrieval.contracts import Backbone
+    from retrieval.errors import BundleError
+    from retrieval.export import export_model
+    from retrieval.model import Model
+
+    class Vectors(Backbone):
+        features = 64
+        def forward(self, x):
+            return x
+
+    def pause(step, number, of):
+        if sys.argv[2] == "wait" and step.startswith("opening"):
+            print("written", flush=True)
+            time.sleep(60)
+
+    if sys.argv[2] == "full":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    model = Model(Vectors(), nn.Linear(64, 300))
+    try:
+        export_model(model, np.random.default_rng(0).normal(size=(20, 64)), sys.argv[1] + "/b", name="b",
+                     variants=["fp16"], exporter="torchscript", progress=pause, replace=True)
+    except BundleError as fault:
+        print(fault)
+        sys.exit(2)
+    """
+)
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    (tmp_path / "out").mkdir()
+
+    def start(mode):
+        return subprocess.Popen(
+            [sys.executable, path, tmp_path / "out", mode],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def visible(folder):
+    return [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_export_leaves_no_bundle_under_its_name(script, tmp_path, end):
+    process = script("wait")
+    assert process.stdout.readline() == "written\n", process.stderr.read()
+    assert visible(tmp_path / "out") == []
+    hidden = list((tmp_path / "out").iterdir())
+    assert {path.name for path in hidden[0].iterdir()} == {"encoder.onnx", "encoder_fp16.onnx"}
+    process.send_signal(end)
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert visible(tmp_path / "out") == []
+    assert (list((tmp_path / "out").iterdir()) == []) == (end == signal.SIGINT)
+
+
+def test_a_full_disk_is_one_sentence(script, tmp_path):
+    process = script("full")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2, err
+    assert out.count("\n") == 1 and "cannot be written: File too large. Nothing was left behind." in out
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_existing_bundle_stays_unless_replaced(linear, vectors, tmp_path):
+    target = tmp_path / "b"
+    first = export_model(linear, vectors[0], target, name="first", exporter="torchscript")
+    with pytest.raises(BundleError, match=r"exists\. Say replace"):
+        export_model(linear, vectors[0], target, name="second", exporter="torchscript")
+    assert Bundle.open(target, threads=1).manifest == first
+    second = export_model(linear, vectors[0], target, name="second", exporter="torchscript", replace=True)
+    assert Bundle.open(target, threads=1).manifest == second
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_a_failed_replacement_keeps_the_old_bundle(linear, vectors, parts, tmp_path):
+    target = tmp_path / "b"
+    first = export_model(linear, vectors[0], target, name="first", exporter="torchscript")
+    head = nn.Linear(64, 4)
+    with torch.no_grad():
+        head.bias.fill_(torch.inf)
+    with pytest.raises(BundleError, match="NaN or infinity"):
+        export_model(Model(parts.Vectors(), head), vectors[0], target, name="second", replace=True)
+    assert Bundle.open(target, threads=1).manifest == first
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_what_is_no_bundle_is_never_replaced(linear, vectors, tmp_path):
+    folder, file = tmp_path / "thesis", tmp_path / "file"
+    folder.mkdir()
+    (folder / "chapter.tex").write_text("years of work")
+    file.write_text("")
+    for target, words in ((folder, "is no bundle"), (file, "is a file")):
+        with pytest.raises(BundleError, match=words):
+            export_model(linear, vectors[0], target, name="b", replace=True)
+    assert (folder / "chapter.tex").read_text() == "years of work"
+
+
+def test_an_empty_folder_and_missing_parents_are_fine(linear, vectors, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for target in (tmp_path / "empty", tmp_path / "new" / "deep" / "b"):
+        export_model(linear, vectors[0], target, name="b", exporter="torchscript")
+        Bundle.open(target, threads=1)
+
+
+def test_a_link_to_a_bundle_is_followed(linear, vectors, tmp_path):
+    export_model(linear, vectors[0], tmp_path / "v1", name="first", exporter="torchscript")
+    (tmp_path / "current").symlink_to("v1")
+    export_model(
+        linear, vectors[0], tmp_path / "current", name="second", exporter="torchscript", replace=True
+    )
+    assert (tmp_path / "current").is_symlink() and Bundle.open(tmp_path / "v1").manifest.name == "second"
+
+
+def test_replacing_never_leaves_a_moment_without_a_bundle(tmp_path):
+    """Another process looks without pause while the folder is replaced a hundred times."""
+    target = tmp_path / "b"
+    missing, stop = [], threading.Event()
+
+    def fill(text):
+        with whole_folder(target, replace=True) as folder:
+            (folder / "manifest.json").write_text(text)
+
+    def look():
+        while not stop.is_set():
+            try:
+                (target / "manifest.json").read_text()
+            except FileNotFoundError:
+                missing.append(1)
+
+    fill("0")
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    for number in range(100):
+        fill(str(number))
+    stop.set()
+    watcher.join()
+    if sys.platform.startswith("linux"):
+        assert not missing
+    assert (target / "manifest.json").read_text() == "99"
+
+
+def test_the_folder_has_ordinary_rights(linear, vectors, tmp_path):
+    export_model(linear, vectors[0], tmp_path / "b", name="b", exporter="torchscript")
+    (tmp_path / "plain").mkdir()
+    assert (tmp_path / "b").stat().st_mode == (tmp_path / "plain").stat().st_mode

@@ -1,0 +1,227 @@
+"""fp16 and int8 encoders: their drift is what the manifest says, by plain loops, and calibration is the caller's."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from retrieval.bundle import Bundle
+from retrieval.errors import BundleError
+from retrieval.export import export_model
+from retrieval.export.variants import recall_at_1, row_cosine
+from retrieval.model import Model, Normalize, build_head
+from torch import nn
+
+
+def cosine(a, b):
+    dot = sum(float(x) * float(y) for x, y in zip(a, b, strict=True))
+    return dot / math.sqrt(sum(float(x) ** 2 for x in a) * sum(float(y) ** 2 for y in b))
+
+
+def plain_recall(query, vectors, labels):
+    hits, queries = 0, 0
+    for q in range(len(vectors)):
+        if sum(label == labels[q] for label in labels) < 2:
+            continue
+        queries += 1
+        distances = [
+            math.dist(query[q].tolist(), v.tolist()) if i != q else math.inf for i, v in enumerate(vectors)
+        ]
+        hits += labels[distances.index(min(distances))] == labels[q]
+    return hits / queries
+
+
+@pytest.fixture(scope="module")
+def trained(parts, digits):
+    """The net after some seconds of real training, so that Recall@1 means something."""
+    torch.manual_seed(0)
+    model = Model(parts.Net(), build_head(96, 16))
+    pixels, labels = torch.from_numpy(digits[0][:150]), torch.from_numpy(digits[1][:150]).long()
+    optimiser = torch.optim.Adam(model.parameters(), 0.01)
+    classifier = nn.Linear(16, 10)
+    for _ in range(60):
+        loss = nn.functional.cross_entropy(classifier(model(pixels)[1]) * 10, labels)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return model
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_drift_and_recall_are_measured_on_the_items(trained, digits, tmp_path, exporter):
+    held_out, labels = digits[0][150:], digits[1][150:]
+    manifest = export_model(
+        trained,
+        held_out,
+        tmp_path / "b",
+        name="net",
+        labels=labels,
+        calibration=digits[0][:150],
+        variants=["fp16", "int8"],
+        exporter=exporter,
+    )
+    plain = Bundle.open(tmp_path / "b", threads=1).encode(held_out).vector
+    for name, floor in (("fp16", 0.9999), ("int8", 0.99)):
+        entry = manifest.variants[name]
+        onnx.checker.check_model(onnx.load(tmp_path / "b" / entry.file))
+        bundle = Bundle.open(tmp_path / "b", variant=name, threads=1)
+        drifted = bundle.encode(held_out).vector
+        assert drifted.dtype == np.float32 and not np.array_equal(drifted, plain)
+        assert np.array_equal(bundle.encode(held_out[:1]).vector, drifted[:1]) or name == "fp16"
+        cosines = [cosine(a, b) for a, b in zip(plain, drifted, strict=True)]
+        # fp16: a CPU rounds less than the manifest assumes
+        slack = 1e-6 if name == "int8" else 1e-5
+        assert entry.cosine.mean == pytest.approx(sum(cosines) / len(cosines), abs=slack)
+        assert (
+            entry.cosine.min == pytest.approx(min(cosines), abs=slack)
+            and entry.cosine.min <= min(cosines) + 1e-6
+        )
+        assert entry.cosine.min > floor
+        assert entry.recall_at_1.before == pytest.approx(plain_recall(plain, plain, labels), abs=1e-9)
+        assert entry.recall_at_1.after == pytest.approx(
+            plain_recall(drifted, drifted, labels), abs=1e-9 if name == "int8" else 0.01
+        )
+        assert entry.recall_at_1.before > 0.6
+        sizes = manifest.files
+        assert sizes[entry.file].bytes < sizes["encoder.onnx"].bytes * 1.5
+
+
+def test_weights_are_really_narrower(trained, digits, tmp_path):
+    export_model(
+        trained,
+        digits[0][150:],
+        tmp_path / "b",
+        name="net",
+        calibration=digits[0][:40],
+        variants=["fp16", "int8"],
+        exporter="torchscript",
+    )
+
+    def kinds(name):
+        graph = onnx.load(tmp_path / "b" / name).graph
+        return {
+            onnx.TensorProto.DataType.Name(t.data_type): sum(
+                math.prod(u.dims) for u in graph.initializer if u.data_type == t.data_type
+            )
+            for t in graph.initializer
+        }
+
+    weights = 16 * 9 + 24 * 16 * 9 + 96 * 16
+    assert kinds("encoder_fp16.onnx")["FLOAT16"] >= weights
+    assert kinds("encoder_int8.onnx")["INT8"] >= weights
+    assert kinds("encoder_int8.onnx").get("FLOAT", 0) < weights / 4
+    graph = onnx.load(tmp_path / "b" / "encoder_int8.onnx").graph
+    per_channel = [t for t in graph.initializer if t.name.endswith("_scale") and list(t.dims) == [24]]
+    assert per_channel, "one scale a channel"
+
+
+def test_calibration_is_what_the_caller_gave(trained, digits, tmp_path):
+    """Ranges come from calibration alone: with black images for calibration, real ones are cut off."""
+    found = []
+    for number, calibration in enumerate((digits[0][:150], digits[0][:150] * 0)):
+        manifest = export_model(
+            trained,
+            digits[0][150:],
+            tmp_path / str(number),
+            name="net",
+            calibration=calibration,
+            variants=["int8"],
+            exporter="torchscript",
+        )
+        found.append(manifest.variants["int8"].cosine.mean)
+        assert manifest.variants["int8"].recall_at_1 is None
+    assert found[0] > 0.99 and found[1] < found[0] - 0.01
+    with pytest.raises(BundleError, match="needs calibration items, from the training side"):
+        export_model(trained, digits[0], tmp_path / "c", name="net", variants=["int8"])
+    assert not (tmp_path / "c").exists()
+
+
+def test_lengths_beyond_float16_survive_scaling_to_unit_length(parts, vectors, tmp_path):
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Linear(64, 8), Normalize())
+    with torch.no_grad():
+        head[0].weight.mul_(250)  # entries near 20,000: their squares do not fit float16
+    manifest = export_model(
+        Model(parts.Vectors(), head),
+        vectors[0],
+        tmp_path / "b",
+        name="b",
+        variants=["fp16"],
+        exporter="torchscript",
+    )
+    assert manifest.variants["fp16"].cosine.min > 0.9999
+
+
+def test_a_model_beyond_float16_says_so(parts, vectors, tmp_path):
+    head = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 8))
+    with torch.no_grad():
+        head[0].weight.mul_(1e4)
+    with pytest.raises(BundleError, match=r"fp16.*NaN or infinity in 'vector'.*Leave this variant out"):
+        export_model(
+            Model(parts.Vectors(), head),
+            vectors[0],
+            tmp_path / "b",
+            name="b",
+            variants=["fp16"],
+            exporter="torchscript",
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_int8_without_a_layer_to_quantise_says_so(parts, vectors, tmp_path):
+    with pytest.raises(BundleError, match="no convolution or linear layer"):
+        export_model(
+            Model(parts.Vectors(), Normalize()),
+            vectors[0],
+            tmp_path / "b",
+            name="b",
+            variants=["int8"],
+            calibration=vectors[0],
+            exporter="torchscript",
+        )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("combiner", ["Sum", "Inner"])
+def test_variants_of_every_output(combiner, parts, vectors, tmp_path):
+    """Code, query and vector all come from the variant; Recall@1 is that of the rescorer's or the query's order."""
+    features, labels = vectors[0][:120], vectors[1][:120]
+    torch.manual_seed(5)
+    combiner = getattr(parts, combiner)()
+    manifest = export_model(
+        Model(parts.Vectors(), combiner.build_head(64), combiner),
+        features,
+        tmp_path / "b",
+        name="b",
+        labels=labels,
+        calibration=vectors[0][120:],
+        variants=["fp16", "int8"],
+        exporter="torchscript",
+    )
+    for name, entry in manifest.variants.items():
+        bundle = Bundle.open(tmp_path / "b", variant=name, threads=1)
+        encoded = bundle.encode(features)
+        if bundle.has_code:
+            distances = bundle.rescore(encoded.code, encoded.code).astype(float)
+        else:
+            distances = ((encoded.query[:, None].astype(float) - encoded.vector[None]) ** 2).sum(-1)
+        hits = 0
+        for q in range(120):
+            others = sorted((i for i in range(120) if i != q), key=lambda i, q=q: distances[q, i])
+            hits += labels[others[0]] == labels[q]
+        assert entry.recall_at_1.after == pytest.approx(hits / 120, abs=1 / 120 + 1e-9)
+
+
+def test_recall_leaves_out_labels_that_occur_once():
+    distances = np.array([[0, 1, 2.0], [1, 0, 3], [2, 3, 0]])
+    assert recall_at_1(distances, np.array(["a", "b", "a"])) == 0.5  # item 0 finds 1, item 2 finds 0
+    assert recall_at_1(distances, np.array(["a", "b", "c"])) is None
+
+
+def test_cosine_of_zero_rows():
+    a = np.array([[0, 0], [1, 0], [1, 0]], np.float32)
+    b = np.array([[0, 0], [0, 0], [1, 1]], np.float32)
+    assert row_cosine(a, b) == pytest.approx([1, 0, math.sqrt(0.5)])
