@@ -63,11 +63,15 @@ class Journal:
         folder.mkdir(exist_ok=True)
         self._lock = _lock(folder)
         self._files: dict[str, IO[bytes]] = {}
+        self.done: list[Done] = []
         try:
             self.done = self._read(header, stamps)
             self._open(header)
         except BaseException:
-            self.close()
+            if self.done:  # hours of work, perhaps: a full disk now must not cost them
+                self.close()
+            else:
+                self.remove()
             raise
 
     def _read(self, header: dict[str, Any], stamps: Sequence[str]) -> list[Done]:

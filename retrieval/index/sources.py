@@ -185,7 +185,8 @@ def read_features(path: Path) -> tuple[NDArray[np.float32], list[str], list[str]
         DataError: it cannot be read, or its arrays have other shapes or types.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # opened here, since np.load leaves a damaged file open
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             if not hasattr(file, "files"):
                 raise DataError(f"{path} is a single array; save it with np.savez(path, features=array).")
             name = next((name for name in ("features", "vectors") if name in file.files), None)

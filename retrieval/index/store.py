@@ -299,8 +299,10 @@ class Index:
         return np.array(self._vectors[number])
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; the index cannot be searched any more."""
         self._items.close()
+        self._vectors = np.empty((0, self.manifest.vector), dtype=np.float32)  # lets go of the mapped file
+        self._codes = None
 
     def __enter__(self) -> Index:
         return self

@@ -1,0 +1,328 @@
+"""Whole or not at all: bad images, full disks, interruptions, altered files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.errors import DataError, StoreError
+from retrieval.index.build import build_index
+from retrieval.index.files import SUMS, put_in_place
+from retrieval.index.store import Index
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def spoil(folder: Path, count: int) -> list[Path]:
+    """Put files that are no images, each in its own way, into a folder."""
+    contents = [b"", b"text", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0" + b"x" * 50]
+    paths = [folder / f"bad{number:02}.png" for number in range(count)]
+    for number, path in enumerate(paths):
+        path.write_bytes(contents[number % len(contents)])
+    return paths
+
+
+@pytest.fixture
+def folder(makers, tmp_path):
+    makers.write_digits(tmp_path / "photos", 40)
+    return tmp_path / "photos"
+
+
+def test_bad_images_are_all_found_and_nothing_is_written(folder, bundle_path, tmp_path):
+    bad = spoil(folder / "1", 13)
+    with pytest.raises(DataError) as caught:
+        build_index(bundle_path, [folder], tmp_path / "i", batch=4, progress=False)
+    text = str(caught.value)
+    assert text.startswith("13 of 53 items cannot be used:")
+    assert all(str(path) in text for path in bad[:10])
+    assert not any(str(path) in text for path in bad[10:])
+    assert "… and 3 more" in text
+    assert "--skip-bad" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+
+
+def test_bad_images_are_skipped_and_reported_when_asked(folder, bundle_path, tmp_path, capsys):
+    bad = spoil(folder / "1", 13)
+    large = folder / "1" / "large.png"
+    Image.new("1", (6000, 6000)).save(large)
+    summary = build_index(bundle_path, [folder], tmp_path / "i", batch=4, skip_bad=True, progress=False)
+    assert (summary.count, summary.skipped) == (40, 14)
+    told = capsys.readouterr().err
+    assert all(told.count(f"skipped: {path} ") == 1 for path in [*bad, large])
+    assert "6000 × 6000 pixels" in told
+    with Index.open(tmp_path / "i", threads=1) as index:
+        for row in range(40):
+            item = index.item(row)
+            assert np.array_equal(index.vector(row), index.bundle.encode_image(item.path).vector[0])
+
+
+def test_only_bad_images_make_no_index(folder, bundle_path, tmp_path):
+    shutil.rmtree(folder)
+    folder.mkdir()
+    spoil(folder, 3)
+    with pytest.raises(DataError, match="None of the 3 items can be used"):
+        build_index(bundle_path, [folder], tmp_path / "i", skip_bad=True, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+
+
+def test_an_existing_output_is_refused_then_replaced(folder, bundle_path, tmp_path):
+    out = tmp_path / "i"
+    build_index(bundle_path, [folder], out, progress=False)
+    before = (out / SUMS).read_bytes()
+    opened = Index.open(out, threads=1)
+    with pytest.raises(StoreError, match=r"exists already.*--replace"):
+        build_index(bundle_path, [folder / "1"], out, progress=False)
+    spoil(folder / "1", 1)
+    with pytest.raises(DataError, match="cannot be used"):
+        build_index(bundle_path, [folder], out, replace=True, progress=False)
+    assert (out / SUMS).read_bytes() == before
+    build_index(bundle_path, [folder / "2"], out, replace=True, progress=False)
+    assert (out / SUMS).read_bytes() != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["i", "photos"]
+    with Index.open(out, threads=1) as index:
+        assert {index.item(row).label for row in range(len(index))} == {"2"}
+    # who had the old one open still searches it
+    assert opened.search(opened.vector(7), 1)[0][0].id == 7
+    opened.close()
+    for other, says in ((folder, "is not an index"), (tmp_path / "no" / "i", "no folder")):
+        with pytest.raises(StoreError, match=says):
+            build_index(bundle_path, [folder / "2"], other, replace=True, progress=False)
+    assert folder.is_dir()
+
+
+def test_replacing_without_the_system_call(tmp_path, monkeypatch):
+    monkeypatch.setattr("retrieval.index.files._exchange", lambda one, other: False)
+    for name in ("new", "out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    put_in_place(tmp_path / "new", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "new").exists()
+
+
+def test_any_flipped_bit_of_any_file_of_an_index_is_noticed(makers, photos, tmp_path):
+    bundle = makers.make_bundle(tmp_path / "b", rescorer=True, subspaces=True)
+    out = tmp_path / "i"
+    build_index(bundle, [photos / "1"], out, backend="hnsw", progress=False)
+    files = sorted(path for path in out.rglob("*") if path.is_file())
+    assert len(files) == 10
+    random = np.random.default_rng(0)
+    for path in files:
+        content = path.read_bytes()
+        for bit in random.integers(0, 8 * len(content), 12):
+            altered = bytearray(content)
+            altered[bit // 8] ^= 1 << (bit % 8)
+            path.write_bytes(altered)
+            with pytest.raises(StoreError, match=r"damaged|cannot be read"):
+                Index.open(out)
+        path.write_bytes(content[: len(content) // 2])
+        with pytest.raises(StoreError, match="damaged"):
+            Index.open(out)
+        path.unlink()
+        with pytest.raises(StoreError, match=r"damaged|is not an index"):
+            Index.open(out)
+        path.write_bytes(content)
+    # a list of checksums with a file left out is noticed, too
+    sums = (out / SUMS).read_text().splitlines(keepends=True)
+    for number in range(len(sums)):
+        (out / SUMS).write_text("".join(sums[:number] + sums[number + 1 :]))
+        if "rescorer" in sums[number] or "encoder" in sums[number]:
+            continue  # the bundle's own manifest holds these
+        with pytest.raises(StoreError, match="does not list"):
+            Index.open(out)
+    (out / SUMS).write_text("".join(sums))
+    Index.open(out, threads=1).close()
+    check = subprocess.run(["sha256sum", "--check", "--quiet", SUMS], cwd=out, capture_output=True, text=True)
+    assert check.returncode == 0, check.stderr
+
+
+def test_no_index_is_a_sentence(tmp_path):
+    with pytest.raises(StoreError, match="no such folder"):
+        Index.open(tmp_path / "nowhere")
+    with pytest.raises(StoreError, match=r"no index\.json"):
+        Index.open(tmp_path)
+
+
+LIMITED = textwrap.dedent("""
+    import resource, sys
+    from retrieval.errors import StoreError
+    from retrieval.index.build import build_index
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+    try:
+        build_index(sys.argv[2], [sys.argv[3]], sys.argv[4], progress=False)
+    except StoreError as error:
+        print(error)
+        sys.exit(7)
+""")
+
+
+def test_a_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
+    """Files may not grow beyond a limit that is set for every file of the index in turn."""
+    makers.write_digits(tmp_path / "photos", 400)
+    out = tmp_path / "whole"
+    build_index(bundle_path, [tmp_path / "photos"], out, progress=False)
+    sizes = sorted({path.stat().st_size for path in out.rglob("*") if path.is_file()})
+    shutil.rmtree(out)
+    for limit in [100, *(size - 1 for size in sizes[-4:])]:
+        command = [
+            sys.executable,
+            "-c",
+            LIMITED,
+            str(limit),
+            str(bundle_path),
+            str(tmp_path / "photos"),
+            str(out),
+        ]
+        run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+        assert run.returncode == 7, run.stderr
+        assert "cannot be written: the disk is full" in run.stdout
+        assert run.stdout.count("\n") == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["photos"], limit
+
+
+@contextmanager
+def small_disk(folder: Path, kilobytes: int):
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)],
+        capture_output=True,
+        check=False,
+    )
+    if made.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk needs root"
+)
+def test_a_really_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
+    makers.write_digits(tmp_path / "photos", 400)
+    outcomes = set()
+    for kilobytes in (8, 24, 60, 100, 140, 1000):
+        with small_disk(tmp_path / f"disk{kilobytes}", kilobytes) as disk:
+            try:
+                build_index(bundle_path, [tmp_path / "photos"], disk / "i", progress=False)
+            except StoreError as error:
+                outcomes.add(str(error).partition(": ")[2].partition(" (")[0])
+                assert not list(disk.iterdir())
+            else:
+                with Index.open(disk / "i", threads=1) as index:
+                    assert len(index) == 400
+                outcomes.add("fits")
+    assert outcomes == {"the disk is full", "fits"}
+
+
+SLOW = textwrap.dedent("""
+    import sys, time
+    from retrieval.bundle import Bundle
+    from retrieval.index.build import build_index
+    encode = Bundle.encode
+    def slow(self, inputs, **options):
+        print(len(inputs), flush=True)
+        time.sleep(0.15)
+        return encode(self, inputs, **options)
+    Bundle.encode = slow
+    import retrieval.index.journal as journal
+    journal._SYNC_SECONDS = 0
+    try:
+        summary = build_index(sys.argv[1], [sys.argv[2]], sys.argv[3], batch=16, skip_bad=True, progress=False)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print("resumed", summary.resumed, "skipped", summary.skipped)
+""")
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_run_goes_on_where_it_stopped(how, makers, bundle_path, tmp_path):
+    photos = tmp_path / "photos"
+    makers.write_digits(photos, 200)
+    spoil(photos / "0", 2)
+    out = tmp_path / "i"
+    command = [sys.executable, "-c", SLOW, str(bundle_path), str(photos), str(out)]
+    first = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    for _ in range(4):  # batches
+        assert first.stdout.readline()
+    rival = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert "Another process is building this index" in rival.stderr
+    first.send_signal(how)
+    first.communicate(timeout=20)
+    assert first.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["i.partial", "photos"]
+    again = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert again.returncode == 0, again.stderr
+    *batches, last = again.stdout.splitlines()
+    resumed = int(last.split()[1])
+    assert resumed >= 48
+    assert last.split()[3] == "2"
+    assert sum(map(int, batches)) == 202 - resumed - (0 if resumed > 30 else 2)
+    assert again.stderr.count("skipped: ") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["i", "photos"]
+    build_index(bundle_path, [photos], tmp_path / "j", batch=16, skip_bad=True, progress=False)
+    for name in ("vectors.npy", "vectors.faiss"):
+        assert (out / name).read_bytes() == (tmp_path / "j" / name).read_bytes()
+
+
+def test_what_changed_meanwhile_is_encoded_again(makers, bundle_path, folder, tmp_path, monkeypatch):
+    images = makers.digits()[0]
+    monkeypatch.setattr("retrieval.index.build.put_in_place", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+    monkeypatch.undo()
+    paths = sorted(folder.rglob("*.png"))
+    time.sleep(0.02)  # so that the time of the file differs
+    Image.fromarray(images[300]).save(paths[25])
+    summary = build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+    assert summary.resumed == 25
+    with Index.open(tmp_path / "i", threads=1) as index:
+        for row, path in enumerate(paths):
+            assert np.array_equal(index.vector(row), index.bundle.encode_image(path).vector[0])
+
+
+def test_another_bundle_starts_over(makers, bundle_path, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("retrieval.index.build.put_in_place", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+    monkeypatch.undo()
+    other = makers.make_bundle(tmp_path / "other", seed=5)
+    summary = build_index(other, [folder], tmp_path / "i", progress=False)
+    assert summary.resumed == 0
+    with Index.open(tmp_path / "i", threads=1) as index:
+        assert np.array_equal(index.vector(0), index.bundle.encode_image(index.item(0).path).vector[0])
+
+
+def test_a_damaged_journal_costs_time_and_nothing_else(bundle_path, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("retrieval.index.build.put_in_place", _interrupt)
+    for damage in (b"", b"{}\n", b"\xff\xfe", b'{"bundle": 1}\n[]\n'):
+        with pytest.raises(KeyboardInterrupt):
+            build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+        (tmp_path / "i.partial" / "journal.jsonl").write_bytes(damage)
+    journal = tmp_path / "i.partial" / "journal.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+    journal.write_bytes(journal.read_bytes()[:-20])  # torn in the last line
+    os.truncate(
+        tmp_path / "i.partial" / "vectors", 30 * 16 * 4 + 5
+    )  # and vectors that never reached the disk
+    monkeypatch.undo()
+    assert build_index(bundle_path, [folder], tmp_path / "i", progress=False).resumed == 30
+    Index.open(tmp_path / "i", threads=1).close()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,426 @@
+"""Building and searching, against plain loops in float64."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.bundle import Bundle, Encoded
+from retrieval.errors import DataError, PluginError, StoreError
+from retrieval.index.backends import FLAT_NUMBERS, HNSW_VECTORS, choose, make_backend
+from retrieval.index.build import build_index
+from retrieval.index.recall import recall_at_10
+from retrieval.index.store import Index
+from retrieval.manifest import read_manifest
+
+
+def plain_nearest(query, vectors, distance, k):
+    """Rows and distances of the k nearest, one pair at a time; ties by row."""
+    found = sorted((distance(query, vector), row) for row, vector in enumerate(vectors.tolist()))[:k]
+    return [row for _, row in found], [value for value, _ in found]
+
+
+def euclidean(a, b):
+    return math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)))
+
+
+def manhattan(a, b):
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def smaller_of_two(a, b):
+    return min(euclidean(a[:6], b[:6]), euclidean(a[6:], b[6:]))
+
+
+@pytest.fixture(scope="module")
+def pixels(makers):
+    return makers.digits()[0][:, None]
+
+
+@pytest.fixture
+def build(makers, photos, tmp_path):
+    def make(backend="flat", options=None, **kind):
+        bundle = makers.make_bundle(tmp_path / "bundle", **kind)
+        build_index(bundle, [photos], tmp_path / "index", backend=backend, options=options, progress=False)
+        return Index.open(tmp_path / "index", threads=1)
+
+    return make
+
+
+@pytest.mark.parametrize("backend", ["flat", "hnsw", "ivf"])
+@pytest.mark.parametrize(
+    ("kind", "distance", "output"),
+    [
+        ({}, euclidean, "query"),
+        ({"query_vectors": True}, euclidean, "query"),
+        ({"normalized": False}, euclidean, "query"),
+        ({"subspaces": True}, smaller_of_two, "query"),
+        ({"rescorer": True}, manhattan, "code"),
+        ({"rescorer": True, "subspaces": True}, manhattan, "code"),
+    ],
+    ids=["plain", "query", "raw", "subspaces", "rescorer", "both"],
+)
+def test_answers_are_those_of_a_plain_loop(backend, kind, distance, output, build, pixels):
+    with build(backend, {"probes": 1000} if backend == "ivf" else None, **kind) as index:
+        order = [int(index.item(row).path.stem) for row in range(200)]
+        gallery = index.bundle.encode(pixels[order])
+        against = gallery.code if output == "code" else gallery.vector
+        queries = index.bundle.encode(pixels[200:212])
+        answers = index.search(queries, 7, candidates=200)
+        for number, hits in enumerate(answers):
+            rows, distances = plain_nearest(getattr(queries, output)[number].tolist(), against, distance, 7)
+            assert [hit.id for hit in hits] == rows
+            assert [hit.distance for hit in hits] == pytest.approx(distances, rel=1e-4, abs=1e-6)
+
+
+def test_a_query_alone_and_in_a_crowd_gets_the_same_answer(build, pixels):
+    index = build()
+    queries = index.bundle.encode(pixels[:300])
+    crowd = index.search(queries, 5)
+    assert len(crowd) == 300
+    for number in range(0, 300, 23):
+        alone = index.search(
+            Encoded(queries.vector[number : number + 1], queries.query[number : number + 1]), 5
+        )[0]
+        assert alone == crowd[number]
+        assert index.search(queries.query[number], 5)[0] == alone
+
+
+def test_an_indexed_image_finds_itself_at_distance_zero(index_path, photos):
+    with Index.open(index_path, threads=1) as index:
+        assert len(index) == 200
+        for path in sorted(photos.rglob("*.png"))[::17]:
+            hit = index.search(index.bundle.encode_image(path), 1)[0][0]
+            assert hit.path == path
+            assert hit.key == path.relative_to(photos).as_posix()
+            assert hit.label == path.parent.name
+            assert hit.distance < 1e-6
+
+
+def test_equal_distances_come_by_id(makers, bundle_path, tmp_path):
+    for number in range(30):
+        Image.fromarray(makers.digits()[0][0]).save(tmp_path / f"{number:02}.png")
+    build_index(bundle_path, [tmp_path], tmp_path / "i", progress=False)
+    with Index.open(tmp_path / "i", threads=1) as index:
+        assert [hit.id for hit in index.search(index.bundle.encode_image(tmp_path / "00.png"), 5)[0]] == [
+            0,
+            1,
+            2,
+            3,
+            4,
+        ]
+
+
+def test_k_beyond_the_items_gives_all(index_path):
+    with Index.open(index_path, threads=1) as index:
+        assert sorted(hit.id for hit in index.search(index.vector(3), 10_000)[0]) == list(range(200))
+        assert index.search(np.empty((0, 16), np.float32)) == []
+        assert index.item(200) is None
+        assert index.item(-1) is None
+
+
+def test_bad_queries_are_sentences(index_path, build):
+    with Index.open(index_path, threads=1) as index:
+        for bad, says in (
+            (np.zeros(5), "has 16 numbers, not 5"),
+            (np.full(16, np.nan), "NaN"),
+            (np.full(16, 1e300), "beyond float32"),
+            (np.array(["a"] * 16), "real numbers"),
+        ):
+            with pytest.raises(DataError, match=says):
+                index.search(bad)
+        with pytest.raises(DataError, match="k must be at least 1, not 0"):
+            index.search(np.zeros(16), 0)
+    with (
+        build(rescorer=True) as index,
+        pytest.raises(DataError, match="needs the query's code: give an image"),
+    ):
+        index.search(np.zeros(16))
+
+
+def test_searching_from_many_threads_gives_the_same_answers(build, pixels):
+    index = build("hnsw", rescorer=True)
+    queries = [index.bundle.encode(pixels[number : number + 1]) for number in range(40)]
+    alone = [index.search(query, 5) for query in queries]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            assert list(pool.map(lambda query: index.search(query, 5), queries)) == alone
+
+
+def test_a_variant_encodes_items_and_queries_alike(bundle_path, photos, tmp_path):
+    build_index(bundle_path, [photos / "3"], tmp_path / "i", variant="fp16", progress=False)
+    with Index.open(tmp_path / "i", threads=1) as index:
+        assert index.bundle.variant == "fp16"
+        path = next((photos / "3").glob("*.png"))
+        vector = Bundle.open(bundle_path, variant="fp16", threads=1).encode_image(path).vector[0]
+        hit = index.search(index.bundle.encode_image(path), 1)[0][0]
+        assert np.array_equal(index.vector(hit.id), vector)
+        assert hit.label == "3"  # an image directly in the given folder takes its name
+
+
+def test_a_csv_manifest_keeps_its_columns(photos, bundle_path, tmp_path):
+    table = tmp_path / "items.csv"
+    paths = sorted(photos.rglob("*.png"))[:5]
+    with table.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file)
+        writer.writerow(["label", "path", "colour", "price"])
+        for number, path in enumerate(paths):
+            shown = (
+                path
+                if number
+                else f"../{path.relative_to(tmp_path.parent)}"
+                if path.is_relative_to(tmp_path.parent)
+                else path
+            )
+            writer.writerow([f"día {number}" if number else "", shown, "grün, hell", number])
+    summary = build_index(bundle_path, [table, paths[0]], tmp_path / "i", progress=False)
+    assert summary.count == 5 or summary.repeated == 0
+    with Index.open(tmp_path / "i", threads=1) as index:
+        item = index.item(2)
+        assert item.label == "día 2"
+        assert item.metadata == {"colour": "grün, hell", "price": "2"}
+        assert (item.width, item.height) == (8, 8)
+        assert index.item(0).label is None
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("label,file\n1,a.png\n", r"needs a column 'path' \(it has: label, file\)"),
+        ("paht\na.png\n", "Did you mean"),
+        ("", "needs a column 'path'"),
+        ("path,label\n", "lists no item"),
+        ("path,label\na.png\n", "line 2: has more or fewer fields"),
+        ("path,label\na.png,1,2\n", "line 2: has more or fewer fields"),
+        ("path,path\na.png,b.png\n", "two columns of the same name"),
+        ('path\n"a.png\n', "is not a CSV file"),
+        ("path\n\xff".encode("latin-1"), "is not UTF-8"),
+        ("path,label\n,x\n", "line 2: 'path' is empty"),
+    ],
+)
+def test_a_bad_csv_is_a_sentence(content, says, bundle_path, tmp_path):
+    table = tmp_path / "items.csv"
+    table.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=says):
+        build_index(bundle_path, [table], tmp_path / "i", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["items.csv"]
+
+
+def test_features_are_indexed_and_searched(makers, tmp_path):
+    bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False, features=20)
+    features = np.random.default_rng(0).normal(size=(90, 20))
+    np.savez(
+        tmp_path / "f.npz",
+        features=features,
+        labels=np.arange(90) % 4,
+        keys=np.array([f"k{n}" for n in range(90)]),
+    )
+    np.savez(tmp_path / "g.npz", vectors=features[:3] + 9)
+    build_index(bundle, [tmp_path / "f.npz", tmp_path / "g.npz"], tmp_path / "i", progress=False)
+    with Index.open(tmp_path / "i", threads=1) as index:
+        assert len(index) == 93
+        projected = features @ makers.weights(0, 20).astype(np.float64)
+        rows, distances = plain_nearest(projected[4].tolist(), projected, euclidean, 5)
+        hits = index.search(index.bundle.encode(features[4:5]), 5)[0]
+        assert [hit.id for hit in hits] == rows
+        assert [hit.distance for hit in hits] == pytest.approx(distances, rel=1e-4, abs=1e-5)
+        assert hits[0].key == "k4"
+        assert hits[0].label == "0"
+        assert hits[0].path is None
+        assert index.item(91).key == "g/1"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"x": np.zeros((2, 64))}, r"needs an array 'features' \(it has: x\)"),
+        ({"features": np.zeros(64)}, r"must be numbers of shape \(N, F\)"),
+        ({"features": np.zeros((2, 64)), "labels": np.zeros(3, int)}, "'labels' must be 2 texts"),
+        ({"features": np.array([[object()]])}, "damaged, or not an .npz file of plain arrays"),
+        ({"features": np.zeros((2, 63))}, r"takes inputs of shape \(N, 64\)"),
+        ({"features": np.array([[1.0] * 64, [np.nan] * 64])}, "1 of 2 items cannot be used"),
+    ],
+)
+def test_bad_features_are_sentences(arrays, says, makers, tmp_path):
+    bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
+    np.savez(tmp_path / "f.npz", **arrays)
+    with pytest.raises(DataError, match=says):
+        build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    (tmp_path / "f.npz").write_bytes((tmp_path / "f.npz").read_bytes()[:-30])
+    with pytest.raises(DataError, match=r"damaged, or not an \.npz"):
+        build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "f.npz"]
+
+
+def test_sources_of_the_wrong_kind(makers, bundle_path, photos, tmp_path):
+    np.savez(tmp_path / "f.npz", features=np.zeros((2, 64)))
+    features = makers.make_bundle(tmp_path / "b", kind="features")
+    for bundle, sources, says in (
+        (bundle_path, [tmp_path / "f.npz"], "holds features; this bundle takes images"),
+        (features, [photos], "takes features, not images"),
+        (bundle_path, [tmp_path / "nowhere"], "does not exist"),
+        (bundle_path, [], "nothing to index"),
+        (bundle_path, [tmp_path / "b"], "holds no image"),
+    ):
+        with pytest.raises(DataError, match=says):
+            build_index(bundle, sources, tmp_path / "i", progress=False)
+
+
+def test_auto_is_exact_while_small():
+    assert choose(FLAT_NUMBERS // 128, 128) == "flat"
+    assert choose(FLAT_NUMBERS // 128 + 1, 128) == "hnsw"
+    assert choose(HNSW_VECTORS, 512) == "hnsw"
+    assert choose(HNSW_VECTORS + 1, 512) == "ivf"
+
+
+def test_recall_is_measured_honestly():
+    vectors = np.random.default_rng(0).normal(size=(3000, 24)).astype(np.float32)
+    poor = make_backend("ivf", {"lists": 60, "probes": 2})
+    poor.build(vectors)
+    sample = np.sort(np.random.default_rng(0).choice(3000, 200, replace=False))
+    found = 0
+    for row in sample:
+        squared = ((vectors.astype(np.float64) - vectors[row]) ** 2).sum(axis=1)
+        squared[row] = np.inf
+        true = set(np.argsort(squared)[:10].tolist())
+        found += len(true & (set(poor.search(vectors[row : row + 1], 11)[1][0].tolist()) - {int(row)}))
+    measured = recall_at_10(poor, "ivf", vectors)
+    assert measured == pytest.approx(found / 2000, abs=0.003)
+    assert measured < 0.8
+    exact = make_backend("flat", {})
+    exact.build(vectors)
+    assert recall_at_10(exact, "flat", vectors) == 1.0
+    assert recall_at_10(exact, "flat", vectors[:1]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("hnws", {}, "no index back end 'hnws'.*Did you mean 'hnsw'"),
+        ("hnsw", {"mm": 3}, "no such parameter.*Did you mean 'm'"),
+        ("hnsw", {"m": 1}, "m: should be .*4.*not 1"),
+        ("hnsw", {"m": "many"}, "m: "),
+        ("auto", {"m": 16}, "need its name"),
+        ("nobody.index", {}, "No plugin 'nobody'"),
+    ],
+)
+def test_a_wrong_back_end_is_refused_before_anything_is_encoded(
+    name, options, says, bundle_path, photos, tmp_path
+):
+    with pytest.raises((PluginError, DataError), match=says):
+        build_index(bundle_path, [photos], tmp_path / "i", backend=name, options=options, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+PLUGIN = '''
+import numpy as np
+from retrieval import IndexBackend, hookimpl
+
+class Brute(IndexBackend):
+    """Compare with everything, in NumPy.
+
+    Args:
+        block: queries at a time.
+    """
+
+    def __init__(self, block: int = 2) -> None:
+        self.block = block
+
+    def build(self, vectors):
+        self.vectors = np.array(vectors)
+
+    def search(self, queries, k):
+        BREAK
+        distances = np.sqrt(((queries[:, None] - self.vectors[None]) ** 2).sum(axis=2))
+        rows = np.argsort(distances, axis=1)[:, :k]
+        return np.take_along_axis(distances, rows, axis=1), rows
+
+    def save(self, path):
+        with path.open("wb") as file:
+            np.save(file, self.vectors)
+
+    def load(self, path):
+        self.vectors = np.load(path, allow_pickle=False)
+
+@hookimpl
+def retrieval_indexes():
+    return {"brute": Brute}
+'''
+
+
+def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(PLUGIN.replace("BREAK", "pass"))
+    summary = build_index(
+        bundle_path,
+        [photos],
+        tmp_path / "i",
+        backend="mine.brute",
+        options={"block": 3},
+        plugins=[str(plugin)],
+        progress=False,
+    )
+    assert summary.backend == "mine.brute"
+    assert summary.recall_at_10 == 1.0  # it doesn't claim to be exact, so it is measured
+    with (
+        Index.open(tmp_path / "i", threads=1, plugins=[str(plugin)]) as index,
+        Index.open(index_path, threads=1) as flat,
+    ):
+        assert index.search(flat.vector(5), 9) == flat.search(flat.vector(5), 9)
+    with pytest.raises(PluginError, match="mine"):
+        Index.open(tmp_path / "i", threads=1)
+    broken = tmp_path / "broken.py"
+    broken.write_text(PLUGIN.replace("BREAK", "return np.zeros((1, 1)), np.full((1, 1), 999)"))
+    with pytest.raises(StoreError, match=r"'broken\.brute' answered with"):
+        build_index(
+            bundle_path,
+            [photos],
+            tmp_path / "j",
+            backend="broken.brute",
+            plugins=[str(broken)],
+            progress=False,
+        )
+    assert not (tmp_path / "j").exists()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_index_keeps_its_own_copy_of_the_bundle(makers, photos, tmp_path):
+    bundle = makers.make_bundle(tmp_path / "b")
+    manifest = read_manifest(bundle)
+    build_index(bundle, [photos / "1"], tmp_path / "i", progress=False)
+    (bundle / "encoder.onnx").unlink()
+    with Index.open(tmp_path / "i", threads=1) as index:
+        assert index.bundle.manifest == manifest
+
+
+def test_names_that_are_no_text(bundle_path, makers, tmp_path):
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    try:
+        odd = Path(os.fsdecode(bytes(folder) + b"/caf\xe9.png"))
+        Image.fromarray(makers.digits()[0][0]).save(odd)
+    except OSError:
+        pytest.skip("this file system takes only names that are text")
+    build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+    with Index.open(tmp_path / "i", threads=1) as index:
+        assert index.item(0).path == odd
+        assert index.item(0).key == "caf\\xe9.png"
+
+
+def test_the_layout_is_as_documented(index_path):
+    names = sorted(
+        path.relative_to(index_path).as_posix() for path in index_path.rglob("*") if path.is_file()
+    )
+    assert names == sorted(
+        textwrap.dedent("""
+        SHA256SUMS bundle/encoder.fp16.onnx bundle/encoder.onnx bundle/manifest.json index.json items.sqlite
+        vectors.faiss vectors.npy
+    """).split()
+    )
