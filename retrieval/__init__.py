@@ -6,7 +6,6 @@ All that a plugin author imports is here: `hookimpl`, and the contracts, which l
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from retrieval.hookspecs import hookimpl
@@ -28,10 +27,7 @@ if TYPE_CHECKING:
     from retrieval.images import Preprocessing
     from retrieval.index.backends import IndexBackend
 
-try:
-    __version__ = version("retrieval")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0"
+    __version__: str
 
 _HOME = {
     **dict.fromkeys(
@@ -56,6 +52,13 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("retrieval")
+        except PackageNotFoundError:  # a source tree that was never installed
+            return "0"
     if name in _HOME:
         return getattr(importlib.import_module(f"retrieval.{_HOME[name]}"), name)
     raise AttributeError(f"module 'retrieval' has no attribute '{name}'")

@@ -5,13 +5,12 @@ Exit codes: 0 done; 2 the user's mistake (one sentence on stderr, no traceback);
 
 from __future__ import annotations
 
-import errno
 import importlib
+import os
 import sys
 
 import click
 
-from retrieval import __version__
 from retrieval.errors import PluginError, RetrievalError, did_you_mean
 
 COMMANDS = {
@@ -30,10 +29,15 @@ COMMANDS = {
 class App(click.Group):
     """A group whose commands are imported when they are called; plugins are loaded only for commands of theirs."""
 
+    _asked = False  # whether plugins have added their commands
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Built-in commands in the order of use, then those of plugins."""
-        self._add_plugin_commands(required=False)
-        return [*COMMANDS, *sorted(set(self.commands) - set(COMMANDS))]
+        try:
+            self._add_plugin_commands()
+        except RetrievalError as error:  # help is wanted most when something is wrong
+            click.echo(f"Note: {error}", err=True)
+        return [*COMMANDS, *sorted(self.commands)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command by name."""
@@ -41,31 +45,62 @@ class App(click.Group):
             module, _, name = COMMANDS[cmd_name].partition(":")
             command: click.Command = getattr(importlib.import_module(f"retrieval.commands.{module}"), name)
             return command
-        self._add_plugin_commands(required=True)
+        self._add_plugin_commands()
         if cmd_name not in self.commands:
             raise click.UsageError(
                 f"There is no command '{cmd_name}'.{did_you_mean(cmd_name, [*COMMANDS, *self.commands])}", ctx
             )
         return self.commands[cmd_name]
 
-    def _add_plugin_commands(self, *, required: bool) -> None:
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """Add a plugin's command.
+
+        Raises:
+            PluginError: a command of that name is there already.
+        """
+        name = name or cmd.name or ""
+        home = getattr(cmd.callback, "__module__", "a plugin")
+        if name in COMMANDS:
+            raise PluginError(
+                f"{home} adds the command '{name}', which is built in. It must take another name."
+            )
+        if name in self.commands:
+            other = getattr(self.commands[name].callback, "__module__", "another plugin")
+            raise PluginError(
+                f"{home} and {other} both add the command '{name}'. One must take another name."
+            )
+        super().add_command(cmd, name)
+
+    def _add_plugin_commands(self) -> None:
         from retrieval.plugins import load_plugins
 
+        if self._asked:
+            return
+        self._asked = True
         try:
             load_plugins().hook.retrieval_commands(app=self)
-        except PluginError as error:
-            if required:
-                raise
-            click.echo(f"Note: {error}", err=True)
-        clash = [name for name in self.commands if name in COMMANDS]
-        if clash:
+        except RetrievalError:
+            raise
+        except Exception as error:
             raise PluginError(
-                f"A plugin adds the command '{clash[0]}', which is built in. It must take another name."
-            )
+                f"A plugin failed in retrieval_commands: {type(error).__name__}: {error}. "
+                "RETRIEVAL_BLOCK=NAME leaves a plugin out."
+            ) from error
+
+
+def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from retrieval import __version__
+
+        click.echo(f"retrieval, version {__version__}")
+        ctx.exit()
 
 
 @click.group(cls=App, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(__version__, prog_name="retrieval")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+    help="Show the version and exit.",
+)  # fmt: skip
 def app() -> None:
     """Find the same thing in other pictures: train an embedding, export it, index it, serve image search.
 
@@ -75,33 +110,40 @@ def app() -> None:
 
 def main() -> None:
     """Run the command line and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        # a terminal that lacks a character shows "?" instead of a traceback
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         # Click gives the command's own return value, or an exit code for --help and --version.
-        app(standalone_mode=False)
+        app(prog_name="retrieval", standalone_mode=False)
+        sys.stdout.flush()
     except RetrievalError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(130 if type(error).__name__ == "Interrupted" else 2)
+        _leave(f"Error: {error}", 130 if type(error).__name__ == "Interrupted" else 2)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("Interrupted.", err=True)
-        sys.exit(130)
+        _leave("Interrupted.", 130)
     except BrokenPipeError:
+        # the reader (`head`, a pager) has seen enough; what is buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("retrieval"):
             raise
-        click.echo(
-            f"Error: this command needs {error.name}, which is not installed. Install it: {_extra_for(error.name or '')}",
-            err=True,
-        )
-        sys.exit(2)
+        extra = _extra_for(error.name or "")
+        _leave(f"Error: this command needs {error.name}, which is not installed. Install it: {extra}", 2)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if not error.strerror:
             raise
-        click.echo(f"Error: {error.filename or 'a file'} cannot be written: {error.strerror}.", err=True)
-        sys.exit(2)
+        what = f"{error.filename} cannot be used" if error.filename else "a file or connection failed"
+        _leave(f"Error: {what}: {error.strerror}.", 2)
+
+
+def _leave(sentence: str, code: int) -> None:
+    click.echo(sentence, err=True)
+    sys.exit(code)
 
 
 def _extra_for(module: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from retrieval.errors import PluginError, did_you_mean
-from retrieval.factory import KINDS, Factory
+from retrieval.factory import KINDS, Factory, Parameter
 from retrieval.plugins import Plugins
 from retrieval.recipe import COMPONENTS
 
@@ -52,46 +52,53 @@ def show_text(plugins: Plugins, name: str) -> str:
         raise PluginError(
             f"Nothing is called '{name}'.{did_you_mean(name, known) or ' See: retrieval plugins list.'}"
         )
-    return "\n\n".join(_one(factory) for factory in found)
+    return "\n\n".join(_one(factory, plugins) for factory in found)
 
 
-def _one(factory: Factory) -> str:
+def _one(factory: Factory, plugins: Plugins) -> str:
     lines = [f"{factory.name} ({KINDS[factory.kind]})", "", *_wrap(factory.description), ""]
     if factory.parameters:
         lines.append("Parameters")
         for p in factory.parameters:
-            default = p.default_text
-            lines.append(
-                f"  {p.name}: {p.type_text}"
-                + (
-                    f" = {default}"
-                    if default and not p.required and not p.given
-                    else f" ({default})"
-                    if default
-                    else ""
-                )
-            )
+            lines.append(f"  {p.name}: {p.type_text}{_default(p)}")
             lines += textwrap.wrap(p.doc, 96, initial_indent="      ", subsequent_indent="      ")
         lines.append("")
-    return "\n".join([*lines, "In a recipe", *(f"  {line}" for line in snippet(factory).splitlines())])
+    shown = snippet(factory, plugins).splitlines()
+    return "\n".join(
+        [
+            *lines,
+            "On the command line" if factory.kind == "indexes" else "In a recipe",
+            *(f"  {line}" for line in shown),
+        ]
+    )
 
 
-def snippet(factory: Factory) -> str:
-    """Return the lines that put a factory into a recipe, with its defaults."""
+def _default(p: Parameter) -> str:
+    text = p.default_text
+    if p.given or p.required:
+        return f" ({text})"
+    return f" = {text}" if text else ""
+
+
+def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
+    """Return the lines that put a factory into a recipe, with its defaults.
+
+    Args:
+        factory: the factory.
+        plugins: where to find a loss or miner that takes the factory's product as a part (a distance, a reducer, …).
+    """
     tables = {kind: table for table, kind in COMPONENTS.items()}
     settable = [p for p in factory.parameters if not p.given]
     if factory.kind == "metrics":
         return f'[evaluate]\nmetrics = ["{factory.name}"]'
     if factory.kind == "indexes":
-        return f"retrieval index BUNDLE IMAGES --backend {factory.name}"
+        required = "".join(f" --option {p.name}=…" for p in settable if p.required)
+        return f"retrieval index BUNDLE IMAGES --output INDEX --backend {factory.name}{required}"
     if factory.kind not in tables:
-        inner = ", ".join(
-            [
-                f'name = "{factory.name}"',
-                *(f"{p.name} = {p.default_text}" for p in settable if p.default_text and not p.required),
-            ]
-        )
-        return f'[loss]\nname = "…"\n{KINDS[factory.kind]} = {{ {inner} }}'
+        inner = [f'name = "{factory.name}"']
+        inner += [f"{p.name} = {'…' if p.required else p.default_text}" for p in settable if p.default_text]
+        table, owner, place = _owner(factory.kind, plugins)
+        return f'[{table}]\nname = "{owner}"\n{place} = {{ {", ".join(inner)} }}'
     lines = [f"[{tables[factory.kind]}]", f'name = "{factory.name}"']
     for p in settable:
         if p.required:
@@ -103,16 +110,22 @@ def snippet(factory: Factory) -> str:
     return "\n".join(lines)
 
 
+def _owner(kind: str, plugins: Plugins | None) -> tuple[str, str, str]:
+    """Return the table, the name and the parameter of something that takes a part of this kind and needs nothing else."""
+    for table in ("loss", "miner") if plugins else ():
+        for owner in plugins.factories(COMPONENTS[table]).values() if plugins else ():
+            place = next((p.name for p in owner.parameters if p.part == kind and not p.many), None)
+            if place and not any(p.required for p in owner.parameters):
+                return table, owner.name, place
+    return "loss", "…", KINDS[kind]
+
+
 def _wrap(text: str) -> list[str]:
     lines: list[str] = []
     for paragraph in text.split("\n\n"):
-        # an indented paragraph is a formula or code
-        lines += [
-            *(
-                paragraph.splitlines()
-                if paragraph.startswith(" ")
-                else textwrap.wrap(" ".join(paragraph.split()), 100)
-            ),
-            "",
-        ]
+        # formulas, code and lists keep their lines
+        if any(line.startswith((" ", "- ", "* ")) for line in paragraph.splitlines()):
+            lines += [*paragraph.splitlines(), ""]
+        else:
+            lines += [*textwrap.wrap(" ".join(paragraph.split()), 100), ""]
     return lines[:-1]

@@ -10,9 +10,12 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +24,7 @@ from typing import Any
 import pluggy
 
 from retrieval import hookspecs
-from retrieval.errors import MissingDependency, PluginError, RecipeError, did_you_mean
+from retrieval.errors import MissingDependency, PluginError, RecipeError, RetrievalError, did_you_mean
 from retrieval.factory import GIVEN, KINDS, Factory, Parameter
 
 GROUP = "retrieval"
@@ -67,29 +70,27 @@ class Plugins:
         hook = f"retrieval_{kind}"
         try:
             made = function()
-        except ImportError as error:
-            if error.name and error.name.partition(".")[0] in (
-                "torch",
-                "torchvision",
-                "pytorch_metric_learning",
-                "sklearn",
-            ):
-                raise MissingDependency(
-                    f"The plugin '{plugin}' needs {error.name} for its {kind}. Install it: pip install 'retrieval[train]'."
-                ) from error
-            raise PluginError(f"The plugin '{plugin}' failed in {hook}: {error}.") from error
+        except RetrievalError:
+            raise
         except Exception as error:
-            raise PluginError(
-                f"The plugin '{plugin}' failed in {hook}: {type(error).__name__}: {error}."
-            ) from error
+            missing = (getattr(error, "name", None) or "") if isinstance(error, ModuleNotFoundError) else ""
+            if missing.partition(".")[0] in ("torch", "torchvision", "pytorch_metric_learning", "sklearn"):
+                raise MissingDependency(
+                    f"The plugin '{plugin}' needs {missing} for its {kind}. Install it: pip install 'retrieval[train]'."
+                ) from error
+            raise PluginError(f"The plugin '{plugin}' failed in {hook}: {_reason(error)}.") from error
         if not isinstance(made, Mapping):
             raise PluginError(
                 f"The plugin '{plugin}' returned {type(made).__name__} from {hook}; it must return {{name: factory}}."
             )
         for short, make in made.items():
-            if not (isinstance(short, str) and short.isidentifier() and callable(make)):
+            if not (isinstance(short, str) and short.isidentifier()):
                 raise PluginError(
-                    f"The plugin '{plugin}' offers {short!r} in {hook}; a name must be a Python identifier and its factory callable."
+                    f"The plugin '{plugin}' offers {short!r} in {hook}; a name must be a Python identifier."
+                )
+            if not callable(make):
+                raise PluginError(
+                    f"The plugin '{plugin}' offers '{short}' in {hook} with a {type(make).__name__} as its factory, which cannot be called."
                 )
         return made
 
@@ -109,12 +110,33 @@ class Plugins:
                 or f" No plugin '{plugin}' is loaded (loaded: {', '.join(sorted(s.plugin for s in self.sources))})."
             )
         else:
-            hint = did_you_mean(name, known) or f" 'retrieval plugins list' shows all {len(known)}."
+            hint = did_you_mean(name, known)
+            for kind_of in KINDS if not hint else ():
+                if kind_of != kind and name in self.factories(kind_of):
+                    hint = f" '{name}' is a {KINDS[kind_of]}."
+            hint = hint or f" 'retrieval plugins list --kind {kind}' shows all {len(known)}."
         raise PluginError(f"There is no {KINDS[kind]} '{name}'.{hint}")
 
     def check(self, kind: str, values: Mapping[str, Any], where: str) -> list[str]:
         """Return every problem of a table `{name = …, parameters}`, nested parts included."""
-        return [problem for problem in self._check(kind, values, where)]
+        return list(self._check(kind, values, where))
+
+    def every(self, kind: str, values: Any, test: Callable[[Factory], bool]) -> bool:
+        """Return whether a factory passes a test and all those of its kind nested in it do too.
+
+        What is unknown or wrong passes: it is reported by `check`.
+        """
+        table = _table(values) or {}
+        factory = self.factories(kind).get(str(table.get("name")))
+        return factory is None or (
+            test(factory)
+            and all(
+                self.every(kind, part, test)
+                for p in factory.parameters
+                if p.part == kind and p.name in table
+                for _, part in _parts(p, table[p.name], "")
+            )
+        )
 
     def _check(self, kind: str, values: Any, where: str) -> Iterator[str]:
         values = _table(values)
@@ -154,6 +176,10 @@ class Plugins:
         for p in factory.parameters:
             if p.name in GIVEN and given.get(p.name) is not None:
                 checked[p.name] = given[p.name]
+            elif p.part and p.required and p.name not in checked:
+                raise RecipeError(
+                    [f"[{KINDS[kind]}] {p.name}: is required ({p.type_text}); {factory.name} has no default."]
+                )
             elif p.part and p.name in checked:
                 made = [self.build(p.part, part, given) for _, part in _parts(p, checked[p.name], p.name)]
                 checked[p.name] = made if p.many else made[0]
@@ -196,37 +222,54 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
     manager.add_hookspecs(hookspecs)
     sources: list[Source] = []
 
-    def register(name: str, module: ModuleType, origin: str) -> None:
-        clash = next((s for s in sources if s.plugin == name), None)
-        if clash:
+    def register(source: Source, module: ModuleType) -> None:
+        other = manager.get_name(module)
+        if other:
             raise PluginError(
-                f"Two plugins are called '{name}': {clash.origin} and {origin}. Rename one, or set RETRIEVAL_BLOCK={name}."
+                f"The {source.origin} is loaded already, as the plugin '{other}'. Name what it offers '{other}.…', "
+                f"and leave the {source.origin} out."
             )
+        _refuse_misspelt(source, module)
         try:
-            manager.register(module, name)
+            manager.register(module, source.plugin)
         except (ValueError, pluggy.PluginValidationError) as error:
             raise PluginError(
-                f"The plugin '{name}' ({origin}) does not fit its hooks: {_first_line(error)}"
+                f"The plugin '{source.plugin}' ({source.origin}) does not fit its hooks: {_misfit(error)}."
             ) from error
-        sources.append(Source(name, origin))
+        sources.append(source)
 
     for name, (entry, origin) in sorted(_entry_points(blocked).items()):
-        register(name, _import(name, origin, lambda entry=entry: entry.load()), origin)
+        source = Source(name, origin)
+        register(source, _import(source, entry.load))
     for item in extra:
-        name = Path(item).stem if item.endswith(".py") else item.rpartition(".")[2]
-        if name in blocked:
+        source = _named(item)
+        if source.plugin in blocked or source in sources:
             continue
-        origin = str(Path(item).resolve()) if item.endswith(".py") else f"module {item}"
-        register(name, _import(name, origin, lambda item=item: _import_extra(item)), origin)
-    _refuse_misspelt(manager, sources)
+        clash = next((s for s in sources if s.plugin == source.plugin), None)
+        if clash:
+            raise PluginError(
+                f"Two plugins are called '{source.plugin}': {clash.origin} and {source.origin}. Rename the second."
+            )
+        register(source, _import(source, partial(_import_extra, item)))
     return Plugins(manager, sources)
 
 
+def _named(item: str) -> Source:
+    """Return the name that a file or module gives its plugin, and what to call it in a sentence."""
+    if item.endswith(".py"):
+        return Source(Path(item).stem, f"file {Path(item).resolve()}")
+    return Source(item.rpartition(".")[2], f"module {item}")
+
+
 def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
+    """Return each plugin's entry point and its distribution, refusing a name that two distributions claim."""
     found: dict[str, tuple[EntryPoint, str]] = {}
     seen: set[str] = set()
     for distribution in distributions():
-        project = (distribution.name or "").lower().replace("_", "-")
+        # most have no entry point of ours: reading their names too would double the time that `--help` takes
+        if f"[{GROUP}]" not in (distribution.read_text("entry_points.txt") or ""):
+            continue
+        project = re.sub(r"[-_.]+", "-", distribution.name or "").lower()
         if project in seen:  # an editable install may be listed twice
             continue
         seen.add(project)
@@ -243,32 +286,44 @@ def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
     return found
 
 
-def _import(name: str, origin: str, load: Any) -> ModuleType:
+def installed() -> dict[str, str]:
+    """Return the distribution of each installed plugin, without loading any; a clash is refused as in `load_plugins`."""
+    return {name: origin for name, (_, origin) in _entry_points(set()).items()}
+
+
+def _import(source: Source, load: Callable[[], Any]) -> ModuleType:
     try:
         module = load()
     except PluginError:
         raise
-    except Exception as error:
-        frame = error.__traceback__
-        while frame and frame.tb_next:
-            frame = frame.tb_next
-        place = f" ({frame.tb_frame.f_code.co_filename}, line {frame.tb_lineno})" if frame else ""
+    except (Exception, SystemExit) as error:
+        place = ""
+        for frame in traceback.extract_tb(error.__traceback__):
+            if not frame.filename.startswith("<"):  # the import machinery
+                place = f" ({frame.filename}, line {frame.lineno})"
         if isinstance(error, SyntaxError):
             place = f" ({error.filename}, line {error.lineno})"
         raise PluginError(
-            f"The plugin '{name}' from {origin} cannot be imported: {type(error).__name__}: {_first_line(error)}{place}. "
-            f"Mend it, or leave it out with RETRIEVAL_BLOCK={name}."
+            f"The plugin '{source.plugin}' ({source.origin}) cannot be imported: {_reason(error)}{place}. "
+            f"Mend it, or leave it out with RETRIEVAL_BLOCK={source.plugin}."
         ) from error
     if not isinstance(module, ModuleType):
         raise PluginError(
-            f"The plugin '{name}' from {origin} is a {type(module).__name__}; its entry point must name a module."
+            f"The plugin '{source.plugin}' ({source.origin}) is a {type(module).__name__}; its entry point must name a module."
         )
     return module
 
 
 def _import_extra(item: str) -> ModuleType:
     if not item.endswith(".py"):
-        return importlib.import_module(item)
+        try:
+            return importlib.import_module(item)
+        except (ModuleNotFoundError, TypeError, ValueError) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name not in (item, item.partition(".")[0]):
+                raise  # the module is there; what it imports is not
+            raise PluginError(
+                f"There is no module '{item}' to load as a plugin. A file's name must end in .py."
+            ) from error
     path = Path(item)
     if not path.is_file():
         raise PluginError(f"The plugin file {item} does not exist.")
@@ -289,21 +344,35 @@ def _import_extra(item: str) -> ModuleType:
     return module
 
 
-def _refuse_misspelt(manager: pluggy.PluginManager, sources: list[Source]) -> None:
+def _refuse_misspelt(source: Source, module: ModuleType) -> None:
+    """Refuse a hook that does not exist, and a function named like a hook that lacks its mark."""
     known = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
-    for source in sources:
-        module = manager.get_plugin(source.plugin)
-        for name, value in list(vars(module).items()):
-            marked = getattr(value, "retrieval_impl", None)
-            if marked and name not in known and not marked.get("specname"):
+    for name, value in list(vars(module).items()):
+        marked = getattr(value, "retrieval_impl", None)
+        if isinstance(marked, dict):
+            hook = marked.get("specname") or name
+            if hook not in known:
                 raise PluginError(
-                    f"The plugin '{source.plugin}' ({source.origin}) marks '{name}' as a hook, and there is no such hook.{did_you_mean(name, known)}"
+                    f"The plugin '{source.plugin}' ({source.origin}) marks '{hook}' as a hook, and there is no such hook."
+                    f"{did_you_mean(hook, known)}"
                 )
-    try:
-        manager.check_pending()
-    except pluggy.PluginValidationError as error:
-        raise PluginError(f"A plugin implements a hook that does not exist: {_first_line(error)}") from error
+        elif name in known and inspect.isfunction(value):
+            raise PluginError(
+                f"The plugin '{source.plugin}' ({source.origin}) defines {name} without @retrieval.hookimpl above it, so it "
+                f"would never be called. Add that line, or rename the function."
+            )
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _misfit(error: Exception) -> str:
+    """What pluggy says of a hook with other parameters than its specification, in one sentence."""
+    found = re.search(r"hookimpl definition: (\w+)(\(.*\))", str(error))
+    if not found:
+        return " ".join(str(error).split()).rstrip(".")
+    asked = inspect.signature(getattr(hookspecs, found[1])).parameters
+    return f"it defines {found[1]}{found[2]}, and the host calls {found[1]}({', '.join(asked)})"
+
+
+def _reason(error: BaseException) -> str:
+    """An exception's kind and text, on one line, without the full stop."""
+    text = str(error.msg if isinstance(error, SyntaxError) else error)
+    return f"{type(error).__name__}: {' '.join(text.split())}".rstrip(": .")

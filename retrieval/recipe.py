@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from retrieval.errors import PluginError, RecipeError, did_you_mean
-from retrieval.factory import KINDS, check_model, toml_value
+from retrieval.errors import RecipeError, RetrievalError
+from retrieval.factory import KINDS
+from retrieval.overrides import apply_overrides
 from retrieval.plugins import Plugins, load_plugins
+from retrieval.values import Place, shown, validate
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1)]
@@ -38,7 +41,9 @@ COMPONENTS = {
 class Section(BaseModel):
     """A table of the recipe."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class Split(Section):
@@ -265,32 +270,36 @@ def read_recipe(
         PluginError: a plugin cannot be loaded.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise RecipeError([f"it cannot be read: {reason}."], str(path)) from None
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError([f"it is not valid TOML: {error}."], str(path)) from None
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RecipeError([f"it is not valid TOML: {reason}."], str(path)) from None
     apply_overrides(table, overrides)
     named = table.get("plugins", [])
-    if isinstance(named, list):
+    if isinstance(named, list) and (named or plugins):
         table["plugins"] = [_beside(path, item) if isinstance(item, str) else item for item in named]
-        table["plugins"] += [_beside(Path("."), item) for item in plugins]
+        table["plugins"] += [_beside(Path(), item) for item in plugins]
     return check_recipe(table, str(path))
 
 
 def check_recipe(table: Mapping[str, Any], where: str | None = None) -> tuple[Recipe, Plugins]:
     """Check a recipe that is already a table; see `read_recipe`."""
-    problems: list[str] = []
-    recipe = None
-    try:
-        recipe = Recipe(**check_model(Recipe, table))
-    except RecipeError as error:
-        problems += [_bracketed(problem) for problem in error.problems]
+    from retrieval.rules import check_names, check_together
+
+    recipe, faults = _read_tables(table)
+    problems = [_bracketed(fault) for fault in faults.values()]
     extra = table.get("plugins", [])
-    plugins = load_plugins([p for p in extra if isinstance(p, str)] if isinstance(extra, list) else [])
+    try:
+        plugins = load_plugins([p for p in extra if isinstance(p, str)] if isinstance(extra, list) else [])
+    except RetrievalError as error:
+        if problems:
+            raise RecipeError([*problems, str(error)], where) from error
+        raise
     for name, kind in COMPONENTS.items():
         values = table.get(name)
         if isinstance(values, Mapping):
@@ -298,150 +307,74 @@ def check_recipe(table: Mapping[str, Any], where: str | None = None) -> tuple[Re
             problems += plugins.check(kind, values, f"[{name}]")
     frozen = table["backbone"].get("frozen", False) if isinstance(table.get("backbone"), Mapping) else False
     if not isinstance(frozen, bool):
-        problems.append(f"[backbone] frozen: should be true or false, not {toml_value(frozen)}.")
-    if recipe is not None:
-        problems += _check_names(recipe, plugins)
-        problems += _check_together(recipe, plugins)
+        problems.append(f"[backbone] frozen: should be true or false, not {shown(frozen)}.")
+    problems += check_names(recipe, plugins)
+    problems += check_together(recipe, plugins, {name for name in COMPONENTS if name in table})
     if problems:
-        raise RecipeError(list(dict.fromkeys(problems)), where)
-    assert recipe is not None
+        raise RecipeError(dict.fromkeys(problems), where)
     return recipe, plugins
 
 
-def _check_names(recipe: Recipe, plugins: Plugins) -> list[str]:
-    """Names outside plugin tables: optimiser, schedule, metrics."""
-    from retrieval.evaluate.metrics import metric
-    from retrieval.train.optim import check_optimizer, check_schedule
+def _read_tables(table: Mapping[str, Any]) -> tuple[Recipe, dict[Place, str]]:
+    """Return the recipe and what is wrong with its tables.
 
-    problems = check_optimizer(recipe.optimizer, "[optimizer]") + check_schedule(
-        recipe.schedule, "[schedule]"
-    )
-    if recipe.generator_optimizer:
-        problems += check_optimizer(recipe.generator_optimizer, "[generator_optimizer]")
-    for name in recipe.evaluate.metrics:
-        try:
-            if "." in name:
-                plugins.find("metrics", name)
-            else:
-                metric(name)
-        except (PluginError, RecipeError) as error:
-            problems.append(f"[evaluate] metrics: {error}")
-    return problems
-
-
-def _check_together(recipe: Recipe, plugins: Plugins) -> list[str]:
-    """What cannot go together, in sentences that name both and what to use instead."""
-    problems = []
-
-    def factory(table: str) -> Any:
-        values = recipe.component(table)
-        try:
-            return plugins.find(COMPONENTS[table], str((values or {}).get("name"))) if values else None
-        except PluginError:
-            return None  # reported already
-
-    loss, combiner, generator = map(factory, ("loss", "combiner", "generator"))
-    if (recipe.loss is None) == (recipe.learner is None):
-        problems.append(
-            "a recipe needs either a [loss] or a [learner]"
-            + (", not both." if recipe.loss else "; it has neither.")
+    When something is wrong, the recipe holds what is right, so that the checks that come after see the rest.
+    """
+    values, faults = validate(Recipe, table)
+    if not faults:
+        return Recipe(**values), faults
+    kept = _without(table, set(faults))
+    for name in ("data", "backbone"):
+        kept.setdefault(name, {})
+    values, rest = validate(Recipe, kept)
+    if rest:  # what a wrong entry hid, such as a list that is too short without it
+        values, _ = validate(
+            Recipe, {k: v for k, v in kept.items() if not any(k == place[0] for place in rest)}
         )
-    if recipe.learner:
-        used = [name for name in ("combiner", "miner", "generator") if getattr(recipe, name)]
-        problems += [
-            f"[{name}] goes with a [loss]; a [learner] has no use for it. Remove one of the two."
-            for name in used
-        ]
-    if combiner and loss and not loss.takes("distance"):
-        problems.append(
-            f"[combiner] {combiner.name} needs a loss that takes a `distance`, and {loss.name} takes none. "
-            f"Use one that does: {_some(f.name for f in plugins.factories('losses').values() if f.takes('distance'))}."
-        )
-    if generator and loss and not loss.supports_ref_emb:
-        problems.append(
-            f"[generator] {generator.name} extends the reference set, and {loss.name} takes no `ref_emb`. "
-            f"Use a loss that does: {_some(f.name for f in plugins.factories('losses').values() if f.supports_ref_emb)}."
-        )
-    if combiner and recipe.head.identity:
-        problems.append("[head] identity: a [combiner] brings its own head. Remove one of the two.")
-    for phase in recipe.phase:
-        if "generator" in phase.train and len(phase.train) == 1 and not recipe.generator:
-            problems.append(
-                f"[[phase]] {phase.name}: trains only a generator, and the recipe has no [generator]."
-            )
-        if not phase.train:
-            problems.append(f"[[phase]] {phase.name}: train must name at least one part.")
-    if recipe.train.patience and not recipe.split.validation and recipe.split.by != "given":
-        problems.append("[train] patience needs a validation part: set [split] validation above 0.")
-    return problems
+    return (Recipe(**values) if values else Recipe(data={}, backbone={})), faults
 
 
-def _some(names: Any) -> str:
-    names = list(names)
-    return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
+def _without(value: Any, wrong: set[Place], place: Place = ()) -> Any:
+    """Return a copy of a table without the entries at some places."""
+    if isinstance(value, Mapping):
+        return {k: _without(v, wrong, (*place, k)) for k, v in value.items() if (*place, k) not in wrong}
+    if isinstance(value, list):
+        return [_without(v, wrong, (*place, i)) for i, v in enumerate(value) if (*place, i) not in wrong]
+    return value
 
 
 def _bracketed(problem: str) -> str:
-    key, sep, rest = problem.partition(": ")
+    """`head.hidden: …` → `[head] hidden: …`, as the file is written."""
+    key, _, rest = problem.partition(": ")
     table, dot, inner = key.partition(".")
-    return f"[{table}] {inner}: {rest}" if dot and sep else f"{key}: {rest}" if sep else problem
+    name = f"[[{table}]]" if table == "phase" else f"[{table}]"
+    if dot:
+        return f"{name} {inner}: {rest}"
+    field = Recipe.model_fields.get(table)
+    is_table = (
+        table in COMPONENTS or table == "phase" or (field and isinstance(field.annotation, type(Section)))
+    )
+    return f"{name}: {rest}" if is_table or rest.startswith("there is no such table") else problem
 
 
 def _beside(recipe: Path, item: str) -> str:
     """A plugin file is looked for beside the recipe, then where the command runs."""
     if not item.endswith(".py"):
         return item
-    beside = recipe.parent / item if recipe.name else Path(item)
-    return str((beside if beside.is_file() else Path(item)).resolve())
-
-
-def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Put `key.path=value` texts into a recipe's table, in place.
-
-    Raises:
-        RecipeError: a text has no `=`, or goes through something that is no table.
-    """
-    problems = []
-    for text in overrides:
-        key, sep, value = text.partition("=")
-        steps = [step.strip() for step in key.split(".")]
-        if not sep or not all(steps):
-            problems.append(f"--set {text}: write it as table.key=value.")
-            continue
-        try:
-            parsed = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            parsed = value.strip()
-        place: Any = table
-        for step in steps[:-1]:
-            if isinstance(place, list):
-                place = place[int(step)] if step.isdigit() and int(step) < len(place) else None
-            else:
-                place = place.setdefault(step, {})
-            if not isinstance(place, dict | list):
-                problems.append(
-                    f"--set {text}: '{step}' is no table of the recipe.{did_you_mean(step, table)}"
-                )
-                break
-        else:
-            if isinstance(place, list):
-                problems.append(f"--set {text}: name the entry by its number, as in phase.0.epochs=3.")
-            else:
-                place[steps[-1]] = parsed
-    if problems:
-        raise RecipeError(problems, "The command line")
+    beside = recipe.parent / item
+    return str((beside if beside.is_file() or not Path(item).is_file() else Path(item)).resolve())
 
 
 def to_toml(recipe: Recipe) -> str:
     """Return the recipe as TOML: what is set, defaults left out, ready to be read again."""
-    values = recipe.model_dump(exclude_unset=True, exclude_none=True)
-    lines = [f"{k} = {toml_value(v)}" for k, v in values.items() if not isinstance(v, dict) and k != "phase"]
-    for name, table in values.items():
-        if isinstance(table, dict):
-            lines += ["", f"[{name}]", *(f"{k} = {toml_value(v)}" for k, v in table.items())]
-    for phase in values.get("phase", []):
-        lines += ["", "[[phase]]", *(f"{k} = {toml_value(v)}" for k, v in phase.items())]
-    return "\n".join(lines) + "\n"
+    return tomli_w.dumps(_without_none(recipe.model_dump(exclude_unset=True)))
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: a key without a value is left out."""
+    if isinstance(value, Mapping):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 __all__ = ["COMPONENTS", "KINDS", "Recipe", "apply_overrides", "check_recipe", "read_recipe", "to_toml"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import keyword
+import re
 import shutil
+import tempfile
 from pathlib import Path
 
 from retrieval.errors import PluginError
+from retrieval.plugins import installed
 
 FILES = {
     "pyproject.toml": """\
@@ -155,23 +158,31 @@ def write_package(name: str, output: Path | None = None) -> Path:
         The folder.
 
     Raises:
-        PluginError: the name does not serve, or the folder exists.
+        PluginError: the name does not serve or is taken, or the folder exists or cannot be written.
     """
-    if not name.isidentifier() or name != name.lower() or keyword.iskeyword(name):
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise PluginError(
             f"'{name}' cannot be a plugin's name: use a Python identifier in lower case, such as acme."
         )
+    if name in installed():
+        raise PluginError(
+            f"A plugin '{name}' is installed already ({installed()[name]}). Choose another name."
+        )
     folder = output or Path(f"retrieval-{name}")
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         raise PluginError(f"{folder} exists already. Remove it, or choose another with --output.")
-    temporary = folder.with_name(folder.name + ".tmp")
+    temporary = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        temporary.chmod(0o755)  # mkdtemp's is private
         for path, text in FILES.items():
             file = temporary / path.format(name=name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text.format(name=name), encoding="utf-8")
         temporary.rename(folder)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise PluginError(f"{folder} cannot be written: {error.strerror or error}.") from error
     return folder

@@ -1,0 +1,153 @@
+"""What the tables of a recipe name besides plugins' parts, and what of it cannot go together.
+
+Each sentence names both sides and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from retrieval.errors import PluginError, RetrievalError
+from retrieval.factory import Factory
+from retrieval.plugins import Plugins
+
+if TYPE_CHECKING:
+    from retrieval.recipe import Recipe
+
+
+def check_names(recipe: Recipe, plugins: Plugins) -> list[str]:
+    """Return problems of names outside plugin tables: optimiser, schedule, metrics."""
+    from retrieval.evaluate.metrics import metric
+    from retrieval.train.optim import check_optimizer, check_schedule
+
+    problems = check_optimizer(recipe.optimizer, "[optimizer]")
+    problems += check_schedule(recipe.schedule, "[schedule]")
+    if recipe.generator_optimizer:
+        problems += check_optimizer(recipe.generator_optimizer, "[generator_optimizer]")
+    for name in recipe.evaluate.metrics:
+        try:
+            if "." in name:
+                plugins.find("metrics", name)
+            else:
+                metric(name)
+        except RetrievalError as error:
+            problems.append(f"[evaluate] metrics: {error}")
+    return problems
+
+
+def check_together(recipe: Recipe, plugins: Plugins, present: Iterable[str]) -> list[str]:
+    """Return what cannot go together.
+
+    Args:
+        recipe: the recipe, or what is right of it.
+        plugins: the plugins it names.
+        present: the component tables that were written, also those that are wrong in themselves.
+    """
+    present = set(present)
+    problems = []
+    if ("loss" in present) == ("learner" in present):
+        problems.append(
+            "a recipe needs either a [loss] or a [learner]"
+            + (", not both: remove one." if "loss" in present else "; it has neither.")
+        )
+    elif "learner" in present:
+        problems += [
+            f"[{name}] goes with a [loss]; a [learner] has no use for it. Remove one of the two."
+            for name in ("combiner", "miner", "generator")
+            if name in present
+        ]
+    return problems + _loss(recipe, plugins) + _generator(recipe, present) + _training(recipe, present)
+
+
+def _loss(recipe: Recipe, plugins: Plugins) -> list[str]:
+    """The loss beside combiner, generator and miner."""
+    problems: list[str] = []
+    if recipe.loss is None:
+        return problems
+    loss = recipe.component("loss") or {}
+    name = loss.get("name")
+
+    def others(test: Callable[[Factory], bool]) -> str:
+        names = [f.name for f in plugins.factories("losses").values() if test(f)]
+        return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
+
+    if recipe.combiner:
+        combiner = recipe.combiner.get("name")
+        if not _measures(plugins, loss):
+            problems.append(
+                f"[combiner] {combiner} needs a loss that takes a `distance`, and {name} takes none. "
+                f"Use one that does: {others(lambda f: f.takes('distance'))}."
+            )
+        problems += [
+            f"[{table}] distance: [combiner] {combiner} is the distance already. Remove one of the two."
+            for table in ("loss", "miner")
+            if "distance" in (recipe.component(table) or {})
+        ]
+    if recipe.generator and not plugins.every("losses", loss, lambda f: f.supports_ref_emb):
+        problems.append(
+            f"[generator] {recipe.generator.get('name')} extends the reference set, and {name} takes no `ref_emb`. "
+            f"Use a loss that does: {others(lambda f: f.supports_ref_emb)}."
+        )
+    if recipe.miner and not plugins.every("losses", loss, lambda f: f.supports_miner):
+        problems.append(
+            f"[miner] {recipe.miner.get('name')} picks pairs or triplets, and {name} has no use for them. Remove the "
+            f"[miner], or use a loss that has: {others(lambda f: f.supports_miner)}."
+        )
+    return problems
+
+
+def _measures(plugins: Plugins, values: Any) -> bool:
+    """Whether a loss, or each of the losses that it wraps, measures by the distance that it is given."""
+    wrapped: list[Any] = []
+    try:
+        factory = plugins.find("losses", str(values.get("name") if isinstance(values, dict) else values))
+    except PluginError:
+        return True  # reported already
+    if factory.takes("distance"):
+        return True
+    for p in factory.parameters:
+        if p.part == "losses" and isinstance(values, dict) and p.name in values:
+            wrapped += values[p.name] if isinstance(values[p.name], list) else [values[p.name]]
+    return bool(wrapped) and all(_measures(plugins, each) for each in wrapped)
+
+
+def _generator(recipe: Recipe, present: set[str]) -> list[str]:
+    """What says something of a generator that is not there."""
+    if "generator" in present:
+        return []
+    problems = [
+        f"[[phase]] {phase.name}: trains only a generator, and the recipe has no [generator]."
+        for phase in recipe.phase
+        if phase.train == ["generator"]
+    ]
+    if recipe.generator_optimizer is not None:
+        problems.append("[generator_optimizer] is of no use without a [generator]. Remove it.")
+    if recipe.train.real_weight:
+        problems.append("[train] real_weight is of no use without a [generator]. Remove it.")
+    if recipe.train.coupling != "separate":
+        problems.append("[train] coupling is of no use without a [generator]. Remove it.")
+    return problems
+
+
+def _training(recipe: Recipe, present: set[str]) -> list[str]:
+    """Head, augmentation, phases and validation."""
+    problems = []
+    if "combiner" in present and recipe.head.identity:
+        problems.append("[head] identity: a [combiner] brings its own head. Remove one of the two.")
+    if recipe.augmentation.active and (recipe.frozen or "learner" in present):
+        once = "[backbone] frozen = true" if recipe.frozen else "a [learner]"
+        problems.append(
+            f"[augmentation] changes images anew in each epoch, and with {once} their features are computed once. "
+            + ("Remove one of the two." if recipe.frozen else "Remove the [augmentation].")
+        )
+    for phase in recipe.phase:
+        if not phase.train:
+            problems.append(f"[[phase]] {phase.name}: train must name at least one part.")
+        if phase.train == ["backbone"] and recipe.frozen:
+            problems.append(
+                f"[[phase]] {phase.name}: trains only the backbone, which [backbone] frozen = true keeps as it is."
+            )
+    if recipe.train.patience and not recipe.split.validation and recipe.split.by != "given":
+        problems.append("[train] patience needs a validation part: set [split] validation above 0.")
+    return problems

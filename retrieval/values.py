@@ -1,0 +1,285 @@
+"""Values against types, strictly, and in sentences: what the tables of a recipe and the factories of plugins share.
+
+pydantic decides whether a value fits; the sentences are ours, written from the type that was asked for.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import inspect
+import json
+import math
+import numbers
+import re
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+from retrieval.errors import RecipeError, did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Place = tuple[str | int, ...]
+"""The steps to a value: keys, and numbers of list entries."""
+
+_BASIC = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "none", Any: "any"}
+_LIMITS = {"gt": "> {:g}", "ge": "≥ {:g}", "lt": "< {:g}", "le": "≤ {:g}", "multiple_of": "a multiple of {:g}",
+           "min_length": "at least {} long", "max_length": "at most {} long", "pattern": "matching {}"}  # fmt: skip
+
+
+def check_model(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Check values strictly against a pydantic model, with TOML's types: arrays serve as tuples, text as paths.
+
+    Returns:
+        The values that were set, in the model's types.
+
+    Raises:
+        RecipeError: with every problem, each beginning with the key.
+    """
+    checked, faults = validate(model, values)
+    if faults:
+        raise RecipeError(faults.values())
+    return checked
+
+
+def validate(model: type[BaseModel], values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]]:
+    """Check values as `check_model` does, without raising.
+
+    Returns:
+        The values that were set, in the model's types (empty when anything is wrong); and a sentence for each place that
+        is wrong, beginning with the place as `table.key`.
+    """
+    from pydantic import ValidationError
+
+    faults: dict[Place, str] = {}
+    # JSON, because its strictness is TOML's: a list serves as a tuple and text as a path, but no text as a number
+    text = json.dumps(_plain(values, (), faults))
+    try:
+        made = model.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            place, sentence = _fault(each, model, values)
+            if not any(place[: len(known)] == known for known in faults):
+                faults[place] = sentence
+        return {}, faults
+    if faults:
+        return {}, faults
+    fields = type(made).model_fields
+    return {fields[name].alias or name: getattr(made, name) for name in made.model_fields_set}, faults
+
+
+def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
+    """Return a value as JSON has it; what no recipe can hold is reported and left out."""
+    where = dotted(place)
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, (*place, str(k)), faults) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v, (*place, i), faults) for i, v in enumerate(value)]
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, str):
+        if any("\ud800" <= c <= "\udfff" for c in value):
+            faults[place] = f"{where}: holds characters that are not valid Unicode."
+            return None
+        return value
+    if isinstance(value, float) and math.isnan(value):
+        faults[place] = f"{where}: is nan, which is no number."
+        return None
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # numpy's, from Python code
+        return value.item()
+    kind = (
+        "a date or time" if isinstance(value, datetime.date | datetime.time) else f"a {type(value).__name__}"
+    )
+    faults[place] = f"{where}: is {kind}, which nothing here takes. If it is text, put it in quotes."
+    return None
+
+
+def dotted(place: Place) -> str:
+    """Return a place as `--set` names it: `phase.0.epochs`."""
+    return ".".join(map(str, place)) or "the recipe"
+
+
+def _fault(error: Any, model: type[BaseModel], values: Any) -> tuple[Place, str]:
+    place, annotation, value, container = _locate(error["loc"], model, values)
+    where, kind = dotted(place), error["type"]
+    if kind == "extra_forbidden":
+        key = str(error["loc"][-1])
+        return (*place, key), _unknown(place, key, list(_fields(container)), value)
+    if error["loc"] and error["loc"][-1] == "[key]":
+        return place, _unknown(place[:-1], str(place[-1]), _choices(get_args(container)[0]), value)
+    if kind == "missing" and value is None:
+        return place, f"{where}: is required ({_phrase(annotation)})."
+    if kind in ("value_error", "assertion_error"):
+        return place, f"{where}: {str(error['ctx']['error']).rstrip('.')}."
+    hint = ""
+    if isinstance(value, str):
+        hint = did_you_mean(value, _choices(annotation))
+        if _number_like(value) and not hint and re.search(r"\b(integer|number)\b", type_text(annotation)):
+            hint = " Write it without quotes."
+    if _is_table(annotation) and not hint and not isinstance(value, Mapping):
+        hint = f" Write it as a table: [{where}]." if len(place) == 1 else ""
+    return place, f"{where}: should be {_phrase(annotation)}, not {shown(value)}.{hint}"
+
+
+def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
+    what = "there is no such table" if not place and isinstance(value, Mapping | list) else "unknown key"
+    return f"{dotted((*place, key))}: {what} (known: {', '.join(known) or 'none'}).{did_you_mean(key, known)}"
+
+
+def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, Any, Any]:
+    """Follow an error's path as far as it is the user's: pydantic adds the branches of unions to it.
+
+    Returns:
+        The place, the type asked for there, the value there (None where it is missing), and what the place is in.
+    """
+    place: Place = ()
+    annotation, value, container = model, values, model
+    for step in loc:
+        bare = _bare(annotation)
+        origin, args = get_origin(bare), get_args(bare)
+        if step == "[key]" or origin in (Union, types.UnionType):
+            break
+        if inspect.isclass(bare) and hasattr(bare, "model_fields"):
+            if step not in _fields(bare):
+                return place, annotation, value.get(step), bare
+            inner = _fields(bare)[step]
+        elif origin is dict:
+            inner = args[1]
+        elif origin in (list, tuple) and isinstance(value, list | tuple):
+            if step >= len(value):  # a tuple that is too short
+                break
+            inner = args[step] if origin is tuple and args[-1] is not ... else args[0]
+        else:
+            break
+        place, container, annotation = (*place, step), bare, inner
+        if isinstance(value, Mapping):
+            value = value.get(step)
+        else:
+            value = value[step] if isinstance(value, list | tuple) else None
+    return place, annotation, value, container
+
+
+def _bare(annotation: Any) -> Any:
+    """Return a type without `Annotated` and `| None`."""
+    if get_origin(annotation) is Annotated:
+        return _bare(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        branches = [a for a in get_args(annotation) if a is not type(None)]
+        return _bare(branches[0]) if len(branches) == 1 else annotation
+    return annotation
+
+
+def _fields(model: Any) -> dict[str, Any]:
+    return {
+        field.alias or name: Annotated[field.annotation, *field.metadata]
+        if field.metadata
+        else field.annotation
+        for name, field in model.model_fields.items()
+    }
+
+
+def _is_table(annotation: Any) -> bool:
+    bare = _bare(annotation)
+    return get_origin(bare) is dict or (inspect.isclass(bare) and hasattr(bare, "model_fields"))
+
+
+def _choices(annotation: Any) -> list[str]:
+    bare = _bare(annotation)
+    if get_origin(bare) in (Union, types.UnionType):
+        return [choice for branch in get_args(bare) for choice in _choices(branch)]
+    if inspect.isclass(bare) and issubclass(bare, enum.Enum):
+        return [str(member.value) for member in bare]
+    return [a for a in get_args(bare) if isinstance(a, str)] if get_origin(bare) is Literal else []
+
+
+def _number_like(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _phrase(annotation: Any) -> str:
+    """A type after "should be"."""
+    text = type_text(annotation)
+    if text.startswith("["):
+        return f"a list {text}"
+    if re.match(r"(number|list|table|path)\b", text):
+        return f"a {text}"
+    return f"an {text}" if text.startswith("integer") else text
+
+
+def type_text(annotation: Any) -> str:
+    """Return a type as a recipe's author reads it: `integer`, `"a" or "b"`, `list of number`."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is None and annotation in _BASIC:
+        return _BASIC[annotation]
+    if origin is Annotated:
+        limits = ", ".join(_limits(args[1:]))
+        return type_text(args[0]) + (f" ({limits})" if limits else "")
+    if origin is Literal:
+        return " or ".join(toml_value(a) for a in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_text(a) for a in args if a is not type(None))
+    if origin is list:
+        inner = type_text(args[0])
+        return f"list of {f'({inner})' if ' or ' in inner and inner != 'true or false' else inner}"
+    if origin is tuple:
+        return "[" + ", ".join("…" if a is ... else type_text(a) for a in args) + "]"
+    if origin is dict:
+        return "table" if args[1] is Any else f"table of {type_text(args[1])}"
+    if inspect.isclass(annotation):
+        if issubclass(annotation, enum.Enum):
+            return " or ".join(toml_value(member.value) for member in annotation)
+        if issubclass(annotation, PurePath):
+            return "path"
+        if hasattr(annotation, "model_fields") or annotation is dict:
+            return "table"
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def _limits(constraints: tuple[Any, ...]) -> Iterator[str]:
+    for constraint in constraints:
+        for part in [constraint, *getattr(constraint, "metadata", [])]:
+            for name, text in _LIMITS.items():
+                if getattr(part, name, None) is not None:
+                    yield text.format(getattr(part, name))
+
+
+def shown(value: Any) -> str:
+    """Return a value as TOML, cut to what a sentence can hold."""
+    text = toml_value(value)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as TOML writes it, on one line; "none" for None, which TOML lacks."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, enum.Enum):
+        return toml_value(value.value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
+    if isinstance(value, Mapping):
+        return (
+            "{ " + ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in value.items()) + " }"
+            if value
+            else "{}"
+        )
+    if value is None:
+        return "none"
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return repr(value) if isinstance(value, int | float) else toml_value(str(value))
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
