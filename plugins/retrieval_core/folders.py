@@ -8,7 +8,7 @@ from pathlib import Path
 from retrieval.contracts import Dataset
 from retrieval.data.datasets import FileDataset
 from retrieval.data.problems import some
-from retrieval.data.readable import skip_unreadable
+from retrieval.data.readable import ADVICE, skip_unreadable
 from retrieval.errors import DataError
 from retrieval.images import find_images
 
@@ -69,6 +69,7 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
         [key.as_posix() for key in keys],
         splits=[side for side, _ in sides] if sides else None,
         roles=roles if any(roles) else None,
+        advice=ADVICE,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from retrieval.contracts import Dataset
 from retrieval.data.datasets import FileDataset
 from retrieval.data.problems import refuse
-from retrieval.data.readable import skip_unreadable
+from retrieval.data.readable import ADVICE, skip_unreadable
 from retrieval.data.splits import ROLES, SPLITS
 from retrieval.errors import DataError, did_you_mean
 
@@ -61,6 +61,7 @@ def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -
         splits=[row["split"] for row in rows] if "split" in columns else None,
         roles=[row["role"] for row in rows] if "role" in columns else None,
         metadata=[{name: row[name] for name in further} for row in rows] if further else None,
+        advice=ADVICE,
     )
 
 

@@ -83,6 +83,7 @@ class FileDataset(Dataset):
         splits: see `Dataset`.
         roles: see `Dataset`.
         metadata: see `Dataset`.
+        advice: what to do about an image that cannot be read; ends the error's sentence.
     """
 
     kind = "image"
@@ -96,11 +97,16 @@ class FileDataset(Dataset):
         splits: Sequence[str] | None = None,
         roles: Sequence[str] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
+        advice: str = "",
     ) -> None:
         self.files = files
+        self.advice = advice
         self.labels = labels
         self.keys = [os.fspath(file) for file in files] if keys is None else keys
         self.splits, self.roles, self.metadata = splits, roles, metadata
 
     def __getitem__(self, index: int) -> Image:
-        return decode(self.files[index])
+        try:
+            return decode(self.files[index])
+        except DataError as error:
+            raise DataError(f"{error} {self.advice}".rstrip()) from error

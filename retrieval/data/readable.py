@@ -18,6 +18,8 @@ from retrieval.images import decode
 
 log = logging.getLogger(__name__)
 
+ADVICE = "Set [data] skip_bad = true to leave out what cannot be read."
+
 
 def skip_unreadable(files: Sequence[Path], what: str) -> list[int]:
     """Return the indices of the images that can be decoded; the others are named on stderr.

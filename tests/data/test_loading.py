@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from pytorch_metric_learning.utils import common_functions
+from retrieval.data.augment import crop_box, draw_changes
+from retrieval.data.datasets import ArrayDataset, FileDataset
+from retrieval.data.loading import TrainBatches, inputs
+from retrieval.data.raw import RawInputs
+from retrieval.errors import DataError
+from retrieval.images import Preprocessing
+from retrieval.recipe import Augmentation, Sampler
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torchvision.transforms import v2
+
+GREY8 = Preprocessing((8, 8), 1, (0.5,), (0.5,))
+TWELVE = Sampler(classes=4, items=3)
+NOTHING = Augmentation()
+CHANGES = Augmentation(crop_scale=(0.3, 1.0), horizontal_flip=0.5)
+
+
+@pytest.fixture(scope="module")
+def digits() -> ArrayDataset:
+    found = load_digits()
+    pixels = (found.images * 15).astype(np.uint8)
+    return ArrayDataset(pixels, [str(label) for label in found.target])
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> FileDataset:
+    """48 colour images of several sizes, six classes of eight."""
+    folder = tmp_path_factory.mktemp("photos")
+    generator = np.random.default_rng(0)
+    files = []
+    for i in range(48):
+        size = (20 + i % 5, 24 + i % 7, 3)
+        files.append(folder / f"{i}.png")
+        Image.fromarray(generator.integers(0, 256, size, dtype=np.uint8)).save(files[-1])
+    return FileDataset(files, [f"c{i // 8}" for i in range(48)])
+
+
+def batches(
+    dataset: ArrayDataset | FileDataset,
+    preprocessing: Preprocessing = GREY8,
+    sampler: Sampler = TWELVE,
+    augmentation: Augmentation = NOTHING,
+    seed: int = 5,
+    indices: NDArray[np.int64] | None = None,
+    workers: int = 0,
+) -> TrainBatches:
+    indices = np.arange(len(dataset)) if indices is None else indices
+    labels = np.unique(np.array(dataset.labels)[indices], return_inverse=True)[1]
+    return TrainBatches(
+        dataset, indices, labels, preprocessing,
+        sampler=sampler, augmentation=augmentation, seed=seed, workers=workers,
+    )  # fmt: skip
+
+
+def assert_same(a: Iterator[tuple[Tensor, Tensor]], b: Iterator[tuple[Tensor, Tensor]]) -> int:
+    count = 0
+    for (x, y), (u, v) in zip(a, b, strict=True):
+        assert torch.equal(x, u) and torch.equal(y, v)
+        count += 1
+    return count
+
+
+def test_batches_are_p_classes_of_m_items(digits: ArrayDataset) -> None:
+    indices = np.flatnonzero(np.array(digits.labels) != "3")
+    loader = batches(digits, sampler=Sampler(classes=5, items=6), indices=indices)
+    assert len(loader) == len(indices) // 30
+    seen = list(loader.epoch(0))
+    assert len(seen) == len(loader)
+    classes = [c for c in "0123456789" if c != "3"]
+    by_pixels = {digits.arrays[i].tobytes(): digits.labels[i] for i in indices}
+    for x, y in seen:
+        assert x.shape == (30, 1, 8, 8) and x.dtype == torch.uint8 and x.is_contiguous()
+        assert y.shape == (30,) and y.dtype == torch.int64
+        assert sorted(Counter(y.tolist()).values()) == [6] * 5
+        images = [image.numpy().tobytes() for image in x]
+        assert len(set(images)) == 30  # no item twice: every class has more than six
+        assert [by_pixels[image] for image in images] == [classes[k] for k in y]
+
+
+def test_a_small_class_repeats_its_items() -> None:
+    data = ArrayDataset(np.arange(7, dtype=np.float32)[:, None], ["a", *"bbbccc"], kind="features")
+    labels = np.array([0, 1, 1, 1, 2, 2, 2])
+    loader = TrainBatches(
+        data, np.arange(7), labels, None, sampler=Sampler(classes=3, items=2, batches=4),
+        augmentation=Augmentation(), seed=0,
+    )  # fmt: skip
+    assert len(loader) == 4
+    for x, y in loader.epoch(0):
+        assert x.dtype == torch.float32 and x.shape == (6, 1)
+        assert x[y == 0].flatten().tolist() == [0.0, 0.0]
+        assert len(set(x[y == 1].flatten().tolist())) == 2
+
+
+def test_epochs_and_seeds_differ_and_repeat(digits: ArrayDataset) -> None:
+    loader = batches(digits)
+    assert assert_same(loader.epoch(2), batches(digits).epoch(2)) == len(loader)
+    first, other = next(loader.epoch(0))[0], next(loader.epoch(1))[0]
+    assert not torch.equal(first, other)
+    assert not torch.equal(first, next(batches(digits, seed=6).epoch(0))[0])
+    assert not torch.equal(first, next(batches(digits, seed=-6).epoch(0))[0])
+
+
+@pytest.mark.parametrize("augmentation", [Augmentation(), Augmentation(horizontal_flip=0.5), CHANGES])
+def test_an_epoch_goes_on_from_any_batch(digits: ArrayDataset, augmentation: Augmentation) -> None:
+    loader = batches(digits, augmentation=augmentation, sampler=Sampler(classes=4, items=3, batches=25))
+    whole = list(loader.epoch(3))
+    starts = [0, 24, 25, *random.Random(1).sample(range(1, 24), 6)]
+    for start in starts:
+        assert assert_same(iter(whole[start:]), loader.epoch(3, start=start)) == 25 - start
+
+
+def test_shares_make_up_the_batch(photos: FileDataset) -> None:
+    loader = batches(photos, Preprocessing((12, 10)), augmentation=CHANGES)
+    whole = list(loader.epoch(1))
+    shares = [list(loader.epoch(1, start=1, rank=rank, world=3)) for rank in range(3)]
+    for i, (x, y) in enumerate(whole[1:]):
+        assert torch.equal(x, torch.cat([share[i][0] for share in shares]))
+        assert torch.equal(y, torch.cat([share[i][1] for share in shares]))
+    with pytest.raises(DataError, match="4 classes × 3 items cannot be shared equally by 5 processes"):
+        loader.epoch(0, world=5)
+
+
+def test_worker_processes_give_the_same_batches(photos: FileDataset) -> None:
+    alone = batches(photos, Preprocessing((12, 10)), augmentation=CHANGES)
+    helped = batches(photos, Preprocessing((12, 10)), augmentation=CHANGES, workers=2)
+    try:
+        torch.manual_seed(7)
+        state = torch.get_rng_state()
+        assert assert_same(alone.epoch(0), helped.epoch(0)) == len(alone)
+        next(helped.epoch(1))  # an epoch left early
+        assert assert_same(alone.epoch(1, start=2), helped.epoch(1, start=2)) == len(alone) - 2
+        assert torch.equal(state, torch.get_rng_state())
+        whole = photos.files[5].read_bytes()
+        photos.files[5].write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(DataError, match=r"^\S*5\.png is damaged.*$"):
+            list(itertools.chain(*map(helped.epoch, range(20))))
+        photos.files[5].write_bytes(whole)
+    finally:
+        helped.close()
+
+
+def test_nothing_touches_the_global_generators(digits: ArrayDataset, photos: FileDataset) -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # type: ignore[union-attr]
+    lent = common_functions.NUMPY_RANDOM
+    list(batches(digits, augmentation=CHANGES, sampler=Sampler(classes=4, items=3, batches=3)).epoch(0))
+    list(batches(photos, Preprocessing((12, 10)), augmentation=CHANGES).epoch(0))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (before[1] == np.random.get_state()[1]).all()  # type: ignore[index]
+    assert before[2] == random.getstate()
+    assert common_functions.NUMPY_RANDOM is lent
+
+
+def test_the_library_gets_its_generator_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrieval.data import sampling
+
+    def fail(self: object) -> None:
+        raise KeyboardInterrupt
+
+    lent = common_functions.NUMPY_RANDOM
+    monkeypatch.setattr(sampling.MPerClassSampler, "__iter__", fail)
+    with pytest.raises(KeyboardInterrupt):
+        sampling.draw_epoch(np.array([0, 0, 1, 1]), Sampler(classes=2, items=2), 0, 0)
+    assert common_functions.NUMPY_RANDOM is lent
+
+
+def test_too_few_classes(digits: ArrayDataset) -> None:
+    with pytest.raises(
+        DataError, match=r"a batch takes 16 classes, and only 10 train. Set classes = 10 or fewer"
+    ):
+        batches(digits, sampler=Sampler())
+
+
+def test_slices_are_what_preprocessing_gives(digits: ArrayDataset) -> None:
+    indices = np.array([5, 3, 3, 1000])
+    for pre in (
+        GREY8,
+        Preprocessing((8, 8), 3),
+        Preprocessing((13, 9), 1, (0.0,), (1.0,)),
+        Preprocessing((6, 6), 1, (0.0,), (1.0,), resize=7),
+    ):
+        expected = np.stack([pre(digits[i]) for i in indices])  # type: ignore[arg-type]
+        raw = RawInputs(digits, pre)
+        for _ in range(2):  # made, then kept
+            np.testing.assert_array_equal(raw.batch(indices), expected)
+        assert raw.ready(indices)
+        np.testing.assert_array_equal(RawInputs(digits, pre, budget=0).batch(indices), expected)
+    assert RawInputs(digits, GREY8).array is not None
+    assert RawInputs(digits, Preprocessing((28, 28), 1, (0.0,), (1.0,)), budget=10).in_memory is False
+
+
+def test_batches_have_memory_of_their_own(digits: ArrayDataset) -> None:
+    before = digits.arrays.copy()
+    for x, _ in batches(digits, augmentation=Augmentation(horizontal_flip=1.0)).epoch(0):
+        x.zero_()
+    np.testing.assert_array_equal(digits.arrays, before)
+
+
+def test_mirror_follows_its_probability(digits: ArrayDataset) -> None:
+    plain = batches(digits)
+    always = batches(digits, augmentation=Augmentation(horizontal_flip=1.0))
+    third = batches(digits, augmentation=Augmentation(horizontal_flip=1 / 3))
+    mirrored = total = 0
+    for (x, _), (y, _), (z, _) in zip(plain.epoch(0), always.epoch(0), third.epoch(0), strict=True):
+        assert torch.equal(x.flip(-1), y)
+        changed = (x != z).flatten(1).any(1)
+        assert torch.equal(z[changed], x[changed].flip(-1))
+        mirrored += int(changed.sum())
+        total += len(x)
+    assert abs(mirrored / total - 1 / 3) < 0.05
+
+
+def test_a_crop_sees_the_whole_image(tmp_path: Path) -> None:
+    # The centre crop of a wide image sees its middle only; columns hold their own number.
+    wide = np.repeat(np.arange(200, dtype=np.uint8)[None], 20, axis=0)
+    Image.fromarray(wide).save(tmp_path / "wide.png")
+    data = FileDataset([tmp_path / "wide.png"] * 4, list("aabb"))
+    pre = Preprocessing((20, 20), 1, (0.0,), (1.0,), "nearest", 20)
+    middle = next(inputs(data, [0], pre, 1))
+    assert (int(middle.min()), int(middle.max())) == (90, 109)
+    crops = batches(data, pre, Sampler(classes=2, items=2, batches=60), Augmentation(crop_scale=(0.05, 0.1)))
+    seen = torch.cat([x for x, _ in crops.epoch(0)])
+    assert int(seen.min()) < 15 and int(seen.max()) > 184
+    widths = seen[:, 0, 0, -1].int() - seen[:, 0, 0, 0].int()
+    assert int(widths.max()) < 30
+
+
+@pytest.mark.parametrize(("height", "width"), [(28, 28), (100, 37), (30, 300)])
+def test_crops_are_distributed_as_torchvisions(height: int, width: int) -> None:
+    scale, ratio = (0.2, 1.0), (0.75, 4 / 3)
+    ours = np.array([crop_box(row, height, width, scale, ratio) for row in draw_changes(0, 0, 0, 6000)])
+    transform = v2.RandomResizedCrop(8, scale=scale, ratio=ratio)
+    image = torch.zeros(1, height, width)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = [transform.make_params([image]) for _ in range(6000)]
+    theirs = np.array([[p["top"], p["left"], p["height"], p["width"]] for p in made])
+    assert (ours[:, :2] >= 0).all()
+    assert (ours[:, 0] + ours[:, 2] <= height).all() and (ours[:, 1] + ours[:, 3] <= width).all()
+    for column in range(4):
+        a, b = ours[:, column], theirs[:, column]
+        spread = max(a.std(), b.std(), 0.5)
+        assert abs(a.mean() - b.mean()) < 5 * spread * (2 / 6000) ** 0.5
+        assert abs(a.std() - b.std()) < 0.05 * spread + 0.05
+
+
+def test_inputs_in_order(digits: ArrayDataset, photos: FileDataset) -> None:
+    pre = Preprocessing((12, 10), 3, resize=14)
+    chosen = [40, 2, 2, 17, 0]
+    found = list(inputs(photos, chosen, pre, 2))
+    assert [len(x) for x in found] == [2, 2, 1]
+    np.testing.assert_array_equal(torch.cat(found), np.stack([pre(photos[i]) for i in chosen]))
+    assert list(inputs(photos, [], pre, 2)) == []
+    together = torch.cat(list(inputs(digits, range(100), GREY8, 64)))
+    np.testing.assert_array_equal(together[:, 0], digits.arrays[:100])
+
+
+def test_inputs_of_vectors() -> None:
+    vectors = np.random.default_rng(0).normal(size=(9, 3))
+    data = ArrayDataset(vectors, list("abcabcabc"), kind="features")
+    x = torch.cat(list(inputs(data, [8, 1], None, 5)))
+    assert x.dtype == torch.float32
+    np.testing.assert_array_equal(x, vectors[[8, 1]].astype(np.float32))
+
+
+def test_an_abandoned_iteration_ends(photos: FileDataset) -> None:
+    import threading
+
+    before = threading.active_count()
+    stream = inputs(photos, range(48), Preprocessing((12, 10)), 4)
+    next(stream)
+    del stream
+    assert threading.active_count() <= before + 8  # the decoding threads wait for more; the one ahead is gone
+    assert not any(thread.name.startswith("ahead") for thread in threading.enumerate())
+
+
+def test_kind_of_item_and_backbone_must_fit(digits: ArrayDataset) -> None:
+    with pytest.raises(DataError, match="items are images, and the backbone takes vectors"):
+        inputs(digits, [0], None, 1)
+    vectors = ArrayDataset(np.zeros((2, 3), np.float32), ["a", "b"], kind="features")
+    with pytest.raises(DataError, match=r"Use the backbone core.features"):
+        inputs(vectors, [0], GREY8, 1)
+
+
+def test_bad_images_end_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "torn.jpg").write_bytes(b"\xff\xd8\xff\xe0 not really")
+    (tmp_path / "empty.png").touch()
+    Image.new("1", (5001, 5001)).save(tmp_path / "huge.png")
+    data = FileDataset(
+        [tmp_path / n for n in ("torn.jpg", "empty.png", "huge.png", "gone.png")],
+        list("aabb"),
+        advice="Do this.",
+    )
+    for i, sentence in enumerate(
+        ["torn.jpg", "empty.png is empty", r"huge.png has 5001 × 5001 pixels", "gone.png cannot be read"]
+    ):
+        with pytest.raises(DataError, match=rf"(?s){sentence}.*Do this\.$"):
+            list(inputs(data, [i], GREY8, 1))
+
+
+@pytest.mark.parametrize(
+    ("array", "kind", "sentence"),
+    [
+        (np.zeros((2, 4, 4), np.float32), "image", "uint8 of shape"),
+        (np.zeros((2, 4, 4, 2), np.uint8), "image", "uint8 of shape"),
+        (np.zeros((2, 4), np.int64), "features", "floats of shape"),
+        (np.zeros((3, 4), np.float32), "features", "3 items and 2 labels"),
+    ],
+)
+def test_arrays_that_do_not_fit(array: NDArray[np.generic], kind: str, sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        ArrayDataset(array, ["a", "b"], kind=kind)  # type: ignore[arg-type]
