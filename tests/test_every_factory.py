@@ -7,6 +7,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 import torch
+from retrieval.contracts import Combiner
+from retrieval.errors import RecipeError
 from retrieval.factory import KINDS, Factory
 from retrieval.plugins import Plugins, load_plugins
 from torch import Tensor, nn
@@ -44,6 +46,20 @@ def smallest(annotation: Any) -> Any:
     least = max([getattr(m, "ge", 0) for m in limits if getattr(m, "ge", None) is not None], default=1)
     plain: dict[Any, Any] = {int: max(least, 1), float: float(least or 1), str: "loss", bool: False}
     return plain[kind]
+
+
+class Weighted(Combiner):
+    """Squared differences, weighed by dimension: a combiner with parameters, in codes that are not unit vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.linspace(0.5, 1.5, GIVEN["embedding_size"]))
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return (self.weights * (query_emb.unsqueeze(1) - ref_emb) ** 2).sum(2)
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return (self.weights * (query_emb - ref_emb) ** 2).sum(1)
 
 
 def build(plugins: Plugins, kind: str, name: str) -> Any:
@@ -133,6 +149,22 @@ class TestLoss:
         assert other.grad is not None and other.grad.abs().sum() > 0
         assert call(torch.randn_like(other)).item() != value.item()
 
+    def test_combiner(self, name: str) -> None:
+        factory = PLUGINS.find("losses", name)
+        if not factory.takes("distance"):
+            pytest.skip("takes no distance: a recipe with both is refused")
+        torch.manual_seed(0)
+        combiner = Weighted()
+        try:
+            loss = PLUGINS.build("losses", values(PLUGINS, factory), GIVEN | {"distance": combiner})
+        except RecipeError as refused:
+            if "similarity" not in str(refused):
+                raise
+            return
+        embeddings = batch()
+        checked_backward(loss(embeddings / 4, LABELS), embeddings)
+        assert combiner.weights.grad is not None and combiner.weights.grad.abs().sum() > 0
+
     def test_miner_as_stated(self, name: str) -> None:
         torch.manual_seed(0)
         stated = getattr(PLUGINS.find("losses", name).make, "__retrieval_traits__", {}).get("miner", True)
@@ -178,6 +210,13 @@ class TestMiner:
         else:
             with pytest.raises(ValueError):
                 self.indices(name, **reference)
+
+    def test_combiner(self, name: str) -> None:
+        factory = PLUGINS.find("miners", name)
+        if not factory.takes("distance"):
+            pytest.skip("takes no distance")
+        miner = PLUGINS.build("miners", values(PLUGINS, factory), GIVEN | {"distance": Weighted()})
+        self.check(miner(batch().detach() / 4, LABELS), LABELS)
 
     @pytest.mark.parametrize("labels", [range(12), [0] * 12], ids=["distinct", "alike"])
     def test_batch_without_triplets(self, name: str, labels: Any) -> None:

@@ -1,0 +1,201 @@
+"""Losses that wrap others: cross-batch memory (exact resume), several losses at once, and pairs of views."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning import losses as upstream
+from retrieval.errors import RecipeError
+from retrieval.plugins import load_plugins
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+PLUGINS = load_plugins()
+GIVEN = {"embedding_size": 6, "classes": 4}
+
+
+def make(name: str, /, **values: Any) -> Any:
+    return PLUGINS.build("losses", {"name": f"pml.{name}", **values}, GIVEN)
+
+
+def batches(number: int, items: int = 8) -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(items, 10, generator=g), torch.randint(0, 4, (items,), generator=g))
+        for _ in range(number)
+    ]
+
+
+def train(
+    model: nn.Module, loss: nn.Module, data: list[tuple[Tensor, Tensor]], miner: Any = None
+) -> list[float]:
+    seen = []
+    for x, y in data:
+        codes = model(x)
+        value = loss(codes, y, miner(codes, y) if miner else None)
+        model.zero_grad()
+        value.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        seen.append(value.item())
+    return seen
+
+
+class TestCrossBatchMemory:
+    @pytest.mark.parametrize("stop", [1, 3, 5])  # before, at and after the queue of 20 is full
+    def test_resumes_identically(self, tmp_path: Path, stop: int) -> None:
+        values = {"loss": "pml.contrastive", "memory_size": 20, "miner": "pml.multi_similarity"}
+        torch.manual_seed(0)
+        model, loss, data = nn.Linear(10, 6), make("cross_batch_memory", **values), batches(9)
+        train(model, loss, data[:stop])
+        save_file(loss.state_dict(), tmp_path / "loss.safetensors")
+        resumed_model, resumed = copy.deepcopy(model), make("cross_batch_memory", **values)
+        resumed.load_state_dict(load_file(tmp_path / "loss.safetensors"))
+        straight = train(model, loss, data[stop:])
+        assert train(resumed_model, resumed, data[stop:]) == straight
+        assert torch.equal(resumed_model.weight, model.weight)
+        for key, tensor in loss.state_dict().items():
+            assert torch.equal(resumed.state_dict()[key], tensor), key
+
+    def test_value_is_that_of_plain_loops(self) -> None:
+        loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=20)
+        queue: list[tuple[Tensor, int, int]] = []
+        for step, (x, y) in enumerate(batches(6)):
+            codes = nn.functional.normalize(x[:, :6])
+            queue = (queue + [(c, int(label), step) for c, label in zip(codes, y, strict=True)])[-20:]
+            costs: dict[bool, list[float]] = {True: [], False: []}
+            for i, (c, label) in enumerate(zip(codes, y, strict=True)):
+                for j, (other, other_label, when) in enumerate(queue):
+                    if when == step and j == len(queue) - len(codes) + i:
+                        continue  # itself
+                    d, same = (c - other).norm().item(), other_label == int(label)
+                    costs[same].append(d if same else 1 - d)
+            wanted = 0.0
+            for part in costs.values():
+                kept = [cost for cost in part if cost > 0]
+                wanted += sum(kept) / len(kept) if kept else 0
+            assert loss(codes, y).item() == pytest.approx(wanted, rel=1e-4)
+        assert loss.has_been_filled and loss.queue_idx == 48 % 20
+
+    def test_outside_miner_points_at_the_batch(self) -> None:
+        loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=20)
+        for x, y in batches(2):
+            loss(x[:, :6], y)
+        x, y = batches(3)[2]
+        a, p, n = torch.tensor([0]), torch.tensor([1]), torch.tensor([2])
+        with_extra = loss.create_indices_tuple
+        loss.add_to_memory(x[:, :6], y, 8)
+        found = with_extra(x[:, :6], y, loss.embedding_memory, loss.label_memory, (a, p, n), True)
+        places = [(16 + i) % 20 for i in range(8)]
+        assert [index[-1].item() for index in found] == [0, places[1], 0, places[2]]
+
+    def test_one_item_is_not_compared_with_itself(self) -> None:
+        loss, y = make("cross_batch_memory", loss="pml.contrastive", memory_size=4), torch.tensor([0])
+        assert loss(torch.randn(1, 6), y).item() == 0
+
+    def test_trains_with_any_loss_that_takes_a_reference(self) -> None:
+        for name, factory in PLUGINS.factories("losses").items():
+            if name.startswith("pml.") and name not in ("pml.multiple", "pml.cross_batch_memory"):
+                if factory.supports_ref_emb:
+                    model = nn.Linear(10, 6)
+                    before = model.weight.detach().clone()
+                    train(model, make("cross_batch_memory", loss=name, memory_size=20), batches(4))
+                    assert model.weight.isfinite().all() and not torch.equal(model.weight, before), name
+                elif not any(p.required for p in factory.parameters):
+                    with pytest.raises(RecipeError, match="takes a reference set"):
+                        make("cross_batch_memory", loss=name)
+
+    def test_enqueue_mask(self) -> None:
+        ours = make("cross_batch_memory", loss="pml.triplet_margin", memory_size=20)
+        theirs = upstream.CrossBatchMemory(upstream.TripletMarginLoss(), 6, 20)
+        for x, y in batches(4):
+            mask = torch.arange(8) < 4
+            wanted = theirs(x[:, :6], y, enqueue_mask=mask).item()
+            assert ours(x[:, :6], y, enqueue_mask=mask).item() == pytest.approx(wanted)
+
+    def test_sentences(self) -> None:
+        loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=4)
+        with pytest.raises(ValueError, match=r"memory_size \(4\) must be at least the batch's size \(8\)"):
+            loss(torch.randn(8, 6), torch.zeros(8, dtype=torch.long))
+        with pytest.raises(ValueError, match="takes no ref_emb"):
+            loss(torch.randn(2, 6), torch.zeros(2, dtype=torch.long), ref_emb=torch.randn(2, 6))
+
+
+class TestMultiple:
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(4).repeat_interleave(3)
+
+    def test_weighted_sum_and_miners(self) -> None:
+        loss = make(
+            "multiple",
+            losses=["pml.contrastive", {"name": "pml.triplet_margin", "margin": 0.3}],
+            weights=[0.5, 2.0],
+            miners=[{"name": "pml.triplet_margin", "type_of_triplets": "hard"}],
+            miner_for=[1],
+        )
+        miner = PLUGINS.build("miners", {"name": "pml.triplet_margin", "type_of_triplets": "hard"})
+        wanted = 0.5 * upstream.ContrastiveLoss()(self.x, self.y)
+        wanted += 2 * upstream.TripletMarginLoss(margin=0.3)(self.x, self.y, miner(self.x, self.y))
+        assert loss(self.x, self.y).item() == pytest.approx(wanted.item())
+        with pytest.raises(ValueError, match="miners of their own"):
+            loss(self.x, self.y, (self.y, self.y, self.y))
+
+    def test_reference_set_is_handed_on(self) -> None:
+        reference: dict[str, Any] = {"ref_emb": self.x.flip(0) * 2, "ref_labels": self.y}
+        wanted = upstream.ContrastiveLoss()(self.x, self.y, **reference)
+        wanted += upstream.SupConLoss()(self.x, self.y, **reference)
+        loss = make("multiple", losses=["pml.contrastive", "pml.sup_con"])
+        assert loss(self.x, self.y, **reference).item() == pytest.approx(wanted.item())
+        with pytest.raises(ValueError, match="SmoothAPLoss takes none"):
+            make("multiple", losses=["pml.contrastive", "pml.smooth_ap"])(self.x, self.y, **reference)
+
+    def test_parameters_of_the_parts_are_its_own(self) -> None:
+        loss = make("multiple", losses=["pml.proxy_anchor", "pml.arc_face"])
+        assert sorted(name for name, _ in loss.named_parameters()) == ["losses.0.proxies", "losses.1.W"]
+
+    @pytest.mark.parametrize(
+        ("values", "sentence"),
+        [
+            ({"weights": [1.0]}, "2 losses and 1 weights"),
+            ({"miners": ["pml.hdc"]}, "needs a loss of its own"),
+            ({"miners": ["pml.hdc"], "miner_for": [2]}, "needs a loss of its own"),
+            ({"miner_for": [0]}, "there are no miners"),
+        ],
+    )
+    def test_sentences(self, values: dict[str, Any], sentence: str) -> None:
+        with pytest.raises(RecipeError, match=sentence):
+            make("multiple", losses=["pml.contrastive", "pml.circle"], **values)
+
+
+class TestViews:
+    first, second = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1)).unbind()
+    # views in any order: a label for each thing
+    mixed = torch.stack([first, second], 1).flatten(0, 1)
+    labels = torch.tensor([7, 7, 3, 3, 9, 9, 1, 1, 0, 0])
+
+    @pytest.mark.parametrize("symmetric", [True, False])
+    def test_self_supervised_finds_the_views(self, symmetric: bool) -> None:
+        wanted = upstream.SelfSupervisedLoss(upstream.NTXentLoss(), symmetric)(self.first, self.second)
+        loss = make("self_supervised", loss="pml.nt_xent", symmetric=symmetric)
+        assert loss(self.mixed, self.labels).item() == pytest.approx(wanted.item(), rel=1e-5)
+        assert loss(self.first, ref_emb=self.second).item() == pytest.approx(wanted.item(), rel=1e-5)
+
+    def test_vic_reg_finds_the_views(self) -> None:
+        wanted = upstream.VICRegLoss()(self.first, ref_emb=self.second).item()
+        shuffled = torch.tensor([8, 0, 2, 9, 3, 1, 4, 6, 7, 5])
+        loss = make("vic_reg")
+        assert loss(self.first, ref_emb=self.second).item() == pytest.approx(wanted)
+        # which view comes first may differ, and the loss is the same either way for equal statistics only: keep order
+        order = torch.argsort(shuffled % 2, stable=True)
+        assert loss(self.mixed[shuffled[order]], self.labels[shuffled[order]]).item() == pytest.approx(wanted)
+
+    def test_an_item_left_over_is_left_out(self) -> None:
+        loss = make("vic_reg")
+        more = torch.cat([self.mixed, torch.randn(1, 6)])
+        labels = torch.cat([self.labels, torch.tensor([7])])
+        assert loss(more, labels).item() == pytest.approx(loss(self.mixed, self.labels).item())
