@@ -47,7 +47,7 @@ from retrieval.manifest import Distance, Manifest, Subspace, Verified, problems_
 from retrieval.manifest import Rescorer as RescorerEntry
 from retrieval.model import Model
 
-__all__ = ["OPSET", "TOLERANCE", "Progress", "VariantName", "export_model"]
+__all__ = ["OPSET", "TOLERANCE", "Exporter", "Progress", "VariantName", "export_model"]
 
 TOLERANCE = 1e-4
 """Largest difference between torch and ONNX Runtime that a bundle may have, on vectors of length 1."""

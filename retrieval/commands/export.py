@@ -1,0 +1,90 @@
+"""`retrieval export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command("export")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), help="Folder to write; by default RUN/bundle."
+)
+@click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    type=click.Choice(["fp16", "int8"]),
+    help="Also the encoder in this precision, with its measured drift; repeatable.",
+)
+@click.option(
+    "--tolerance",
+    default=1e-4,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Largest difference between torch and ONNX Runtime, on vectors of length 1.",
+)
+@click.option("--opset", default=18, show_default=True, type=int, help="Version of ONNX's operators.")
+@click.option(
+    "--exporter",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "dynamo", "torchscript"]),
+    help="torch's exporter: the present one, the older one, or the first that works.",
+)
+@click.option("--replace", is_flag=True, help="Put the new bundle in the place of an older one.")
+def export_command(
+    run: Path,
+    output: Path | None,
+    variants: tuple[Any, ...],
+    tolerance: float,
+    opset: int,
+    exporter: Any,
+    replace: bool,
+) -> None:
+    """Turn a run's best weights into a bundle that needs no torch: ONNX graphs, compared with torch, and a manifest.
+
+    Example:  retrieval export runs/digits --output digits.bundle --variant int8
+    """
+    from retrieval.runtime import quiet_threads
+
+    quiet_threads()
+    from tqdm import tqdm
+
+    from retrieval.export.runs import export_run
+    from retrieval.train.run import load_run
+
+    loaded = load_run(run)
+    with tqdm(unit="step", leave=False) as bar:
+
+        def progress(step: str, number: int, of: int) -> None:
+            bar.total = of
+            bar.update(number - bar.n)
+            bar.set_description(step)
+
+        folder, manifest = export_run(
+            loaded,
+            output,
+            variants=variants,
+            tolerance=tolerance,
+            opset=opset,
+            exporter=exporter,
+            replace=replace,
+            progress=progress,
+        )
+    size = sum(record.bytes for record in manifest.files.values()) / 1e6
+    seen = manifest.verified
+    click.echo(
+        f"Wrote {folder} ({size:.1f} MB). torch and ONNX Runtime differ by {seen.largest_difference:.1g} at most "
+        f"on {seen.items:,} held-out items (tolerance {seen.tolerance:g})."
+    )
+    for name, variant in manifest.variants.items():
+        recall = variant.recall_at_1
+        change = "" if recall is None else f"; Recall@1 {recall.before:.3f} → {recall.after:.3f}"
+        click.echo(
+            f"{name}: {manifest.files[variant.file].bytes / 1e6:.1f} MB, cosine to the encoder's vectors "
+            f"{variant.cosine.mean:.4f} on average, {variant.cosine.min:.4f} at worst{change}."
+        )

@@ -1,0 +1,117 @@
+"""A run's best weights → a bundle: which items verify it, and which calibrate int8."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieval.data.loading import inputs
+from retrieval.errors import BundleError
+from retrieval.export import OPSET, TOLERANCE, Exporter, Progress, VariantName, export_model
+from retrieval.manifest import Manifest
+from retrieval.train.run import Run
+
+ITEMS = 512
+"""At most so many items verify a bundle, and at most so many calibrate."""
+
+
+def export_run(
+    run: Run,
+    output: Path | None = None,
+    *,
+    variants: Sequence[VariantName] = (),
+    tolerance: float = TOLERANCE,
+    opset: int = OPSET,
+    exporter: Literal["auto"] | Exporter = "auto",
+    replace: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Path, Manifest]:
+    """Write the bundle of a run; its held-out items verify it, its training items calibrate int8.
+
+    Args:
+        run: a loaded run.
+        output: folder to make; by default `bundle` in the run's folder.
+        variants: see `export_model`, as for the others.
+        tolerance: see `export_model`.
+        opset: see `export_model`.
+        exporter: see `export_model`.
+        replace: see `export_model`.
+        progress: see `export_model`.
+
+    Returns:
+        The folder, and the manifest.
+
+    Raises:
+        BundleError: see `export_model`.
+        DataError: an item cannot be read.
+    """
+    output = run.path / "bundle" if output is None else output
+    splits = run.splits
+    held_out = next((side for side in (splits.query, splits.validation) if len(side)), splits.train)
+    chosen = by_class(held_out, splits.labels)
+    manifest = export_model(
+        run.model,
+        _load(run, chosen),
+        output,
+        name=run.path.resolve().name,
+        labels=splits.labels[chosen],
+        calibration=_load(run, spread(splits.train)) if "int8" in variants else None,
+        variants=variants,
+        tolerance=tolerance,
+        evaluation=_evaluation(run.path),
+        opset=opset,
+        exporter=exporter,
+        replace=replace,
+        progress=progress,
+    )
+    return output, manifest
+
+
+def spread(indices: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]:
+    """Return up to `number` of the indices, evenly spaced."""
+    if len(indices) <= number:
+        return indices
+    return indices[np.linspace(0, len(indices) - 1, number).round().astype(np.int64)]
+
+
+def by_class(indices: NDArray[np.int64], labels: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]:
+    """Return up to `number` of the indices, whole classes where they are small: Recall@1 needs items that have a partner.
+
+    Classes are taken evenly spaced; with few large classes, items of each.
+
+    Args:
+        indices: (n,) of items.
+        labels: (N,) of all items.
+        number: how many at most.
+    """
+    if len(indices) <= number:
+        return indices
+    classes, counts = np.unique(labels[indices], return_counts=True)
+    each = max(2, min(8, int(np.median(counts))), number // len(classes))
+    kept = spread(classes, max(1, number // each))
+    rows = [spread(indices[labels[indices] == label], each) for label in kept]
+    return np.sort(np.concatenate(rows))[:number]
+
+
+def _load(run: Run, indices: NDArray[np.int64]) -> NDArray[Any]:
+    chunks = list(inputs(run.dataset, indices, run.model.preprocessing, 64))
+    if not chunks:
+        raise BundleError(f"{run.path} has no items to compare torch and ONNX Runtime on.")
+    return torch.cat(chunks).numpy()
+
+
+def _evaluation(path: Path) -> dict[str, float] | None:
+    """Return the figures of `retrieval evaluate`, where it was run."""
+    try:
+        figures = json.loads((path / "evaluation-test.json").read_text(encoding="utf-8"))["figures"][
+            "trained"
+        ]
+        return {name: float(value) for name, value in figures.items() if np.isfinite(value)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
