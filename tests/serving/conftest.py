@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import httpx
 import pytest
 from retrieval.index.build import build_index
 
@@ -48,7 +49,7 @@ def index_path(tmp_path_factory: pytest.TempPathFactory, photos: Path, bundle_pa
 @pytest.fixture
 def served() -> Iterator[Callable[..., SimpleNamespace]]:
     """Start `retrieval serve` in a process of its own on a free port; gives its url and process."""
-    started = []
+    started, clients = [], []
 
     def start(index: Path, *options: str, python: str = sys.executable) -> SimpleNamespace:
         process = subprocess.Popen(
@@ -61,11 +62,15 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
         started.append(process)
         line = process.stdout.readline()
         assert "Serving" in line, line + process.stderr.read()
-        server = SimpleNamespace(url=line.split(" at ")[1].split("/ ")[0], process=process)
-        _until_ready(server.url)
+        url = line.split(" at ")[1].split("/ ")[0]
+        server = SimpleNamespace(url=url, process=process, client=httpx.Client(base_url=url, timeout=30))
+        clients.append(server.client)
+        _until_ready(server.client)
         return server
 
     yield start
+    for client in clients:
+        client.close()
     for process in started:
         process.terminate()
         try:
@@ -77,16 +82,8 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
         process.stderr.close()
 
 
-def _until_ready(url: str) -> None:
-    import httpx
-
+def _until_ready(client: httpx.Client) -> None:
     end = time.monotonic() + 20
-    while True:
-        try:
-            answer = httpx.get(f"{url}/v1/health/ready")
-            if answer.status_code == 200:
-                return
-        except httpx.TransportError:
-            answer = None
-        assert time.monotonic() < end, f"never ready: {answer and answer.text}"
-        time.sleep(0.05)
+    while (answer := client.get("/v1/health/ready")).status_code != 200:
+        assert time.monotonic() < end, f"never ready: {answer.text}"
+        time.sleep(0.02)

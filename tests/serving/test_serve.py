@@ -1,0 +1,336 @@
+"""A real server in a process of its own, asked over real HTTP."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.index.build import build_index
+from retrieval.index.store import Index
+
+EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/v1/health/live", "/v1/health/ready"]
+
+
+@pytest.fixture
+def server(served, index_path):
+    return served(index_path, "--max-bytes", "100000", "--max-pixels", "1000000")
+
+
+def post(server, content, k=None, name="query.png"):
+    return server.client.post(
+        "/v1/search", files={"image": (name, content)}, data={} if k is None else {"k": str(k)}
+    )
+
+
+def test_search_answers_as_the_index_does(server, index_path, photos):
+    with Index.open(index_path, threads=1) as index:
+        for path in sorted(photos.rglob("*.png"))[::40]:
+            answer = post(server, path.read_bytes(), 4)
+            assert answer.status_code == 200
+            content = answer.json()
+            hits = index.search(index.bundle.encode_image(path), 4)[0]
+            assert [(r["id"], r["key"], r["label"]) for r in content["results"]] == [
+                (hit.id, hit.key, hit.label) for hit in hits
+            ]
+            distances = [r["distance"] for r in content["results"]]
+            assert distances == pytest.approx([hit.distance for hit in hits], abs=1e-6)
+            assert distances == sorted(distances)
+            assert 0 < content["took_ms"] < 10_000
+            picture = server.client.get(content["results"][0]["image_url"])
+            assert picture.content == path.read_bytes()
+            assert picture.headers["content-type"] == "image/png"
+        assert len(post(server, path.read_bytes()).json()["results"]) == 10
+        vector = index.vector(17).tolist()
+        found = server.client.post("/v1/search", json={"vector": vector, "k": 1}).json()["results"]
+        assert found[0]["id"] == 17
+
+
+def test_pages_and_health(server, index_path):
+    for path in EVERY:
+        answer = server.client.get(path)
+        assert answer.status_code == 200, path
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert server.client.get("/v1/health/ready").json() == {"status": "ready", "items": 200}
+    about = server.client.get("/v1/index").json()
+    assert about["items"] == 200
+    assert about["limits"] == {"bytes": 100_000, "pixels": 1_000_000}
+    page = server.client.get("/").text
+    assert "http://" not in page
+    assert "https://" not in page
+    first = server.client.get("/v1/items/0/image")
+    again = server.client.get("/v1/items/0/image", headers={"If-None-Match": first.headers["etag"]})
+    assert again.status_code == 304
+
+
+def png(width, height):
+    out = io.BytesIO()
+    Image.new("1", (width, height)).save(out, "PNG")
+    return out.getvalue()
+
+
+def test_bad_images_get_a_sentence_and_the_server_lives(server, photos):
+    good = next(photos.rglob("*.png")).read_bytes()
+    jpeg = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(jpeg, "JPEG")
+    for content, status, says in (
+        (b"", 422, "is empty"),
+        (b"this is text", 422, "not an image in a known format"),
+        (jpeg.getvalue()[:700], 422, "damaged"),
+        (good[:60], 422, "damaged|known format"),
+        (png(2000, 2000), 422, "2000 × 2000 pixels; the limit is 1,000,000"),
+        (png(20_000, 20_000), 422, "pixels"),
+        (good + bytes(100_000), 413, "100,000"),
+        (bytes(5_000_000), 413, "100,000"),
+    ):
+        answer = post(server, content)
+        assert answer.status_code == status, (answer.text, says)
+        assert answer.json().keys() == {"error"}
+        assert any(word in answer.json()["error"] for word in says.split("|"))
+        assert post(server, good).status_code == 200
+
+
+def test_bad_requests_get_a_sentence(server, photos):
+    url = "/v1/search"
+    good = next(photos.rglob("*.png")).read_bytes()
+    vector = [0.0] * 16
+    for request, status, says in (
+        ({"content": b"x"}, 415, "multipart/form-data"),
+        ({"data": {"image": "text"}}, 415, "multipart/form-data"),
+        ({"files": {"picture": good}}, 400, 'a file in its field "image"'),
+        ({"files": {"image": (None, "text")}}, 400, 'a file in its field "image"'),
+        ({"files": [("image", good), ("image", good)]}, 400, "Too many files"),
+        ({"files": {"image": good}, "data": {"k": "0"}}, 400, "whole number from 1 to 1000"),
+        ({"files": {"image": good}, "data": {"k": "²"}}, 400, "whole number from 1 to 1000"),
+        (
+            {"files": {"image": good}, "data": {"k": "9" * 5000}},
+            400,
+            "Part exceeded|part exceeded|from 1 to 1000",
+        ),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, "boundary"),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=a"}}, 400, "form"),
+        ({"content": b"{", "headers": {"content-type": "application/json"}}, 400, "not JSON"),
+        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400, "not JSON"),
+        ({"content": b"[" * 3_000_000, "headers": {"content-type": "application/json"}}, 413, "too large"),
+        ({"json": []}, 400, "JSON must be"),
+        ({"json": {"vector": vector, "kk": 3}}, 400, "JSON must be"),
+        ({"json": {"vector": "no"}}, 400, "finite numbers"),
+        ({"json": {"vector": [True] * 16}}, 400, "finite numbers"),
+        ({"json": {"vector": [10**400] * 16}}, 400, "finite numbers"),
+        ({"json": {"vector": []}}, 400, "finite numbers"),
+        (
+            {"content": b'{"vector": [NaN]}', "headers": {"content-type": "application/json"}},
+            400,
+            "finite numbers",
+        ),
+        ({"json": {"vector": vector[1:]}}, 422, "has 16 numbers, not 15"),
+        ({"json": {"vector": [1e300] * 16}}, 422, "beyond float32"),
+        ({"json": {"vector": vector, "k": 2.5}}, 400, "whole number"),
+        ({"json": {"vector": vector, "k": True}}, 400, "whole number"),
+    ):
+        answer = server.client.post(url, **request)
+        assert answer.status_code == status, (request.keys(), answer.text)
+        assert any(word in answer.json()["error"] for word in says.split("|")), answer.text
+    assert server.client.get(url).status_code == 405
+    for path in (
+        "/nowhere",
+        "/v1/items/200/image",
+        "/v1/items/-1/image",
+        "/v1/items/x/image",
+        f"/v1/items/{10**30}/image",
+    ):
+        answer = server.client.get(path)
+        assert answer.status_code == 404
+        assert answer.json()["error"].endswith(".")
+    assert post(server, good).status_code == 200
+
+
+def test_only_indexed_files_are_given_out(server, photos):
+    for path in (
+        "/v1/items/../../../../etc/passwd/image",
+        "/v1/items/..%2f..%2fetc%2fpasswd/image",
+        "/../setup.cfg",
+        "/app.py",
+    ):
+        with socket.create_connection(
+            ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        ) as raw:  # no client tidies the path
+            raw.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            answer = b"".join(iter(lambda: raw.recv(65536), b""))
+        assert b" 404 " in answer.split(b"\r\n", 1)[0], path
+
+
+def test_an_image_that_changed_or_went_is_not_given_out(makers, bundle_path, served, tmp_path):
+    folder = tmp_path / "photos"
+    paths = makers.write_digits(folder, 4)
+    Image.fromarray(makers.digits()[0][9]).save(folder / "x.tiff")
+    build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+    server = served(tmp_path / "i")
+    keys = {
+        row: server.client.post("/v1/search", json={"vector": [0.0] * 16}).json()["results"][row]
+        for row in range(5)
+    }
+    urls = {hit["key"]: hit["image_url"] for hit in keys.values()}
+    shown = server.client.get(urls["x.tiff"])
+    assert shown.headers["content-type"] == "image/png"  # browsers show no TIFF
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(shown.content))), makers.digits()[0][9])
+    paths[0].unlink()
+    paths[1].write_bytes(b"something else")
+    for path, says in ((paths[0], "no longer where"), (paths[1], "was changed after")):
+        answer = server.client.get(urls[path.relative_to(folder).as_posix()])
+        assert answer.status_code == 404
+        assert says in answer.json()["error"]
+    assert server.client.get(urls[paths[2].relative_to(folder).as_posix()]).status_code == 200
+
+
+def test_features_and_rescorer(makers, served, tmp_path):
+    bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False, rescorer=True)
+    features = np.random.default_rng(0).normal(size=(50, 64))
+    np.savez(tmp_path / "f.npz", features=features)
+    build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    server = served(tmp_path / "i")
+    answer = server.client.post("/v1/search", json={"vector": features[7].tolist(), "k": 2}).json()
+    assert answer["results"][0]["id"] == 7
+    assert answer["results"][0]["image_url"] is None
+    codes = features @ makers.weights().astype(np.float64)
+    second = sorted(
+        (sum(abs(a - b) for a, b in zip(codes[7], code, strict=True)), row) for row, code in enumerate(codes)
+    )[1]
+    assert answer["results"][1]["id"] == second[1]
+    assert answer["results"][1]["distance"] == pytest.approx(second[0], rel=1e-5)
+    assert "not images" in post(server, b"x").json()["error"] or post(server, b"x").status_code == 422
+    assert (
+        "64 features, not 63" in server.client.post("/v1/search", json={"vector": [1.0] * 63}).json()["error"]
+    )
+    assert server.client.get("/v1/items/3/image").status_code == 404
+
+
+def test_many_at_once(server, photos):
+    paths = sorted(photos.rglob("*.png"))[:60]
+
+    def ask(path):
+        return post(server, path.read_bytes(), 1).json()["results"][0]["key"]
+
+    def spoil(number):
+        return post(server, b"no image %d" % number).status_code
+
+    with ThreadPoolExecutor(12) as pool:
+        keys = pool.map(ask, paths)
+        statuses = pool.map(spoil, range(30))
+        assert list(keys) == [path.relative_to(photos).as_posix() for path in paths]
+        assert set(statuses) == {422}
+
+
+def test_the_event_loop_stays_free_while_pictures_are_decoded(served, index_path):
+    server = served(index_path, "--workers", "1")
+    noise = np.random.default_rng(0).integers(0, 256, (2200, 2200, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(noise).save(out, "PNG", compress_level=1)
+    slow = out.getvalue()
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(post, server, slow, 1) for _ in range(4)]
+        worst = 0.0
+        while not all(one.done() for one in waiting):
+            began = time.perf_counter()
+            assert server.client.get("/v1/health/live").status_code == 200
+            worst = max(worst, time.perf_counter() - began)
+        assert {one.result().status_code for one in waiting} == {200}
+    assert worst < 1.0
+
+
+def test_a_busy_server_says_so(server, photos):
+    """One thread and sixteen waiting for it is what a worker takes; the rest is told to come again."""
+    good = next(photos.rglob("*.png")).read_bytes()
+    import asyncio
+
+    from retrieval.serve.body import RequestError
+    from retrieval.serve.searcher import Searcher
+
+    async def overload() -> int:
+        searcher = Searcher(None, 1, 1, 1)
+        gate = threading.Event()
+        running = [asyncio.create_task(searcher.run(gate.wait)) for _ in range(17)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(RequestError, match="busy") as caught:
+            await searcher.run(gate.wait)
+        gate.set()
+        await asyncio.gather(*running)
+        assert await searcher.run(lambda: 5) == 5
+        searcher.close()
+        return caught.value.status
+
+    assert asyncio.run(overload()) == 503
+    assert post(server, good).status_code == 200
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_it_stops_in_good_order(how, served, index_path):
+    server = served(index_path)
+    answers = []
+    noise = np.random.default_rng(0).integers(0, 256, (1800, 1800, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(noise).save(out, "PNG", compress_level=1)
+    asking = threading.Thread(target=lambda: answers.append(post(server, out.getvalue(), 1).status_code))
+    asking.start()
+    time.sleep(0.15)
+    server.process.send_signal(how)
+    asking.join(15)
+    assert server.process.wait(15) == 0
+    assert answers == [200]  # what was under way is finished
+    assert server.process.stderr.read() == ""
+
+
+def test_an_address_that_is_taken(served, index_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for arguments, says in (
+            (["--port", port], f"Cannot listen on 127.0.0.1, port {port}"),
+            (["--host", "no.such.host.invalid"], "Cannot listen on no.such.host.invalid"),
+        ):
+            run = subprocess.run(
+                [sys.executable, "-m", "retrieval.cli", "serve", str(index_path), *arguments],
+                capture_output=True,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            assert run.returncode == 2
+            assert says in run.stderr
+            assert "Traceback" not in run.stderr
+
+
+def test_ready_means_that_a_search_was_run(index_path):
+    """Not ready before the first search, and with the reason when that fails."""
+    import asyncio
+
+    from retrieval.serve.app import create_app
+    from retrieval.serve.searcher import Searcher
+
+    async def scenario() -> list:
+        with Index.open(index_path, threads=1) as index:
+            searcher = Searcher(index, 1, 10**6, 10**6)
+            transport = httpx.ASGITransport(create_app(searcher))
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                before = await client.get("/v1/health/ready")
+                await searcher.warm_up()
+                after = await client.get("/v1/health/ready")
+                live = await client.get("/v1/health/live")
+            searcher.close()
+        return [before, after, live]
+
+    before, after, live = asyncio.run(scenario())
+    assert (before.status_code, after.status_code, live.status_code) == (503, 200, 200)
+    assert "has not been run" in json.loads(before.content)["error"]
