@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, get_args, get_origin
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import torch
@@ -41,8 +42,11 @@ def smallest(annotation: Any) -> Any:
     """Return a plain value of a type, within its limits."""
     limits = [m for extra in get_args(annotation)[1:] for m in getattr(extra, "metadata", [extra])]
     kind = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-    if get_origin(kind) is list:
-        return [smallest(get_args(kind)[0])]
+    if get_origin(kind) in (list, Union, types.UnionType):
+        first = smallest(get_args(kind)[0])
+        return [first] if get_origin(kind) is list else first
+    if get_origin(kind) is Literal:
+        return get_args(kind)[0]
     least = max([getattr(m, "ge", 0) for m in limits if getattr(m, "ge", None) is not None], default=1)
     plain: dict[Any, Any] = {int: max(least, 1), float: float(least or 1), str: "loss", bool: False}
     return plain[kind]

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 from pytorch_metric_learning import losses
+from pytorch_metric_learning.distances import SNRDistance
 from retrieval.factory import traits
 
 from retrieval_pml import corrected_pairs as corrected
@@ -81,8 +82,6 @@ def signal_to_noise_ratio_contrastive(
         embedding_regularizer: a penalty on the embeddings, added to the loss.
         embedding_reg_weight: the factor of that penalty.
     """
-    from pytorch_metric_learning.distances import SNRDistance
-
     return precise(losses.SignalToNoiseRatioContrastiveLoss)(
         pos_margin=pos_margin,
         neg_margin=neg_margin,
