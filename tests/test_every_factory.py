@@ -171,7 +171,7 @@ class TestLoss:
 
     def test_miner_as_stated(self, name: str) -> None:
         torch.manual_seed(0)
-        stated = getattr(PLUGINS.find("losses", name).make, "__retrieval_traits__", {}).get("miner", True)
+        stated = PLUGINS.find("losses", name).supports_miner
         loss, embeddings = build(PLUGINS, "losses", name), batch()
         triplets = (torch.tensor([0, 3, 3]), torch.tensor([1, 4, 5]), torch.tensor([4, 8, 0]))
         for indices in (triplets, (*triplets[:2], triplets[0], triplets[2])):
