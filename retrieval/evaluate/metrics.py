@@ -155,7 +155,7 @@ def metric(name: str) -> Metric:
         *(f"{stem}_{k}" for stem in _WITH_K for k in sorted({1, 2, 4, 8, 10, int(found[2]) if found else 1})),
     ]
     raise RetrievalError(
-        f"There is no metric '{name}'.{did_you_mean(name, known)} "
+        f"There is no metric '{name}'.{did_you_mean(name.lower().replace('@', '_at_'), known)} "
         "Built in are recall_at_K, precision_at_K (K a number), r_precision, map_at_r and map."
     )
 

@@ -1,7 +1,7 @@
 """Exact k nearest neighbours, block by block: memory grows with the gallery, never with queries × gallery.
 
-**Distance and order.** Squared Euclidean distances are computed in double precision and rounded to float32; those
-that are equal after rounding are ordered by gallery row. So duplicates of a gallery item come in the order of their
+**Distance and order.** Squared Euclidean distances are computed in double precision and rounded to the 24 significant
+bits of float32; those that are equal after rounding are ordered by gallery row. So duplicates of a gallery item come in the order of their
 rows, and neither the block size, nor the number of threads, nor the way a candidate was found decides a rank.
 
 **Speed.** Where few neighbours are asked for, a low-precision product proposes candidates, which are measured exactly.
@@ -23,7 +23,13 @@ from torch import Tensor
 
 from retrieval.errors import DataError
 from retrieval.evaluate.candidates import Proposer
-from retrieval.evaluate.selection import order_ragged, smallest, smallest_on_device, smallest_remeasured
+from retrieval.evaluate.selection import (
+    MAX_COLUMNS,
+    order_ragged,
+    smallest,
+    smallest_on_device,
+    smallest_remeasured,
+)
 
 Codes = NDArray[Any] | Tensor
 Distance = Callable[[Tensor, Tensor], Tensor]
@@ -110,6 +116,10 @@ class Neighbors:
         if not len(codes):
             raise DataError("The gallery is empty: there is nothing to search.")
         self.size, self.width = codes.shape
+        if self.size > MAX_COLUMNS:
+            raise DataError(
+                f"The gallery has {self.size:,} items; exact search takes {MAX_COLUMNS:,} at most."
+            )
         if device != "auto":
             self.device = torch.device(device)
         elif distance is not None:  # it may have weights of its own, which lie where the codes do
@@ -173,8 +183,8 @@ class Neighbors:
         return columns, values
 
     def _measured(self, queries: Tensor, distance: Distance) -> Tensor:
-        """Return the callable's distances (B, N), float32."""
-        values = self._buffer(len(queries), torch.float32)
+        """Return the callable's distances (B, N), float64."""
+        values = self._buffer(len(queries))
         step = max(1, _PAIRS_PER_CALL // len(queries))
         for start in range(0, self.size, step):
             part = distance(queries, self._codes[start : start + step])
@@ -226,7 +236,7 @@ class Neighbors:
         norms = queries.square().sum(1)
         # |q|² + |g|² − 2 q·g in one product; whole numbers stay exact in it.
         rows = torch.cat([-2 * queries, torch.ones_like(norms)[:, None], norms[:, None]], dim=1)
-        squared = torch.mm(rows, self._columns, out=self._buffer(len(queries), torch.float64))
+        squared = torch.mm(rows, self._columns, out=self._buffer(len(queries)))
         return self._select(squared, k, left_out, queries, (norms * _CANCELLED).to(torch.float32))
 
     def _select(
@@ -247,12 +257,12 @@ class Neighbors:
         columns, nearest = np.empty((len(values), k), np.int64), np.empty((len(values), k), np.float32)
 
         def part(rows: slice) -> None:
-            def again(row: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.float32]:
+            def again(row: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.float64]:
                 assert queries is not None
                 return self._direct(queries[rows], row, column)
 
             columns[rows], nearest[rows] = (
-                smallest(table[rows], k)
+                smallest(table[rows], k, signed=True)
                 if limit is None
                 else smallest_remeasured(table[rows], k, limit[rows], again)
             )
@@ -266,23 +276,23 @@ class Neighbors:
         """Do as `_select`, in torch operations alone."""
         wide = k
         if floor is not None:
-            wide = max(k, int((values.to(torch.float32) < floor[:, None]).sum(1).max()))
+            wide = max(k, int((values < floor[:, None]).sum(1).max()))
         columns, nearest = smallest_on_device(values, wide)
         if queries is not None and floor is not None:
             for part in torch.split((nearest < floor[:, None]).nonzero(), 2**18):
                 row, place = part.T
                 apart = queries[row] - self._codes[columns[row, place]]
-                nearest[row, place] = apart.square().sum(1).to(torch.float32)
+                nearest[row, place] = apart.square().sum(1)
         counts = np.full(len(values), wide, dtype=np.int64)
         return order_ragged(counts, columns.cpu().numpy().ravel(), nearest.cpu().numpy().ravel(), k)
 
     def _direct(
         self, queries: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
+    ) -> NDArray[np.float64]:
         """Return |q − g|² of single pairs, without cancellation."""
         used, place = np.unique(columns, return_inverse=True)
         if len(used) * len(queries) <= 4 * len(rows):  # most pairs are wanted: a collapsed embedding
-            out = np.empty((len(queries), len(used)), dtype=np.float32)
+            out = np.empty((len(queries), len(used)))
             step = max(1, 2**16 // self.width)
             for start in range(0, len(used), step):
                 part = self._codes[torch.from_numpy(used[start : start + step])]
@@ -291,18 +301,18 @@ class Neighbors:
             return out[rows, place]
         return direct(queries, self._codes, rows, columns)
 
-    def _buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """Return (rows, N) of memory that is kept between blocks: fresh pages cost as much as the product."""
+    def _buffer(self, rows: int) -> Tensor:
+        """Return (rows, N) of float64 that is kept between blocks: fresh pages cost as much as the product."""
         if self._kept is None or len(self._kept) < rows:
-            self._kept = torch.empty((rows, self.size), dtype=dtype, device=self.device)
+            self._kept = torch.empty((rows, self.size), dtype=torch.float64, device=self.device)
         return self._kept[:rows]
 
 
 def direct(
     queries: Tensor, gallery: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64]
-) -> NDArray[np.float32]:
+) -> NDArray[np.float64]:
     """Return |q − g|² (M,) of pairs (row of `queries`, row of `gallery`), both float64, computed from differences."""
-    out = np.empty(len(rows), dtype=np.float32)
+    out = np.empty(len(rows))
     step = max(1, 2**18 // max(queries.shape[1], 1))
     for start in range(0, len(rows), step):
         part = slice(start, start + step)

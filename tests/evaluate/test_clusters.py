@@ -1,0 +1,96 @@
+"""NMI and F1 against counting every pair and against scikit-learn; k-means on real vectors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from retrieval.errors import DataError
+from retrieval.evaluate import evaluate
+from retrieval.evaluate.clusters import cluster_figures, kmeans, nmi, pair_f1
+from sklearn.datasets import load_digits
+from sklearn.metrics import normalized_mutual_info_score
+
+
+def plain_nmi(clusters, classes):
+    """Return 2 I / (H + H) from frequencies, one pair of parts after another."""
+    total = len(clusters)
+    share = lambda test: sum(test(a, b) for a, b in zip(clusters, classes, strict=True)) / total  # noqa: E731
+    information = entropies = 0.0
+    for one in set(clusters):
+        p = share(lambda a, b, one=one: a == one)
+        entropies -= p * math.log(p)
+        for other in set(classes):
+            q = share(lambda a, b, other=other: b == other)
+            both = share(lambda a, b, one=one, other=other: a == one and b == other)
+            if both:
+                information += both * math.log(both / (p * q))
+    for other in set(classes):
+        q = share(lambda a, b, other=other: b == other)
+        entropies -= q * math.log(q)
+    return 2 * information / entropies
+
+
+def plain_f1(clusters, classes):
+    together = alike = both = 0
+    for i, j in itertools.combinations(range(len(clusters)), 2):
+        together += clusters[i] == clusters[j]
+        alike += classes[i] == classes[j]
+        both += clusters[i] == clusters[j] and classes[i] == classes[j]
+    precision, recall = both / together, both / alike
+    return 2 * precision * recall / (precision + recall)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_against_plain_counting(seed):
+    generator = np.random.default_rng(seed)
+    classes = generator.integers(0, 5, 70) * 1000
+    clusters = np.where(generator.random(70) < 0.6, classes // 1000, generator.integers(0, 7, 70))
+    assert nmi(clusters, classes) == pytest.approx(plain_nmi(clusters.tolist(), classes.tolist()), abs=1e-12)
+    assert nmi(clusters, classes) == pytest.approx(normalized_mutual_info_score(classes, clusters), abs=1e-12)
+    assert pair_f1(clusters, classes) == pytest.approx(
+        plain_f1(clusters.tolist(), classes.tolist()), abs=1e-12
+    )
+
+
+def test_the_mean_of_the_entropies_is_arithmetic():
+    clusters, classes = np.array([0, 0, 0, 0, 0, 1]), np.array([0, 0, 1, 1, 2, 2])
+    geometric = normalized_mutual_info_score(classes, clusters, average_method="geometric")
+    assert abs(nmi(clusters, classes) - geometric) > 0.02
+
+
+def test_extremes():
+    same, apart = np.zeros(6, int), np.arange(6)
+    assert nmi(same, same) == nmi(apart, apart) == 1
+    assert nmi(same, apart) == 0
+    assert pair_f1(same, same) == pair_f1(apart, apart) == 1
+    assert pair_f1(same, apart) == 0
+
+
+def test_pairs_of_a_large_cluster_do_not_overflow():
+    many = np.zeros(5_000_000, np.int32)
+    assert pair_f1(many, many) == 1
+
+
+def test_digits_by_class_and_seed():
+    codes, labels = load_digits(return_X_y=True)
+    figures = cluster_figures(codes, labels)
+    assert figures == cluster_figures(torch.from_numpy(codes), [str(label) for label in labels])
+    assert 0.65 < figures["nmi"] < 0.85  # published k-means runs on this set: .74 to .75
+    assert len(np.unique(kmeans(codes, 10))) == 10
+    values = evaluate(codes, labels, metrics=["recall_at_1"], clusters=True).values
+    assert values["nmi"] == figures["nmi"]
+    assert values["f1"] == figures["f1"]
+
+
+def test_a_collapsed_embedding_has_figures():
+    figures = cluster_figures(np.ones((12, 3)), np.arange(12) % 3)
+    assert figures == {"nmi": 0.0, "f1": pytest.approx(2 * 18 / (66 + 18))}
+
+
+def test_codes_and_labels_that_do_not_fit():
+    with pytest.raises(DataError, match="one label a code"):
+        cluster_figures(np.ones((3, 2)), np.arange(4))

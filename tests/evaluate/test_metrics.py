@@ -1,0 +1,260 @@
+"""Metrics against their definitions in plain Python, and against pytorch-metric-learning where it defines the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+from retrieval.errors import DataError, RetrievalError
+from retrieval.evaluate import evaluate, metric
+from retrieval.evaluate.metrics import (
+    map_at_r,
+    mean_average_precision,
+    precision_at,
+    r_precision,
+    recall_at,
+)
+from sklearn.datasets import load_digits
+
+ALL = ["recall_at_1", "recall_at_4", "precision_at_1", "precision_at_5", "r_precision", "map_at_r", "map"]
+
+
+def plain(codes, labels, gallery=None, gallery_labels=None):
+    """Return every figure by the definitions, one query and one rank after another, in float64."""
+    itself = gallery is None
+    gallery, gallery_labels = (codes, labels) if itself else (gallery, gallery_labels)
+    sums, asked = dict.fromkeys(ALL, 0.0), 0
+    for i, (code, label) in enumerate(zip(np.asarray(codes, float), labels, strict=True)):
+        order = [
+            (float(np.float32(sum((a - b) ** 2 for a, b in zip(code, other, strict=True)))), j)
+            for j, other in enumerate(np.asarray(gallery, float))
+            if not (itself and i == j)
+        ]
+        hits = [gallery_labels[j] == label for _, j in sorted(order)]
+        relevant = sum(hits)
+        if not relevant:
+            continue
+        asked += 1
+        precision = [sum(hits[: rank + 1]) / (rank + 1) for rank in range(len(hits))]
+        sums["recall_at_1"] += any(hits[:1])
+        sums["recall_at_4"] += any(hits[:4])
+        sums["precision_at_1"] += sum(hits[:1]) / 1
+        sums["precision_at_5"] += sum(hits[:5]) / 5
+        sums["r_precision"] += sum(hits[:relevant]) / relevant
+        sums["map_at_r"] += sum(precision[j] for j in range(relevant) if hits[j]) / relevant
+        sums["map"] += sum(precision[j] for j in range(len(hits)) if hits[j]) / relevant
+    return {name: value / asked if asked else float("nan") for name, value in sums.items()}, asked
+
+
+@pytest.fixture(scope="module")
+def digits():
+    codes, labels = load_digits(return_X_y=True)
+    return codes.astype(np.float32), labels.astype(np.int64)
+
+
+def random_codes(seed, count=70, classes=9, tied=False):
+    generator = np.random.default_rng(seed)
+    labels = np.minimum(generator.geometric(0.25, count), classes)  # unequal classes, some of one item
+    if tied:
+        codes = generator.integers(0, 3, size=(count, 2)).astype(np.float32)
+    else:
+        codes = (generator.normal(size=(count, 5)) + labels[:, None] * 0.3).astype(np.float32)
+    return codes, labels
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_against_the_definitions(seed, tied):
+    codes, labels = random_codes(seed, tied=tied)
+    expected, asked = plain(codes, labels)
+    found = evaluate(codes, labels, metrics=ALL)
+    assert found.values == pytest.approx(expected, abs=1e-12)
+    assert (found.queries, found.gallery, found.singletons) == (asked, 70, 70 - asked)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_query_and_gallery_against_the_definitions(tied):
+    codes, labels = random_codes(5, tied=tied)
+    gallery, theirs = random_codes(6, count=50, classes=6, tied=tied)
+    expected, asked = plain(codes, labels, gallery, theirs)
+    found = evaluate(codes, labels, gallery=gallery, gallery_labels=theirs, metrics=ALL)
+    assert found.values == pytest.approx(expected, abs=1e-12)
+    assert (found.queries, found.gallery, found.singletons) == (asked, 50, 70 - asked)
+    assert 0 < asked < 70
+
+
+def calculated(codes, labels, gallery=None, theirs=None):
+    names = ("precision_at_1", "r_precision", "mean_average_precision_at_r", "mean_average_precision")
+    tensors = [None if each is None else torch.from_numpy(each) for each in (codes, labels, gallery, theirs)]
+    found = AccuracyCalculator(include=names, device=torch.device("cpu")).get_accuracy(*tensors)
+    found["map_at_r"], found["map"] = found.pop(names[2]), found.pop(names[3])
+    return found
+
+
+def test_against_pytorch_metric_learning(digits):
+    # Unit length, so that distances seldom tie; its label count differs from ours in nothing here.
+    codes = digits[0] / np.linalg.norm(digits[0], axis=1, keepdims=True)
+    names = ["precision_at_1", "r_precision", "map_at_r", "map"]
+    assert evaluate(codes, digits[1], metrics=names).values == pytest.approx(
+        calculated(codes, digits[1]), abs=1e-6
+    )
+    random, labels = random_codes(1, count=300)  # with singletons, which both leave out
+    assert evaluate(random, labels, metrics=names).values == pytest.approx(
+        calculated(random, labels), abs=1e-6
+    )
+    parts = (codes[:900], digits[1][:900], codes[900:], digits[1][900:])
+    ours = evaluate(*parts[:2], gallery=parts[2], gallery_labels=parts[3], metrics=names).values
+    assert ours == pytest.approx(calculated(*parts), abs=1e-6)
+
+
+def test_against_pytorch_metric_learning_where_ties_decide_nothing():
+    # Every item twice with one label: all distances tie in pairs, and either order of a pair gives the same figures.
+    codes, labels = random_codes(2, count=60)
+    codes, labels = np.repeat(codes, 2, axis=0), np.repeat(labels, 2)
+    names = ["precision_at_1", "r_precision", "map_at_r", "map"]
+    assert evaluate(codes, labels, metrics=names).values == pytest.approx(calculated(codes, labels), abs=1e-6)
+
+
+def test_ties_are_ordered_by_row():
+    codes = np.zeros((6, 3), np.float32)
+    labels = np.array([0, 1, 0, 1, 1, 0])
+    # Query 0 sees 1 0 1 1 0: its first match is at rank 2. Query 1 sees 0 0 first, queries 2 to 5 see 0 1.
+    assert evaluate(codes, labels, metrics=["recall_at_1", "recall_at_2"]).values == {
+        "recall_at_1": 2 / 6,
+        "recall_at_2": 5 / 6,
+    }
+
+
+@pytest.mark.parametrize("candidates", ["bfloat16", "none"])
+def test_block_sizes_give_the_very_same_figures(digits, candidates):
+    codes, labels = digits
+    codes = np.concatenate([codes, codes.reshape(-1, 8, 8)[:, ::-1].reshape(-1, 64)] * 2)
+    labels = np.concatenate([np.minimum(labels, 4)] * 4)  # a class six times as large as the others
+    names = [name for name in ALL if name != "map"]
+    first = evaluate(codes[:500], labels[:500], gallery=codes, gallery_labels=labels, metrics=names).values
+    for block in (1, 61, 499):
+        other = evaluate(
+            codes[:500], labels[:500], gallery=codes, gallery_labels=labels, metrics=names, block=block,
+            candidates=candidates,
+        )  # fmt: skip
+        assert other.values == first
+
+
+def test_labels_are_compared_exactly(digits):
+    codes, labels = digits[0][:200], digits[1][:200]
+    names = ["recall_at_1", "map_at_r"]
+    expected = evaluate(codes, labels, metrics=names).values
+    assert evaluate(codes, labels + 2**24, metrics=names).values == expected
+    assert evaluate(codes, labels + 2**62, metrics=names).values == expected
+    assert evaluate(codes, -labels.astype(np.int8), metrics=names).values == expected
+    assert evaluate(codes, labels.astype(np.uint64) + 2**63, metrics=names).values == expected
+    assert evaluate(codes, [f"class {label}" for label in labels], metrics=names).values == expected
+    assert evaluate(codes, labels.astype(str).astype(object), metrics=names).values == expected
+    assert evaluate(torch.from_numpy(codes), torch.from_numpy(labels), metrics=names).values == expected
+    # In float32 these two are one class, and Recall@1 would be 1.
+    near = np.array([2**24, 2**24 + 1, 2**24, 2**24 + 1])
+    two = np.array([[0.0], [0.1], [5.0], [5.1]])
+    assert evaluate(two, near, metrics=["recall_at_1"]).values == {"recall_at_1": 0}
+    far = evaluate(
+        two, near, gallery=two, gallery_labels=near.astype(np.uint64) + 2**63, metrics=["recall_at_1"]
+    )
+    assert far.queries == 0
+
+
+def test_singletons_stay_as_distractors():
+    codes = np.array([[0.0], [1.0], [1.4], [9.0]])
+    found = evaluate(codes, ["a", "a", "lone", "other"], metrics=["recall_at_1", "recall_at_2"])
+    # Item 1 is nearer to the lone item than to item 0.
+    assert found.values == {"recall_at_1": 0.5, "recall_at_2": 1.0}
+    assert (found.queries, found.singletons) == (2, 2)
+    assert "2 left out" in found.table()
+
+
+def test_one_class_and_no_pair_at_all(digits):
+    found = evaluate(digits[0][:50], np.zeros(50, int), metrics=ALL)
+    assert set(found.values.values()) == {1.0}
+    found = evaluate(digits[0][:50], np.arange(50), metrics=ALL)
+    assert all(np.isnan(value) for value in found.values.values())
+    assert (found.queries, found.singletons) == (0, 50)
+
+
+def test_a_gallery_smaller_than_k():
+    codes = np.array([[0.0], [1.0], [3.0]])
+    found = evaluate(codes, [1, 1, 2], metrics=["recall_at_8", "precision_at_8"])
+    assert found.values == {"recall_at_8": 1.0, "precision_at_8": 1 / 8}
+
+
+def test_a_combiners_distance(digits):
+    codes, labels = digits[0][:150].astype(np.float64), digits[1][:150]
+    weights = torch.from_numpy(np.linspace(0, 3, 64))
+
+    def weighted(a, b):
+        return torch.cdist(a * weights, b * weights)
+
+    given = evaluate(codes, labels, metrics=ALL, distance=weighted).values
+    assert given == pytest.approx(plain(codes * weights.numpy(), labels)[0], abs=1e-12)
+    assert given != evaluate(codes, labels, metrics=ALL).values
+
+
+def test_a_metric_of_ones_own_and_its_depth(digits):
+    seen = []
+
+    class ReciprocalRank:
+        depth = 30
+
+        def __call__(self, matches, relevant):
+            seen.append((matches.shape[1], len(matches) == len(relevant)))
+            return np.where(matches.any(1), 1 / (matches.argmax(1) + 1), 0.0)
+
+    found = evaluate(digits[0][:400], digits[1][:400], metrics={"rank": ReciprocalRank()}, block=150)
+    assert seen == [(30, True)] * 3
+    assert 0.9 < found.values["rank"] < 1
+
+
+def test_progress_reaches_the_end(digits):
+    steps = []
+    evaluate(
+        digits[0], digits[1], metrics=["recall_at_1"], block=500, progress=lambda *step: steps.append(step)
+    )
+    assert steps == [(500, 1797), (1000, 1797), (1500, 1797), (1797, 1797)]
+
+
+def test_names():
+    assert (recall_at(7).depth, precision_at(3).depth, metric("recall_at_12").depth) == (7, 3, 12)
+    assert r_precision().depth == map_at_r().depth == "relevant"
+    assert mean_average_precision().depth == metric("map").depth == "all"
+    for wrong, right in {
+        "recal_at_4": "recall_at_4",
+        "map@r": "map_at_r",
+        "r_precison": "r_precision",
+        "precision_1": "precision_at_1",
+    }.items():
+        with pytest.raises(RetrievalError, match=f"no metric '{wrong}'. Did you mean '{right}'"):
+            metric(wrong)
+    with pytest.raises(RetrievalError, match="recall_at_0 looks at no neighbour"):
+        metric("recall_at_0")
+
+
+def test_table(digits):
+    text = evaluate(digits[0][:100], digits[1][:100], metrics=["recall_at_1", "map_at_r"]).table()
+    assert text.splitlines()[0].startswith("recall_at_1  0.")
+    assert "100 queries, gallery of 100" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"labels": [1, 2]}, "one label an item"),
+        ({"labels": [1.5, 2, 3]}, "whole numbers or text"),
+        ({"labels": [None, 2, 3]}, "whole numbers or text"),
+        ({"gallery": np.ones((2, 2))}, "come together"),
+        ({"gallery": np.ones((2, 2)), "gallery_labels": ["a", "b"]}, "two kinds"),
+        ({"gallery": np.ones((2, 3)), "gallery_labels": [1, 2]}, "2 columns"),
+        ({"codes": np.full((3, 2), np.nan)}, "diverged"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said(change, says):
+    given = {"codes": np.ones((3, 2)), "labels": [1, 1, 2]} | change
+    with pytest.raises(DataError, match=says):
+        evaluate(**given)
