@@ -60,7 +60,9 @@ def features(file: Path) -> Dataset:
 
 def _read(file: Path) -> dict[str, NDArray[Any]]:
     try:
-        with np.load(file, allow_pickle=False) as found:
+        # opened here: numpy leaves a file open that turns out to be damaged
+        with file.open("rb") as stream:
+            found = np.load(stream, allow_pickle=False)
             if not isinstance(found, Mapping):
                 raise DataError(
                     f"{file} holds a single array. Write it with numpy.savez(file, features=…, labels=…)."

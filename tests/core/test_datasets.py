@@ -1,0 +1,380 @@
+from __future__ import annotations
+
+import gzip
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.contracts import Dataset
+from retrieval.data.loading import inputs
+from retrieval.data.splits import make_splits
+from retrieval.errors import DataError
+from retrieval.images import Preprocessing
+from retrieval.plugins import Plugins, load_plugins
+from retrieval.recipe import Split
+from sklearn.datasets import load_digits
+
+from retrieval_core.small import DEBIAN
+
+PRE = Preprocessing((6, 6))
+
+
+@pytest.fixture(scope="module")
+def plugins() -> Plugins:
+    return load_plugins(block=["pml"])
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(folder))
+    return folder
+
+
+def build(plugins: Plugins, name: str, **values: Any) -> Dataset:
+    texts = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+    made: Dataset = plugins.build("datasets", {"name": f"core.{name}", **texts})
+    return made
+
+
+def picture(path: Path, grey: int = 100, size: tuple[int, int] = (7, 9)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, (grey, grey, grey)).save(path)
+    return path
+
+
+def test_digits(plugins: Plugins) -> None:
+    data = build(plugins, "digits")
+    found = load_digits()
+    assert data.labels == [str(label) for label in found.target]
+    assert data.arrays is not None and data.arrays.dtype == np.uint8
+    np.testing.assert_allclose(data.arrays, found.images * 255 / 16, atol=0.5)
+    assert data.keys[17] == "digits/17"
+    item = data[17]
+    assert isinstance(item, Image.Image) and np.array_equal(item, data.arrays[17])
+
+
+def idx(*shape: int, content: np.ndarray[Any, Any]) -> bytes:
+    return struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape) + content.astype(np.uint8).tobytes()
+
+
+@pytest.fixture
+def fashion(tmp_path: Path) -> Path:
+    """A folder in Fashion-MNIST's layout, of 30 and 20 images."""
+    folder = tmp_path / "fashion"
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for prefix, count in (("train", 30), ("t10k", 20)):
+        pixels = generator.integers(0, 256, (count, 28, 28))
+        images = idx(count, 28, 28, content=pixels)
+        (folder / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(count, content=np.arange(count) % 10))
+    return folder
+
+
+def test_fashion_mnist_layout(plugins: Plugins, fashion: Path) -> None:
+    data = build(plugins, "fashion_mnist", folder=fashion)
+    assert len(data) == 50 and data.keys[30] == "test/0"
+    assert data.labels[:12] == [*"0123456789", "0", "1"]
+    assert data.splits == ["train"] * 30 + ["test"] * 20
+    assert data.metadata is not None and data.metadata[7] == {"class": "Sneaker"}
+    found = make_splits(data, Split(validation=0.0))
+    assert found.train.tolist() == list(range(30)) and found.query.tolist() == list(range(30, 50))
+
+
+def test_fashion_mnist_faults(plugins: Plugins, fashion: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = fashion / "t10k-labels-idx1-ubyte"
+    labels.write_bytes(idx(9, content=np.arange(9)))
+    with pytest.raises(DataError, match=r"test images and labels .* do not belong together"):
+        build(plugins, "fashion_mnist", folder=fashion)
+    labels.write_bytes(idx(20, content=np.arange(20) % 10 + 1))
+    with pytest.raises(DataError, match="do not belong together"):
+        build(plugins, "fashion_mnist", folder=fashion)
+    labels.unlink()
+    with pytest.raises(DataError, match="holds neither t10k-labels-idx1-ubyte nor"):
+        build(plugins, "fashion_mnist", folder=fashion)
+    with pytest.raises(DataError, match="is not a folder"):
+        build(plugins, "fashion_mnist", folder=fashion / "no")
+    monkeypatch.setattr("retrieval_core.small.DEBIAN", fashion / "nowhere")
+    with pytest.raises(DataError, match="apt install dataset-fashion-mnist"):
+        build(plugins, "fashion_mnist")
+
+
+@pytest.mark.skipif(not DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
+def test_fashion_mnist_itself(plugins: Plugins) -> None:
+    data = build(plugins, "fashion_mnist")
+    assert data.arrays is not None and data.arrays.shape == (70_000, 28, 28)
+    found = make_splits(data, Split(by="class"))
+    assert found.train_classes == list("01234")
+    assert (len(found.train), len(found.validation), len(found.query)) == (28_000, 7_000, 35_000)
+    assert abs(data.arrays[:60_000].mean() / 255 - 0.2860) < 1e-4  # the mean that is usually quoted
+
+
+def test_image_folder(plugins: Plugins, tmp_path: Path) -> None:
+    for i, name in enumerate(["cat/1.png", "cat/2.PNG", "cat/more/3.jpg", "dog 2/x.png", "dog 10/y.webp"]):
+        picture(tmp_path / name, 10 * i)
+    picture(tmp_path / ".hidden" / "z.png")
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    data = build(plugins, "image_folder", folder=tmp_path)
+    assert dict(zip(data.keys, data.labels, strict=True)) == {
+        "cat/1.png": "cat", "cat/2.PNG": "cat", "cat/more/3.jpg": "cat", "dog 2/x.png": "dog 2", "dog 10/y.webp": "dog 10",
+    }  # fmt: skip
+    assert data.splits is None and data.roles is None
+    x = next(inputs(data, [list(data.keys).index("dog 2/x.png")], PRE, 1))
+    assert x.shape == (1, 3, 6, 6) and (x == 30).all()
+
+
+def test_image_folder_with_a_split(plugins: Plugins, tmp_path: Path) -> None:
+    for name in ("train/a/1.png", "train/b/1.png", "val/a/2.png", "test/a/3.png"):
+        picture(tmp_path / name)
+    data = build(plugins, "image_folder", folder=tmp_path)
+    rows = set(zip(data.keys, data.labels, data.splits or (), strict=True))
+    assert rows == {
+        ("train/a/1.png", "a", "train"), ("train/b/1.png", "b", "train"),
+        ("val/a/2.png", "a", "validation"), ("test/a/3.png", "a", "test"),
+    }  # fmt: skip
+    assert data.roles is None
+    shutil.move(tmp_path / "test", tmp_path / "query")
+    picture(tmp_path / "gallery/a/9.png")
+    data = build(plugins, "image_folder", folder=tmp_path)
+    assert data.roles is not None and data.splits is not None
+    found = {key: (data.splits[i], data.roles[i]) for i, key in enumerate(data.keys)}
+    assert found["query/a/3.png"] == ("test", "query")
+    assert found["gallery/a/9.png"] == ("test", "gallery")
+    assert found["train/a/1.png"] == ("train", "")
+
+
+def test_classes_that_are_called_like_sides(plugins: Plugins, tmp_path: Path) -> None:
+    for name in ("train/1.png", "test/1.png"):  # toys, and exams
+        picture(tmp_path / name)
+    assert sorted(build(plugins, "image_folder", folder=tmp_path).labels) == ["test", "train"]
+
+
+def test_image_folder_faults(plugins: Plugins, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(DataError, match=r"is not a folder\. Relative paths start at"):
+        build(plugins, "image_folder", folder=tmp_path / "none")
+    with pytest.raises(DataError, match="holds no image"):
+        build(plugins, "image_folder", folder=tmp_path)
+    (tmp_path / "empty").mkdir()
+    picture(tmp_path / "a" / "1.png")
+    build(plugins, "image_folder", folder=tmp_path)
+    assert "no image in empty" in caplog.text
+    picture(tmp_path / "stray.png")
+    with pytest.raises(DataError, match=r"1 image lies in no class's folder, .*: stray\.png\. Move it"):
+        build(plugins, "image_folder", folder=tmp_path)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """Three sound images, one cut short behind a sound header, one empty, one no image, one too large."""
+    folder = tmp_path / "mixed"
+    noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    for name in ("a/1.png", "a/2.png", "b/1.png"):
+        picture(folder / name)
+    Image.fromarray(noise).save(folder / "a" / "cut.jpg")
+    content = (folder / "a" / "cut.jpg").read_bytes()
+    (folder / "a" / "cut.jpg").write_bytes(content[: len(content) // 2])
+    (folder / "b" / "empty.png").touch()
+    (folder / "b" / "text.png").write_text("hello")
+    Image.new("1", (5001, 5001)).save(folder / "b" / "huge.png")
+    return folder
+
+
+def test_a_bad_image_is_named_when_it_is_met(plugins: Plugins, damaged: Path) -> None:
+    data = build(plugins, "image_folder", folder=damaged)
+    assert len(data) == 7
+    with pytest.raises(DataError, match=r"skip_bad = true"):
+        list(inputs(data, range(7), PRE, 2))
+
+
+def test_skip_bad_names_and_leaves_out(
+    plugins: Plugins, damaged: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):  # looked at, then remembered
+        caplog.clear()
+        data = build(plugins, "image_folder", folder=damaged, skip_bad=True)
+        assert sorted(data.keys) == ["a/1.png", "a/2.png", "b/1.png"]
+        assert "4 of 7 images cannot be read" in caplog.text
+        for name in ("cut.jpg", "empty.png", "text.png", "huge.png"):
+            assert name in caplog.text
+        assert torch_sum(data) == 3 * 3 * 36 * 100
+    (kept,) = (cache / "readable").iterdir()
+    kept.write_text("{broken")
+    assert len(build(plugins, "image_folder", folder=damaged, skip_bad=True)) == 3
+    picture(damaged / "b" / "text.png")  # mended
+    assert len(build(plugins, "image_folder", folder=damaged, skip_bad=True)) == 4
+    for place in ("a/1.png", "a/2.png", "b/1.png", "b/text.png"):
+        (damaged / place).unlink()
+    with pytest.raises(DataError, match="none of its 3 images can be read"):
+        build(plugins, "image_folder", folder=damaged, skip_bad=True)
+
+
+def torch_sum(data: Dataset) -> int:
+    return sum(int(x.sum()) for x in inputs(data, range(len(data)), PRE, 2))
+
+
+def test_skip_bad_without_a_cache(
+    plugins: Plugins, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "file"))
+    assert len(build(plugins, "image_folder", folder=damaged, skip_bad=True)) == 3
+
+
+def test_csv(plugins: Plugins, tmp_path: Path) -> None:
+    for name in ("x/1.png", "x/2.png", "x/a, b.png", "x/4.png"):
+        picture(tmp_path / name)
+    manifest = tmp_path / "list.csv"
+    manifest.write_text(
+        "\ufefflabel, path ,split,role,price\nred,x/1.png,train,,3\nred,x/2.png,validation,,\n\n"
+        '"blue\nish","x/a, b.png",test,query,"1,5"\nred,x/4.png,,gallery,9\n',
+        encoding="utf-8",
+    )
+    data = build(plugins, "csv", manifest=manifest)
+    assert data.keys == ["x/1.png", "x/2.png", "x/a, b.png", "x/4.png"]
+    assert data.labels == ["red", "red", "blue\nish", "red"]
+    assert data.splits == ["train", "validation", "test", ""]
+    assert data.roles == ["", "", "query", "gallery"]
+    assert data.metadata == [{"price": "3"}, {"price": ""}, {"price": "1,5"}, {"price": "9"}]
+    assert next(inputs(data, [2], PRE, 1)).shape == (1, 3, 6, 6)
+
+
+def test_csv_of_two_columns_and_a_root(plugins: Plugins, tmp_path: Path) -> None:
+    absolute = picture(tmp_path / "elsewhere" / "1.png")
+    picture(tmp_path / "root" / "2.png")
+    manifest = tmp_path / "list.csv"
+    manifest.write_text(f"path,label\n{absolute},a\n2.png,b\n")
+    data = build(plugins, "csv", manifest=manifest, root=tmp_path / "root")
+    assert (data.splits, data.roles, data.metadata) == (None, None, None)
+    assert torch_sum(data) == 2 * 3 * 36 * 100
+
+
+def test_all_problems_of_a_csv_at_once(plugins: Plugins, tmp_path: Path) -> None:
+    picture(tmp_path / "1.png")
+    manifest = tmp_path / "list.csv"
+    manifest.write_text(
+        "path,label,split,role\n1.png,a,train,\n1.png,b,train,\ngone.png,a,test,\n,a,train,\n1.png,,train,\n"
+        "1.png,a,tset,\n1.png,a,test,gallary\n1.png,a\n" + "no.png,a,test,\n" * 5
+    )
+    with pytest.raises(DataError) as error:
+        build(plugins, "csv", manifest=manifest)
+    text = str(error.value)
+    for sentence in (
+        "12 problems", "line 3: 1.png is listed in line 2 already", "line 4: ", "gone.png is not a file",
+        "line 5: path is empty", "line 6: 1.png has no label", "line 7: split must be", "Did you mean 'test'?",
+        "line 8: role must be", "Did you mean 'gallery'?", "line 9: it has 2 values; the header names 4 columns",
+        "and 2 more",
+    ):  # fmt: skip
+        assert sentence in text
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "no column 'path'"),
+        (b"path,label\n", "it lists no image"),
+        (b"paht,label\nx,y\n", "no column 'path' .it has: paht, label.*Did you mean 'paht'"),
+        (b"path;label\nx;y\n", "separated by commas"),
+        (b"path,label,label\n", "names 'label' twice"),
+        (b"path,label,\n", "a column without a name"),
+        (b"path,label\n\xff\xfe,a\n", "is not UTF-8 text"),
+        (b'path,label\n"x,a\n', "is not valid CSV, near line 2"),
+        (b"path,label\n\0x,a\n", "list.csv"),
+        (b"path,label\n" + b"x" * 5000 + b",a\n", "list.csv"),
+    ],
+)
+def test_csv_files_that_are_wrong(plugins: Plugins, tmp_path: Path, content: bytes, sentence: str) -> None:
+    (tmp_path / "list.csv").write_bytes(content)
+    with pytest.raises(DataError, match=sentence):
+        build(plugins, "csv", manifest=tmp_path / "list.csv")
+
+
+def test_csv_that_is_not_there(plugins: Plugins, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist\. Relative paths start at"):
+        build(plugins, "csv", manifest=tmp_path / "list.csv")
+    with pytest.raises(DataError, match="cannot be read"):
+        build(plugins, "csv", manifest=tmp_path)
+
+
+def test_csv_skip_bad(plugins: Plugins, damaged: Path) -> None:
+    names = sorted(p.relative_to(damaged).as_posix() for p in damaged.rglob("*.*"))
+    manifest = damaged / "list.csv"
+    manifest.write_text("path,label\n" + "".join(f"{name},{name[0]}\n" for name in names))
+    assert build(plugins, "csv", manifest=manifest, skip_bad=True).keys == ["a/1.png", "a/2.png", "b/1.png"]
+
+
+def test_features(plugins: Plugins, tmp_path: Path) -> None:
+    vectors = np.random.default_rng(0).normal(size=(6, 4))
+    file = tmp_path / "vectors.npz"
+    np.savez(file, features=vectors, labels=np.array([3, 1, 1, 2, 2, 3]), other=np.zeros(3))
+    data = build(plugins, "features", file=file)
+    assert data.kind == "features" and data.labels == ["3", "1", "1", "2", "2", "3"]
+    np.testing.assert_array_equal(data.arrays, vectors.astype(np.float32))
+    np.savez_compressed(
+        file, features=vectors.astype(np.float16), labels=np.array(list("aabbcc")), keys=np.array(list("uvwxyz")),
+        splits=np.array(["train", "test"] * 3), roles=np.array(["", "query", "", "gallery", "", ""]),
+    )  # fmt: skip
+    data = build(plugins, "features", file=file)
+    assert (data.labels, data.keys) == (list("aabbcc"), list("uvwxyz"))
+    assert (data.splits, data.roles) == (["train", "test"] * 3, ["", "query", "", "gallery", "", ""])
+
+
+GOOD = {"features": np.zeros((3, 2), np.float32), "labels": np.array(["a", "b", "a"])}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "sentences"),
+    [
+        ({"labels": None}, ["no array 'labels' (it holds: features)"]),
+        ({"features": None, "labels": None}, ["no array 'features'", "no array 'labels'"]),
+        (
+            {"features": np.array([[1, np.nan], [1, 1], [np.inf, 0]])},
+            ["2 rows of features hold NaN", ": 0, 2."],
+        ),
+        ({"features": np.array([[1, 0], [1, 1e300], [1, 0]])}, ["1 row of features holds", ": 1."]),
+        ({"features": np.zeros((3, 2), complex)}, ["features must be real numbers, not complex128"]),
+        ({"features": np.zeros(3)}, ["features must have the shape (N, F), not (3,)"]),
+        ({"features": np.zeros((0, 2))}, ["(0, 2)"]),
+        ({"features": np.float32(3)}, ["features must have the shape (N, F), not ()"]),
+        (
+            {"labels": np.zeros(3), "splits": np.array(["train"] * 2)},
+            [
+                "2 problems",
+                "labels must be text or whole numbers, not float64",
+                "splits must have the shape (3,)",
+            ],
+        ),
+        (
+            {"labels": np.array(["a", None, "b"], dtype=object)},
+            ["it holds Python objects, which are never read"],
+        ),
+    ],
+)
+def test_features_that_are_wrong(
+    plugins: Plugins, tmp_path: Path, arrays: dict[str, Any], sentences: list[str]
+) -> None:
+    file = tmp_path / "vectors.npz"
+    np.savez(file, **{k: v for k, v in (GOOD | arrays).items() if v is not None})
+    with pytest.raises(DataError) as error:
+        build(plugins, "features", file=file)
+    for sentence in sentences:
+        assert sentence in str(error.value)
+
+
+def test_feature_files_that_are_damaged(plugins: Plugins, tmp_path: Path) -> None:
+    file = tmp_path / "vectors.npz"
+    np.savez(file, **GOOD)
+    whole = file.read_bytes()
+    for content in (b"", b"PK", b"text", whole[: len(whole) // 2], whole[:100] + b"\0" * 40 + whole[140:]):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=r"vectors\.npz cannot be read as \.npz"):
+            build(plugins, "features", file=file)
+    np.save(tmp_path / "one.npy", np.zeros((3, 2)))
+    with pytest.raises(DataError, match="holds a single array"):
+        build(plugins, "features", file=tmp_path / "one.npy")
+    with pytest.raises(DataError, match="does not exist"):
+        build(plugins, "features", file=tmp_path / "none.npz")
