@@ -14,7 +14,7 @@ from retrieval.bundle import Bundle
 from retrieval.errors import BundleError
 from retrieval.export import export_model
 from retrieval.manifest import read_manifest
-from retrieval.model import Model, build_head
+from retrieval.model import Model
 from torch import nn
 
 
@@ -225,28 +225,3 @@ def test_the_manifest_is_json_for_anyone(net, digits, tmp_path):
     content = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert content["format"] == 1 and content["input"]["preprocessing"]["size"] == [16, 16]
     assert set(content["files"]) == {"encoder.onnx"} and len(content["files"]["encoder.onnx"]["sha256"]) == 64
-
-
-@pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_050", "tf_efficientnet_lite0"])
-def test_published_backbones(name, parts, photographs, tmp_path):
-    """The graphs that people train most, at a small size, with batch norm statistics of real patches."""
-    torch.manual_seed(4)
-    if name == "resnet18":
-        network, width = pytest.importorskip("torchvision").models.resnet18(weights=None), 512
-        network.fc = nn.Identity()
-    else:
-        network = pytest.importorskip("timm").create_model(name, pretrained=False, num_classes=0)
-        width = {"mobilenetv3_small_050": 1024, "tf_efficientnet_lite0": 1280}[name]
-    backbone = parts.Vectors(width)
-    backbone.preprocessing = parts.Net(3, 48).preprocessing
-    backbone.network = network
-    backbone.forward = network.forward
-    model = Model(backbone, build_head(width, 32))
-    pixels = photographs(48, 24)
-    with torch.no_grad():  # two steps of training mode: batch norm as a trained network has it
-        for _ in range(2):
-            model(torch.from_numpy(pixels))
-    manifest = export_model(model, pixels, tmp_path / "b", name=name)
-    assert manifest.verified.largest_difference < 1e-4
-    out = Bundle.open(tmp_path / "b", threads=1).encode(pixels[:5]).vector
-    assert np.abs(out - torch_codes(model, pixels[:5])).max() < 1e-4

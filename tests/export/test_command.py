@@ -1,0 +1,120 @@
+"""`retrieval export` on real runs: a network's and a learner's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from retrieval.bundle import Bundle
+from retrieval.cli import app
+from retrieval.export import runs
+from retrieval.manifest import read_manifest
+from retrieval.train.run import load_run
+
+NETWORK = """
+[data]
+name = "core.digits"
+[split]
+by = "class"
+[backbone]
+name = "core.convnet"
+width = 4
+depth = 2
+[head]
+embedding_size = 8
+[loss]
+name = "pml.contrastive"
+[sampler]
+classes = 5
+[train]
+epochs = 1
+"""
+LEARNER = """
+[data]
+name = "core.features"
+file = "digits.npz"
+[split]
+by = "class"
+[backbone]
+name = "core.features"
+[learner]
+name = "core.lda"
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    from sklearn.datasets import load_digits
+
+    folder = tmp_path_factory.mktemp("runs")
+    data = load_digits()
+    np.savez(folder / "digits.npz", features=data.data.astype(np.float32), labels=data.target.astype(str))
+    for name, text in (
+        ("network", NETWORK),
+        ("learner", LEARNER.replace("digits.npz", str(folder / "digits.npz"))),
+    ):
+        (folder / f"{name}.toml").write_text(text)
+        result = run("train", folder / f"{name}.toml", "--output", folder / name)
+        assert result.exit_code == 0, result.output
+    return folder
+
+
+def run(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.mark.parametrize("name", ["network", "learner"])
+def test_a_run_becomes_a_bundle(trained, tmp_path, name):
+    result = run(
+        "export", trained / name, "-o", tmp_path / "b", "--variant", "int8", "--exporter", "torchscript"
+    )
+    assert result.exit_code == 0, result.output
+    assert "held-out items (tolerance 0.0001)" in result.output and "int8: " in result.output
+    bundle = Bundle.open(tmp_path / "b", threads=1)
+    manifest = bundle.manifest
+    assert manifest.name == name and manifest.verified.items > 400
+    assert manifest.variants["int8"].recall_at_1.before > 0.3
+    loaded = load_run(trained / name)
+    items = runs._load(loaded, loaded.splits.query[:20])
+    assert np.isfinite(bundle.encode(items).vector).all()
+
+
+def test_the_default_place_and_the_figures_of_evaluate(trained):
+    assert run("evaluate", trained / "learner").exit_code == 0
+    result = run("export", trained / "learner", "--exporter", "torchscript")
+    assert result.exit_code == 0, result.output
+    manifest = read_manifest(trained / "learner" / "bundle")
+    assert 0 < manifest.evaluation["recall_at_1"] <= 1
+    again = run("export", trained / "learner")
+    assert again.exit_code == 2 or "exists" in str(again.exception)
+
+
+def test_int8_is_calibrated_on_training_items_and_measured_on_held_out_ones(trained, tmp_path, monkeypatch):
+    given = {}
+    real = runs.export_model
+
+    def noting(model, items, output, **options):
+        given.update(items=items, **options)
+        return real(model, items, output, **options)
+
+    monkeypatch.setattr(runs, "export_model", noting)
+    loaded = load_run(trained / "network")
+    runs.export_run(loaded, tmp_path / "b", variants=["int8"], exporter="torchscript")
+    splits = loaded.splits
+    sides = {}
+    for name, indices in (("train", splits.train), ("query", splits.query)):
+        sides[name] = {image.tobytes() for image in runs._load(loaded, indices)}
+    assert {image.tobytes() for image in given["calibration"]} <= sides["train"]
+    assert {image.tobytes() for image in given["items"]} <= sides["query"]
+    assert len(given["calibration"]) == 512 and 400 < len(given["items"]) <= 512
+    assert set(np.unique(given["labels"])) == set(np.unique(splits.labels[splits.query]))
+
+
+def test_items_are_taken_by_whole_classes():
+    labels = np.repeat(np.arange(3000), 4)
+    chosen = runs.by_class(np.arange(len(labels)), labels)
+    assert len(chosen) == 512 and set(np.unique(labels[chosen], return_counts=True)[1]) == {4}
+    few = runs.by_class(np.arange(len(labels)), labels // 1500)
+    assert 400 <= len(few) <= 512 and len(np.unique(labels[few] // 1500)) == 2
+    assert list(runs.by_class(np.array([5, 7, 9]), labels)) == [5, 7, 9]
+    assert list(runs.spread(np.arange(1000), 3)) == [0, 500, 999]

@@ -1,0 +1,107 @@
+"""Every backbone, combiner and learner of every installed plugin becomes a bundle that gives what torch gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from retrieval.bundle import Bundle
+from retrieval.export import export_model
+from retrieval.factory import Factory
+from retrieval.images import from_array
+from retrieval.model import Model, build_head
+from retrieval.plugins import load_plugins
+from sklearn.datasets import load_digits, load_sample_images
+
+PLUGINS = load_plugins()
+DIGITS = load_digits()
+VECTORS: NDArray[np.float32] = DIGITS.data[:300].astype(np.float32)
+GIVEN = {"features": VECTORS.shape[1], "embedding_size": 16, "classes": 10}
+
+# What a factory is built with where its defaults do not do, or would take long. A factory that needs arguments and has no
+# line here fails.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "core.convnet": {"width": 8, "size": 32, "channels": 3},
+    "core.efficientnet_lite0": {"pretrained": False, "size": 64},
+    "core.pca": {"components": 16},
+    "core.nca": {"components": 4, "max_iter": 3},
+    "core.timm": {"model": "mobilenetv3_small_050", "size": 64},
+    "core.torchvision": {"model": "resnet18", "size": 64},
+}
+NEEDS = {"core.efficientnet_lite0": "timm", "core.timm": "timm"}
+
+
+def build(kind: str, name: str, given: dict[str, Any]) -> Any:
+    factory: Factory = PLUGINS.find(kind, name)
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"{name} needs {NEEDS[name]}")
+    lacking = [p.name for p in factory.parameters if p.required and p.name not in ARGUMENTS.get(name, {})]
+    assert not lacking, f"{name} needs {lacking}: add a line to ARGUMENTS, so that its export is tested"
+    torch.manual_seed(0)
+    return PLUGINS.build(kind, {"name": name, **ARGUMENTS.get(name, {})}, given)
+
+
+def photographs(preprocessing: Any, number: int = 20) -> NDArray[np.uint8]:
+    """Patches of scikit-learn's two photographs, through the backbone's own preprocessing."""
+    rng = np.random.default_rng(0)
+    images = load_sample_images().images
+    found = []
+    for index in range(number):
+        y, x = rng.integers(0, 200), rng.integers(0, 400)
+        found.append(preprocessing(from_array(images[index % 2][y : y + 200, x : x + 200])))
+    return np.stack(found)
+
+
+def exported_agrees(model: Model, items: NDArray[Any], folder: Path) -> Bundle:
+    manifest = export_model(model, items, folder / "b", name="b")
+    assert manifest.verified.largest_difference <= manifest.verified.tolerance == 1e-4
+    bundle = Bundle.open(folder / "b", threads=1)
+    encoded = bundle.encode(items[:5])
+    model.eval()
+    with torch.inference_mode():
+        codes = model(torch.from_numpy(items[:5]))[1].float()
+        expected = codes if model.combiner is None else model.combiner.index_vectors(codes)
+        assert np.abs(encoded.vector - expected.numpy()).max() < 1e-4 * max(
+            1.0, float(expected.norm(dim=1).mean())
+        )
+        if encoded.code is not None and model.combiner is not None:
+            distances = model.combiner.compute_mat(codes, codes).numpy()
+            assert np.allclose(bundle.rescore(encoded.code, encoded.code), distances, rtol=1e-3, atol=1e-3)
+    return bundle
+
+
+@pytest.mark.parametrize("name", PLUGINS.factories("backbones"))
+def test_backbone(name: str, tmp_path: Path) -> None:
+    backbone = build("backbones", name, GIVEN)
+    model = Model(backbone, build_head(backbone.features, 32))
+    items = VECTORS if backbone.preprocessing is None else photographs(backbone.preprocessing)
+    with torch.no_grad():
+        for _ in range(2):  # batch statistics of real images, as a trained network has them
+            model(torch.from_numpy(items))
+    exported_agrees(model, items, tmp_path)
+
+
+@pytest.mark.parametrize("name", PLUGINS.factories("combiners"))
+def test_combiner(name: str, tmp_path: Path) -> None:
+    combiner = build("combiners", name, GIVEN)
+    features = PLUGINS.build("backbones", {"name": "core.features"}, GIVEN)
+    model = Model(features, combiner.build_head(VECTORS.shape[1]), combiner)
+    bundle = exported_agrees(model, VECTORS, tmp_path)
+    assert bundle.has_code == (not combiner.exact)
+
+
+@pytest.mark.parametrize("name", PLUGINS.factories("learners"))
+def test_learner(name: str, tmp_path: Path) -> None:
+    learner = build("learners", name, GIVEN)
+    learner.fit(VECTORS[:200].astype(np.float64), DIGITS.target[:200])
+    head, combiner = learner.to_model_parts()
+    features = PLUGINS.build("backbones", {"name": "core.features"}, GIVEN)
+    bundle = exported_agrees(Model(features, head, combiner), VECTORS[200:], tmp_path)
+    if combiner is None:
+        codes = learner.transform(VECTORS[200:].astype(np.float64))
+        found = bundle.encode(VECTORS[200:]).vector
+        assert np.abs(found - codes).max() < 1e-4 * np.linalg.norm(codes, axis=1).mean()
