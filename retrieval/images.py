@@ -179,13 +179,13 @@ def decode(
         data: an encoded image's bytes, or the path of its file.
         max_pixels: larger images are refused by their header, before a pixel is decoded.
         max_bytes: larger files are refused before they are read.
-        name: what to call it in an error; a path's own name by default.
+        name: what to call it in an error; a path's own name by default, "the file" for bytes.
 
     Raises:
         DataError: missing, too large, of no known format, or damaged.
     """
     if isinstance(data, bytes):
-        name = name or "the image"
+        name = name or "the file"
         content = data
     else:
         name = name or os.fspath(data)

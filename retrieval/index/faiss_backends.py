@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from annotated_types import Ge, Le
+from pydantic import Field
 
 from retrieval.errors import StoreError
 from retrieval.index.backends import Floats, IndexBackend, Rows
@@ -108,9 +108,9 @@ class Hnsw(FaissBackend):
 
     def __init__(
         self,
-        m: Annotated[int, Ge(4), Le(256)] = 32,
-        ef_construction: Annotated[int, Ge(8), Le(4096)] = 200,
-        ef_search: Annotated[int, Ge(1), Le(65536)] = 256,
+        m: Annotated[int, Field(ge=4, le=256)] = 32,
+        ef_construction: Annotated[int, Field(ge=8, le=4096)] = 200,
+        ef_search: Annotated[int, Field(ge=1, le=65536)] = 256,
     ) -> None:
         super().__init__()
         self.m, self.ef_construction, self.ef_search = m, ef_construction, ef_search
@@ -134,7 +134,7 @@ class Ivf(FaissBackend):
         probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
     """
 
-    def __init__(self, lists: Annotated[int, Ge(0)] = 0, probes: Annotated[int, Ge(0)] = 0) -> None:
+    def __init__(self, lists: Annotated[int, Field(ge=0)] = 0, probes: Annotated[int, Field(ge=0)] = 0) -> None:
         super().__init__()
         self.lists, self.probes = lists, probes
 

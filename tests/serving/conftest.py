@@ -57,6 +57,7 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            cwd=index.parent,  # `-m` looks here first: not the source tree
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         started.append(process)

@@ -1,0 +1,102 @@
+"""The commands as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def retrieval(tmp_path):
+    def run(*arguments: object) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-m", "retrieval.cli", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    return run
+
+
+def test_index_search_and_their_errors(retrieval, makers, bundle_path, tmp_path):
+    makers.write_digits(tmp_path / "photos", 60)
+    made = retrieval("index", bundle_path, "photos", "--output", "i", "--backend", "hnsw", "--set", "m=16")
+    assert made.returncode == 0, made.stderr
+    assert re.search(
+        r"Indexed 60 items in .* \(back end hnsw, recall@10 [01]\.\d+ against exact search\): i", made.stdout
+    )
+    found = retrieval("search", "i", "photos/3/0003.png", "photos/0/0000.png", "-k", "3")
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert lines[0] == "Nearest to photos/3/0003.png:"
+    assert lines[1].split() == ["rank", "distance", "label", "key"]
+    assert lines[2].split() == ["1", "0.0000", "3", "3/0003.png"]
+    assert len(lines) == 11
+    as_json = json.loads(retrieval("search", "i", "photos/3/0003.png", "-k", "3", "--json").stdout)
+    assert [hit["key"] for hit in as_json[0]["results"]] == [line.split()[3] for line in lines[2:5]]
+    assert as_json[0]["query"] == "photos/3/0003.png"
+    (tmp_path / "photos" / "bad.png").write_bytes(b"")
+    for arguments, says in (
+        (("index", bundle_path, "photos", "--output", "i"), "i exists already"),
+        (("index", bundle_path, "photos", "--output", "j"), "1 of 61 items cannot be used"),
+        (("index", bundle_path, "nowhere", "--output", "j"), "nowhere does not exist"),
+        (("index", "nowhere", "photos", "--output", "j"), "nowhere is not a bundle"),
+        (("index", bundle_path, "photos", "--output", "j", "--set", "m"), "is not KEY=VALUE"),
+        (("index", bundle_path, "photos", "--output", "j", "--backend", "falt"), "Did you mean 'flat'"),
+        (("index", bundle_path, "photos", "--output", "j", "--variant", "int4"), "no variant 'int4'"),
+        (("index", bundle_path, "photos", "--output", "j", "--batch", "0"), "--batch"),
+        (("search", "i", "photos/bad.png"), "is empty"),
+        (("search", "i", "photos"), "is a folder; name the query images"),
+        (("search", "photos", "photos/3/0003.png"), "is not an index"),
+        (("serve", "photos"), "is not an index"),
+    ):
+        run = retrieval(*arguments)
+        assert run.returncode == 2, (arguments, run.stdout)
+        assert says in run.stderr, (arguments, run.stderr)
+        assert "Traceback" not in run.stderr
+        assert run.stdout == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["i", "photos"]
+    skipped = retrieval("index", bundle_path, "photos", "--output", "i", "--replace", "--skip-bad")
+    assert skipped.returncode == 0, skipped.stderr
+    assert "1 skipped" in skipped.stdout
+    assert "skipped: " in skipped.stderr
+    assert "bad.png is empty" in skipped.stderr
+
+
+def test_features(retrieval, makers, tmp_path):
+    makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
+    np.savez(tmp_path / "f.npz", features=np.random.default_rng(0).normal(size=(20, 64)))
+    assert retrieval("index", "b", "f.npz", "-o", "i").returncode == 0
+    found = json.loads(retrieval("search", "i", "f.npz", "-k", "1", "--json").stdout)
+    assert [one["results"][0]["key"] for one in found] == [f"f/{row}" for row in range(20)]
+
+
+@pytest.mark.parametrize("command", ["index", "search", "serve"])
+def test_help_shows_an_example_that_works(command, retrieval, served, makers, bundle_path, tmp_path):
+    text = retrieval(command, "--help").stdout
+    example = next(
+        line.strip() for line in text.splitlines() if line.strip().startswith(f"retrieval {command} ")
+    )
+    photos = tmp_path / "photos"
+    makers.write_digits(photos, 5)
+    (photos / "0" / "0000.png").rename(tmp_path / "query.png")
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "bundle").symlink_to(bundle_path)
+    if command != "index":
+        assert retrieval("index", bundle_path, photos, "--output", "photos.index").returncode == 0
+    words = shlex.split(example)[1:]
+    if command == "serve":
+        assert served(tmp_path / words[1]).client.get("/v1/health/ready").status_code == 200
+        assert "curl -F image=@query.png" in text
+    else:
+        run = retrieval(*words)
+        assert run.returncode == 0, run.stderr
