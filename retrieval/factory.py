@@ -145,7 +145,7 @@ class Factory:
         """
         if not (inspect.isclass(make) or inspect.isroutine(make)):
             raise PluginError(
-                f"The {KINDS[kind]} '{name}' is made by a {type(make).__name__}; a factory is a class or a function."
+                f"The {KINDS[kind]} '{name}' is made by an object of type {type(make).__name__}; a factory is a class or a function."
             )
         what = f"The {KINDS[kind]} '{name}' ({make.__module__}.{make.__qualname__})"
         try:
@@ -159,7 +159,10 @@ class Factory:
         parameters, faults = [], []
         for p in signature.parameters.values():
             if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
-                faults.append(f"takes '{p}': spell its parameters out, so that a recipe can be checked")
+                stars = "**" if p.kind is p.VAR_KEYWORD else "*"
+                faults.append(
+                    f"takes '{stars}{p.name}': spell its parameters out, so that a recipe can be checked"
+                )
                 continue
             if p.kind is p.POSITIONAL_ONLY:
                 faults.append(f"takes its parameter '{p.name}' by position only")

@@ -90,7 +90,7 @@ class Plugins:
                 )
             if not callable(make):
                 raise PluginError(
-                    f"The plugin '{plugin}' offers '{short}' in {hook} with a {type(make).__name__} as its factory, which cannot be called."
+                    f"The plugin '{plugin}' offers '{short}' in {hook} with a factory of type {type(make).__name__}, which cannot be called."
                 )
         return made
 
@@ -309,7 +309,7 @@ def _import(source: Source, load: Callable[[], Any]) -> ModuleType:
         ) from error
     if not isinstance(module, ModuleType):
         raise PluginError(
-            f"The plugin '{source.plugin}' ({source.origin}) is a {type(module).__name__}; its entry point must name a module."
+            f"The plugin '{source.plugin}' ({source.origin}) is an object of type {type(module).__name__}; its entry point must name a module."
         )
     return module
 

@@ -323,6 +323,9 @@ def _read_tables(table: Mapping[str, Any]) -> tuple[Recipe, dict[Place, str]]:
     values, faults = validate(Recipe, table)
     if not faults:
         return Recipe(**values), faults
+    for name in COMPONENTS:
+        if isinstance(table.get(name), str) and (name,) in faults:
+            faults[name,] += f" Write: [{name}] name = {shown(table[name])}."
     kept = _without(table, set(faults))
     for name in ("data", "backbone"):
         kept.setdefault(name, {})

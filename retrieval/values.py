@@ -62,8 +62,11 @@ def validate(model: type[BaseModel], values: Mapping[str, Any]) -> tuple[dict[st
     except ValidationError as error:
         for each in error.errors(include_url=False):
             place, sentence = _fault(each, model, values)
-            if not any(place[: len(known)] == known for known in faults):
-                faults[place] = sentence
+            if any(place[: len(known)] == known for known in faults):
+                continue  # the whole of it is wrong already
+            for inner in [known for known in faults if known[: len(place)] == place]:
+                del faults[inner]
+            faults[place] = sentence
         return {}, faults
     if faults:
         return {}, faults
@@ -92,9 +95,8 @@ def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
         return value
     if isinstance(value, numbers.Number) and hasattr(value, "item"):  # numpy's, from Python code
         return value.item()
-    kind = (
-        "a date or time" if isinstance(value, datetime.date | datetime.time) else f"a {type(value).__name__}"
-    )
+    dated = isinstance(value, datetime.date | datetime.time)
+    kind = "a date or time" if dated else f"of type {type(value).__name__}"
     faults[place] = f"{where}: is {kind}, which nothing here takes. If it is text, put it in quotes."
     return None
 
@@ -121,8 +123,6 @@ def _fault(error: Any, model: type[BaseModel], values: Any) -> tuple[Place, str]
         hint = did_you_mean(value, _choices(annotation))
         if _number_like(value) and not hint and re.search(r"\b(integer|number)\b", type_text(annotation)):
             hint = " Write it without quotes."
-    if _is_table(annotation) and not hint and not isinstance(value, Mapping):
-        hint = f" Write it as a table: [{where}]." if len(place) == 1 else ""
     return place, f"{where}: should be {_phrase(annotation)}, not {shown(value)}.{hint}"
 
 
@@ -181,11 +181,6 @@ def _fields(model: Any) -> dict[str, Any]:
         else field.annotation
         for name, field in model.model_fields.items()
     }
-
-
-def _is_table(annotation: Any) -> bool:
-    bare = _bare(annotation)
-    return get_origin(bare) is dict or (inspect.isclass(bare) and hasattr(bare, "model_fields"))
 
 
 def _choices(annotation: Any) -> list[str]:

@@ -1,0 +1,89 @@
+"""What all tests share: nothing of this machine's settings, a command line to call, plugins to install."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call of the command line left."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session", autouse=True)
+def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep cached features in a folder of this session, whatever the user has set."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RETRIEVAL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("RETRIEVAL_BLOCK", raising=False)
+        yield
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """The command line in this process: `cli("plugins", "list")`."""
+
+    def run(*arguments: str | Path) -> Outcome:
+        from retrieval.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["retrieval", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as left:
+            code = int(left.code or 0)
+        text = capsys.readouterr()
+        return Outcome(code, text.out, text.err)
+
+    return run
+
+
+@pytest.fixture
+def process() -> Callable[..., Outcome]:
+    """A Python of its own: `process("-m", "retrieval.cli", "--help", path=folder)`, with `path` first on its path."""
+
+    def run(*arguments: str | Path, path: Path | None = None, cwd: Path | None = None, **env: str) -> Outcome:
+        settings = {**os.environ, **env}
+        if path is not None:
+            settings["PYTHONPATH"] = os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")]).rstrip(
+                os.pathsep
+            )
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            env=settings,
+            cwd=cwd,
+            timeout=120,
+        )
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def install() -> Callable[..., None]:
+    """Lay a distribution with a plugin into a folder, as pip would: its metadata and one module."""
+
+    def write(
+        folder: Path, project: str, plugin: str, module: str, code: str = "", version: str = "1.0"
+    ) -> None:
+        info = folder / f"{project.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[retrieval]\n{plugin} = {module}\n")
+        (folder / f"{module}.py").write_text(code, encoding="utf-8")
+
+    return write

@@ -1,0 +1,45 @@
+"""A plugin with one of everything, and a recipe that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from retrieval.plugins import Plugins, load_plugins
+
+EVERYTHING = Path(__file__).with_name("plugins_for_tests") / "everything.py"
+
+
+@pytest.fixture(scope="session")
+def everything() -> Plugins:
+    """All plugins, and the one with one of everything."""
+    return load_plugins([str(EVERYTHING)])
+
+
+@pytest.fixture
+def table() -> dict[str, Any]:
+    """A recipe that is right."""
+    return {
+        "plugins": [str(EVERYTHING)],
+        "data": {"name": "everything.items"},
+        "backbone": {"name": "everything.same"},
+        "loss": {"name": "everything.margin", "scale": 1.0},
+    }
+
+
+@pytest.fixture
+def problems() -> Callable[..., tuple[str, ...]]:
+    """Every problem of a recipe."""
+    from retrieval.errors import RecipeError
+    from retrieval.recipe import check_recipe
+
+    def of(table: dict[str, Any]) -> tuple[str, ...]:
+        try:
+            check_recipe(table)
+        except RecipeError as error:
+            return error.problems
+        return ()
+
+    return of

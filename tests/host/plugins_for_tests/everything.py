@@ -1,0 +1,346 @@
+"""One small, working thing for every factory hook, and the nesting of parts: what the tests of recipes name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from pytorch_metric_learning.distances import BaseDistance, LpDistance
+from pytorch_metric_learning.reducers import MeanReducer
+from pytorch_metric_learning.regularizers import LpRegularizer
+from retrieval import (
+    Backbone,
+    Combiner,
+    Dataset,
+    Generator,
+    IndexBackend,
+    Part,
+    TripletIndices,
+    hookimpl,
+    traits,
+)
+from retrieval.hookspecs import Factories
+from torch import Tensor, nn
+
+Loss = Annotated[nn.Module, Part("losses")]
+
+
+class Items(Dataset):
+    """Random vectors.
+
+    Args:
+        count: items of each class.
+    """
+
+    kind = "features"
+
+    def __init__(self, count: Annotated[int, Field(ge=1)] = 4) -> None:
+        self.arrays = np.random.default_rng(0).normal(size=(3 * count, 5)).astype(np.float32)
+        self.labels = [str(i % 3) for i in range(3 * count)]
+        self.keys = [str(i) for i in range(3 * count)]
+
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        assert self.arrays is not None
+        return self.arrays[index]
+
+
+class Same(Backbone):
+    """Vectors as they are."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.features = features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Margin(nn.Module):
+    """A loss with parts.
+
+    Args:
+        margin: how far.
+        scale: has no default.
+        distance: how it measures.
+        reducer: how it sums.
+    """
+
+    def __init__(
+        self,
+        scale: Annotated[float, Field(gt=0)],
+        margin: float = 0.1,
+        distance: Annotated[BaseDistance | None, Part("distances")] = None,
+        reducer: Annotated[nn.Module | None, Part("reducers")] = None,
+    ) -> None:
+        super().__init__()
+        self.scale, self.margin, self.distance, self.reducer = scale, margin, distance, reducer
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: TripletIndices | None = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        return embeddings.square().mean() * self.scale
+
+
+@traits(ref_emb=False, miner=False)
+class Fixed(nn.Module):
+    """A loss with a distance of its own, and no use for references or a miner.
+
+    Args:
+        classes: given.
+        embedding_size: given.
+    """
+
+    def __init__(self, classes: int, embedding_size: int) -> None:
+        super().__init__()
+        self.shape = (classes, embedding_size)
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return embeddings.mean()
+
+
+class Several(nn.Module):
+    """A loss of losses.
+
+    Args:
+        losses: several.
+        first: one more.
+        weights: one for each.
+    """
+
+    def __init__(
+        self,
+        losses: list[Loss],
+        first: Annotated[nn.Module | None, Part("losses")] = None,
+        weights: list[float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.losses, self.first, self.weights = nn.ModuleList(losses), first, weights
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any = None,
+        ref_emb: Any = None,
+        ref_labels: Any = None,
+    ) -> Tensor:
+        total: Tensor = sum(loss(embeddings, labels) for loss in self.losses)
+        return total
+
+
+class AllPairs(nn.Module):
+    """A miner of all pairs.
+
+    Args:
+        distance: how it measures.
+    """
+
+    def __init__(self, distance: BaseDistance | None = None) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> TripletIndices:
+        same = labels[:, None] == labels
+        return *torch.where(same.triu(1)), *torch.where(~same)
+
+
+class Middle(Generator):
+    """A generator between anchor and negative."""
+
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        return (anchor + negative) / 2
+
+
+class Cosine(Combiner):
+    """A combiner that measures one distance.
+
+    Args:
+        weight: its factor.
+        embedding_size: given.
+    """
+
+    def __init__(self, embedding_size: int, weight: float = 1.0) -> None:
+        super().__init__()
+        self.embedding_size = embedding_size
+
+    def build_head(self, features: int) -> nn.Module:
+        return nn.Linear(features, self.embedding_size)
+
+
+class Centre:
+    """A learner that subtracts the mean.
+
+    Args:
+        mode: how.
+    """
+
+    def __init__(self, mode: Literal["mean", "median"] = "mean") -> None:
+        self.mode = mode
+
+
+def euclidean(p: float = 2.0) -> BaseDistance:
+    """The Lp distance.
+
+    Args:
+        p: the norm.
+    """
+    return LpDistance(p=p)
+
+
+def mean(pad: Annotated[nn.Module | None, Part("regularizers")] = None, low: float = 0.0) -> nn.Module:
+    """The mean.
+
+    Args:
+        pad: a part within a part.
+        low: a number.
+    """
+    reducer = MeanReducer()
+    reducer.pad = pad
+    return reducer
+
+
+def lp(p: int = 2) -> nn.Module:
+    """The Lp norm.
+
+    Args:
+        p: the norm.
+    """
+    return LpRegularizer(p=p)
+
+
+class Best:
+    """Whether the nearest matches."""
+
+    depth = 1
+
+    def __call__(self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]) -> NDArray[np.float64]:
+        return matches[:, 0].astype(np.float64)
+
+
+class Scan(IndexBackend):
+    """A plain scan.
+
+    Args:
+        block: rows at a time.
+    """
+
+    def __init__(self, block: int = 100) -> None:
+        self.block = block
+
+    def build(self, vectors: Any) -> None:
+        self.vectors = vectors
+
+    def search(self, queries: Any, k: int) -> Any:
+        distances = np.linalg.norm(queries[:, None] - self.vectors[None], axis=-1)
+        rows = distances.argsort(axis=1)[:, :k]
+        return np.take_along_axis(distances, rows, axis=1), rows
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(self.vectors.tobytes())
+
+    def load(self, path: Path) -> None:
+        self.vectors = np.frombuffer(path.read_bytes(), dtype=np.float32)
+
+
+@hookimpl
+def retrieval_backbones() -> Factories:
+    return {"same": Same}
+
+
+@hookimpl
+def retrieval_datasets() -> Factories:
+    return {"items": Items}
+
+
+@hookimpl
+def retrieval_losses() -> Factories:
+    return {"margin": Margin, "fixed": Fixed, "several": Several}
+
+
+@hookimpl
+def retrieval_miners() -> Factories:
+    return {"all_pairs": AllPairs}
+
+
+@hookimpl
+def retrieval_generators() -> Factories:
+    return {"middle": Middle}
+
+
+@hookimpl
+def retrieval_combiners() -> Factories:
+    return {"cosine": Cosine}
+
+
+@hookimpl
+def retrieval_learners() -> Factories:
+    return {"centre": Centre}
+
+
+@hookimpl
+def retrieval_metrics() -> Factories:
+    return {"best": Best}
+
+
+@hookimpl
+def retrieval_indexes() -> Factories:
+    return {"scan": Scan}
+
+
+@hookimpl
+def retrieval_distances() -> Factories:
+    return {"euclidean": euclidean}
+
+
+@hookimpl
+def retrieval_reducers() -> Factories:
+    return {"mean": mean}
+
+
+@hookimpl
+def retrieval_regularizers() -> Factories:
+    return {"lp": lp}
+
+
+def _note(**values: Any) -> None:
+    path = os.environ.get("RETRIEVAL_TEST_LOG")
+    if path:
+        with Path(path).open("a") as file:
+            file.write(
+                json.dumps(
+                    {k: v if isinstance(v, str | int) else type(v).__name__ for k, v in values.items()}
+                )
+                + "\n"
+            )
+
+
+@hookimpl
+def retrieval_run_start(run: Any) -> None:
+    _note(hook="run_start", run=run)
+
+
+@hookimpl
+def retrieval_epoch_end(run: Any, epoch: int, metrics: Mapping[str, float]) -> None:
+    _note(hook="epoch_end", run=run, epoch=epoch, metrics=metrics)
+
+
+@hookimpl
+def retrieval_run_end(run: Any, metrics: Mapping[str, float]) -> None:
+    _note(hook="run_end", run=run, metrics=metrics)

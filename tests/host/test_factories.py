@@ -1,0 +1,446 @@
+"""A factory's signature and docstring: what is refused, what is checked, and in which words."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+import pytest
+from pydantic import Field
+from retrieval import Part, traits
+from retrieval.errors import PluginError, RecipeError
+from retrieval.factory import Factory, type_text
+from torch import Tensor, nn
+
+
+def read(make: Callable[..., Any], kind: str = "losses") -> Factory:
+    return Factory.read(kind, "acme.thing", make)
+
+
+def refused(make: Callable[..., Any]) -> str:
+    with pytest.raises(PluginError) as caught:
+        read(make)
+    return str(caught.value)
+
+
+def only(make: Callable[..., Any], **values: Any) -> str:
+    """The single problem that values have."""
+    _, problems = read(make).check(values, "[loss]")
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+class Mode(enum.Enum):
+    SOFT = "soft"
+    HARD = "hard"
+
+
+def everything(
+    count: int,
+    scale: float = 1.5,
+    name: str = "x",
+    on: bool = True,
+    kind: Literal["mean", "sum"] = "mean",
+    limit: Annotated[int, Field(ge=1, le=9)] | None = None,
+    sizes: list[int] | None = None,
+    span: tuple[float, float] = (0.0, 1.0),
+    many: tuple[int, ...] = (),
+    folder: Path = Path(),
+    weights: dict[str, float] | None = None,
+    share: Annotated[int, Field(ge=1)] | Literal["all"] = "all",
+    mode: Mode = Mode.SOFT,
+    free: Any = None,
+) -> Any:
+    """Take everything.
+
+    Args:
+        count: how many.
+        scale: how large.
+        name: what to call it.
+        on: whether.
+        kind: which.
+        limit: up to.
+        sizes: several.
+        span: from, to.
+        many: any number.
+        folder: where.
+        weights: of each.
+        share: of all.
+        mode: how.
+        free: anything.
+    """
+    return locals()
+
+
+def test_values_arrive_in_the_types_that_were_asked_for() -> None:
+    values = {
+        "count": 3, "scale": 2, "name": "ü", "on": False, "kind": "sum", "limit": 9, "sizes": [1, 2], "span": [0, 0.5],
+        "many": [1, 2, 3], "folder": "a/b", "weights": {"a": 1}, "share": 2, "mode": "hard", "free": {"a": [1, "b"]},
+    }  # fmt: skip
+    checked, problems = read(everything).check(values, "[loss]")
+    assert problems == []
+    assert checked == {
+        **values, "span": (0.0, 0.5), "many": (1, 2, 3), "folder": Path("a/b"), "mode": Mode.HARD,
+    }  # fmt: skip
+    assert type(checked["scale"]) is float and type(checked["weights"]["a"]) is float
+    assert read(everything).build(checked)["folder"] == Path("a/b")
+
+
+def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s() -> None:
+    checked, problems = read(everything).check({"count": 3}, "[loss]")
+    assert (checked, problems) == ({"count": 3}, [])
+    built = read(everything).build(checked)
+    assert built["scale"] == 1.5 and built["mode"] is Mode.SOFT
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({}, "[loss] count: is required (an integer)."),
+        ({"count": "5"}, '[loss] count: should be an integer, not "5". Write it without quotes.'),
+        ({"count": True}, "[loss] count: should be an integer, not true."),
+        ({"count": 5.0}, "[loss] count: should be an integer, not 5.0."),
+        ({"count": [5]}, "[loss] count: should be an integer, not [5]."),
+        ({"scale": "1e-3"}, '[loss] scale: should be a number, not "1e-3". Write it without quotes.'),
+        ({"scale": True}, "[loss] scale: should be a number, not true."),
+        ({"scale": float("nan")}, "[loss] scale: is nan, which is no number."),
+        ({"name": 3}, "[loss] name: should be text, not 3."),
+        ({"on": 1}, "[loss] on: should be true or false, not 1."),
+        ({"on": "true"}, '[loss] on: should be true or false, not "true".'),
+        ({"kind": "man"}, '[loss] kind: should be "mean" or "sum", not "man". Did you mean \'mean\'?'),
+        ({"limit": 0}, "[loss] limit: should be an integer (≥ 1, ≤ 9), not 0."),
+        ({"limit": "3"}, '[loss] limit: should be an integer (≥ 1, ≤ 9), not "3". Write it without quotes.'),
+        ({"sizes": 3}, "[loss] sizes: should be a list of integer, not 3."),
+        ({"sizes": [1, "a"]}, '[loss] sizes.1: should be an integer, not "a".'),
+        ({"span": [1.0]}, "[loss] span: should be a list [number, number], not [1.0]."),
+        ({"span": [1, 2, 3]}, "[loss] span: should be a list [number, number], not [1, 2, 3]."),
+        ({"span": [1, "b"]}, '[loss] span.1: should be a number, not "b".'),
+        ({"many": [1, 2, 2.5]}, "[loss] many.2: should be an integer, not 2.5."),
+        ({"folder": 3}, "[loss] folder: should be a path, not 3."),
+        ({"weights": {"a": "b"}}, '[loss] weights.a: should be a number, not "b".'),
+        ({"weights": 3}, "[loss] weights: should be a table of number, not 3."),
+        ({"share": 0}, '[loss] share: should be an integer (≥ 1) or "all", not 0.'),
+        ({"share": "al"}, '[loss] share: should be an integer (≥ 1) or "all", not "al". Did you mean \'all\'?'),
+        ({"mode": "sft"}, '[loss] mode: should be "soft" or "hard", not "sft". Did you mean \'soft\'?'),
+        ({"free": object()}, "[loss] free: is of type object, which nothing here takes. If it is text, put it in quotes."),
+        ({"name": "\udcff"}, "[loss] name: holds characters that are not valid Unicode."),
+        ({"name": ["x" * 200]}, '[loss] name: should be text, not ["' + "x" * 75 + "…."),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_one_readable_sentence(values: dict[str, Any], sentence: str) -> None:
+    wrong = {"count": 1, **values} if values else {}
+    assert only(everything, **wrong) == sentence
+
+
+def test_no_word_of_pydantic_reaches_a_user() -> None:
+    odd: list[Any] = ["text", 0, -1, 2.5, True, [], {}, ["a"], {"a": "b"}, [[1]], [None]]
+    for p in read(everything).parameters:
+        for value in odd:
+            _, problems = read(everything).check({"count": 1, p.name: value}, "[loss]")
+            assert len(problems) <= 1, problems
+            for problem in problems:
+                assert problem.startswith(f"[loss] {p.name}") and problem.endswith((".", "?"))
+                for word in (
+                    "input",
+                    "valid ",
+                    "array",
+                    "object",
+                    "constrained",
+                    "pydantic",
+                    "literal",
+                    "NoneType",
+                ):
+                    assert word not in problem.lower(), problem
+
+
+def test_unknown_and_given_parameters() -> None:
+    def loss(margin: float = 0.1, embedding_size: int = 3) -> Any:
+        """A loss.
+
+        Args:
+            margin: how far.
+        """
+        return margin, embedding_size
+
+    assert only(loss, margn=1) == (
+        "[loss] margn: acme.thing has no such parameter (it has: margin). Did you mean 'margin'?"
+    )
+    assert only(loss, embedding_size=1) == (
+        "[loss] embedding_size: is given by the host (width of the codes); remove it."
+    )
+    assert read(loss).parameters[1].default_text == "given by the host"
+
+
+def test_every_fault_of_a_signature_in_one_sentence() -> None:
+    def bad(a, /, b, c: int, *rest: int, **others: Any) -> Any:  # type: ignore[no-untyped-def]
+        pass
+
+    sentence = refused(bad)
+    assert "\n" not in sentence and "'acme.thing'" in sentence and "test_factories" in sentence
+    for fault in (
+        "takes its parameter 'a' by position only",
+        "gives its parameter 'a' no type",
+        "gives its parameter 'b' no type",
+        "does not document its parameter 'c' under 'Args:'",
+        "takes '*rest'",
+        "takes '**others'",
+        "has no docstring",
+    ):
+        assert fault in sentence, sentence
+    assert sentence.count(fault) == 1
+
+
+def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s() -> None:
+    assert "object of type partial" in refused(functools.partial(everything, 3))
+
+    def unresolved(x: Nowhere) -> None:  # type: ignore[name-defined]  # noqa: F821
+        """A loss.
+
+        Args:
+            x: is of an unknown type.
+        """
+
+    assert "NameError: name 'Nowhere' is not defined" in refused(unresolved)
+
+    def module(x: nn.Module) -> None:
+        """A loss.
+
+        Args:
+            x: cannot be written.
+        """
+
+    with pytest.raises(PluginError, match="'x' of type Module, which a recipe cannot write"):
+        read(module).check({}, "[loss]")
+
+    def part(x: Annotated[nn.Module, Part("reducer")]) -> None:
+        """A loss.
+
+        Args:
+            x: of a kind that there is not.
+        """
+
+    assert "Part('reducer'), and there is no such kind Did you mean 'reducers'?" in refused(part)
+
+
+class Plain(nn.Module):
+    """A loss that needs no parameters."""
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return embeddings.sum()
+
+
+class Undocumented(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Scaled(nn.Module):
+    """Scales.
+
+    Args:
+        scale: how much.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+
+
+class Child(Scaled):
+    """A child has its parent's parameters, with their documentation."""
+
+
+class InInit(nn.Module):
+    """Documented in `__init__`."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        """Make it.
+
+        Args:
+            scale: how much.
+        """
+        super().__init__()
+
+
+class Called(Protocol):
+    def __call__(self, embeddings: Tensor) -> Tensor: ...
+
+
+class FromProtocol(Called):
+    """Takes nothing."""
+
+    def __call__(self, embeddings: Tensor) -> Tensor:
+        return embeddings
+
+
+@dataclass
+class Data:
+    """A dataclass.
+
+    Args:
+        size: how large.
+    """
+
+    size: int = 3
+
+
+def test_classes_of_all_sorts_are_read() -> None:
+    assert read(Plain).parameters == () and read(FromProtocol).parameters == ()
+    assert "has no docstring" in refused(Undocumented)  # nn.Module's own does not count
+    for make in (Scaled, Child, InInit):
+        (p,) = read(make).parameters
+        assert (p.name, p.doc, p.default_text, p.type_text) == ("scale", "how much.", "1.0", "number")
+    assert [p.name for p in read(Data).parameters] == ["size"]
+
+
+def test_names_that_pydantic_keeps_for_itself_are_free(recwarn: pytest.WarningsRecorder) -> None:
+    def loss(
+        copy: int, json: int = 1, schema: int = 1, model_config: int = 1, _hidden: int = 1, p0: int = 1
+    ) -> Any:
+        """A loss.
+
+        Args:
+            copy: a.
+            json: b.
+            schema: c.
+            model_config: d.
+            _hidden: e.
+            p0: f.
+        """
+        return copy, json, schema, model_config, _hidden, p0
+
+    values = {"copy": 1, "json": 2, "schema": 3, "model_config": 4, "_hidden": 5, "p0": 6}
+    checked, problems = read(loss).check(values, "[loss]")
+    assert (checked, problems) == (values, [])
+    assert only(loss, copy="a") == '[loss] copy: should be an integer, not "a".'
+    assert not recwarn
+
+
+def test_a_summary_may_span_lines_and_the_description_keeps_its_paragraphs() -> None:
+    def loss() -> None:
+        """One sentence that is
+        written on two lines.
+
+        A second paragraph:
+
+            a = b
+        """
+
+    factory = read(loss)
+    assert factory.summary == "One sentence that is written on two lines."
+    assert factory.description.split("\n\n")[1:] == ["A second paragraph:", "    a = b"]
+
+
+def test_a_factory_that_refuses_its_values() -> None:
+    def loss(near: float = 0.1, far: float = 1.0) -> None:
+        """A loss.
+
+        Args:
+            near: from.
+            far: to.
+        """
+        if near < -1:
+            raise AssertionError
+        if near >= far:
+            raise ValueError("near must be below far.\nIt is not.")
+
+    with pytest.raises(RecipeError) as caught:
+        read(loss).build({"near": 2.0})
+    assert caught.value.problems == ("acme.thing refuses its parameters: near must be below far. It is not.",)
+    with pytest.raises(RecipeError, match="refuses its parameters: AssertionError"):
+        read(loss).build({"near": -2.0})
+
+
+class Full(nn.Module):
+    """Has the whole call."""
+
+    def forward(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any = None, ref_emb: Any = None
+    ) -> None: ...
+
+
+class Short(nn.Module):
+    """Has only a part of the call."""
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> None: ...
+
+
+class Silent:
+    """Is never called: `type.__call__` must not be taken for a call of its own."""
+
+
+@traits(ref_emb=False)
+class Stated(Full):
+    """Says that it takes none."""
+
+
+def gives_short() -> Short:
+    """Give one."""
+    return Short()
+
+
+def gives_anything():  # type: ignore[no-untyped-def]
+    """Give one."""
+    return Full()
+
+
+def gives_module() -> nn.Module:
+    """Give one."""
+    return Full()
+
+
+@traits(ref_emb=True, miner=True)
+def stated_true() -> Short:
+    """Say that it takes all."""
+    return Short()
+
+
+@pytest.mark.parametrize(
+    ("make", "reference", "miner"),
+    [
+        (Full, True, True),
+        (Short, False, False),
+        (Stated, False, True),
+        (gives_short, False, False),
+        (gives_anything, True, True),
+        (gives_module, True, True),
+        (stated_true, True, True),
+        (Silent, True, True),
+    ],
+)
+def test_what_a_loss_takes_is_read_from_its_call(make: Any, reference: bool, miner: bool) -> None:
+    factory = read(make)
+    assert (factory.supports_ref_emb, factory.supports_miner) == (reference, miner)
+
+
+def test_a_misspelt_trait_is_refused() -> None:
+    with pytest.raises(PluginError, match=r"no trait 'ref_embb'.*Did you mean 'ref_emb'"):
+        traits(ref_embb=False)
+
+
+def test_types_as_a_recipe_s_author_reads_them() -> None:
+    texts = {p.name: p.type_text for p in read(everything).parameters}
+    assert texts == {
+        "count": "integer",
+        "scale": "number",
+        "name": "text",
+        "on": "true or false",
+        "kind": '"mean" or "sum"',
+        "limit": "integer (≥ 1, ≤ 9)",
+        "sizes": "list of integer",
+        "span": "[number, number]",
+        "many": "[integer, …]",
+        "folder": "path",
+        "weights": "table of number",
+        "share": 'integer (≥ 1) or "all"',
+        "mode": '"soft" or "hard"',
+        "free": "any",
+    }
+    assert type_text(list[str | int]) == "list of (text or integer)"
+    assert (
+        type_text(Annotated[str, Field(min_length=2, pattern="^a")]) == "text (at least 2 long, matching ^a)"
+    )
+    assert type_text(dict[str, Any]) == "table"

@@ -1,0 +1,254 @@
+"""Plugins from entry points, files and modules; clashes, misspellings and broken plugins refused in one sentence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from retrieval.errors import MissingDependency, PluginError
+from retrieval.plugins import Plugins, installed, load_plugins
+
+LOSS = '''
+from retrieval import hookimpl
+
+class Plain:
+    """A loss."""
+    def __call__(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
+        return embeddings.sum()
+
+@hookimpl
+def retrieval_losses():
+    return {"plain": Plain}
+'''
+
+
+def write(folder: Path, name: str, code: str) -> str:
+    path = folder / name
+    path.write_text(code, encoding="utf-8")
+    return str(path)
+
+
+def refused(*items: str, **kwargs: Any) -> str:
+    with pytest.raises(PluginError) as caught:
+        load_plugins(items, **kwargs)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and sentence.endswith((".", "?"))
+    return sentence
+
+
+def test_bundled_plugins_come_by_entry_points() -> None:
+    plugins = load_plugins()
+    origins = {source.plugin: source.origin for source in plugins.sources}
+    assert {"core", "pml"} <= set(origins)
+    assert origins["core"].startswith("retrieval ")
+    assert installed().keys() == origins.keys()
+
+
+def test_the_source_root_of_the_plugins_is_never_a_package() -> None:
+    plugins = load_plugins()
+    for kind in ("losses", "backbones", "datasets", "metrics"):
+        assert plugins.factories(kind)
+    assert "plugins" not in sys.modules
+
+
+def test_a_third_party_distribution_lists_beside_ours(
+    tmp_path: Path, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "retrieval-acme", "acme", "host_acme", LOSS, version="2.1")
+    monkeypatch.syspath_prepend(tmp_path)
+    plugins = load_plugins()
+    assert ("acme", "retrieval-acme 2.1") in [(s.plugin, s.origin) for s in plugins.sources]
+    assert plugins.find("losses", "acme.plain").make.__name__ == "Plain"
+    assert list(plugins.factories("losses")) == sorted(plugins.factories("losses"))
+
+
+def test_two_distributions_with_one_name_are_refused_before_loading(
+    tmp_path: Path, install: Callable[..., None], process: Callable[..., Any]
+) -> None:
+    shout = "print('LOADED')\n"
+    install(tmp_path, "first-acme", "acme", "first_acme", shout, version="1.2")
+    install(tmp_path, "second-acme", "acme", "second_acme", shout, version="3.4")
+    done = process("-m", "retrieval.cli", "plugins", "list", path=tmp_path)
+    assert done.code == 2
+    assert "first-acme 1.2" in done.err and "second-acme 3.4" in done.err and "'acme'" in done.err
+    assert "LOADED" not in done.out + done.err and "Traceback" not in done.err
+    blocked = process("-m", "retrieval.cli", "plugins", "list", path=tmp_path, RETRIEVAL_BLOCK="acme")
+    assert blocked.code == 0 and "acme" not in blocked.out and "pml" in blocked.out
+
+
+def test_one_distribution_listed_twice_is_no_clash(
+    tmp_path: Path, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "a", "retrieval-twice", "twice", "host_twice", LOSS)
+    install(tmp_path / "b", "Retrieval.Twice", "twice", "host_twice", LOSS)
+    for folder in "ab":
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    assert [s.plugin for s in load_plugins().sources].count("twice") == 1
+
+
+def test_block_leaves_out_entry_points_files_and_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, "mine.py", "raise RuntimeError('loaded')")
+    monkeypatch.setenv("RETRIEVAL_BLOCK", " pml , mine ")
+    plugins = load_plugins([file])
+    assert {"pml", "mine"}.isdisjoint(s.plugin for s in plugins.sources)
+    assert "pml" in {
+        s.plugin for s in load_plugins(block=["core"]).sources
+    }  # an argument outdoes the variable
+    with pytest.raises(PluginError, match=r"No plugin 'pml' is loaded \(loaded: core"):
+        plugins.find("losses", "pml.contrastive")
+
+
+def test_a_file_and_a_module_serve_as_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, "from_file.py", LOSS)
+    write(tmp_path, "host_from_module.py", LOSS)
+    monkeypatch.syspath_prepend(tmp_path)
+    plugins = load_plugins([file, "host_from_module", file])  # named twice is loaded once
+    assert plugins.find("losses", "from_file.plain") and plugins.find("losses", "host_from_module.plain")
+    assert (plugins.sources[-2].origin, plugins.sources[-1].origin) == (
+        f"file {file}",
+        "module host_from_module",
+    )
+
+
+def test_a_dataclass_in_a_file_plugin_resolves_its_types(tmp_path: Path) -> None:
+    code = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom retrieval import hookimpl\n"
+        '@dataclass\nclass Data:\n    """Items.\n\n    Args:\n        size: pixels.\n    """\n    size: int = 3\n'
+        "@hookimpl\ndef retrieval_datasets():\n    return {'data': Data}\n"
+    )
+    plugins = load_plugins([write(tmp_path, "datas.py", code)])
+    assert plugins.build("datasets", {"name": "datas.data", "size": 5}).size == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        (
+            "raises.py",
+            "\nraise RuntimeError('no luck')",
+            ["'raises'", "RuntimeError: no luck", "raises.py, line 2"],
+        ),
+        ("syntax.py", "x = 1\ndef f(:\n", ["'syntax'", "SyntaxError", "syntax.py, line 2"]),
+        ("leaves.py", "import sys\nsys.exit(3)", ["'leaves'", "SystemExit: 3", "leaves.py, line 2"]),
+        (
+            "needs.py",
+            "import surely_not_installed",
+            ["No module named 'surely_not_installed'", "needs.py, line 1"],
+        ),
+        (
+            "deep.py",
+            "def inner():\n    return {}['key']\ninner()",
+            ["KeyError: 'key'", "deep.py, line 2", "RETRIEVAL_BLOCK=deep"],
+        ),
+    ],
+)
+def test_a_plugin_that_cannot_be_imported(tmp_path: Path, name: str, code: str, words: list[str]) -> None:
+    sentence = refused(write(tmp_path, name, code))
+    assert all(word in sentence for word in words), sentence
+    assert "retrieval_file_plugin" not in " ".join(m for m in sys.modules if name[:-3] in m)
+
+
+def test_missing_and_misnamed_files_and_modules(tmp_path: Path) -> None:
+    assert "nowhere.py does not exist" in refused(str(tmp_path / "nowhere.py"))
+    assert "Python identifier" in refused(write(tmp_path, "my-loss.py", LOSS))
+    for module in ("surely_not_there", "surely.not_there", "", ".relative"):
+        assert f"There is no module '{module}'" in refused(module)
+    (tmp_path / "folder.py").mkdir()
+    assert "does not exist" in refused(str(tmp_path / "folder.py"))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (
+            LOSS.replace("losses():", "losess():"),
+            ["'hooks'", "'retrieval_losess'", "Did you mean 'retrieval_losses'?"],
+        ),
+        (
+            LOSS.replace("@hookimpl", "@hookimpl(specname='retrieval_loss')"),
+            ["'retrieval_loss'", "Did you mean 'retrieval_losses'?"],
+        ),
+        (LOSS.replace("@hookimpl", ""), ["retrieval_losses without @retrieval.hookimpl"]),
+        (
+            LOSS.replace("losses():", "losses(recipe):"),
+            ["it defines retrieval_losses(recipe), and the host calls retrieval_losses()"],
+        ),
+        (
+            LOSS.replace("losses():", "run_end(run, epochs):"),
+            ["retrieval_run_end(run, epochs)", "retrieval_run_end(run, metrics)"],
+        ),
+    ],
+)
+def test_hooks_that_do_not_fit(tmp_path: Path, code: str, words: list[str]) -> None:
+    sentence = refused(write(tmp_path, "hooks.py", code))
+    assert all(word in sentence for word in words), sentence
+
+
+def test_one_name_for_two_plugins_and_one_module_under_two_names(
+    tmp_path: Path, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    first, second = write(tmp_path, "same.py", LOSS), write(tmp_path / "other", "same.py", LOSS)
+    sentence = refused(first, second)
+    assert "'same'" in sentence and first in sentence and second in sentence
+    assert "Two plugins are called 'core'" in refused(write(tmp_path, "core.py", LOSS))
+    install(tmp_path, "retrieval-once", "once", "host_once", LOSS)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "loaded already, as the plugin 'once'" in refused("host_once")
+
+
+def test_an_entry_point_that_names_no_module(
+    tmp_path: Path, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "retrieval-odd", "odd", "host_odd", "thing = 3\n")
+    (tmp_path / "retrieval_odd-1.0.dist-info" / "entry_points.txt").write_text(
+        "[retrieval]\nodd = host_odd:thing\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "of type int; its entry point must name a module" in refused()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return [1]", ["'gives'", "returned list from retrieval_losses"]),
+        ("return {'x': 3}", ["'gives'", "'x'", "factory of type int"]),
+        ("return {'no-name': print}", ["'no-name'", "Python identifier"]),
+        ("return {3: print}", ["offers 3"]),
+        ("return 1 / 0", ["failed in retrieval_losses", "ZeroDivisionError: division by zero"]),
+        ("import surely_not_installed", ["failed in retrieval_losses", "surely_not_installed"]),
+    ],
+)
+def test_factory_hooks_that_give_something_else(tmp_path: Path, body: str, words: list[str]) -> None:
+    code = f"from retrieval import hookimpl\n@hookimpl\ndef retrieval_losses():\n    {body}\n"
+    plugins = load_plugins([write(tmp_path, "gives.py", code)])
+    with pytest.raises(PluginError) as caught:
+        plugins.factories("losses")
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_plugin_without_torch_says_what_to_install(tmp_path: Path, process: Callable[..., Any]) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
+    done = process("-m", "retrieval.cli", "plugins", "list", "--kind", "losses", path=tmp_path)
+    assert done.code == 2 and "pip install 'retrieval[train]'" in done.err and "Traceback" not in done.err
+    assert issubclass(MissingDependency, Exception)
+
+
+def find(plugins: Plugins, kind: str, name: str) -> str:
+    with pytest.raises(PluginError) as caught:
+        plugins.find(kind, name)
+    return str(caught.value)
+
+
+def test_an_unknown_name_suggests_the_closest() -> None:
+    plugins = load_plugins()
+    assert "Did you mean 'pml.multi_similarity'?" in find(plugins, "losses", "pml.multi_similarty")
+    assert "Did you mean 'pml.contrastive'?" in find(plugins, "losses", "contrastive")
+    assert "'core.digits' is a dataset" in find(plugins, "losses", "core.digits")
+    assert "retrieval plugins list --kind losses" in find(plugins, "losses", "pml.zzzzz")
+    assert "No plugin 'zz' is loaded" in find(plugins, "losses", "zz.zzzzz")
