@@ -171,6 +171,6 @@ class NCA(LinearLearner):
         fitted = NeighborhoodComponentsAnalysis(
             self.components, init=self.init, max_iter=self.max_iter, tol=self.tol, random_state=self.seed
         ).fit(x, labels)
-        self.components_ = fitted.components_
+        self.components_, self.n_iter_ = fitted.components_, fitted.n_iter_
         self.mean_ = x.mean(axis=0)  # no distance depends on it, and float32 codes near zero are more precise
         return self

