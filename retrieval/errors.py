@@ -48,9 +48,18 @@ class MissingDependency(RetrievalError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the known word closest to `word`, or an empty string."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if not close:  # `multi_similarity` for `pml.multi_similarity`
-        close = [name for name in known if name.rpartition(".")[2] == word.rpartition(".")[2]][:1]
+    """Return `` Did you mean 'x'?`` for the known word closest to `word`, or an empty string.
+
+    Of `PLUGIN.NAME` the name is compared within the same plugin; else a name is looked for in the other plugins.
+    """
+    plugin, dot, name = word.rpartition(".")
+    same, other = {}, {}
+    for each in known:
+        if dot and each.startswith(f"{plugin}."):
+            same[each.rpartition(".")[2].lower()] = each
+        else:
+            other[each.lower()] = each
+    close = [same[k] for k in difflib.get_close_matches(name.lower(), same, n=1)]
+    close = close or [each for each in other.values() if each.rpartition(".")[2] == name][:1]
+    close = close or [other[k] for k in difflib.get_close_matches(word.lower(), other, n=1)]
     return f" Did you mean '{close[0]}'?" if close else ""

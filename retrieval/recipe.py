@@ -326,7 +326,7 @@ def _read_tables(table: Mapping[str, Any]) -> tuple[Recipe, dict[Place, str]]:
     for name in COMPONENTS:
         if isinstance(table.get(name), str) and (name,) in faults:
             faults[name,] += f" Write: [{name}] name = {shown(table[name])}."
-    kept = _without(table, set(faults))
+    kept = _without(table, {_entry(table, place) for place in faults})
     for name in ("data", "backbone"):
         kept.setdefault(name, {})
     values, rest = validate(Recipe, kept)
@@ -335,6 +335,22 @@ def _read_tables(table: Mapping[str, Any]) -> tuple[Recipe, dict[Place, str]]:
             Recipe, {k: v for k, v in kept.items() if not any(k == place[0] for place in rest)}
         )
     return (Recipe(**values) if values else Recipe(data={}, backbone={})), faults
+
+
+def _entry(table: Mapping[str, Any], place: Place) -> Place:
+    """Return the place to leave out for a fault: of a list of plain values the whole list."""
+    value: Any = table
+    for i, step in enumerate(place):
+        if isinstance(value, list) and not isinstance(value[int(step)], Mapping):
+            return place[:i]
+        value = (
+            value.get(step)
+            if isinstance(value, Mapping)
+            else value[int(step)]
+            if isinstance(value, list)
+            else None
+        )
+    return place
 
 
 def _without(value: Any, wrong: set[Place], place: Place = ()) -> Any:
