@@ -38,10 +38,10 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
         raise RecipeError(
             [f"[backbone] model: there is no timm model '{model}'.{did_you_mean(plain, timm.list_models())}"]
         )
-    tagged = timm.list_pretrained(f"{plain}*")
+    tagged = sorted(name for name in timm.list_pretrained(f"{plain}*") if name.partition(".")[0] == plain)
     if "." in model and model not in tagged:
         raise RecipeError([f"[backbone] model: timm has no weights '{model}'.{did_you_mean(model, tagged)}"])
-    if pretrained and not any(name.partition(".")[0] == plain for name in tagged):
+    if pretrained and not tagged:
         raise RecipeError([f"[backbone] pretrained: timm has no weights of {model}. Leave pretrained out."])
     options: dict[str, Any] = {"num_classes": 0}
     config = timm.models.get_pretrained_cfg(model)
