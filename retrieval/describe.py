@@ -61,7 +61,7 @@ def _one(factory: Factory, plugins: Plugins) -> str:
         lines.append("Parameters")
         for p in factory.parameters:
             lines.append(f"  {p.name}: {p.type_text}{_default(p)}")
-            lines += textwrap.wrap(p.doc, 96, initial_indent="      ", subsequent_indent="      ")
+            lines += _filled(p.doc, "      ")
         lines.append("")
     shown = snippet(factory, plugins).splitlines()
     return "\n".join(
@@ -127,5 +127,17 @@ def _wrap(text: str) -> list[str]:
         if any(line.startswith((" ", "- ", "* ")) for line in paragraph.splitlines()):
             lines += [*paragraph.splitlines(), ""]
         else:
-            lines += [*textwrap.wrap(" ".join(paragraph.split()), 100), ""]
+            lines += [*_filled(" ".join(paragraph.split())), ""]
     return lines[:-1]
+
+
+def _filled(text: str, indent: str = "") -> list[str]:
+    # names with hyphens, and long ones, stay whole so that they can be copied
+    return textwrap.wrap(
+        text,
+        100,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

@@ -37,7 +37,7 @@ def _override(table: dict[str, Any], text: str) -> str | None:
         before = ".".join(steps[:i])
         if isinstance(place, list):
             if not step.isdigit() or int(step) >= len(place):
-                return f"--set {text}: {before} has {len(place)} entries, numbered from 0; '{step}' is none of them."
+                return f"--set {text}: {before} has {len(place)} {'entry' if len(place) == 1 else 'entries'}, numbered from 0; '{step}' is none of them."
             place = place[int(step)]
         elif steps[i + 1].isdigit() and step not in place:
             return f"--set {text}: the recipe has no list '{'.'.join(steps[: i + 1])}'."

@@ -1,0 +1,168 @@
+"""`plugins list` and `plugins show`: what plugins offer, and lines that may be pasted into a recipe as they are."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pytest
+from retrieval.describe import list_text, show_text, snippet
+from retrieval.errors import PluginError
+from retrieval.factory import KINDS, Factory, Parameter
+from retrieval.plugins import Plugins, load_plugins
+from retrieval.recipe import check_recipe
+
+from .conftest import EVERYTHING
+
+PLUGINS = load_plugins([str(EVERYTHING)])
+ALL = [factory for kind in KINDS for factory in PLUGINS.factories(kind).values()]
+SIMPLE = {"losses": "everything.fixed", "miners": "everything.all_pairs"}
+
+
+def fill(p: Parameter) -> str:
+    """A value for a required parameter."""
+    if p.part:
+        name = SIMPLE.get(p.part) or next(iter(PLUGINS.factories(p.part)))
+        return f'["{name}"]' if p.many else f'"{name}"'
+    annotation = p.annotation
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is Literal:
+        return f'"{get_args(annotation)[0]}"'
+    if get_origin(annotation) in (list, tuple):
+        return "[]"
+    return {int: "3", float: "0.5", bool: "true"}.get(annotation, '"text"')
+
+
+def pasted(factory: Factory) -> dict[str, Any]:
+    """The table of a recipe with the snippet in it, its dots filled in."""
+    text = snippet(factory, PLUGINS)
+    for p in factory.parameters:
+        if p.required:
+            text = re.sub(rf"\b{p.name} = …", f"{p.name} = {fill(p)}", text)
+    pasted = tomllib.loads(text)
+    base: dict[str, Any] = {
+        "plugins": [str(EVERYTHING)],
+        "data": {"name": "everything.items"},
+        "backbone": {"name": "everything.same"},
+        "loss": {"name": "everything.margin", "scale": 1},
+    }
+    if factory.kind == "learners":
+        del base["loss"]
+    return {**base, **pasted}
+
+
+@pytest.mark.parametrize("factory", ALL, ids=[f"{f.kind}-{f.name}" for f in ALL])
+def test_the_snippet_of_every_factory_passes_the_check(factory: Factory) -> None:
+    if factory.kind == "indexes":
+        assert snippet(factory, PLUGINS).startswith("retrieval index ") and factory.name in snippet(
+            factory, PLUGINS
+        )
+        return
+    assert factory.name in snippet(factory, PLUGINS)
+    check_recipe(pasted(factory))
+
+
+@pytest.mark.parametrize("factory", ALL, ids=[f"{f.kind}-{f.name}" for f in ALL])
+def test_show_has_documentation_parameters_and_snippet(factory: Factory) -> None:
+    text = show_text(PLUGINS, factory.name)
+    flat = " ".join(text.split())
+    assert f"{factory.name} ({KINDS[factory.kind]})" in text
+    assert " ".join(factory.description.split()) in flat
+    for p in factory.parameters:
+        assert f"  {p.name}: {p.type_text}" in text and " ".join(p.doc.split()) in flat
+    assert all(f"  {line}".rstrip() in text for line in snippet(factory, PLUGINS).splitlines())
+    assert max(map(len, text.splitlines())) < 400
+
+
+def test_show_of_a_name_of_two_kinds_shows_both() -> None:
+    text = show_text(PLUGINS, "pml.multi_similarity")
+    assert "pml.multi_similarity (loss)" in text and "pml.multi_similarity (miner)" in text
+
+
+def test_show_suggests() -> None:
+    with pytest.raises(
+        PluginError, match=r"Nothing is called 'contrastve'\. Did you mean 'pml\.contrastive'"
+    ):
+        show_text(PLUGINS, "contrastve")
+    with pytest.raises(PluginError, match="See: retrieval plugins list"):
+        show_text(PLUGINS, "qqqqq")
+
+
+def test_a_required_parameter_is_marked() -> None:
+    margin = PLUGINS.find("losses", "everything.margin")
+    assert snippet(margin).splitlines() == [
+        "[loss]",
+        'name = "everything.margin"',
+        "scale = …  # number (> 0), required",
+        "margin = 0.1",
+        "# distance = …  # a distance",
+        "# reducer = …  # a reducer",
+    ]
+    assert "  scale: number (> 0) (required)" in show_text(PLUGINS, "everything.margin")
+    assert "  margin: number = 0.1" in show_text(PLUGINS, "everything.margin")
+    assert "  classes: integer (given by the host)" in show_text(PLUGINS, "everything.fixed")
+
+
+def test_a_part_is_shown_inside_something_that_takes_it() -> None:
+    text = snippet(PLUGINS.find("regularizers", "everything.lp"), PLUGINS)
+    table = tomllib.loads(text)["loss"]
+    assert table["name"].startswith("pml.")
+    assert {"name": "everything.lp", "p": 2} in table.values()
+    assert snippet(PLUGINS.find("regularizers", "everything.lp")).startswith('[loss]\nname = "…"')
+
+
+def test_list_names_everything_by_kind() -> None:
+    text = list_text(PLUGINS)
+    for source in PLUGINS.sources:
+        assert re.search(rf"^{source.plugin} +{re.escape(source.origin)}$", text, re.M)
+    lines = text.splitlines()
+    for factory in ALL:
+        (line,) = [x for x in lines[lines.index(factory.kind) :] if x.startswith(f"  {factory.name} ")][:1]
+        assert factory.summary.split()[0] in line
+    losses = list_text(PLUGINS, "losses")
+    assert losses.startswith("losses\n") and "everything.items" not in losses
+    with pytest.raises(PluginError, match="Did you mean 'losses'"):
+        list_text(PLUGINS, "loses")
+
+
+def test_paragraphs_are_wrapped_and_formulas_and_lists_are_not(everything: Plugins) -> None:
+    def loss() -> None:
+        """Short.
+
+        A long paragraph that goes on and on, over the width of a terminal, so that it has to be broken somewhere and
+        is put together again.
+
+            a = b
+              + c
+
+        - one
+        - two
+        """
+
+    from retrieval.describe import _one
+
+    text = _one(Factory.read("losses", "acme.x", loss), everything)
+    assert "    a = b\n      + c\n\n- one\n- two\n" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_through_the_command_line(cli: Callable[..., Any]) -> None:
+    listed = cli("plugins", "list", "--plugin", EVERYTHING)
+    assert (listed.code, listed.err) == (0, "") and "  everything.margin " in listed.out
+    assert cli("plugins", "list", "--kind", "miners", "--plugin", EVERYTHING).out.startswith("miners\n")
+    shown = cli("plugins", "show", "everything.margin", "--plugin", EVERYTHING)
+    assert shown.code == 0 and 'name = "everything.margin"' in shown.out
+    for arguments, words in [
+        (
+            ["plugins", "show", "everything.margn", "--plugin", EVERYTHING],
+            "Did you mean 'everything.margin'?",
+        ),
+        (["plugins", "list", "--kind", "loss"], "There is no kind 'loss'"),
+        (["plugins", "list", "--plugin", "gone.py"], "The plugin file gone.py does not exist."),
+    ]:
+        wrong = cli(*arguments)
+        assert (wrong.code, wrong.out) == (2, "") and words in wrong.err and wrong.err.startswith("Error: ")
+        assert len(wrong.err.splitlines()) == 1
