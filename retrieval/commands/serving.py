@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from retrieval.bundle import Encoded
     from retrieval.index.store import Hit, Index
 
+_LOW_RECALL = 0.9
 _DEVICE = click.Choice(["auto", "cpu", "cuda"])
 
 
@@ -96,6 +97,12 @@ def index_command(
     notes = [f"back end {summary.backend}"]
     if summary.recall_at_10 is not None:
         notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")
+        if summary.recall_at_10 < _LOW_RECALL:
+            click.echo(
+                f"Note: {summary.backend} misses more than a tenth of the nearest items. Raise its parameters with --set "
+                "(ef_search of hnsw, probes of ivf), or take --backend flat, which is exact.",
+                err=True,
+            )
     if summary.resumed:
         notes.append(f"{summary.resumed:,} done by an interrupted run")
     if summary.repeated:

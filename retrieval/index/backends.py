@@ -33,8 +33,13 @@ class IndexBackend(ABC):
     """
 
     @abstractmethod
-    def build(self, vectors: Floats) -> None:
-        """Index the vectors (N, P), float32, C-contiguous, N ≥ 1; the array may be mapped from a file."""
+    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
+        """Index vectors.
+
+        Args:
+            vectors: (N, P), float32, C-contiguous, N ≥ 1; may be mapped from a file.
+            report: call it with how many more vectors are in, for the progress bar.
+        """
 
     @abstractmethod
     def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:

@@ -138,7 +138,7 @@ def build_index(
         try:
             resumed = len(journal.done)
             work.encode(journal)
-            manifest = _assemble(journal, opened, found, backend, options or {}, plugins)
+            manifest = _assemble(journal, opened, found, backend, options or {}, plugins, progress)
             put_in_place(journal.folder / "index", target)
         except Exception:
             journal.remove()
@@ -294,6 +294,7 @@ def _assemble(
     backend: str,
     options: Mapping[str, Any],
     plugins: Sequence[str],
+    progress: bool,
 ) -> IndexManifest:
     """Write the finished folder `index` inside the journal's."""
     folder = journal.folder / "index"
@@ -326,7 +327,8 @@ def _assemble(
         file = f"vectors.{number}.{ending}" if len(spans) > 1 else f"vectors.{ending}"
         made = make_backend(name, options, plugins)
         columns = np.ascontiguousarray(vectors[:, start:stop])
-        made.build(columns)
+        with tqdm(total=len(columns), unit="item", desc="index", disable=None if progress else True) as bar:
+            made.build(columns, bar.update)
         made.save(folder / file)
         parts.append(PartRecord(file=file, start=start, stop=stop))
         if not made.exact:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from retrieval.runtime import load_faiss
 # FAISS compares Q × P with its threshold. From eight queries on, one matrix product is faster than a loop over
 # queries (three-fold at 32); a single query through BLAS costs two to three times more than without.
 _BLAS_QUERIES = 8
+_PIECE = 8192
 _loading = threading.Lock()
 
 
@@ -36,6 +38,13 @@ class FaissBackend(IndexBackend):
             with self._lock:
                 squared, rows = self._index.search(queries, k, params=self._parameters(k))
         return np.sqrt(np.maximum(squared, 0)), rows
+
+    def _add(self, vectors: Floats, report: Callable[[int], object]) -> None:
+        """Add in pieces, between which progress shows and an interruption is heard."""
+        for start in range(0, len(vectors), _PIECE):
+            piece = vectors[start : start + _PIECE]
+            self._index.add(piece)
+            report(len(piece))
 
     def _parameters(self, k: int) -> Any:
         """Return FAISS's search parameters for this call: setting them on the index would change it for others."""
@@ -82,12 +91,12 @@ class FaissBackend(IndexBackend):
 class Flat(FaissBackend):
     """Exact search: compares the query with every vector. `auto` takes it while the gallery is small."""
 
-    def build(self, vectors: Floats) -> None:
+    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
         """Copy the vectors into FAISS."""
         faiss = load_faiss()
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * vectors.shape[1]
         self._index = faiss.IndexFlatL2(vectors.shape[1])
-        self._index.add(vectors)
+        self._add(vectors, report)
 
     @property
     def exact(self) -> bool:
@@ -109,18 +118,18 @@ class Hnsw(FaissBackend):
     def __init__(
         self,
         m: Annotated[int, Field(ge=4, le=256)] = 32,
-        ef_construction: Annotated[int, Field(ge=8, le=4096)] = 200,
+        ef_construction: Annotated[int, Field(ge=8, le=4096)] = 128,
         ef_search: Annotated[int, Field(ge=1, le=65536)] = 256,
     ) -> None:
         super().__init__()
         self.m, self.ef_construction, self.ef_search = m, ef_construction, ef_search
 
-    def build(self, vectors: Floats) -> None:
+    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
         """Build the graph."""
         faiss = load_faiss()
         self._index = faiss.IndexHNSWFlat(vectors.shape[1], self.m)
         self._index.hnsw.efConstruction = self.ef_construction
-        self._index.add(vectors)
+        self._add(vectors, report)
 
     def _parameters(self, k: int) -> Any:
         return load_faiss().SearchParametersHNSW(efSearch=max(self.ef_search, k))
@@ -134,11 +143,13 @@ class Ivf(FaissBackend):
         probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
     """
 
-    def __init__(self, lists: Annotated[int, Field(ge=0)] = 0, probes: Annotated[int, Field(ge=0)] = 0) -> None:
+    def __init__(
+        self, lists: Annotated[int, Field(ge=0)] = 0, probes: Annotated[int, Field(ge=0)] = 0
+    ) -> None:
         super().__init__()
         self.lists, self.probes = lists, probes
 
-    def build(self, vectors: Floats) -> None:
+    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
         """Cluster a sample of the vectors, then sort all of them into the lists."""
         faiss = load_faiss()
         count, width = vectors.shape
@@ -151,7 +162,7 @@ class Ivf(FaissBackend):
             rows = np.sort(np.random.default_rng(0).choice(count, 256 * lists, replace=False))
             sample = np.ascontiguousarray(vectors[rows])
         self._index.train(sample)
-        self._index.add(vectors)
+        self._add(vectors, report)
 
     def _parameters(self, k: int) -> Any:
         lists = self._index.nlist

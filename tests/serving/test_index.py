@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import math
-import os
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -165,114 +162,6 @@ def test_a_variant_encodes_items_and_queries_alike(bundle_path, photos, tmp_path
         assert hit.label == "3"  # an image directly in the given folder takes its name
 
 
-def test_a_csv_manifest_keeps_its_columns(photos, bundle_path, tmp_path):
-    table = tmp_path / "items.csv"
-    paths = sorted(photos.rglob("*.png"))[:5]
-    with table.open("w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.writer(file)
-        writer.writerow(["label", "path", "colour", "price"])
-        for number, path in enumerate(paths):
-            shown = (
-                path
-                if number
-                else f"../{path.relative_to(tmp_path.parent)}"
-                if path.is_relative_to(tmp_path.parent)
-                else path
-            )
-            writer.writerow([f"día {number}" if number else "", shown, "grün, hell", number])
-    summary = build_index(bundle_path, [table, paths[0]], tmp_path / "i", progress=False)
-    assert summary.count == 5 or summary.repeated == 0
-    with Index.open(tmp_path / "i", threads=1) as index:
-        item = index.item(2)
-        assert item.label == "día 2"
-        assert item.metadata == {"colour": "grün, hell", "price": "2"}
-        assert (item.width, item.height) == (8, 8)
-        assert index.item(0).label is None
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("label,file\n1,a.png\n", r"needs a column 'path' \(it has: label, file\)"),
-        ("paht\na.png\n", "Did you mean"),
-        ("", "needs a column 'path'"),
-        ("path,label\n", "lists no item"),
-        ("path,label\na.png\n", "line 2: has more or fewer fields"),
-        ("path,label\na.png,1,2\n", "line 2: has more or fewer fields"),
-        ("path,path\na.png,b.png\n", "two columns of the same name"),
-        ('path\n"a.png\n', "is not a CSV file"),
-        ("path\n\xff".encode("latin-1"), "is not UTF-8"),
-        ("path,label\n,x\n", "line 2: 'path' is empty"),
-    ],
-)
-def test_a_bad_csv_is_a_sentence(content, says, bundle_path, tmp_path):
-    table = tmp_path / "items.csv"
-    table.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError, match=says):
-        build_index(bundle_path, [table], tmp_path / "i", progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["items.csv"]
-
-
-def test_features_are_indexed_and_searched(makers, tmp_path):
-    bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False, features=20)
-    features = np.random.default_rng(0).normal(size=(90, 20))
-    np.savez(
-        tmp_path / "f.npz",
-        features=features,
-        labels=np.arange(90) % 4,
-        keys=np.array([f"k{n}" for n in range(90)]),
-    )
-    np.savez(tmp_path / "g.npz", vectors=features[:3] + 9)
-    build_index(bundle, [tmp_path / "f.npz", tmp_path / "g.npz"], tmp_path / "i", progress=False)
-    with Index.open(tmp_path / "i", threads=1) as index:
-        assert len(index) == 93
-        projected = features @ makers.weights(0, 20).astype(np.float64)
-        rows, distances = plain_nearest(projected[4].tolist(), projected, euclidean, 5)
-        hits = index.search(index.bundle.encode(features[4:5]), 5)[0]
-        assert [hit.id for hit in hits] == rows
-        assert [hit.distance for hit in hits] == pytest.approx(distances, rel=1e-4, abs=1e-5)
-        assert hits[0].key == "k4"
-        assert hits[0].label == "0"
-        assert hits[0].path is None
-        assert index.item(91).key == "g/1"
-
-
-@pytest.mark.parametrize(
-    ("arrays", "says"),
-    [
-        ({"x": np.zeros((2, 64))}, r"needs an array 'features' \(it has: x\)"),
-        ({"features": np.zeros(64)}, r"must be numbers of shape \(N, F\)"),
-        ({"features": np.zeros((2, 64)), "labels": np.zeros(3, int)}, "'labels' must be 2 texts"),
-        ({"features": np.array([[object()]])}, "damaged, or not an .npz file of plain arrays"),
-        ({"features": np.zeros((2, 63))}, r"takes inputs of shape \(N, 64\)"),
-        ({"features": np.array([[1.0] * 64, [np.nan] * 64])}, "1 of 2 items cannot be used"),
-    ],
-)
-def test_bad_features_are_sentences(arrays, says, makers, tmp_path):
-    bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
-    np.savez(tmp_path / "f.npz", **arrays)
-    with pytest.raises(DataError, match=says):
-        build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
-    (tmp_path / "f.npz").write_bytes((tmp_path / "f.npz").read_bytes()[:-30])
-    with pytest.raises(DataError, match=r"damaged, or not an \.npz"):
-        build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "f.npz"]
-
-
-def test_sources_of_the_wrong_kind(makers, bundle_path, photos, tmp_path):
-    np.savez(tmp_path / "f.npz", features=np.zeros((2, 64)))
-    features = makers.make_bundle(tmp_path / "b", kind="features")
-    for bundle, sources, says in (
-        (bundle_path, [tmp_path / "f.npz"], "holds features; this bundle takes images"),
-        (features, [photos], "takes features, not images"),
-        (bundle_path, [tmp_path / "nowhere"], "does not exist"),
-        (bundle_path, [], "nothing to index"),
-        (bundle_path, [tmp_path / "b"], "holds no image"),
-    ):
-        with pytest.raises(DataError, match=says):
-            build_index(bundle, sources, tmp_path / "i", progress=False)
-
-
 def test_auto_is_exact_while_small():
     assert choose(FLAT_NUMBERS // 128, 128) == "flat"
     assert choose(FLAT_NUMBERS // 128 + 1, 128) == "hnsw"
@@ -283,7 +172,7 @@ def test_auto_is_exact_while_small():
 def test_recall_is_measured_honestly():
     vectors = np.random.default_rng(0).normal(size=(3000, 24)).astype(np.float32)
     poor = make_backend("ivf", {"lists": 60, "probes": 2})
-    poor.build(vectors)
+    poor.build(vectors, int)
     sample = np.sort(np.random.default_rng(0).choice(3000, 200, replace=False))
     found = 0
     for row in sample:
@@ -295,7 +184,7 @@ def test_recall_is_measured_honestly():
     assert measured == pytest.approx(found / 2000, abs=0.003)
     assert measured < 0.8
     exact = make_backend("flat", {})
-    exact.build(vectors)
+    exact.build(vectors, int)
     assert recall_at_10(exact, "flat", vectors) == 1.0
     assert recall_at_10(exact, "flat", vectors[:1]) == 1.0
 
@@ -333,7 +222,7 @@ class Brute(IndexBackend):
     def __init__(self, block: int = 2) -> None:
         self.block = block
 
-    def build(self, vectors):
+    def build(self, vectors, report):
         self.vectors = np.array(vectors)
 
     def search(self, queries, k):
@@ -398,20 +287,6 @@ def test_the_index_keeps_its_own_copy_of_the_bundle(makers, photos, tmp_path):
     (bundle / "encoder.onnx").unlink()
     with Index.open(tmp_path / "i", threads=1) as index:
         assert index.bundle.manifest == manifest
-
-
-def test_names_that_are_no_text(bundle_path, makers, tmp_path):
-    folder = tmp_path / "odd"
-    folder.mkdir()
-    try:
-        odd = Path(os.fsdecode(bytes(folder) + b"/caf\xe9.png"))
-        Image.fromarray(makers.digits()[0][0]).save(odd)
-    except OSError:
-        pytest.skip("this file system takes only names that are text")
-    build_index(bundle_path, [folder], tmp_path / "i", progress=False)
-    with Index.open(tmp_path / "i", threads=1) as index:
-        assert index.item(0).path == odd
-        assert index.item(0).key == "caf\\xe9.png"
 
 
 def test_the_layout_is_as_documented(index_path):

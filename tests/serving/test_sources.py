@@ -1,0 +1,137 @@
+"""What can be indexed: folders, CSV manifests, features, odd names."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.errors import DataError
+from retrieval.index.build import build_index
+from retrieval.index.store import Index
+
+
+def test_a_csv_manifest_keeps_its_columns(photos, bundle_path, tmp_path):
+    table = tmp_path / "items.csv"
+    paths = sorted(photos.rglob("*.png"))[:5]
+    with table.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file)
+        writer.writerow(["label", "path", "colour", "price"])
+        for number, path in enumerate(paths):
+            shown = path if number else os.path.relpath(path, tmp_path)  # relative to the CSV
+            writer.writerow([f"día {number}" if number else "", shown, "grün, hell", number])
+    summary = build_index(bundle_path, [table, paths[1]], tmp_path / "i", progress=False)
+    assert (summary.count, summary.repeated) == (5, 1)
+    with Index.open(tmp_path / "i", threads=1) as index:
+        item = index.item(2)
+        assert item.label == "día 2"
+        assert item.metadata == {"colour": "grün, hell", "price": "2"}
+        assert (item.width, item.height) == (8, 8)
+        assert index.item(0).label is None
+        assert index.item(0).path.samefile(paths[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("label,file\n1,a.png\n", r"needs a column 'path' \(it has: label, file\)"),
+        ("paht\na.png\n", "Did you mean"),
+        ("", "needs a column 'path'"),
+        ("path,label\n", "lists no item"),
+        ("path,label\na.png\n", "line 2: has more or fewer fields"),
+        ("path,label\na.png,1,2\n", "line 2: has more or fewer fields"),
+        ("path,path\na.png,b.png\n", "two columns of the same name"),
+        ('path\n"a.png\n', "is not a CSV file"),
+        ("path\n\xff".encode("latin-1"), "is not UTF-8"),
+        ("path,label\n,x\n", "line 2: 'path' is empty"),
+    ],
+)
+def test_a_bad_csv_is_a_sentence(content, says, bundle_path, tmp_path):
+    table = tmp_path / "items.csv"
+    table.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=says):
+        build_index(bundle_path, [table], tmp_path / "i", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["items.csv"]
+
+
+def test_features_are_indexed_and_searched(makers, tmp_path):
+    bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False, features=20)
+    features = np.random.default_rng(0).normal(size=(90, 20))
+    np.savez(
+        tmp_path / "f.npz",
+        features=features,
+        labels=np.arange(90) % 4,
+        keys=np.array([f"k{n}" for n in range(90)]),
+    )
+    np.savez(tmp_path / "g.npz", vectors=features[:3] + 9)
+    build_index(bundle, [tmp_path / "f.npz", tmp_path / "g.npz"], tmp_path / "i", progress=False)
+    with Index.open(tmp_path / "i", threads=1) as index:
+        assert len(index) == 93
+        projected = features @ makers.weights(0, 20).astype(np.float64)
+        against = [
+            sum((float(x) - float(y)) ** 2 for x, y in zip(projected[4], row, strict=True)) ** 0.5
+            for row in projected
+        ]
+        rows = sorted(range(90), key=against.__getitem__)[:5]
+        hits = index.search(index.bundle.encode(features[4:5]), 5)[0]
+        assert [hit.id for hit in hits] == rows
+        assert [hit.distance for hit in hits] == pytest.approx(
+            [against[row] for row in rows], rel=1e-4, abs=1e-5
+        )
+        assert hits[0].key == "k4"
+        assert hits[0].label == "0"
+        assert hits[0].path is None
+        assert index.item(91).key == "g/1"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"x": np.zeros((2, 64))}, r"needs an array 'features' \(it has: x\)"),
+        ({"features": np.zeros(64)}, r"must be numbers of shape \(N, F\)"),
+        ({"features": np.zeros((2, 64)), "labels": np.zeros(3, int)}, "'labels' must be 2 texts"),
+        ({"features": np.array([[object()]])}, "damaged, or not an .npz file of plain arrays"),
+        ({"features": np.zeros((2, 63))}, r"takes inputs of shape \(N, 64\)"),
+        ({"features": np.array([[1.0] * 64, [np.nan] * 64])}, "1 of 2 items cannot be used"),
+    ],
+)
+def test_bad_features_are_sentences(arrays, says, makers, tmp_path):
+    bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
+    np.savez(tmp_path / "f.npz", **arrays)
+    with pytest.raises(DataError, match=says):
+        build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    (tmp_path / "f.npz").write_bytes((tmp_path / "f.npz").read_bytes()[:-30])
+    with pytest.raises(DataError, match=r"damaged, or not an \.npz"):
+        build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "f.npz"]
+
+
+def test_sources_of_the_wrong_kind(makers, bundle_path, photos, tmp_path):
+    np.savez(tmp_path / "f.npz", features=np.zeros((2, 64)))
+    features = makers.make_bundle(tmp_path / "b", kind="features")
+    for bundle, sources, says in (
+        (bundle_path, [tmp_path / "f.npz"], "holds features; this bundle takes images"),
+        (features, [photos], "takes features, not images"),
+        (bundle_path, [tmp_path / "nowhere"], "does not exist"),
+        (bundle_path, [], "nothing to index"),
+        (bundle_path, [tmp_path / "b"], "holds no image"),
+    ):
+        with pytest.raises(DataError, match=says):
+            build_index(bundle, sources, tmp_path / "i", progress=False)
+
+
+def test_names_that_are_no_text(bundle_path, makers, tmp_path):
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    try:
+        odd = Path(os.fsdecode(bytes(folder) + b"/caf\xe9.png"))
+        Image.fromarray(makers.digits()[0][0]).save(odd)
+    except OSError:
+        pytest.skip("this file system takes only names that are text")
+    build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+    with Index.open(tmp_path / "i", threads=1) as index:
+        assert index.item(0).path == odd
+        assert index.item(0).key == "caf\\xe9.png"
