@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from retrieval.contracts import Backbone
+from retrieval.data.problems import some
 from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean
 from retrieval.images import Preprocessing
 from torch import nn
@@ -40,7 +41,9 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
         )
     tagged = sorted(name for name in timm.list_pretrained(f"{plain}*") if name.partition(".")[0] == plain)
     if "." in model and model not in tagged:
-        raise RecipeError([f"[backbone] model: timm has no weights '{model}'.{did_you_mean(model, tagged)}"])
+        raise RecipeError(
+            [f"[backbone] model: timm has no weights '{model}'; it has: {some(tagged, 10) or 'none'}."]
+        )
     if pretrained and not tagged:
         raise RecipeError([f"[backbone] pretrained: timm has no weights of {model}. Leave pretrained out."])
     options: dict[str, Any] = {"num_classes": 0}

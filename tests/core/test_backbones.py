@@ -186,7 +186,7 @@ def test_torchvision_pretrained_weights_are_loaded(tmp_path: Path, monkeypatch: 
             "squeezenet1_1 does not take images of 8 × 8 pixels",
         ),
         ("timm", {"model": "mobilenetv3_smal_050"}, "Did you mean 'mobilenetv3_small_050'"),
-        ("timm", {"model": "resnet18.a1"}, "timm has no weights 'resnet18.a1'. Did you mean 'resnet18."),
+        ("timm", {"model": "resnet18.a1"}, "timm has no weights 'resnet18.a1'; it has: resnet18.a1_in1k, "),
         ("timm", {"model": "vit_tiny_patch16_224", "size": 8}, "does not take images of 8 × 8"),
     ],
 )
