@@ -64,6 +64,7 @@ def process() -> Callable[..., Outcome]:
             [sys.executable, *map(str, arguments)],
             capture_output=True,
             text=True,
+            errors="replace",
             env=settings,
             cwd=cwd,
             timeout=120,

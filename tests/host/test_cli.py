@@ -1,0 +1,210 @@
+"""The command line: exit codes, one sentence a mistake, commands of plugins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from retrieval.cli import COMMANDS
+
+COMMAND = '''
+import os, signal, time
+import click
+from retrieval import hookimpl
+
+@hookimpl
+def retrieval_commands(app):
+    assert isinstance(app, click.Group) and app.name == "app", app
+
+    @app.command()
+    @click.argument("word")
+    def shout(word):
+        """Say WORD loudly."""
+        print(word.upper(), flush=True)
+
+    @app.command()
+    def flood():
+        """Print more than a pipe holds."""
+        for i in range(100_000):
+            click.echo(f"{i} … ä")
+
+    @app.command()
+    def wait():
+        """Wait to be interrupted."""
+        print("waiting", flush=True)
+        time.sleep(60)
+
+    @app.command()
+    def fail():
+        """Fail in every way."""
+        how = os.environ["HOW"]
+        if how == "space":
+            raise OSError(28, "No space left on device", "run/x")
+        if how == "permission":
+            open("/proc/1/mem", "w") if os.geteuid() else os.makedirs("/proc/new")
+        if how == "module":
+            raise ModuleNotFoundError("No module named 'faiss'", name="faiss")
+        if how == "error":
+            from retrieval.errors import DataError
+            raise DataError("The data are wrong.")
+        if how == "bug":
+            raise KeyError("a bug")
+'''
+
+
+def sentence(outcome: Any) -> str:
+    """The one sentence on stderr, without traceback, of a user's mistake."""
+    assert outcome.code == 2, outcome
+    assert "Traceback" not in outcome.err and outcome.out == ""
+    last = outcome.err.strip().splitlines()[-1]
+    assert last.startswith(("Error: ", "  - "))
+    return str(last)
+
+
+@pytest.fixture
+def shout(tmp_path: Path, install: Callable[..., None]) -> Path:
+    install(tmp_path / "site", "retrieval-shout", "shout", "host_shout", COMMAND)
+    return tmp_path / "site"
+
+
+def test_a_plugin_adds_commands(shout: Path, process: Callable[..., Any]) -> None:
+    done = process("-m", "retrieval.cli", "shout", "hello", path=shout)
+    assert (done.code, done.out, done.err) == (0, "HELLO\n", "")
+    listed = process("-m", "retrieval.cli", "--help", path=shout)
+    assert (
+        listed.code == 0
+        and "Say WORD loudly." in listed.out
+        and listed.out.index("serve") < listed.out.index("shout")
+    )
+    assert "Did you mean 'shout'?" in sentence(process("-m", "retrieval.cli", "shuot", path=shout))
+    gone = process("-m", "retrieval.cli", "shout", "hello", path=shout, RETRIEVAL_BLOCK="shout")
+    assert "There is no command 'shout'." in sentence(gone)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("space", "Error: run/x cannot be used: No space left on device."),
+        ("permission", "cannot be used: "),
+        (
+            "module",
+            "Error: this command needs faiss, which is not installed. Install it: pip install 'retrieval[cpu]'.",
+        ),
+        ("error", "Error: The data are wrong."),
+    ],
+)
+def test_each_kind_of_mistake_is_one_sentence_and_exit_code_2(
+    shout: Path, process: Callable[..., Any], how: str, words: str
+) -> None:
+    assert words in sentence(process("-m", "retrieval.cli", "fail", path=shout, HOW=how))
+
+
+def test_a_bug_is_a_bug(shout: Path, process: Callable[..., Any]) -> None:
+    done = process("-m", "retrieval.cli", "fail", path=shout, HOW="bug")
+    assert done.code == 1 and "KeyError" in done.err and "Traceback" in done.err
+
+
+def test_ctrl_c_is_130(shout: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(shout)}
+    command = [sys.executable, "-m", "retrieval.cli", "wait"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as running:
+        assert running.stdout is not None and running.stderr is not None
+        assert running.stdout.readline() == "waiting\n"
+        running.send_signal(signal.SIGINT)
+        assert running.wait(timeout=30) == 130
+        assert running.stderr.read().strip() == "Interrupted."
+
+
+def test_a_reader_that_stops_is_no_error(shout: Path) -> None:
+    pipe = f"{sys.executable} -m retrieval.cli flood | head -n 1; echo ${{PIPESTATUS[0]}}"
+    env = {**os.environ, "PYTHONPATH": str(shout)}
+    done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, timeout=120, env=env)
+    assert (done.stdout.splitlines(), done.stderr) == (["0 … ä", "0"], "")
+
+
+def test_a_terminal_without_a_character_shows_a_question_mark(
+    shout: Path, process: Callable[..., Any]
+) -> None:
+    done = process("-m", "retrieval.cli", "flood", path=shout, PYTHONIOENCODING="latin-1")
+    assert done.code == 0 and done.out.startswith("0 ? ") and done.err == ""
+
+
+HOOK = "from retrieval import hookimpl\nimport click\n@hookimpl\ndef retrieval_commands(app):\n    {}\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("app.add_command(click.Command('train', callback=retrieval_commands))", "host_bad adds the command 'train', which is built in"),
+        ("1 / 0", "A plugin failed in retrieval_commands: ZeroDivisionError: division by zero"),
+    ],
+)  # fmt: skip
+def test_a_plugin_that_spoils_the_commands(
+    tmp_path: Path, install: Callable[..., None], process: Callable[..., Any], body: str, words: str
+) -> None:
+    install(tmp_path, "retrieval-bad", "bad", "host_bad", HOOK.format(body))
+    helped = process("-m", "retrieval.cli", "--help", path=tmp_path)
+    assert helped.code == 0 and words in helped.err and helped.err.startswith("Note: ")  # help still helps
+    assert all(name in helped.out for name in COMMANDS)
+    assert words in sentence(process("-m", "retrieval.cli", "anything", path=tmp_path))
+
+
+def test_two_plugins_with_one_command(
+    tmp_path: Path, install: Callable[..., None], process: Callable[..., Any]
+) -> None:
+    for name in ("one", "two"):
+        body = "app.add_command(click.Command('extra', callback=retrieval_commands))"
+        install(tmp_path, f"retrieval-{name}", name, f"host_{name}", HOOK.format(body))
+    done = process("-m", "retrieval.cli", "extra", path=tmp_path)
+    assert "both add the command 'extra'" in sentence(done)
+    assert "host_one" in done.err and "host_two" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], "There is no command 'trian'. Did you mean 'train'?"),
+        (["plugins", "lst"], "No such command 'lst'."),
+        (["plugins", "show"], "Missing argument 'NAME'"),
+        (["plugins", "list", "--kid", "losses"], "--kind"),
+        (["check", "gone.toml"], "it cannot be read: No such file or directory."),
+        (["train", "gone.toml"], "it cannot be read: No such file or directory."),
+        (["check", "gone.toml", "--set"], "requires an argument"),
+        (["evaluate", "gone"], "gone is no run"),
+        (["plugins", "new", "My-Plugin"], "'My-Plugin' cannot be a plugin's name"),
+        (["plugins", "new", "class"], "'class' cannot be a plugin's name"),
+        (["plugins", "new", "core"], "A plugin 'core' is installed already"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in sentence(cli(*arguments))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_recipe_prints_every_problem_and_exits_2(cli: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        '[data]\nname = "core.digts"\n[backbone]\nname = "core.convnet"\n[loss]\nname = "pml.circl"\n'
+    )
+    done = cli("check", path, "--set", "head.embedding_size=0")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.splitlines()[0] == f"Error: {path} has 3 problems:"
+    assert len(done.err.splitlines()) == 4 and "Did you mean 'core.digits'?" in done.err
+    assert "write it as table.key=value" in sentence(cli("check", path, "--set", "seed"))
+
+
+def test_version(cli: Callable[..., Any]) -> None:
+    from importlib.metadata import version
+
+    assert cli("--version").out == f"retrieval, version {version('retrieval')}\n"

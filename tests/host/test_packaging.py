@@ -1,0 +1,81 @@
+"""What is installed is what is there."""
+
+from __future__ import annotations
+
+import importlib
+from configparser import ConfigParser
+from fnmatch import fnmatch
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def config() -> ConfigParser:
+    parser = ConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    return parser
+
+
+def folders() -> dict[str, Path]:
+    """Every package that there is, by its import name."""
+    found = {}
+    for root in (ROOT, ROOT / "plugins"):
+        for init in root.glob("retrieval*/**/__init__.py"):
+            found[".".join(init.parent.relative_to(root).parts)] = init.parent
+    return found
+
+
+def test_the_packages_listed_are_the_folders_there(config: ConfigParser) -> None:
+    listed = config["options"]["packages"].split()
+    assert len(listed) == len(set(listed))
+    assert set(listed) == set(folders())
+
+
+def test_no_module_lies_outside_a_package() -> None:
+    packages = set(folders().values())
+    for root in (ROOT / "retrieval", ROOT / "plugins"):
+        assert {path.parent for path in root.rglob("*.py")} <= packages
+
+
+def test_every_file_that_is_no_code_is_package_data(config: ConfigParser) -> None:
+    patterns = [p.strip() for p in config["options.package_data"]["*"].split(",")]
+    for folder in folders().values():
+        for path in folder.iterdir():
+            if path.is_file() and path.suffix not in (".py", ".pyc"):
+                assert any(fnmatch(path.name, pattern) for pattern in patterns), f"{path} is not installed"
+
+
+def test_every_package_says_that_it_is_typed(config: ConfigParser) -> None:
+    for name, folder in folders().items():
+        assert "." in name or (folder / "py.typed").is_file(), name
+
+
+def test_every_entry_point_imports_and_every_plugin_has_one(config: ConfigParser) -> None:
+    points = dict(
+        line.split(" = ") for line in config["options.entry_points"]["retrieval"].strip().splitlines()
+    )
+    for name, module in points.items():
+        assert module == f"retrieval_{name}" and importlib.import_module(module)
+    assert set(points.values()) == {
+        name for name in folders() if name.startswith("retrieval_") and "." not in name
+    }
+    installed = {e.name: e.value for e in distribution("retrieval").entry_points if e.group == "retrieval"}
+    assert installed == points, "installed before the last change of setup.cfg: pip install -e . again"
+    script = config["options.entry_points"]["console_scripts"].split(" = ")[1].strip()
+    module, _, function = script.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_two_families_never_meet_in_one_extra(config: ConfigParser) -> None:
+    extras = config["options.extras_require"]
+    for extra in extras:
+        names = {line.split(">=")[0] for line in extras[extra].split()}
+        assert (
+            not {"faiss-cpu", "faiss-gpu-cu12"} <= names and not {"onnxruntime", "onnxruntime-gpu"} <= names
+        )
+    base = config["options"]["install_requires"]
+    assert not any(word in base for word in ("torch", "faiss", "onnx", "scikit"))
