@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -306,7 +307,10 @@ class Trainer:
 
     def _exhausted(self) -> bool:
         """Whether the phase ends early; one that leaves the metric alone cannot be judged by validation."""
-        patience, trains_metric = self.recipe.train.patience, any(part != "generator" for part in self.phase.train)
+        patience, trains_metric = (
+            self.recipe.train.patience,
+            any(part != "generator" for part in self.phase.train),
+        )
         return patience is not None and trains_metric and self.progress.stale >= patience
 
     def _end_epoch(self, metrics: dict[str, float], board: Any) -> None:
@@ -497,6 +501,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     on_cpu = train.device == "cpu" or not torch.cuda.is_available()
     if train.precision == "fp16" and on_cpu:
         raise RecipeError(['[train] precision: "fp16" needs a GPU. Use "bf16", which gains on a CPU too.'])
+    if AcceleratorState._shared_state:
+        AcceleratorState._reset_state()  # another run of this process may have had another precision
     return Accelerator(cpu=on_cpu, mixed_precision=train.precision)
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from retrieval.plugins import Plugins
 from retrieval.recipe import Recipe, check_recipe
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from retrieval.train import checkpoint
 
 TOOLBOX = Path(__file__).with_name("toolbox.py")
@@ -122,7 +121,9 @@ def test_killed_at_ten_random_steps_and_three_random_moments(tmp_path: Path) -> 
             _same(whole[part], again[part], f"{name} {part}")
         assert again["progress"] == whole["progress"]
         assert _figures(tmp_path / name) == log
-        assert (tmp_path / name / "summary.json").read_text() == (tmp_path / "whole" / "summary.json").read_text()
+        assert (tmp_path / name / "summary.json").read_text() == (
+            tmp_path / "whole" / "summary.json"
+        ).read_text()
 
 
 def _figures(folder: Path) -> list[dict[str, float]]:
@@ -152,8 +153,22 @@ def _same(one: object, other: object, where: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_after_the_step_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE.replace("epochs = 2", "epochs = 2000"))
-    command = [sys.executable, "-m", "retrieval.cli", "train", str(tmp_path / "recipe.toml"), "--output", str(tmp_path / "run")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "retrieval.cli",
+        "train",
+        str(tmp_path / "recipe.toml"),
+        "--output",
+        str(tmp_path / "run"),
+    ]
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
         last = tmp_path / "run" / "checkpoints" / "last.safetensors"
         metrics = tmp_path / "run" / "metrics.jsonl"
         while not metrics.exists() and process.poll() is None:

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_metric_learning import losses
-from torch import Tensor, nn
-
 from retrieval import Backbone, Combiner, Dataset, Generator, Preprocessing, hookimpl
+from torch import Tensor, nn
 
 
 class Digits(Dataset):
@@ -80,10 +79,16 @@ class Mover(Generator):
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         self.calls += 1
-        moved = negative + self.map(torch.cat([anchor, positive, negative], 1)) + 0.01 * torch.randn_like(negative)
+        moved = (
+            negative
+            + self.map(torch.cat([anchor, positive, negative], 1))
+            + 0.01 * torch.randn_like(negative)
+        )
         return moved * float("nan") if self.calls == self.explode_at else moved
 
-    def objective(self, anchor: Tensor, positive: Tensor, negative: Tensor, synthetic: Tensor, distance: Any) -> Tensor:
+    def objective(
+        self, anchor: Tensor, positive: Tensor, negative: Tensor, synthetic: Tensor, distance: Any
+    ) -> Tensor:
         return distance(anchor, synthetic).mean() + (synthetic - negative).square().sum(1).mean()
 
 
@@ -135,7 +140,14 @@ class Deadly(nn.Module):
         self.loss = losses.ContrastiveLoss(**({} if distance is None else {"distance": distance}))
         self.calls = 0
 
-    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any = None, ref_emb: Any = None, ref_labels: Any = None) -> Tensor:
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any = None,
+        ref_emb: Any = None,
+        ref_labels: Any = None,
+    ) -> Tensor:
         self.calls += 1
         if self.calls == int(os.environ.get("KILL_AT", "0")):
             os.kill(os.getpid(), signal.SIGKILL)

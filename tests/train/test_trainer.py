@@ -1,0 +1,335 @@
+"""The trainer: isolation of the two sides, phases, parts, early stopping, learners, several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from retrieval.errors import DataError, RecipeError
+from retrieval.train import checkpoint
+from retrieval.train.run import load_run
+from retrieval.train.trainer import train
+
+Make = Callable[..., Any]
+
+
+def weights(folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
+    state = checkpoint.load(folder / "checkpoints" / f"{name}.safetensors")
+    return {f"model.{k}": v for k, v in state["model"].items()} | {
+        f"{module}.{k}": v for module, values in state.get("modules", {}).items() for k, v in values.items()
+    }
+
+
+def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def fit(tmp_path: Path, made: Any, name: str = "run") -> Path:
+    train(tmp_path / name, *made)
+    return tmp_path / name
+
+
+def start(tmp_path: Path, made: Any) -> dict[str, torch.Tensor]:
+    """The weights before the first step."""
+    from retrieval.train.run import build_run
+
+    checkpoint.seed_everything(made[0].seed)
+    run = build_run(tmp_path, *made)
+    modules = {"loss": run.objective.loss, "miner": run.objective.miner, "generator": run.objective.generator}
+    return {f"model.{k}": v.clone() for k, v in run.model.state_dict().items()} | {
+        f"{n}.{k}": v.clone() for n, m in modules.items() if m is not None for k, v in m.state_dict().items()
+    }
+
+
+GENERATOR = {"name": "toolbox.mover"}
+STILL = {
+    "data": {"name": "toolbox.digits"},
+    "backbone": {"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
+}
+
+
+def test_with_a_zero_rate_the_metric_stays_bit_identical_and_the_generator_moves(
+    make: Make, tmp_path: Path
+) -> None:
+    still = {"backbone": 0.0, "head": 0.0, "combiner": 0.0, "loss": 0.0}
+    made = make(
+        **STILL, generator=GENERATOR, combiner={"name": "toolbox.local"}, optimizer={"lr_factor": still}
+    )
+    changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
+    assert changed
+    assert all(name.startswith("generator.") for name in changed)
+
+
+def test_with_a_zero_rate_the_generator_stays_bit_identical_and_the_metric_moves(
+    make: Make, tmp_path: Path
+) -> None:
+    made = make(**STILL, generator=GENERATOR, generator_optimizer={"lr_factor": {"generator": 0.0}})
+    changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
+    assert any(name.startswith("model.backbone") for name in changed)
+    assert not any(name.startswith("generator.") for name in changed)
+
+
+def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_path: Path) -> None:
+    """The metric's gradient is that of J_m with the synthetic negatives as constants; the generator's that of J_gen."""
+    from accelerate import Accelerator
+    from retrieval.train.run import build_run
+    from retrieval.train.trainer import Trainer
+
+    made = make(**STILL, generator=GENERATOR)
+    checkpoint.seed_everything(0)
+    run = build_run(tmp_path, *made)
+    (tmp_path / "checkpoints").mkdir()
+    trainer = Trainer(run, Accelerator(cpu=True))
+    inputs, labels = next(iter(trainer.batches.epoch(0)))
+    random = checkpoint.random_state()
+    losses = trainer.step(inputs, labels, trainer.phase)
+    metric_side = [*run.model.parameters()]
+    generator_side = [*run.objective.generator.parameters()]  # type: ignore[union-attr]
+    assert all(
+        g is None
+        for g in torch.autograd.grad(losses.metric, generator_side, retain_graph=True, allow_unused=True)
+    )
+    expected_metric = torch.autograd.grad(losses.metric, metric_side, retain_graph=True)
+    expected_generator = torch.autograd.grad(losses.generator, generator_side, retain_graph=True)
+    checkpoint.restore_random_state(random)
+    for parameter in metric_side + generator_side:
+        parameter.grad = None
+    again = trainer.step(inputs, labels, trainer.phase)
+    trainer._backward(again.metric, again.generator)
+    for parameter, gradient in zip(metric_side, expected_metric, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+    for parameter, gradient in zip(generator_side, expected_generator, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+
+
+def test_joint_coupling_lets_both_gradients_flow_everywhere(make: Make, tmp_path: Path) -> None:
+    made = make(**STILL, generator=GENERATOR, train={"epochs": 1, "coupling": "joint"})
+    separate = make(**STILL, generator=GENERATOR, train={"epochs": 1})
+    one, other = weights(fit(tmp_path, made, "joint")), weights(fit(tmp_path, separate, "separate"))
+    changed = moved(one, other)
+    assert any(name.startswith("generator.") for name in changed)
+    assert any(name.startswith("model.head") for name in changed)
+
+
+def test_a_phase_trains_its_parts_only_and_keeps_the_others_batch_statistics(
+    make: Make, tmp_path: Path
+) -> None:
+    made = make(phase=[{"name": "head", "epochs": 1, "train": ["head"]}])
+    changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
+    assert changed == {"model.head.0.weight", "model.head.0.bias"}
+
+
+def test_a_generator_phase_leaves_the_metric_alone(make: Make, tmp_path: Path) -> None:
+    made = make(generator=GENERATOR, phase=[{"name": "generator", "epochs": 1, "train": ["generator"]}])
+    changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
+    assert changed
+    assert all(name.startswith("generator.") for name in changed)
+
+
+def test_a_closed_form_generator_needs_no_optimiser(make: Make, tmp_path: Path) -> None:
+    made = make(generator={"name": "toolbox.midpoint"}, miner={"name": "pml.triplet_margin"})
+    lines = [json.loads(x) for x in (fit(tmp_path, made) / "metrics.jsonl").read_text().splitlines()]
+    assert list(lines[0]["lr"]) == ["metric"]
+    assert lines[0]["triplets"] > 0
+    assert "generator_loss" not in lines[0]
+
+
+def test_a_losss_own_parameters_train_and_take_their_rates_factor(make: Make, tmp_path: Path) -> None:
+    loss = {"name": "toolbox.proxies"}
+    moving = make(loss=loss, optimizer={"lr_factor": {"loss": 10.0}})
+    assert "loss.proxies" in moved(start(tmp_path, moving), weights(fit(tmp_path, moving, "moving")))
+    still = make(loss=loss, optimizer={"lr_factor": {"loss": 0.0}})
+    assert "loss.proxies" not in moved(start(tmp_path, still), weights(fit(tmp_path, still, "still")))
+
+
+def test_frozen_features_give_what_the_frozen_backbone_gives(make: Make, tmp_path: Path) -> None:
+    made = make(backbone={"name": "toolbox.net", "frozen": True})
+    changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
+    assert all(name.startswith("model.head") for name in changed)
+    assert changed
+    run = load_run(tmp_path / "run")
+    from retrieval.encode import encode
+    from retrieval.train.features import frozen_dataset
+
+    whole = encode(run.model, run.dataset, run.splits.query)
+    cached = encode(run.model, frozen_dataset(run), run.splits.query, from_features=True)
+    torch.testing.assert_close(whole, cached)
+
+
+def test_nan_stops_with_the_steps_number_and_the_last_good_checkpoint(
+    make: Make, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("NAN_AT", "7")
+    with pytest.raises(DataError, match=r"at step 7 \(epoch 2\).*loss is nan"):
+        fit(tmp_path, make())
+    kept = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
+    assert kept["progress"]["total"] == 5
+    assert all(torch.isfinite(v).all() for v in kept["model"].values())
+
+
+def test_a_generator_that_becomes_nan_stops_with_the_steps_number(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"at step 3 .*generator's output became NaN"):
+        fit(tmp_path, make(generator={"name": "toolbox.mover", "explode_at": 3}))
+
+
+def test_early_stopping_ends_after_patience_and_keeps_the_best(make: Make, tmp_path: Path) -> None:
+    made = make(train={"epochs": 50, "patience": 2}, optimizer={"lr": 1e-9})
+    lines = [json.loads(x) for x in (fit(tmp_path, made) / "metrics.jsonl").read_text().splitlines()]
+    scores = [line["validation_map_at_r"] for line in lines]
+    best = scores.index(max(scores))
+    assert len(scores) == best + 3 < 50
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["validation"]["map_at_r"] == max(scores)
+
+
+def test_the_same_recipe_and_seed_give_the_same_numbers_and_another_seed_others(
+    make: Make, tmp_path: Path
+) -> None:
+    one, two = fit(tmp_path, make(), "one"), fit(tmp_path, make(), "two")
+    assert not moved(weights(one), weights(two))
+    assert moved(weights(one), weights(fit(tmp_path, make(seed=1), "three")))
+
+
+@pytest.mark.parametrize(
+    "options", [{"precision": "bf16"}, {"channels_last": True}, {"precision": "bf16", "channels_last": True}]
+)
+def test_mixed_precision_and_channels_last_learn_the_same_task(
+    make: Make, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    plain = fit(tmp_path, make(train={"epochs": 2}), "plain")
+    other = fit(tmp_path, make(train={"epochs": 2, **options}), "other")
+    score = [json.loads((f / "summary.json").read_text())["validation"]["map_at_r"] for f in (plain, other)]
+    assert abs(score[0] - score[1]) < 0.05
+    assert weights(other)["model.head.0.weight"].dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is present")
+def test_training_on_a_gpu_with_fp16(make: Make, tmp_path: Path) -> None:
+    folder = fit(tmp_path, make(train={"epochs": 2, "precision": "fp16", "device": "cuda"}))
+    assert json.loads((folder / "run.json").read_text())["machine"]["device"].startswith("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
+@pytest.mark.parametrize("options", [{"precision": "fp16"}, {"device": "cuda"}])
+def test_what_needs_a_gpu_is_refused_without_one(make: Make, tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match=r"GPU"):
+        fit(tmp_path, make(train=options))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_runs_hooks_are_called(make: Make, tmp_path: Path) -> None:
+    """retrieval_run_start, retrieval_epoch_end and retrieval_run_end, with what their documentation says."""
+    lines = [json.loads(x) for x in (fit(tmp_path, make()) / "hooks.jsonl").read_text().splitlines()]
+    assert [line["hook"] for line in lines] == ["start", "epoch", "epoch", "end"]
+    assert [line["epoch"] for line in lines[1:3]] == [0, 1]
+    assert {"loss", "validation_map_at_r"} <= lines[1]["metrics"].keys()
+    assert lines[3]["metrics"]["map_at_r"] == max(
+        line["metrics"]["validation_map_at_r"] for line in lines[1:3]
+    )
+
+
+def test_tensorboard_gets_the_figures_when_installed(make: Make, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(fit(tmp_path, make()) / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("loss")] == [5, 10]
+
+
+def test_a_taken_folder_is_refused_and_untouched(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("keep")
+    with pytest.raises(DataError, match=r"exists already.*--resume"):
+        fit(tmp_path, make())
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["mine.txt"]
+
+
+def test_a_damaged_checkpoint_is_one_sentence(make: Make, tmp_path: Path) -> None:
+    folder = fit(tmp_path, make())
+    best = folder / "checkpoints" / "best.safetensors"
+    content = best.read_bytes()
+    best.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=r"best\.safetensors is damaged"):
+        load_run(folder)
+    best.write_bytes(b"\x80\x04K\x01.")  # a pickle is never opened
+    with pytest.raises(DataError, match=r"best\.safetensors is damaged"):
+        load_run(folder)
+
+
+def test_checkpoints_keep_every_nesting_and_type(tmp_path: Path) -> None:
+    state = {
+        "a": {1: [torch.arange(3), (2.5, None, "x", True)]},
+        "e": {},
+        "l": [],
+        "t": torch.tensor(2.0, dtype=torch.bfloat16),
+    }
+    checkpoint.save(tmp_path / "x.safetensors", state)
+    again = checkpoint.load(tmp_path / "x.safetensors")
+    assert torch.equal(again["a"][1][0], state["a"][1][0])  # type: ignore[index]
+    assert again["a"][1][1] == (2.5, None, "x", True)
+    assert (again["e"], again["l"]) == ({}, [])
+    assert again["t"].dtype == torch.bfloat16
+
+
+def test_resuming_with_another_recipe_is_refused(make: Make, tmp_path: Path) -> None:
+    from retrieval.train.resume import same_recipe
+
+    folder = fit(tmp_path, make())
+    assert same_recipe(folder, make()[0])[0].name == "test"
+    with pytest.raises(DataError, match=r"another recipe: \[optimizer\] differs"):
+        same_recipe(folder, make(optimizer={"lr": 0.5})[0])
+
+
+@pytest.mark.parametrize("generator", [None, GENERATOR])
+def test_two_processes_train_as_one(make: Make, tmp_path: Path, generator: Any) -> None:
+    """The batch, its pairs and its gradients are the whole batch's: two processes differ by rounding only."""
+    from retrieval.recipe import to_toml
+
+    sgd = {"name": "SGD", "lr": 0.05}
+    made = make(
+        **STILL,
+        generator=generator and {"name": "toolbox.midpoint"},
+        optimizer=sgd,
+        miner={"name": "pml.triplet_margin"},
+    )
+    (tmp_path / "recipe.toml").write_text(to_toml(made[0]))
+    one = weights(fit(tmp_path, made, "one"))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "retrieval.cli", "train",
+         str(tmp_path / "recipe.toml"), "--output", str(tmp_path / "two")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    two = weights(tmp_path / "two")
+    assert moved(start(tmp_path, made), two)
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("learner", ["core.pca", "core.lda", "core.nca"])
+def test_a_learner_trains_saves_and_loads(make: Make, tmp_path: Path, learner: str) -> None:
+    table: dict[str, Any] = (
+        {"name": learner, "components": 4}
+        if learner != "core.nca"
+        else {"name": learner, "components": 4, "max_iter": 10}
+    )
+    made = make(loss=None, learner=table, split={"by": "item"})
+    folder = fit(tmp_path, made)
+    run = load_run(folder)
+    from retrieval.encode import encode
+
+    codes = encode(run.model, run.dataset, run.splits.query)
+    assert codes.shape[1] == 4
+    assert torch.isfinite(codes).all()
+    assert json.loads((folder / "summary.json").read_text())["validation"]["map_at_r"] > 0.2
