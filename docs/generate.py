@@ -1,0 +1,163 @@
+"""Write hooks.md, recipe.md and plugins.md from the code. A test compares the committed files with what this gives.
+
+Run it after a change of a hook, a recipe table or a bundled plugin:  python docs/generate.py
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+from retrieval import hookspecs
+from retrieval.describe import snippet
+from retrieval.factory import GIVEN, KINDS, Factory, type_text
+from retrieval.plugins import Plugins, installed, load_plugins
+from retrieval.recipe import COMPONENTS, Recipe
+from retrieval.values import toml_value
+
+FOLDER = Path(__file__).parent
+BUNDLED = ("core", "pml", "anml", "daml", "oahu", "aml")
+NOTE = "<!-- Written by docs/generate.py from the code: change that, and run it again. -->\n"
+
+
+def hooks() -> str:
+    """Every hook with its exact signature and docstring."""
+    lines = [
+        NOTE,
+        "# Hooks\n",
+        f"{inspect.cleandoc(hookspecs.__doc__ or '')}\n",
+        "Mark a hook with `retrieval.hookimpl`. It may leave out arguments that it has no use for.\n",
+        "`Factories` is `Mapping[str, Callable[..., Any]]`; `run` is a `retrieval.train.run.Run`, `app` a `click.Group`.\n",
+        "What the host gives to a factory that names it, and a recipe cannot set:\n",
+        *(f"- `{name}`: {meaning}" for name, meaning in GIVEN.items()),
+        "",
+    ]
+    for name, hook in vars(hookspecs).items():
+        if name.startswith("retrieval_"):
+            signature = str(inspect.signature(hook)).replace("'", "")
+            lines += [
+                f"## {name}\n",
+                f"```python\ndef {name}{signature}\n```\n",
+                f"{inspect.cleandoc(hook.__doc__ or '')}\n",
+            ]
+    return "\n".join(lines)
+
+
+def recipe() -> str:
+    """Every table and key of a recipe."""
+    lines = [
+        NOTE,
+        "# Recipes\n",
+        "A recipe is a TOML file. `retrieval check` reports everything that is wrong in it at once. Any value can be changed "
+        "on the command line: `--set head.embedding_size=128`, `--set phase.0.epochs=3`.\n",
+        "## Top level\n",
+        *_keys({k: f for k, f in Recipe.model_fields.items() if k not in COMPONENTS and not _section(f)}),
+    ]
+    for name, field in Recipe.model_fields.items():
+        if name in COMPONENTS:
+            lines += [f"## `[{name}]`\n", f"{field.description}\n"]
+            lines += [
+                f'`name = "PLUGIN.NAME"`, one of {_link(COMPONENTS[name])}, and that {KINDS[COMPONENTS[name]]}\'s parameters.\n'
+            ]
+            lines += [] if field.is_required() else ["Optional.\n"]
+        elif section := _section(field):
+            title = f"`[[{name}]]`" if get_origin(field.annotation) is list else f"`[{name}]`"
+            text = inspect.cleandoc(section.__doc__ or "").partition(": ")[2]
+            lines += [f"## {title}\n", f"{text[0].upper()}{text[1:]}\n"]
+            lines += [f"{field.description}\n"] if field.description else []
+            lines += _keys(section.model_fields)
+    return "\n".join(lines)
+
+
+def bundled() -> Plugins:
+    """Return the plugins of this repository, whatever else is installed."""
+    return load_plugins(block=[name for name in installed() if name not in BUNDLED])
+
+
+def plugins() -> str:
+    """Every factory of the bundled plugins."""
+    loaded = bundled()
+    lines = [
+        NOTE,
+        "# Bundled plugins\n",
+        "`retrieval plugins show NAME` prints the same, for installed plugins too.\n",
+    ]
+    for kind, word in KINDS.items():
+        factories = loaded.factories(kind)
+        if factories:
+            lines += [f"## {kind.capitalize()}\n"]
+            for factory in factories.values():
+                lines += _factory(factory, word, snippet(factory, loaded))
+    return "\n".join(lines)
+
+
+def _factory(factory: Factory, word: str, example: str) -> Iterator[str]:
+    yield f"### {factory.name} ({word})\n"
+    yield f"{factory.description}\n"
+    if factory.parameters:
+        yield "| parameter | type | default | meaning |\n| --- | --- | --- | --- |"
+        for p in factory.parameters:
+            default = p.default_text
+            shown = default if p.required or p.given or not default else f"`{default}`"
+            yield f"| `{p.name}` | {_cell(p.type_text)} | {_cell(shown)} | {_cell(p.doc)} |"
+        yield ""
+    # what is to be filled in is no TOML yet
+    language = (
+        "sh" if factory.kind == "indexes" else "text" if " = …" in re.sub("#.*", "", example) else "toml"
+    )
+    yield f"```{language}\n{example}\n```\n"
+
+
+def _keys(fields: dict[str, Any]) -> Iterator[str]:
+    yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
+    for name, field in fields.items():
+        annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+        default = field.get_default(call_default_factory=True)
+        shown = (
+            "required"
+            if default is PydanticUndefined
+            else ""
+            if default is None
+            else f"`{toml_value(default)}`"
+        )
+        yield f"| `{name}` | {_cell(type_text(annotation))} | {_cell(shown)} | {_cell(field.description or '')} |"
+    yield ""
+
+
+def _section(field: Any) -> type[BaseModel] | None:
+    """The table that a field of the recipe is, if it is one."""
+    for candidate in (field.annotation, *get_args(field.annotation)):
+        if inspect.isclass(candidate) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _link(kind: str) -> str:
+    """The kind's chapter in plugins.md, when the bundled plugins offer any of it."""
+    return f"[the {kind}](plugins.md#{kind})" if bundled().factories(kind) else f"the {kind} of a plugin"
+
+
+def _cell(text: str) -> str:
+    """Text that fits a cell of a table."""
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+
+
+PAGES = {"hooks.md": hooks, "recipe.md": recipe, "plugins.md": plugins}
+
+
+def main() -> None:
+    """Write all pages, each whole or not at all."""
+    for name, page in PAGES.items():
+        temporary = FOLDER / f".{name}.tmp"
+        temporary.write_text(page(), encoding="utf-8")
+        temporary.replace(FOLDER / name)
+        print(f"wrote docs/{name}")
+
+
+if __name__ == "__main__":
+    main()
