@@ -75,7 +75,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     say(f"   {right} of {len(query_files) * NEIGHBOURS} right")
     _draw(
         query_files,
-        [[(Path(h.key), str(h.label), h.distance) for h in hits] for hits in found],
+        [[(output / "images" / h.key, str(h.label), h.distance) for h in hits] for hits in found],
         output / "neighbours.png",
     )
 

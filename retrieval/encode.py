@@ -52,7 +52,7 @@ def encode(
     """
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     codes: list[Tensor] = []
-    bar = tqdm(total=len(indices), desc=progress, unit="img", disable=progress is None, leave=False)
+    bar = tqdm(total=len(indices), desc=progress, unit="img", disable=None if progress else True, leave=False)
     with evaluating(model), bar:
         for chunk in inputs(dataset, indices, None if from_features else model.preprocessing, batch):
             codes.append(model(chunk.to(device), from_features)[1].float().cpu())

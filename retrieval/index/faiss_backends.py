@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +33,10 @@ class FaissBackend(IndexBackend):
 
     def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
         """Search; see `IndexBackend`. A GPU serves one thread at a time."""
-        if self._lock is None:
-            squared, rows = self._index.search(queries, k, params=self._parameters(k))
-        else:
-            with self._lock:
-                squared, rows = self._index.search(queries, k, params=self._parameters(k))
+        # faiss.contrib.torch_utils, which training libraries import, replaces `search` by one without `params`
+        search = getattr(self._index, "search_numpy", self._index.search)
+        with self._lock or contextlib.nullcontext():
+            squared, rows = search(queries, k, params=self._parameters(k))
         return np.sqrt(np.maximum(squared, 0)), rows
 
     def _add(self, vectors: Floats, report: Callable[[int], object]) -> None:

@@ -1,0 +1,29 @@
+"""FAISS in a process where faiss.contrib.torch_utils has replaced its methods, as pytorch-metric-learning makes it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import numpy as np
+import faiss, faiss.contrib.torch_utils
+from retrieval.index.backends import make_backend
+rng = np.random.default_rng(0)
+x = rng.standard_normal((500, 16)).astype(np.float32)
+backend = make_backend(NAME, {})
+backend.build(x, lambda count: None)
+distances, rows = backend.search(x[:5], 3)
+assert rows[:, 0].tolist() == [0, 1, 2, 3, 4], rows
+assert np.allclose(distances[:, 0], 0, atol=1e-3)
+"""
+
+
+@pytest.mark.parametrize("name", ["flat", "hnsw", "ivf"])
+def test_searching_works_beside_faiss_torch_utils(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.replace("NAME", repr(name))], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
