@@ -1,0 +1,224 @@
+"""The objective that LANML and PNCA share, and its gradient, block by block over the classes.
+
+With d_ij = |Lᵀ(x_i − x_j)|², S_i the similar and D_i the dissimilar items of a query i, and b the log-exp mean:
+
+    f(L) = mean over i of ℓ(b_{γ₁}(d_ij : j ∈ S_i) − b_{γ₂}(d_ij : j ∈ D_i) + offset_i)  +  λ Ω(LLᵀ)
+    ∇f   = 2 Xᵀ (diag(W1 + Wᵀ1) − W − Wᵀ) X L  +  λ ∇Ω,        W_ij = ∂f / ∂d_ij
+
+(Song et al., Eqs 19–21, with the sign and the margin mended.) W is made for a block of queries of one class against
+all items, used and thrown away: memory is a few blocks and N × F, never N × N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from retrieval_anml.outer import Outer
+
+Floats = NDArray[np.floating[Any]]
+Ints = NDArray[np.intp]
+
+BLOCK = 1 << 20
+"""How many distances are held at a time: 8 MB."""
+
+
+@dataclass(frozen=True)
+class _Class:
+    """The items `start` to `stop` of one class, sorted together; queries and neighbours are counted from `start`."""
+
+    start: int
+    stop: int
+    queries: Ints
+    neighbors: Ints | None  # (queries, k); None: the whole class
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def similar(self) -> int:
+        return self.count - 1 if self.neighbors is None else self.neighbors.shape[1]
+
+
+class Neighborhoods:
+    """f and ∇f for one data set.
+
+    Args:
+        x: (N, F) float64 features.
+        codes: (N,) class of each, 0 to C − 1, at least two classes, one of them with two members.
+        gamma1: γ₁, of the similar; 0 for their mean.
+        gamma2: γ₂ > 0, of the dissimilar.
+        outer: ℓ.
+        neighbors: how many nearest items of its class, by the Euclidean distance of `x`, are a query's S_i; None: all.
+        regularization: λ of Ω, the mean squared distance of a query to its S_i.
+        offset: from |S_i| and |D_i| to offset_i.
+        queries: how many items, drawn with `seed` in each class alike, are queries; None: all. Whatever it is, every item
+            is a neighbour of the others, and the only member of a class is no query.
+        seed: see `queries`.
+    """
+
+    def __init__(
+        self,
+        x: Floats,
+        codes: Ints,
+        *,
+        gamma1: float,
+        gamma2: float,
+        outer: Outer,
+        neighbors: int | None = None,
+        regularization: float = 0.0,
+        offset: Callable[[int, int], float] = lambda similar, dissimilar: 0.0,
+        queries: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.gamma1, self.gamma2, self.outer = gamma1, gamma2, outer
+        self.regularization, self.offset = regularization, offset
+        # no distance depends on the mean, and |a|² + |b|² − 2ab is most precise around 0
+        self.x = x[np.argsort(codes, kind="stable")] - x.mean(axis=0)
+        self.classes = list(self._classes(np.bincount(codes), neighbors, queries, seed))
+        self.queries = sum(len(c.queries) for c in self.classes)
+        self.spread = self._spread() if regularization else np.zeros((x.shape[1],) * 2)
+
+    def _classes(
+        self, counts: Ints, neighbors: int | None, queries: int | None, seed: int
+    ) -> Iterator[_Class]:
+        random = np.random.RandomState(seed)
+        possible, start = int(counts[counts > 1].sum()), 0
+        for count in counts.tolist():
+            chosen = np.arange(count)
+            if queries is not None and queries < possible:
+                chosen = np.sort(random.permutation(count)[: max(1, round(count * queries / possible))])
+            if count > 1:
+                x = self.x[start : start + count]
+                near = None if neighbors is None or neighbors >= count - 1 else _nearest(x, chosen, neighbors)
+                yield _Class(start, start + count, chosen, near)
+            start += count
+
+    def _spread(self) -> Floats:
+        """Return A (F, F) with Ω(M) = tr(A M): the mean over queries and their S_i of (x_i − x_j)(x_i − x_j)ᵀ."""
+        total = np.zeros((self.x.shape[1],) * 2)
+        for c in self.classes:
+            x = self.x[c.start : c.stop]
+            if c.neighbors is None:
+                x = x - x.mean(axis=0)
+                own = x[c.queries]
+                total += (c.count * own.T @ own + len(own) * x.T @ x) / c.similar
+                continue
+            rows = max(1, BLOCK // (c.similar * x.shape[1]))
+            for i in range(0, len(c.queries), rows):
+                part = x[c.queries[i : i + rows], None] - x[c.neighbors[i : i + rows]]
+                flat = part.reshape(-1, x.shape[1])
+                total += flat.T @ flat / c.similar
+        return total / self.queries
+
+    def __call__(self, L: Floats) -> tuple[float, Floats]:
+        """Return f and ∇f (F, C) at L (F, C)."""
+        z = self.x @ L
+        square = np.einsum("ij,ij->i", z, z)[:, None]
+        one = np.ones_like(square)
+        # one product gives −2ab + |a|² + |b|²
+        left, right = np.hstack([-2 * z, square, one]), np.hstack([z, one, square])
+        gradient, total = np.zeros_like(z), 0.0
+        for c in self.classes:
+            total += self._class(c, z, left, right, gradient)
+        out = self.x.T @ gradient / self.queries
+        value = total / self.queries
+        if self.regularization:
+            pull = self.spread @ L
+            value += self.regularization * float(np.vdot(L, pull))
+            out += 2 * self.regularization * pull
+        return float(value), out
+
+    def _class(self, c: _Class, z: Floats, left: Floats, right: Floats, gradient: Floats) -> float:
+        """Add a class's queries to the gradient in z; return the sum of their ℓ."""
+        others = np.concatenate([right[: c.start], right[c.stop :]])
+        pushed = np.zeros((len(others), z.shape[1] + 1))  # Σ_i W_ij z_i and Σ_i W_ij, for each j of D_i
+        own, total = z[c.start : c.stop], 0.0
+        offset = self.offset(c.similar, len(others))
+        rows = max(1, BLOCK // max(len(others), c.count))
+        for i in range(0, len(c.queries), rows):
+            query = c.queries[i : i + rows]
+            near = None if c.neighbors is None else c.neighbors[i : i + rows]
+            a = left[c.start + query]
+            radius, weights = self._similar(own, query, near, a, right[c.start : c.stop])
+            d = np.maximum(a @ others.T, 0)
+            least = d.min(axis=1)
+            # b_{γ₂} ≥ the smallest distance: whoever is far enough from that costs nothing, and no exponential
+            alive = radius - least + offset > self.outer.floor
+            if not alive.any():
+                continue
+            if not alive.all():
+                d, least, radius, query = d[alive], least[alive], radius[alive], query[alive]
+                weights = weights[alive]
+            d -= least[:, None]
+            d *= -self.gamma2
+            e = np.exp(d, out=d)
+            mass = e.sum(axis=1)
+            loss, slope = self.outer(radius - least + np.log(mass / len(others)) / self.gamma2 + offset)
+            total += float(loss.sum())
+            # A row of W sums to 0 (its D_i part to −ℓ′, its S_i part to ℓ′), so diag(W1) drops out.
+            part = own[query]
+            scale = (slope / mass)[:, None]
+            pushed -= e.T @ (scale * np.hstack([part, np.ones_like(scale)]))
+            own_gradient = gradient[c.start : c.stop]
+            own_gradient[query] += 2 * scale * (e @ others[:, :-2])
+            weighted = slope[:, None] * np.hstack([part, np.ones_like(scale)])
+            pulled = weights.T @ weighted
+            own_gradient[query] -= 2 * slope[:, None] * (weights @ own)
+            own_gradient += 2 * (pulled[:, -1:] * own - pulled[:, :-1])
+        pushed[:, :-1] -= pushed[:, -1:] * others[:, :-2]
+        gradient[: c.start] -= 2 * pushed[: c.start, :-1]
+        gradient[c.stop :] -= 2 * pushed[c.start :, :-1]
+        return total
+
+    def _similar(
+        self, own: Floats, query: Ints, near: Ints | None, a: Floats, b: Floats
+    ) -> tuple[Floats, Any]:
+        """Return b_{γ₁} of each query's S_i (B,), and its derivative by each distance to the class (B, class)."""
+        if near is not None:
+            difference = own[query, None] - own[near]
+            radius, weights = soft_radius(np.einsum("ijk,ijk->ij", difference, difference), self.gamma1)
+            ends = np.arange(0, near.size + 1, near.shape[1])
+            return radius, csr_array((weights.ravel(), near.ravel(), ends), shape=(len(query), len(own)))
+        return soft_radius(np.maximum(a @ b.T, 0), self.gamma1, skip=query)
+
+
+def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floats, Floats]:
+    """Return the log-exp mean of each row of d (B, K), and its derivative by each number (B, K), whose rows sum to 1.
+
+    Args:
+        d: (B, K) distances.
+        gamma: γ, of either sign.
+        skip: (B,) one column a row that does not count (a query is no neighbour of its own); None: all count.
+    """
+    count = d.shape[1] - (skip is not None)
+    flat = abs(gamma) < 1e-8  # nearer 0 than rounding lets the two differ
+    e = np.zeros_like(d) if flat else d * -gamma
+    if skip is not None:
+        e[np.arange(len(d)), skip] = -np.inf
+    top = e.max(axis=1, keepdims=True)
+    e -= top
+    np.exp(e, out=e)
+    mass = e.sum(axis=1, keepdims=True)
+    e /= mass
+    radius = np.einsum("ij,ij->i", e, d) if flat else -(top + np.log(mass / count))[:, 0] / gamma
+    return radius, e
+
+
+def _nearest(x: Floats, chosen: Ints, count: int) -> Ints:
+    """Return the `count` nearest of x (N, F) to each chosen item, itself left out, by the Euclidean distance."""
+    square = np.einsum("ij,ij->i", x, x)
+    found = np.empty((len(chosen), count), dtype=np.intp)
+    rows = max(1, BLOCK // len(x))
+    for i in range(0, len(chosen), rows):
+        part = chosen[i : i + rows]
+        d = square - 2 * x[part] @ x.T
+        d[np.arange(len(part)), part] = np.inf
+        found[i : i + rows] = np.argpartition(d, count - 1, axis=1)[:, :count]
+    return found
