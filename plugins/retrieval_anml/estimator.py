@@ -130,7 +130,9 @@ class NeighborhoodLearner(LinearMap):
     def _refuse_common(self) -> None:
         check_random_state(self.seed)
         if self.max_queries is not None and self.max_queries < 1:
-            raise ValueError(f"max_queries is {self.max_queries}; it must be at least 1, or None for all items.")
+            raise ValueError(
+                f"max_queries is {self.max_queries}; it must be at least 1, or None for all items."
+            )
         if self.max_iter < 1:
             raise ValueError(f"max_iter is {self.max_iter}; it must be at least 1.")
         if not self.tol > 0:
