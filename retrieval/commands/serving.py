@@ -90,9 +90,9 @@ def index_command(
             device=device,
         )
     except KeyboardInterrupt:
-        click.echo(
-            f"What was encoded is kept in {output}.partial: the same command goes on from there.", err=True
-        )
+        kept = output.with_name(f"{output.name}.partial")
+        if kept.exists():
+            click.echo(f"What was encoded is kept in {kept}: the same command goes on from there.", err=True)
         raise
     notes = [f"back end {summary.backend}"]
     if summary.recall_at_10 is not None:
