@@ -21,7 +21,6 @@ from retrieval.recipe import COMPONENTS, Recipe
 from retrieval.values import toml_value
 
 FOLDER = Path(__file__).parent
-BUNDLED = ("core", "pml", "anml", "daml", "oahu", "aml")
 NOTE = "<!-- Written by docs/generate.py from the code: change that, and run it again. -->\n"
 
 
@@ -76,7 +75,9 @@ def recipe() -> str:
 
 def bundled() -> Plugins:
     """Return the plugins of this repository, whatever else is installed."""
-    return load_plugins(block=[name for name in installed() if name not in BUNDLED])
+    return load_plugins(
+        block=[name for name, origin in installed().items() if origin.split()[0] != "retrieval"]
+    )
 
 
 def plugins() -> str:

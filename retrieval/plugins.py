@@ -299,7 +299,8 @@ def _import(source: Source, load: Callable[[], Any]) -> ModuleType:
     except (Exception, SystemExit) as error:
         place = ""
         for frame in traceback.extract_tb(error.__traceback__):
-            if not frame.filename.startswith("<"):  # the import machinery
+            # the machinery of importing itself is no place to look at
+            if not frame.filename.startswith("<") and frame.filename != importlib.__file__:
                 place = f" ({frame.filename}, line {frame.lineno})"
         if isinstance(error, SyntaxError):
             place = f" ({error.filename}, line {error.lineno})"
