@@ -2,7 +2,8 @@
 
 **Distance and order.** Squared Euclidean distances are computed in double precision and rounded to the 24 significant
 bits of float32; those that are equal after rounding are ordered by gallery row. So duplicates of a gallery item come in the order of their
-rows, and neither the block size, nor the number of threads, nor the way a candidate was found decides a rank.
+rows, and block size, threads and the way a candidate was found decide no rank, short of a float64 sum whose last bit
+decides how it rounds: about one pair in a hundred million.
 
 **Speed.** Where few neighbours are asked for, a low-precision product proposes candidates, which are measured exactly.
 An error bound (`candidates.Proposer`) tells for each query whether anything nearer can have been missed; if so, that
