@@ -1,0 +1,198 @@
+"""What the deep losses share: pytorch-metric-learning's call, checks of what it is given, and similarities of any distance."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
+from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
+from retrieval.errors import DataError
+from retrieval.factory import Part
+from torch import Tensor, nn
+
+from retrieval_anml.gap import Rule, gap_of_similarities, gap_of_vectors
+from retrieval_anml.pairs import LabelPairs, ListedPairs, Pairs
+
+Distance = Annotated[nn.Module | None, Part("distances")]
+Reducer = Annotated[nn.Module | None, Part("reducers")]
+Outer = Literal["logistic", "identity", "hinge"]
+Positive = Annotated[float, Field(gt=0)]
+
+# how far the positives' threshold may lie below the negatives': the paper's experiments have them .01 to .03 apart
+OVERLAP = 0.1
+
+
+def similarities(distance: nn.Module, query: Tensor, reference: Tensor) -> Tensor:
+    """Return similarities (B, R) by any of pytorch-metric-learning's distances or a combiner.
+
+    A similarity is taken as it is. A distance D becomes s = 1 − D²/2: for the Euclidean distance of unit vectors that
+    is their cosine, and a combiner's distance is read in the same unit. `LpDistance` with power 2 is D² already.
+
+    Args:
+        distance: a `BaseDistance`.
+        query: (B, C).
+        reference: (R, C).
+    """
+    matrix: Tensor = distance(query, reference)
+    if getattr(distance, "is_inverted", False):
+        return matrix
+    squared = matrix if type(distance) is LpDistance and distance.power == 2 else matrix.square()
+    return 1 - squared / 2
+
+
+def is_cosine(distance: Any) -> bool:
+    """Whether `similarities` of this distance are cosines."""
+    if getattr(distance, "p", None) != 2 or not distance.normalize_embeddings:
+        return False
+    if type(distance) is LpDistance:
+        return distance.power in (1, 2)
+    return type(distance) in (CosineSimilarity, DotProductSimilarity) and distance.power == 1
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """Return half-precision numbers in float32; others as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def check_gammas(gamma1: float, gamma2: float) -> None:
+    """Refuse γs that give no gap.
+
+    Raises:
+        ValueError: γ₂ ≤ 0, or one of them is NaN.
+    """
+    if gamma1 != gamma1:
+        raise ValueError(
+            "gamma1 is NaN; it must be a number: 0 averages the positives, infinity takes the least similar"
+        )
+    if not gamma2 > 0:
+        raise ValueError(
+            f"gamma2 is {gamma2:g} and must be above 0: the larger it is, the more the most similar negatives count. Only "
+            f"gamma1 may be written with a minus, as in the paper"
+        )
+
+
+def check_thresholds(positive: float | None, negative: float | None) -> None:
+    """Refuse thresholds that are NaN, or that ask positives to be *less* similar than negatives.
+
+    Raises:
+        ValueError: so.
+    """
+    for name, value in (("positive_threshold", positive), ("negative_threshold", negative)):
+        if value is not None and not abs(value) < float("inf"):
+            raise ValueError(
+                f"{name} is {value}; it must be a finite similarity. Leave it out to have no threshold"
+            )
+    if positive is not None and negative is not None and negative - positive > OVERLAP:
+        raise ValueError(
+            f"positive_threshold {positive:g} is below negative_threshold {negative:g} by more than {OVERLAP}: between the "
+            f"two, positives would count as near enough and negatives as far enough. Both are similarities; if yours "
+            f"are distances 1 − cosine, write 1 − λ for each"
+        )
+
+
+def outer_loss(x: Tensor, outer: str) -> Tensor:
+    """Return ℓ(x): log(1 + eˣ) for "logistic", max(0, x) for "hinge", x for "identity"."""
+    if outer == "logistic":
+        return F.softplus(x)
+    return x.relu() if outer == "hinge" else x
+
+
+class SimilarityLoss(BaseMetricLossFunction):
+    """A loss of similarities, in float32 or float64 whatever autocast says.
+
+    Args:
+        distance: how two embeddings are compared; the cosine by default.
+        reducer: how the losses become one number; the mean by default.
+    """
+
+    def __init__(self, distance: nn.Module | None = None, reducer: nn.Module | None = None) -> None:
+        super().__init__(distance=distance, reducer=reducer)
+
+    def get_default_distance(self) -> nn.Module:
+        """Return the cosine similarity."""
+        return CosineSimilarity()  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss, a scalar; see `retrieval.Loss`.
+
+        Raises:
+            ValueError: shapes, labels or indices do not fit.
+            DataError: an embedding is NaN or infinite.
+        """
+        query = full_precision(embeddings)
+        reference = None if ref_emb is None or ref_emb is embeddings else full_precision(ref_emb)
+        _check_embeddings(query, "embeddings")
+        if reference is not None:
+            _check_embeddings(reference, "ref_emb")
+        else:
+            ref_labels = None
+        if labels is not None or indices_tuple is None:
+            labels = _checked_labels(labels, query, "labels")
+        if reference is not None and (ref_labels is not None or indices_tuple is None):
+            ref_labels = _checked_labels(ref_labels, reference, "ref_labels")
+        with torch.autocast(device_type=query.device.type, enabled=False):
+            total: Tensor = super().forward(query, labels, indices_tuple, reference, ref_labels)
+        return total
+
+    def pairs(
+        self, labels: Tensor | None, indices_tuple: Any, embeddings: Tensor, ref_emb: Tensor, ref_labels: Any
+    ) -> Pairs:
+        """Return the miner's pairs, or every pair where there is no miner."""
+        if indices_tuple is not None:
+            return ListedPairs(indices_tuple, (len(embeddings), len(ref_emb)), embeddings.device)
+        assert labels is not None
+        return LabelPairs(labels, None if ref_emb is embeddings else ref_labels)
+
+    def gap(self, embeddings: Tensor, ref_emb: Tensor, pairs: Pairs, rule: Rule) -> tuple[Tensor, Tensor]:
+        """Return each anchor's gap (B,), and where it is defined; see `retrieval_anml.gap`."""
+        if is_cosine(self.distance):
+            own = ref_emb is embeddings
+            return gap_of_vectors(F.normalize(embeddings), None if own else F.normalize(ref_emb), pairs, rule)
+        return gap_of_similarities(similarities(self.distance, embeddings, ref_emb), pairs, rule)
+
+
+def by_element(losses: Tensor) -> dict[str, dict[str, Any]]:
+    """Return one loss an anchor (B,) as pytorch-metric-learning's reducers read it."""
+    indices = torch.arange(len(losses), device=losses.device)
+    return {"loss": {"losses": losses, "indices": indices, "reduction_type": "element"}}
+
+
+def nothing(*embeddings: Tensor) -> dict[str, dict[str, Any]]:
+    """Return a loss of 0 with a gradient of 0, as pytorch-metric-learning's reducers read it."""
+    zero = sum((each.sum() * 0 for each in embeddings), embeddings[0].new_zeros(()))
+    return {"loss": {"losses": zero, "indices": None, "reduction_type": "already_reduced"}}
+
+
+def _check_embeddings(x: Tensor, name: str) -> None:
+    if x.ndim != 2:
+        raise ValueError(f"{name} must be a matrix, a row an item, and this has the shape {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} must be floating-point numbers, not {x.dtype}")
+    if not bool(torch.isfinite(x).all()):
+        raise DataError(
+            f"{name} hold NaN or infinite numbers: {int((~torch.isfinite(x)).any(1).sum())} of {len(x)} items"
+        )
+
+
+def _checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
+    if labels is None:
+        raise ValueError(f"{name} are missing: without a miner's indices they say which pairs are positive")
+    if not isinstance(labels, Tensor):
+        raise ValueError(
+            f"{name} must be a tensor of whole numbers, one a class, not a {type(labels).__name__}; number labels that are text"
+        )
+    if labels.shape != items.shape[:1]:
+        raise ValueError(
+            f"{name} must be one number an item: they have the shape {tuple(labels.shape)}, and there are {len(items)} items"
+        )
+    return labels.to(items.device)
