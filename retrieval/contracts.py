@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -40,6 +41,8 @@ class Dataset(ABC):
         metadata: further columns of each item, or None.
         arrays: all images as uint8 (N, H, W) or (N, H, W, 3), or all vectors as float32 (N, F), when they are in
             memory (or mapped) anyway: batches are then sliced from it. Otherwise None.
+        files: one path an item, where items are files: with `arrays` or `files` a frozen backbone's features are
+            cached from run to run.
     """
 
     kind: Literal["image", "features"] = "image"
@@ -49,13 +52,14 @@ class Dataset(ABC):
     roles: Sequence[str] | None = None
     metadata: Sequence[Mapping[str, Any]] | None = None
     arrays: NDArray[Any] | None = None
+    files: Sequence[Path] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @abstractmethod
     def __getitem__(self, index: int) -> Image | NDArray[Any]:
-        """Return item `index`: a Pillow image, or an array as in `arrays` without the first axis.
+        """Return item `index`: a Pillow image, or an array as in `arrays` without the first axis; from any thread.
 
         Raises:
             DataError: it cannot be read; the sentence names the item.

@@ -103,7 +103,7 @@ def _write_images(run: Run, output: Path) -> list[Path]:
         (from_array(image) if isinstance(image, np.ndarray) else image).save(file)
         if int(item) in chosen:
             written.append(file)
-    return written
+    return sorted(written)
 
 
 def _draw(queries: list[Path], found: list[list[tuple[Path, str, float]]], output: Path) -> None:

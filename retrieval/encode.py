@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from retrieval.contracts import Dataset
 from retrieval.data.loading import inputs
+from retrieval.data.raw import RawInputs
 from retrieval.model import Model
 
 
@@ -38,6 +39,7 @@ def encode(
     device: torch.device | None = None,
     progress: str | None = None,
     from_features: bool = False,
+    raw: RawInputs | None = None,
 ) -> Tensor:
     """Return the codes (N, C) of items, float32, on the CPU.
 
@@ -49,12 +51,13 @@ def encode(
         device: where to run; the model's own by default.
         progress: what to call the work on a bar; None for no bar.
         from_features: whether the dataset holds the backbone's features already.
+        raw: the dataset's inputs, where they are kept between calls.
     """
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     codes: list[Tensor] = []
     bar = tqdm(total=len(indices), desc=progress, unit="img", disable=None if progress else True, leave=False)
     with evaluating(model), bar:
-        for chunk in inputs(dataset, indices, None if from_features else model.preprocessing, batch):
+        for chunk in inputs(dataset, indices, None if from_features else model.preprocessing, batch, raw=raw):
             codes.append(model(chunk.to(device), from_features)[1].float().cpu())
             bar.update(len(chunk))
     return torch.cat(codes) if codes else torch.empty(0, 0)

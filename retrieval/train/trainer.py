@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from retrieval.data.loading import TrainBatches
+from retrieval.data.raw import RawInputs
 from retrieval.errors import DataError, RecipeError, RetrievalError
 from retrieval.plugins import Plugins
 from retrieval.recipe import Phase, Recipe, Trainable
@@ -90,15 +91,18 @@ class Trainer:
                 module.to(run.device)
         self.dataset = frozen_dataset(run) if self.recipe.frozen else run.dataset
         self.step = Step(run.model, self.objective, self.recipe, accelerator, self.recipe.frozen)
+        preprocessing = None if self.recipe.frozen else run.model.preprocessing
+        self.raw = RawInputs(self.dataset, preprocessing)  # shared, so that validation decodes nothing again
         self.batches = TrainBatches(
             self.dataset,
             run.splits.train,
             run.splits.train_labels,
-            None if self.recipe.frozen else run.model.preprocessing,
+            preprocessing,
             sampler=self.recipe.sampler,
             augmentation=self.recipe.augmentation,
             seed=self.recipe.seed,
             workers=self.recipe.train.workers,
+            raw=self.raw,
         )
         self.progress = Progress()
         self.validates = len(run.splits.validation) > 0
@@ -200,6 +204,8 @@ class Trainer:
         )
         if self.progress.total == 0:
             self.save()
+        for note in self.run.splits.notes:
+            self.report(f"note: {note}")
         with self._signals(), bar, self._tensorboard() as board:
             while self.progress.phase < len(self.recipe.phases):
                 while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
@@ -321,7 +327,7 @@ class Trainer:
         improved = False
         last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
         if self.validates and ((progress.epoch + 1) % train.validate_every == 0 or last_of_phase):
-            found = validate(self.run, self.dataset, self.recipe.frozen)
+            found = validate(self.run, self.dataset, self.recipe.frozen, self.raw)
             metrics |= {f"validation_{name}": value for name, value in found.items()}
             if progress.best is None or found["map_at_r"] > progress.best:
                 progress.best, progress.stale, improved = found["map_at_r"], 0, True

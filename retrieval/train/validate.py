@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from retrieval.contracts import Dataset
+from retrieval.data.raw import RawInputs
 from retrieval.encode import encode
 from retrieval.evaluate import evaluate
 from retrieval.evaluate.protocol import resolve_metrics
@@ -13,13 +14,16 @@ if TYPE_CHECKING:
     from retrieval.train.run import Run
 
 
-def validate(run: Run, dataset: Dataset, from_features: bool) -> dict[str, float]:
+def validate(
+    run: Run, dataset: Dataset, from_features: bool, raw: RawInputs | None = None
+) -> dict[str, float]:
     """Return the recipe's figures on the validation part, each item a query among the others; MAP@R always.
 
     Args:
         run: the run; its model keeps its mode.
         dataset: where the items are (a frozen backbone's features, or the run's own dataset).
         from_features: whether those are features.
+        raw: the dataset's inputs, where they are kept between calls.
     """
     indices = run.splits.validation
     codes = encode(
