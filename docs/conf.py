@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
 project = "retrieval"
 copyright = "the authors of retrieval, Apache-2.0"
 try:
-    release = version("retrieval")
-except PackageNotFoundError:
+    release = importlib.metadata.version("retrieval")
+except importlib.metadata.PackageNotFoundError:
     release = "0"
 
 extensions = ["myst_parser"]
