@@ -163,6 +163,8 @@ class SimilarityLoss(BaseMetricLossFunction):
 
 def by_element(losses: Tensor) -> dict[str, dict[str, Any]]:
     """Return one loss an anchor (B,) as pytorch-metric-learning's reducers read it."""
+    if len(losses) == 0:
+        return nothing(losses[:, None])
     indices = torch.arange(len(losses), device=losses.device)
     return {"loss": {"losses": losses, "indices": indices, "reduction_type": "element"}}
 

@@ -27,7 +27,7 @@ from retrieval_anml.pairs import LabelPairs, Pairs
 # similarities worked on at a time: what a processor's cache holds
 BLOCK = 1 << 18
 # below, the logarithm of a mean of exponentials comes from exponentials less 1: dividing its rounding by γ would show
-SMALL_GAMMA = 0.1
+SMALL_GAMMA = 0.5
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,8 @@ def _negated(threshold: float | None) -> float | None:
 
 def _blocks(shape: tuple[int, int]) -> list[tuple[int, int]]:
     step = max(1, BLOCK // max(shape[1], 1))
-    return [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
+    # one empty block where there is no anchor at all
+    return [(first, min(first + step, shape[0])) for first in range(0, max(shape[0], 1), step)]
 
 
 class _GapOfSimilarities(torch.autograd.Function):

@@ -1,0 +1,285 @@
+"""Values of the deep losses against plain loops, and their gradients by finite differences, all in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from retrieval.contracts import Combiner
+from torch import Tensor
+
+from retrieval_anml.base import similarities
+from retrieval_anml.danml import DANMLoss, MinedDANMLoss
+from retrieval_anml.gap import Rule, gap_of_similarities
+from retrieval_anml.lifted import ImprovedLiftedLoss, LiftedLoss
+from retrieval_anml.miners import PairMiner
+from retrieval_anml.npair import ImprovedNPairLoss, NPairLoss
+from retrieval_anml.pairs import LabelPairs, ListedPairs
+from retrieval_anml.proxies import ImprovedProxyNCALoss
+
+_spec = importlib.util.spec_from_file_location(
+    "losses_by_loops", Path(__file__).with_name("losses_by_loops.py")
+)
+assert _spec is not None and _spec.loader is not None
+loops: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(loops)
+
+LABELS = [0, 1, 0, 2, 1, 0, 2, 3, 1, 0]  # label 3 has one member: an anchor without positives
+REFERENCES = [1, 0, 2, 2, 5, 0, 1]  # label 3 has none here
+GAMMAS = [(2.0, 30.0), (0.5, 4.0), (0.0, 7.0), (1e-4, 1e-4), (0.05, 0.02), (math.inf, math.inf), (3.0, 400.0)]
+
+
+def made(items: int, seed: int = 0) -> Tensor:
+    return torch.randn(items, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+X, R = made(len(LABELS)), made(len(REFERENCES), 1)
+Y, YR = torch.tensor(LABELS), torch.tensor(REFERENCES)
+
+
+def check_gradient(call: Any, *inputs: Tensor) -> None:
+    """Compare with finite differences along a random direction."""
+    torch.manual_seed(0)
+    leaves = [each.clone().requires_grad_() for each in inputs]
+    directions = [torch.randn_like(each) for each in inputs]
+    gradients = torch.autograd.grad(call(*leaves), leaves)
+    along = sum(float((g * d).sum()) for g, d in zip(gradients, directions, strict=True))
+    step = 1e-5
+    up, down = (
+        float(call(*(x + k * step * d for x, d in zip(inputs, directions, strict=True)))) for k in (1, -1)
+    )
+    assert along == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-8)
+
+
+@pytest.mark.parametrize("gamma", GAMMAS, ids=str)
+@pytest.mark.parametrize(
+    "thresholds", [(0.5, 0.5), (0.6, 0.2), (0.5, 0.52), (None, None), (0.3, None), (None, 0.3)], ids=str
+)
+class TestDANML:
+    def test_value_and_gradient(self, gamma: Any, thresholds: Any) -> None:
+        loss = DANMLoss(*gamma, *thresholds)
+        x = loops.gaps(loops.cosines(X, X), loops.by_label(LABELS), *gamma, *thresholds)
+        assert loss(X, Y).item() == pytest.approx(loops.mean_loss(x, "logistic"), rel=1e-10)
+        leaf = X.clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda e: loss(e, Y), leaf, eps=1e-6, atol=1e-7, rtol=1e-5)
+
+    def test_reference_set(self, gamma: Any, thresholds: Any) -> None:
+        loss = DANMLoss(*gamma, *thresholds)
+        x = loops.gaps(loops.cosines(X, R), loops.by_label(LABELS, REFERENCES), *gamma, *thresholds)
+        assert loss(X, Y, None, R, YR).item() == pytest.approx(loops.mean_loss(x, "logistic"), rel=1e-10)
+        check_gradient(lambda e, r: loss(e, Y, None, r, YR), X, R)
+
+    def test_fused_is_the_miner_then_the_loss(self, gamma: Any, thresholds: Any) -> None:
+        s = loops.cosines(X, X)
+        x = loops.gaps(s, loops.mined(s, loops.by_label(LABELS), 0.1), *gamma, *thresholds)
+        fused, apart = MinedDANMLoss(*gamma, *thresholds), DANMLoss(*gamma, *thresholds)
+        assert fused(X, Y).item() == pytest.approx(loops.mean_loss(x, "logistic"), rel=1e-10)
+        assert apart(X, Y, PairMiner()(X, Y)).item() == pytest.approx(fused(X, Y).item(), rel=1e-10)
+        check_gradient(lambda e: fused(e, Y), X)
+        check_gradient(lambda e: apart(e, Y, PairMiner()(X, Y)), X)
+
+
+@pytest.mark.parametrize(("outer", "margin"), [("identity", 0.0), ("hinge", 0.4), ("logistic", -0.3)])
+def test_outer_functions_and_margin(outer: Any, margin: float) -> None:
+    x = loops.gaps(loops.cosines(X, X), loops.by_label(LABELS), 2, 30, 0.5, 0.5)
+    loss = DANMLoss(outer=outer, margin=margin)
+    assert loss(X, Y).item() == pytest.approx(loops.mean_loss(x, outer, margin), rel=1e-10)
+    assert DANMLoss(outer="hinge")(X, Y).item() == pytest.approx(loops.mean_loss(x, "hinge", 1.0), rel=1e-10)
+
+
+def test_only_the_size_of_gamma1_matters() -> None:
+    assert DANMLoss(-2.0)(X, Y).item() == DANMLoss(2.0)(X, Y).item() != DANMLoss(3.0)(X, Y).item()
+
+
+def test_triplets_and_pairs_count_each_pair_once() -> None:
+    anchor, positive, negative = [0, 0, 1, 4, 0], [2, 2, 4, 8, 5], [1, 3, 2, 7, 3]
+    sets: Any = [([], []) for _ in LABELS]
+    for i, j, k in zip(anchor, positive, negative, strict=True):
+        sets[i] = (sorted({*sets[i][0], j}), sorted({*sets[i][1], k}))
+    expected = loops.mean_loss(loops.gaps(loops.cosines(X, X), sets, 2, 30, 0.5, 0.5), "logistic")
+    a, p, n = (torch.tensor(each) for each in (anchor, positive, negative))
+    assert DANMLoss()(X, Y, (a, p, n)).item() == pytest.approx(expected, rel=1e-10)
+    assert DANMLoss()(X, Y, (a, p, a.flip(0), n.flip(0))).item() == pytest.approx(expected, rel=1e-10)
+    assert DANMLoss()(X, None, (a, p, n)).item() == pytest.approx(expected, rel=1e-10)
+
+
+def test_block_by_block_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_of_it() -> list[float]:
+        e = X.clone().requires_grad_()
+        losses: list[Any] = [
+            DANMLoss()(e, Y),
+            MinedDANMLoss()(e, Y),
+            DANMLoss()(e, Y, PairMiner()(e, Y)),
+            DANMLoss()(e, Y, None, R, YR),
+        ]
+        sum(losses).backward()
+        assert e.grad is not None
+        return [*(float(each.detach()) for each in losses), *e.grad.flatten().tolist()]
+
+    whole = all_of_it()
+    monkeypatch.setattr("retrieval_anml.gap.BLOCK", 20)  # two anchors at a time
+    assert all_of_it() == pytest.approx(whole, rel=1e-12)
+
+
+class TestLifted:
+    @pytest.mark.parametrize(("gamma1", "gamma2"), [(2.0, 30.0), (1.0, 1.0), (0.01, 100.0)])
+    @pytest.mark.parametrize("thresholds", [(0.5, 0.5), (None, None), (0.7, None)], ids=str)
+    def test_equation_25(self, gamma1: float, gamma2: float, thresholds: Any) -> None:
+        loss = ImprovedLiftedLoss(gamma1, gamma2, *thresholds, margin=0.3)
+        x = loops.gaps(
+            loops.cosines(X, X), loops.by_label(LABELS), gamma1, gamma2, *thresholds, loops.log_exp_sum
+        )
+        assert loss(X, Y).item() == pytest.approx(loops.mean_loss(x, "hinge", 0.3), rel=1e-10)
+        check_gradient(lambda e: loss(e, Y), X)
+
+    def test_equation_23(self) -> None:
+        s, total = loops.cosines(X, X), 0.0
+        for i, (same, different) in enumerate(loops.by_label(LABELS)):
+            if same:
+                pull = math.log(sum(math.exp(-s[i][j]) for j in same))
+                total += max(0.0, pull + math.log(sum(math.exp(s[i][j]) for j in different)) + 0.7)
+        assert LiftedLoss(0.7)(X, Y).item() == pytest.approx(total / len(LABELS), rel=1e-10)
+        check_gradient(lambda e: LiftedLoss(0.7)(e, Y), X)
+        check_gradient(lambda e, r: LiftedLoss(0.7)(e, Y, None, r, YR), X, R)
+
+
+class TestNPair:
+    LABELS = torch.tensor([0, 1, 1, 2, 0, 2])
+    ANCHORS, POSITIVES = [0, 1, 3], [4, 2, 5]
+
+    def similarity(self, x: Tensor) -> list[list[float]]:
+        return [
+            [sum(a * b for a, b in zip(x[i], x[j], strict=True)) for j in self.POSITIVES]
+            for i in self.ANCHORS
+        ]
+
+    @pytest.mark.parametrize(("gamma", "offset"), [(1.0, 0.0), (8.0, 0.1), (0.5, -0.4)])
+    def test_equation_31(self, gamma: float, offset: float) -> None:
+        x = made(6, 3)
+        loss = ImprovedNPairLoss(gamma, offset)
+        expected = loops.npair(self.similarity(x.tolist()), gamma, offset)  # type: ignore[arg-type]
+        assert loss(x, self.LABELS).item() == pytest.approx(expected, rel=1e-10)
+        check_gradient(lambda e: loss(e, self.LABELS), x)
+
+    def test_further_items_are_further_rounds(self) -> None:
+        first, second = made(6, 3), made(4, 4)
+        labels = torch.cat([self.LABELS, torch.tensor([0, 2, 2, 0])])
+        # the fifth item of a class is left out, and so is a class with one
+        labels, x = torch.cat([labels, torch.tensor([0, 7])]), torch.cat([first, second, made(2, 5)])
+        loss = ImprovedNPairLoss(3.0, 0.1)
+        parts = 3 * loss(first, self.LABELS) + 2 * loss(second, torch.tensor([0, 2, 2, 0]))
+        assert loss(x, labels).item() == pytest.approx(parts.item() / 5, rel=1e-10)
+
+    def test_reference_set_holds_the_positives(self) -> None:
+        x = made(6, 3)
+        order = torch.tensor([2, 0, 1])
+        loss = ImprovedNPairLoss(3.0, 0.1)
+        anchors, positives = x[self.ANCHORS], x[self.POSITIVES]
+        got = loss(anchors, torch.arange(3), None, positives[order], torch.arange(3)[order])
+        assert got.item() == pytest.approx(loss(x, self.LABELS).item(), rel=1e-10)
+
+    def test_miner_gives_the_negatives(self) -> None:
+        anchor, positive, negative = [0, 0, 1, 0, 3], [4, 4, 2, 4, 5], [1, 2, 3, 1, 0]
+        x, gamma, offset = made(6, 3), 3.0, 0.1
+        s = (x @ x.T).tolist()
+        pairs = sorted({*zip(anchor, positive, strict=True)})
+        expected = 0.0
+        for i, j in pairs:
+            far = {k for a, k in zip(anchor, negative, strict=True) if a == i}
+            expected += math.log(1 + sum(math.exp(gamma * (s[i][k] - offset - s[i][j])) for k in far)) / gamma
+        loss = ImprovedNPairLoss(gamma, offset)
+        triplets = tuple(torch.tensor(each) for each in (anchor, positive, negative))
+        assert loss(x, self.LABELS, triplets).item() == pytest.approx(expected / len(pairs), rel=1e-10)
+        check_gradient(lambda e: loss(e, self.LABELS, triplets), x)
+
+    def test_original(self) -> None:
+        x = made(6, 3)
+        expected = loops.npair(self.similarity(x.tolist()), 1.0, 0.0)  # type: ignore[arg-type]
+        assert NPairLoss()(x, self.LABELS).item() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("thresholds", [(None, None), (0.6, 0.4)], ids=str)
+def test_improved_proxy_nca(thresholds: Any) -> None:
+    loss = ImprovedProxyNCALoss(4, 5, 1.5, 3.0, *thresholds).double()
+    distances = [[2 - 2 * s for s in row] for row in loops.cosines(X, loss.proxies.detach())]
+    levels = [None if t is None else 2 - 2 * t for t in thresholds]
+    total = 0.0
+    for row, label in zip(distances, LABELS, strict=True):
+        near = [row[label]] + ([] if levels[0] is None else [levels[0]])
+        far = [-d for k, d in enumerate(row) if k != label] + ([] if levels[1] is None else [-levels[1]])
+        total += math.log1p(math.exp(loops.log_exp_mean(near, 1.5) + loops.log_exp_mean(far, 3.0)))
+    assert loss(X, Y).item() == pytest.approx(total / len(LABELS), rel=1e-10)
+
+    def call(e: Tensor, proxies: Tensor) -> Tensor:
+        return torch.func.functional_call(loss, {"proxies": proxies}, (e, Y))
+
+    check_gradient(call, X, loss.proxies.detach())
+
+
+class TestDistances:
+    class Euclidean(Combiner):
+        """The distance of unit vectors, by differences."""
+
+        def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+            q, r = (torch.nn.functional.normalize(each) for each in (query_emb, ref_emb))
+            return (q[:, None] - r).square().sum(2).add(1e-30).sqrt()
+
+    @pytest.mark.parametrize("cls", [DANMLoss, MinedDANMLoss, LiftedLoss, ImprovedLiftedLoss])
+    def test_combiner_of_unit_vectors_is_the_cosine(self, cls: Any) -> None:
+        assert cls(distance=self.Euclidean())(X, Y).item() == pytest.approx(cls()(X, Y).item(), rel=1e-9)
+        loss = cls(distance=self.Euclidean())
+        check_gradient(lambda e, r: loss(e, Y, None, r, YR), X, R)
+
+    def test_similarity_of_each_distance(self) -> None:
+        from pytorch_metric_learning.distances import (
+            CosineSimilarity,
+            DotProductSimilarity,
+            LpDistance,
+            SNRDistance,
+        )
+
+        cosine = torch.tensor(loops.cosines(X, R), dtype=torch.float64)
+        for distance in (CosineSimilarity(), DotProductSimilarity(), LpDistance(), LpDistance(power=2)):
+            assert torch.allclose(similarities(distance, X, R), cosine, atol=1e-12)
+            losses = [DANMLoss(distance=each)(X, Y, None, R, YR).item() for each in (distance, None)]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+        plain = DotProductSimilarity(normalize_embeddings=False)
+        assert torch.allclose(similarities(plain, X, R), X @ R.T)
+        assert DANMLoss(distance=plain)(X, Y).item() != pytest.approx(DANMLoss()(X, Y).item())
+        snr = SNRDistance()
+        assert torch.allclose(similarities(snr, X, R), 1 - snr(X, R) ** 2 / 2)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("euclidean", [False, True])
+def test_pair_miner_is_pytorch_metric_learnings(epsilon: float, reference: bool, euclidean: bool) -> None:
+    from pytorch_metric_learning.distances import LpDistance
+    from pytorch_metric_learning.miners import MultiSimilarityMiner
+
+    given = {"distance": LpDistance()} if euclidean else {}
+    x, y = made(60, 7), torch.arange(60) % 9
+    more = (made(40, 8), torch.arange(40) % 11) if reference else ()
+    ours, theirs = (cls(epsilon=epsilon, **given)(x, y, *more) for cls in (PairMiner, MultiSimilarityMiner))
+    for k in (0, 2):
+        found = [{*zip(each[k].tolist(), each[k + 1].tolist(), strict=True)} for each in (ours, theirs)]
+        assert found[0] == found[1] and len(ours[k]) == len(found[0]) > 0
+
+
+def test_float32_at_extreme_gammas() -> None:
+    x = X.float()
+    s = loops.cosines(x, x)
+    for gamma in (1e-8, 1e-4, 0.0999, 0.4999, 0.5001, 50.0, 1e4, 1e8):
+        rule = Rule(gamma, gamma, 0.5, 0.4)
+        got, _ = gap_of_similarities(torch.tensor(s, dtype=torch.float32), LabelPairs(Y, None), rule)
+        exact, _ = gap_of_similarities(torch.tensor(s, dtype=torch.float64), LabelPairs(Y, None), rule)
+        assert (got - exact).abs().max() < 2e-6, gamma
+
+
+def test_index_tensors_of_anchors_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match="there are 10 items"):
+        ListedPairs((torch.tensor([0, 10]), torch.tensor([1, 2]), torch.tensor([3, 4])), (10, 10), X.device)

@@ -1,0 +1,203 @@
+"""What the deep losses do with parameters, batches and labels that do not fit: a sentence, or a stated number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning import reducers
+from retrieval.errors import DataError
+
+from retrieval_anml.danml import DANMLoss, MinedDANMLoss
+from retrieval_anml.lifted import ImprovedLiftedLoss, LiftedLoss
+from retrieval_anml.losses import LOSSES
+from retrieval_anml.miners import PairMiner
+from retrieval_anml.npair import ImprovedNPairLoss, NPairLoss
+from retrieval_anml.proxies import ImprovedProxyNCALoss
+
+Y = torch.tensor([0, 0, 1, 1, 2, 2])
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def build(name: str) -> Any:
+    return LOSSES[name](4, 6) if name == "improved_proxy_nca" else LOSSES[name]()
+
+
+@pytest.mark.parametrize("cls", [DANMLoss, MinedDANMLoss, ImprovedLiftedLoss])
+class TestParameters:
+    @pytest.mark.parametrize("gamma2", [0.0, -1.0, math.nan])
+    def test_gamma2_must_be_above_0(self, cls: Any, gamma2: float) -> None:
+        with pytest.raises(ValueError, match="must be above 0: the larger it is"):
+            cls(2.0, gamma2)
+
+    def test_gamma1_is_a_number(self, cls: Any) -> None:
+        with pytest.raises(ValueError, match="gamma1 is NaN"):
+            cls(math.nan, 2.0)
+
+    def test_thresholds_in_the_wrong_order(self, cls: Any) -> None:
+        with pytest.raises(ValueError, match="if yours are distances 1 − cosine, write 1 − λ"):
+            cls(positive_threshold=0.3, negative_threshold=0.7)
+
+    def test_both_readings_of_the_paper(self, cls: Any) -> None:
+        for l1 in (0.5, 0.55, 0.6, 0.65):
+            for sigma in (0.01, 0.02, 0.03):
+                similarities = cls(positive_threshold=l1, negative_threshold=l1 + sigma)
+                distances = cls(positive_threshold=1 - l1, negative_threshold=1 - l1 - sigma)
+                assert similarities(X, Y).item() != distances(X, Y).item()
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_thresholds_are_finite(self, cls: Any, value: float) -> None:
+        with pytest.raises(ValueError, match="Leave it out to have no threshold"):
+            cls(negative_threshold=value)
+
+
+def test_further_parameters() -> None:
+    with pytest.raises(ValueError, match='outer is "softplus" and must be'):
+        DANMLoss(outer="softplus")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gamma1 is -2 and must be above 0"):
+        ImprovedLiftedLoss(-2.0)
+    with pytest.raises(ValueError, match="gamma is 0 and must be"):
+        ImprovedNPairLoss(0.0)
+    with pytest.raises(ValueError, match="epsilon is -1"):
+        MinedDANMLoss(epsilon=-1.0)
+    with pytest.raises(ValueError, match="epsilon is nan"):
+        PairMiner(math.nan)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+class TestBatches:
+    def test_labels_that_are_no_tensor(self, name: str) -> None:
+        with pytest.raises(ValueError, match="number labels that are text"):
+            build(name)(X, ["a", "a", "b", "b", "c", "c"])
+
+    def test_labels_of_another_number(self, name: str) -> None:
+        with pytest.raises(ValueError):
+            build(name)(X, Y[:4])
+
+    def test_labels_missing(self, name: str) -> None:
+        with pytest.raises(ValueError, match="labels are missing"):
+            build(name)(X)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_embeddings_that_are_no_numbers(self, name: str, value: float) -> None:
+        broken = X.clone()
+        broken[2, 1] = value
+        with pytest.raises(DataError, match="NaN or infinite numbers: 1 of 6 items"):
+            build(name)(broken, Y)
+
+    def test_embeddings_of_length_0(self, name: str) -> None:
+        x = X.clone()
+        x[3] = 0
+        x.requires_grad_()
+        loss = build(name)(x, Y)
+        loss.backward()
+        assert loss.isfinite() and x.grad is not None and x.grad.isfinite().all()
+
+    def test_no_items(self, name: str) -> None:
+        x = torch.zeros(0, 4, requires_grad=True)
+        loss = build(name)(x, torch.zeros(0, dtype=torch.long))
+        loss.backward()
+        assert loss.item() == 0
+
+    @pytest.mark.parametrize("size", [1e-20, 1e15])
+    def test_tiny_and_huge_embeddings(self, name: str, size: float) -> None:
+        if "npair" in name and size > 1:
+            size = 1e6  # inner products, which float32 holds up to 1e38, times γ
+        x = (X * size).requires_grad_()
+        loss = build(name)(x, Y)
+        loss.backward()
+        assert loss.isfinite() and x.grad is not None and x.grad.isfinite().all()
+
+
+ALONE, ALIKE = torch.arange(6), torch.zeros(6, dtype=torch.long)
+
+
+class TestOneSidedBatches:
+    def test_a_threshold_stands_in_for_what_is_not_there(self) -> None:
+        cosine = torch.nn.functional.normalize(X) @ torch.nn.functional.normalize(X).T
+        exponents = torch.cat(
+            [30 * cosine[~torch.eye(6, dtype=torch.bool)].view(6, 5), torch.full((6, 1), 15.0)], 1
+        )
+        expected = (torch.logsumexp(exponents, 1) - math.log(6)) / 30 - 0.5
+        assert DANMLoss(outer="identity")(X, ALONE).item() == pytest.approx(expected.mean().item(), abs=1e-6)
+        assert DANMLoss(outer="identity")(X, ALIKE).item() != 0
+
+    @pytest.mark.parametrize("labels", [ALONE, ALIKE], ids=["no positive", "no negative"])
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            DANMLoss(2, 30, None, None),
+            MinedDANMLoss(),
+            LiftedLoss(),
+            ImprovedLiftedLoss(2, 30, None, None),
+            NPairLoss(),
+        ],
+    )
+    def test_without_one_it_costs_0(self, loss: Any, labels: torch.Tensor) -> None:
+        x = X.clone().requires_grad_()
+        value = loss(x, labels)
+        value.backward()
+        assert value.item() == 0 and x.grad is not None and (x.grad == 0).all()
+
+    @pytest.mark.parametrize("name", ["danml", "improved_lifted", "lifted", "npair", "improved_npair"])
+    def test_a_miner_that_finds_nothing(self, name: str) -> None:
+        none = torch.zeros(0, dtype=torch.long)
+        x = X.clone().requires_grad_()
+        for indices in ((none,) * 3, (none,) * 4):
+            value = build(name)(x, Y, indices)
+            value.backward()
+            assert value.item() == 0
+
+    def test_one_class_of_proxies(self) -> None:
+        assert ImprovedProxyNCALoss(4, 1)(X, ALIKE).item() == 0
+
+
+def test_proxies_of_labels_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="labels go from 0 to 2, and there are proxies for 0 to 1"):
+        ImprovedProxyNCALoss(4, 2)(X, Y)
+
+
+def test_the_fused_loss_refuses_a_miner() -> None:
+    with pytest.raises(ValueError, match="mines its own pairs"):
+        MinedDANMLoss()(X, Y, PairMiner()(X, Y))
+
+
+def test_indices_of_another_batch() -> None:
+    two = torch.tensor([0, 1])
+    for wrong in ((two, two, two + 5), (two, two, two, two - 1), (two, two[:1], two), (two, two)):
+        with pytest.raises(ValueError, match="miner"):
+            DANMLoss()(X, Y, wrong)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "reducer",
+    [
+        reducers.MeanReducer(),
+        reducers.AvgNonZeroReducer(),
+        reducers.ThresholdReducer(low=0.1),
+        reducers.ClassWeightedReducer(torch.ones(6)),
+    ],
+)
+def test_reducers(name: str, reducer: Any) -> None:
+    torch.manual_seed(0)
+    given = {"embedding_size": 4, "classes": 6} if name == "improved_proxy_nca" else {}
+    loss = LOSSES[name](**given, reducer=reducer)
+    x = X.clone().requires_grad_()
+    value = loss(x, Y)
+    value.backward()
+    assert value.isfinite() and value > 0 and x.grad is not None and x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
+    x, rounded = X.to(dtype), X.to(dtype).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for name in LOSSES:
+            torch.manual_seed(0)
+            loss = build(name)
+            assert loss(x, Y).item() == loss(rounded, Y).item()
+        ours, full = PairMiner()(x, Y), PairMiner()(rounded, Y)
+    assert all(torch.equal(a, b) for a, b in zip(ours, full, strict=True))

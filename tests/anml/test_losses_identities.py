@@ -1,0 +1,165 @@
+"""What the deep losses become for special parameters, against pytorch-metric-learning and plain loops."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning.distances import DotProductSimilarity
+from pytorch_metric_learning.losses import MultiSimilarityLoss, NPairsLoss
+from pytorch_metric_learning.miners import MultiSimilarityMiner
+from torch import Tensor
+
+from retrieval_anml.danml import DANMLoss, MinedDANMLoss
+from retrieval_anml.gap import gap_of_similarities
+from retrieval_anml.lifted import ImprovedLiftedLoss, LiftedLoss
+from retrieval_anml.npair import ImprovedNPairLoss, NPairLoss
+from retrieval_anml.pairs import LabelPairs
+from retrieval_anml.proxies import ImprovedProxyNCALoss
+
+_spec = importlib.util.spec_from_file_location(
+    "losses_by_loops", Path(__file__).with_name("losses_by_loops.py")
+)
+assert _spec is not None and _spec.loader is not None
+loops: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(loops)
+
+Y = torch.arange(24) % 7
+X = torch.randn(24, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def gradient(loss: Any, x: Tensor = X, y: Tensor = Y, *more: Any) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(loss(leaf, y, *more), leaf)
+    return found
+
+
+@pytest.mark.parametrize("mining", [False, True])
+def test_multi_similarity_is_the_identity_and_equal_thresholds(mining: bool) -> None:
+    alpha, beta, m = 2.0, 50.0, 0.45
+    upstream = MultiSimilarityLoss(alpha=alpha, beta=beta, base=m)
+    indices = MultiSimilarityMiner(epsilon=0.1)(X, Y) if mining else None
+    ours = (MinedDANMLoss if mining else DANMLoss)(-alpha, beta, m, m, outer="identity")
+    sets = loops.by_label(Y.tolist())
+    if mining:
+        sets = loops.mined(loops.cosines(X, X), sets, 0.1)
+        assert 0 < sum(len(different) for _, different in sets) < 24 * 20
+    constant = sum(math.log(len(p) + 1) / alpha + math.log(len(n) + 1) / beta for p, n in sets) / 24
+    assert ours(X, Y).item() + constant == pytest.approx(upstream(X, Y, indices).item(), rel=1e-10)
+    assert torch.allclose(gradient(ours), gradient(upstream, X, Y, indices), atol=1e-12)
+    # the exact values catch what training does not: the wrong sign of γ₁ within the sums
+    wrong = DANMLoss(1 / alpha, beta, m, m, outer="identity")
+    assert wrong(X, Y).item() + constant != pytest.approx(upstream(X, Y, indices).item(), rel=1e-3)
+
+
+def test_equation_25_is_the_hinge_with_the_counts_in_the_margin() -> None:
+    gamma1, gamma2, p, q, m = 2.0, 10.0, 0.5, 0.4, 0.3
+    x = loops.gaps(loops.cosines(X, X), loops.by_label(Y.tolist()), gamma1, gamma2, p, q)
+    expected = 0.0
+    for gap, (same, different) in zip(x, loops.by_label(Y.tolist()), strict=True):
+        counts = math.log(len(same) + 1) / gamma1 + math.log(len(different) + 1) / gamma2
+        expected += max(0.0, gap + m + counts)
+    got = ImprovedLiftedLoss(gamma1, gamma2, p, q, margin=m)(X, Y).item()
+    assert got == pytest.approx(expected / 24, rel=1e-10)
+
+
+def test_lifted_is_equation_25_with_unit_gammas_and_without_thresholds() -> None:
+    assert LiftedLoss(0.7)(X, Y).item() == ImprovedLiftedLoss(1, 1, None, None, 0.7)(X, Y).item()
+
+
+def test_improved_lifted_at_infinity_is_the_hardest_triplet() -> None:
+    s, hardest = loops.cosines(X, X), 0.0
+    for row, (same, different) in zip(s, loops.by_label(Y.tolist()), strict=True):
+        hardest += max(0.0, max(row[j] for j in different) - min(row[j] for j in same) + 0.2)
+    for loss in (
+        ImprovedLiftedLoss(math.inf, math.inf, None, None, 0.2),
+        DANMLoss(-math.inf, math.inf, None, None, "hinge", 0.2),
+    ):
+        assert loss(X, Y).item() == pytest.approx(hardest / 24, rel=1e-12)
+        near = type(loss)(
+            1e5, 1e5, None, None, margin=0.2, **({"outer": "hinge"} if type(loss) is DANMLoss else {})
+        )
+        assert near(X, Y).item() == pytest.approx(loss(X, Y).item(), abs=1e-4)
+        assert torch.allclose(gradient(near), gradient(loss), atol=1e-6)
+
+
+@pytest.mark.parametrize("thresholds", [(0.5, 0.45), (None, None)], ids=str)
+def test_gamma_to_0_is_the_mean(thresholds: Any) -> None:
+    s, expected = loops.cosines(X, X), 0.0
+    for row, (same, different) in zip(s, loops.by_label(Y.tolist()), strict=True):
+        near, far = ([row[j] for j in side] for side in (same, different))
+        for side, threshold in zip((near, far), thresholds, strict=True):
+            side += [] if threshold is None else [threshold]
+        expected += sum(far) / len(far) - sum(near) / len(near)
+    mean = DANMLoss(0.0, 1e-9, *thresholds, outer="identity")
+    assert mean(X, Y).item() == pytest.approx(expected / 24, rel=1e-7)
+    tiny = DANMLoss(1e-7, 1e-7, *thresholds, outer="identity")
+    assert tiny(X, Y).item() == pytest.approx(expected / 24, abs=1e-7)
+    assert torch.allclose(gradient(tiny), gradient(mean), atol=1e-7)
+    # and in float32, where log(mean) / γ would be lost in rounding
+    assert tiny(X.float(), Y).item() == pytest.approx(expected / 24, abs=1e-6)
+
+
+def test_thresholds_without_effect_leave_only_the_counts() -> None:
+    far_off = DANMLoss(2.0, 30.0, 50.0, -50.0, outer="identity")(X, Y).item()
+    none = DANMLoss(2.0, 30.0, None, None, outer="identity")(X, Y).item()
+    constant = 0.0
+    for same, different in loops.by_label(Y.tolist()):
+        constant += math.log(1 + 1 / len(same)) / 2 + math.log(1 + 1 / len(different)) / 30
+    assert far_off + constant / 24 == pytest.approx(none, rel=1e-10)
+
+
+class TestNPair:
+    y = torch.arange(8).repeat(2)
+    x = torch.randn(16, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def test_gamma_1_without_offset_is_equation_28(self) -> None:
+        assert ImprovedNPairLoss(1.0, 0.0)(self.x, self.y).item() == NPairLoss()(self.x, self.y).item()
+
+    def test_is_pytorch_metric_learnings(self) -> None:
+        upstream = NPairsLoss(distance=DotProductSimilarity(normalize_embeddings=False))
+        assert NPairLoss()(self.x, self.y).item() == pytest.approx(upstream(self.x, self.y).item(), rel=1e-10)
+        assert torch.allclose(
+            gradient(NPairLoss(), self.x, self.y), gradient(upstream, self.x, self.y), atol=1e-12
+        )
+
+    def test_equation_31_is_a_cross_entropy(self) -> None:
+        gamma, offset = 5.0, -0.2
+        logits = gamma * (self.x[:8] @ self.x[8:].T - offset * (1 - torch.eye(8, dtype=torch.float64)))
+        expected = torch.nn.functional.cross_entropy(logits, torch.arange(8)) / gamma
+        assert ImprovedNPairLoss(gamma, offset)(self.x, self.y).item() == pytest.approx(
+            expected.item(), rel=1e-10
+        )
+
+    def test_a_margin_is_a_negative_offset(self) -> None:
+        losses = [ImprovedNPairLoss(5.0, offset)(self.x, self.y).item() for offset in (-0.3, 0.0, 0.3)]
+        assert losses[0] > losses[1] > losses[2]
+
+
+def test_proxy_nca_up_to_the_number_of_classes() -> None:
+    loss = ImprovedProxyNCALoss(5, 7, 3.0, 1.0, outer="identity").double()
+    s, proxy_nca = loops.cosines(X, loss.proxies.detach()), 0.0
+    for row, label in zip(s, Y.tolist(), strict=True):
+        distances = [2 - 2 * each for each in row]
+        others = sum(math.exp(-d) for k, d in enumerate(distances) if k != label)
+        proxy_nca -= math.log(math.exp(-distances[label]) / others)
+    assert loss(X, Y).item() + math.log(6) == pytest.approx(proxy_nca / 24, rel=1e-10)
+
+
+def test_positives_pull_and_negatives_push() -> None:
+    """The sign of each weight, which no loss curve shows; a side's weights and its threshold's sum to 1."""
+    similarity = torch.tensor(loops.cosines(X, X), dtype=torch.float64, requires_grad=True)
+    same = (Y[:, None] == Y) & ~torch.eye(24, dtype=torch.bool)
+    for loss in (DANMLoss(), DANMLoss(-2.0), ImprovedLiftedLoss(), LiftedLoss()):
+        gap, _ = gap_of_similarities(similarity, LabelPairs(Y, None), loss.rule)
+        (weights,) = torch.autograd.grad(gap.sum(), similarity)
+        assert (weights[same] < 0).all() and (weights[Y[:, None] != Y] > 0).all()
+        assert (weights.diagonal() == 0).all()
+        for side in (same, Y[:, None] != Y):
+            total = weights.masked_fill(~side, 0).sum(1).abs()
+            assert (total <= 1 + 1e-12).all()
+            assert (total > 1 - 1e-12).all() == (loss.rule.positive_threshold is None)
