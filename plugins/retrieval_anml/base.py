@@ -19,6 +19,8 @@ from retrieval_anml.pairs import LabelPairs, ListedPairs, Pairs
 Distance = Annotated[nn.Module | None, Part("distances")]
 Reducer = Annotated[nn.Module | None, Part("reducers")]
 Outer = Literal["logistic", "identity", "hinge"]
+Threshold = float | Literal["none"] | None
+"""A similarity, or none: "none" is for recipes, as TOML cannot write it."""
 Positive = Annotated[float, Field(gt=0)]
 
 # how far the positives' threshold may lie below the negatives': the paper's experiments have them .01 to .03 apart
@@ -74,23 +76,28 @@ def check_gammas(gamma1: float, gamma2: float) -> None:
         )
 
 
-def check_thresholds(positive: float | None, negative: float | None) -> None:
-    """Refuse thresholds that are NaN, or that ask positives to be *less* similar than negatives.
+def check_thresholds(positive: Threshold, negative: Threshold) -> tuple[float | None, float | None]:
+    """Return the thresholds, refusing what is no similarity, and what asks positives to be *less* similar than negatives.
 
     Raises:
         ValueError: so.
     """
-    for name, value in (("positive_threshold", positive), ("negative_threshold", negative)):
-        if value is not None and not abs(value) < float("inf"):
-            raise ValueError(
-                f"{name} is {value}; it must be a finite similarity. Leave it out to have no threshold"
-            )
-    if positive is not None and negative is not None and negative - positive > OVERLAP:
+    p, q = _threshold("positive_threshold", positive), _threshold("negative_threshold", negative)
+    if p is not None and q is not None and q - p > OVERLAP:
         raise ValueError(
-            f"positive_threshold {positive:g} is below negative_threshold {negative:g} by more than {OVERLAP}: between the "
-            f"two, positives would count as near enough and negatives as far enough. Both are similarities; if yours "
-            f"are distances 1 − cosine, write 1 − λ for each"
+            f"positive_threshold {p:g} is below negative_threshold {q:g} by more than {OVERLAP}: between the two, positives "
+            f"would count as near enough and negatives as far enough. Both are similarities; if yours are distances "
+            f"1 − cosine, write 1 − λ for each"
         )
+    return p, q
+
+
+def _threshold(name: str, value: Threshold) -> float | None:
+    if value is None or value == "none":
+        return None
+    if isinstance(value, str) or not abs(value) < float("inf"):
+        raise ValueError(f'{name} is {value} and must be a finite similarity, or "none" for no threshold')
+    return float(value)
 
 
 def outer_loss(x: Tensor, outer: str) -> Tensor:

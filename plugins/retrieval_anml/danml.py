@@ -14,6 +14,7 @@ from retrieval_anml.base import (
     Positive,
     Reducer,
     SimilarityLoss,
+    Threshold,
     by_element,
     check_gammas,
     check_thresholds,
@@ -44,8 +45,8 @@ class DANMLoss(SimilarityLoss):
         gamma1: how much more the least similar positives count; the paper's is negative, and only its size matters: 0
             averages all.
         gamma2: how much more the most similar negatives count.
-        positive_threshold: p, a similarity that joins the positives; none: no threshold.
-        negative_threshold: q, a similarity that joins the negatives; none: no threshold.
+        positive_threshold: p, a similarity that joins the positives; "none": no threshold.
+        negative_threshold: q, a similarity that joins the negatives; "none": no threshold.
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
         margin: added to the gap before; by default 1 for the hinge and 0 otherwise.
         distance: how two embeddings are compared; the cosine by default.
@@ -56,8 +57,8 @@ class DANMLoss(SimilarityLoss):
         self,
         gamma1: float = 2.0,
         gamma2: Positive = 30.0,
-        positive_threshold: float | None = 0.5,
-        negative_threshold: float | None = 0.5,
+        positive_threshold: Threshold = 0.5,
+        negative_threshold: Threshold = 0.5,
         outer: Outer = "logistic",
         margin: float | None = None,
         distance: Distance = None,
@@ -65,10 +66,10 @@ class DANMLoss(SimilarityLoss):
     ) -> None:
         super().__init__(distance, reducer)
         check_gammas(gamma1, gamma2)
-        check_thresholds(positive_threshold, negative_threshold)
+        p, q = check_thresholds(positive_threshold, negative_threshold)
         if outer not in ("logistic", "identity", "hinge"):
             raise ValueError(f'outer is "{outer}" and must be "logistic", "identity" or "hinge"')
-        self.rule = Rule(abs(gamma1), gamma2, positive_threshold, negative_threshold)
+        self.rule = Rule(abs(gamma1), gamma2, p, q)
         self.outer = outer
         self.margin = (1.0 if outer == "hinge" else 0.0) if margin is None else margin
 
@@ -96,8 +97,8 @@ class MinedDANMLoss(DANMLoss):
     Args:
         gamma1: how much more the least similar positives count; only its size matters: 0 averages all.
         gamma2: how much more the most similar negatives count.
-        positive_threshold: p, a similarity that joins the positives; none: no threshold.
-        negative_threshold: q, a similarity that joins the negatives; none: no threshold.
+        positive_threshold: p, a similarity that joins the positives; "none": no threshold.
+        negative_threshold: q, a similarity that joins the negatives; "none": no threshold.
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
         margin: added to the gap before; by default 1 for the hinge and 0 otherwise.
         epsilon: the miner's margin: a positive counts where the anchor's most similar negative comes within it, a
@@ -110,8 +111,8 @@ class MinedDANMLoss(DANMLoss):
         self,
         gamma1: float = 2.0,
         gamma2: Positive = 30.0,
-        positive_threshold: float | None = 0.5,
-        negative_threshold: float | None = 0.5,
+        positive_threshold: Threshold = 0.5,
+        negative_threshold: Threshold = 0.5,
         outer: Outer = "logistic",
         margin: float | None = None,
         epsilon: Annotated[float, Field(ge=0)] = 0.1,

@@ -11,6 +11,7 @@ from retrieval_anml.base import (
     Positive,
     Reducer,
     SimilarityLoss,
+    Threshold,
     by_element,
     check_gammas,
     check_thresholds,
@@ -31,8 +32,8 @@ class ImprovedLiftedLoss(SimilarityLoss):
     Args:
         gamma1: how much more the least similar positives count.
         gamma2: how much more the most similar negatives count.
-        positive_threshold: p, λ₁ of the paper, a similarity that joins the positives; none: no threshold.
-        negative_threshold: q, λ₂ of the paper, a similarity that joins the negatives; none: no threshold.
+        positive_threshold: p, λ₁ of the paper, a similarity that joins the positives; "none": no threshold.
+        negative_threshold: q, λ₂ of the paper, a similarity that joins the negatives; "none": no threshold.
         margin: m.
         distance: how two embeddings are compared; the cosine by default.
         reducer: how the anchors' losses become one number; the mean by default.
@@ -42,8 +43,8 @@ class ImprovedLiftedLoss(SimilarityLoss):
         self,
         gamma1: Positive = 2.0,
         gamma2: Positive = 30.0,
-        positive_threshold: float | None = 0.5,
-        negative_threshold: float | None = 0.5,
+        positive_threshold: Threshold = 0.5,
+        negative_threshold: Threshold = 0.5,
         margin: float = 0.5,
         distance: Distance = None,
         reducer: Reducer = None,
@@ -52,8 +53,8 @@ class ImprovedLiftedLoss(SimilarityLoss):
         check_gammas(gamma1, gamma2)
         if not gamma1 > 0:
             raise ValueError(f"gamma1 is {gamma1:g} and must be above 0: equation 25 has no other reading")
-        check_thresholds(positive_threshold, negative_threshold)
-        self.rule = Rule(gamma1, gamma2, positive_threshold, negative_threshold, average=False)
+        p, q = check_thresholds(positive_threshold, negative_threshold)
+        self.rule = Rule(gamma1, gamma2, p, q, average=False)
         self.margin = margin
 
     def compute_loss(

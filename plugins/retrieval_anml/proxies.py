@@ -15,6 +15,7 @@ from retrieval_anml.base import (
     Positive,
     Reducer,
     SimilarityLoss,
+    Threshold,
     by_element,
     check_gammas,
     check_thresholds,
@@ -41,8 +42,8 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         gamma1: how fast the class's proxy stops counting once it is nearer than the threshold; only its size matters,
             and only with a threshold.
         gamma2: how much more the nearest proxies of other classes count.
-        positive_threshold: a similarity (cosine) that joins the class's proxy; none: no threshold.
-        negative_threshold: a similarity (cosine) that joins the other proxies; none: no threshold.
+        positive_threshold: a similarity (cosine) that joins the class's proxy; "none": no threshold.
+        negative_threshold: a similarity (cosine) that joins the other proxies; "none": no threshold.
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
         margin: added to the gap before; by default 1 for the hinge and 0 otherwise.
         distance: how embeddings are compared with proxies; the cosine by default.
@@ -55,8 +56,8 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         classes: int,
         gamma1: float = 1.0,
         gamma2: Positive = 8.0,
-        positive_threshold: float | None = None,
-        negative_threshold: float | None = None,
+        positive_threshold: Threshold = None,
+        negative_threshold: Threshold = None,
         outer: Outer = "logistic",
         margin: float | None = None,
         distance: Distance = None,
@@ -64,11 +65,11 @@ class ImprovedProxyNCALoss(SimilarityLoss):
     ) -> None:
         super().__init__(distance, reducer)
         check_gammas(gamma1, gamma2)
-        check_thresholds(positive_threshold, negative_threshold)
+        p, q = check_thresholds(positive_threshold, negative_threshold)
         if outer not in ("logistic", "identity", "hinge"):
             raise ValueError(f'outer is "{outer}" and must be "logistic", "identity" or "hinge"')
         # d = 2 − 2s: the gap of distances with γ is twice the gap of similarities with 2γ
-        self.rule = Rule(2 * abs(gamma1), 2 * gamma2, positive_threshold, negative_threshold)
+        self.rule = Rule(2 * abs(gamma1), 2 * gamma2, p, q)
         self.outer = outer
         self.margin = (1.0 if outer == "hinge" else 0.0) if margin is None else margin
         self.proxies = nn.Parameter(F.normalize(torch.randn(classes, embedding_size)))

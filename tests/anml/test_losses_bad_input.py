@@ -49,8 +49,13 @@ class TestParameters:
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_thresholds_are_finite(self, cls: Any, value: float) -> None:
-        with pytest.raises(ValueError, match="Leave it out to have no threshold"):
+        with pytest.raises(ValueError, match='finite similarity, or "none" for no threshold'):
             cls(negative_threshold=value)
+
+
+def test_a_recipe_can_leave_thresholds_out() -> None:
+    with_none, with_text = DANMLoss(2, 30, None, None), DANMLoss(2, 30, "none", "none")
+    assert with_none(X, Y).item() == with_text(X, Y).item() != DANMLoss(2, 30)(X, Y).item()
 
 
 def test_further_parameters() -> None:
