@@ -28,9 +28,10 @@ def check(recipe: Path, overrides: tuple[str, ...], extra: tuple[str, ...]) -> N
     Example:  retrieval check models/digits/recipe.toml --set loss.alpha=1.5
     """
     from retrieval.recipe import read_recipe
-    from retrieval.train.check import run_one_batch
 
     made, plugins = read_recipe(recipe, overrides, extra)
+    from retrieval.train.check import run_one_batch  # slow to import: a wrong path is said at once
+
     for line in run_one_batch(made, plugins):
         click.echo(line)
 
@@ -56,10 +57,11 @@ def train(
     Several CPU processes:  torchrun --nproc-per-node 2 -m retrieval.cli train models/digits/recipe.toml
     """
     from retrieval.recipe import read_recipe
-    from retrieval.train.resume import same_recipe
-    from retrieval.train.trainer import train as train_run
 
     made, plugins = read_recipe(recipe, overrides, extra)
+    from retrieval.train.resume import same_recipe  # slow to import: a wrong path is said at once
+    from retrieval.train.trainer import train as train_run
+
     folder = output or Path("runs") / made.name
     if resume:
         made, plugins = same_recipe(folder, made)

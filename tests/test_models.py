@@ -1,0 +1,39 @@
+"""Every recipe in models/ is valid against what is installed, and has a card with results and the command that made them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from retrieval.recipe import read_recipe
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = sorted(path for path in (ROOT / "models").iterdir() if path.is_dir())
+
+
+def test_there_are_models() -> None:
+    assert {"digits", "fashion-mnist", "digits-efficientnet-lda"} <= {folder.name for folder in FOLDERS}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_recipe_is_valid_and_named_like_its_folder(folder: Path) -> None:
+    made, _ = read_recipe(folder / "recipe.toml")
+    assert made.name == folder.name
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_card_has_measured_results_and_the_command_that_made_them(folder: Path) -> None:
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"\| *(recall_at_1|map_at_r|Recall@1)", card), "no table of figures"
+    assert re.search(r"\b0?\.\d{2,}", card), "no figure"
+    commands = re.findall(r"^(?:    )?((?:retrieval|python) .+)$", card, re.MULTILINE)
+    assert any(
+        f"models/{folder.name}" in c or "benchmarks/" in c or "retrieval demo" in c for c in commands
+    ), "no command"
+
+
+def test_the_demos_recipe_is_the_one_in_models() -> None:
+    assert (ROOT / "models" / "digits" / "recipe.toml").read_text() == (
+        ROOT / "retrieval" / "demo.toml"
+    ).read_text()
