@@ -1,0 +1,100 @@
+"""Every `retrieval …` that the pages or `--help` show is one that the command line takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from retrieval.cli import COMMANDS, app
+
+LEAVES = [*(name for name in COMMANDS if name != "plugins"), "plugins list", "plugins show", "plugins new"]
+
+
+def parse(arguments: list[str]) -> click.Context:
+    """Parse a command line, whatever subcommand it names, without running it.
+
+    Raises:
+        click.ClickException: it is none.
+    """
+    group: click.Command = app
+    context = app.make_context("retrieval", [], resilient_parsing=True)
+    while isinstance(group, click.Group):
+        name, found, arguments = group.resolve_command(context, arguments)
+        assert found is not None and name is not None
+        if not isinstance(found, click.Group):
+            return found.make_context(name, list(arguments), parent=context)
+        group, context = found, click.Context(found, parent=context, info_name=name)
+    raise AssertionError
+
+
+def test_a_wrong_option_or_command_is_noticed() -> None:
+    assert parse(["train", "recipe.toml", "--set", "a=1"]).params["overrides"] == ("a=1",)
+    for wrong in (
+        ["train", "recipe.toml", "--sett", "a=1"],
+        ["trian"],
+        ["search", "index"],
+        ["plugins", "shwo", "x"],
+    ):
+        with pytest.raises(click.ClickException):
+            parse(wrong)
+
+
+def test_commands_in_blocks_parse(command: str) -> None:
+    parse(shlex.split(command, comments=True))
+
+
+def test_commands_in_sentences_parse(page: Path) -> None:
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for found in re.findall(r"`retrieval\s+([^`]+)`", text):
+        words = [word for word in shlex.split(" ".join(found.split())) if word not in ("…", "--help")]
+        try:
+            parse(words or ["plugins", "list"])  # `retrieval --help` names no command
+        except click.MissingParameter:  # a sentence need not say it all
+            continue
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_help_shows_an_example_that_parses(
+    name: str, cli: Callable[..., Any], commands_in: Callable[[str], list[str]]
+) -> None:
+    shown = cli(*name.split(), "--help")
+    assert shown.code == 0 and not shown.err
+    assert "Example" in shown.out
+    command = leaf(name)
+    text = (command.help or "") + "\n" + (command.epilog or "")
+    examples = list(in_example(text, commands_in))
+    assert any(example.startswith(f"{name} ") for example in examples), f"no example of {name}: {text}"
+    for example in examples:
+        assert parse(shlex.split(example)).command is leaf(" ".join(example.split()[: len(name.split())]))
+
+
+def leaf(name: str) -> click.Command:
+    """Return a command by its words."""
+    group: click.Command = app
+    for word in name.split():
+        assert isinstance(group, click.Group)
+        found = group.get_command(click.Context(group), word)
+        assert found is not None
+        group = found
+    return group
+
+
+def in_example(text: str, commands_in: Callable[[str], list[str]]) -> Iterator[str]:
+    """Give the command lines after `Example:` or another label, and those that stand alone."""
+    for line in text.splitlines():
+        yield from commands_in(re.sub(r"^\s*[A-Z][\w ]*:\s+", "", line))
+
+
+def test_every_command_is_in_the_documentation(root: Path, commands_in: Callable[[str], list[str]]) -> None:
+    pages = [root / "README.md", *(root / "docs").glob("*.md")]
+    lines = [line for page in pages for line in commands_in(page.read_text(encoding="utf-8"))]
+    text = " ".join(" ".join(page.read_text(encoding="utf-8").split()) for page in pages)
+    for name in LEAVES:
+        assert any(line.startswith(name) for line in lines) or f"`retrieval {name} " in text, (
+            f"{name} is in no page"
+        )

@@ -1,0 +1,103 @@
+"""The pages as a reader follows them: files saved, code run, commands run, answers compared with those shown."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from retrieval.bundle import Bundle
+from retrieval.errors import RecipeError
+from retrieval.recipe import Recipe, read_recipe
+from retrieval.train.run import load_run
+
+
+def test_python_blocks_compile(python_block: Any) -> None:
+    compile(python_block.body, str(python_block), "exec")
+
+
+def test_toml_blocks_are_recipes_or_tables_of_one(toml_block: Any) -> None:
+    table = tomllib.loads(toml_block.body)
+    unknown = set(table) - set(Recipe.model_fields)
+    assert table and not unknown
+    for name, value in table.items():
+        field = Recipe.model_fields[name]
+        keys = getattr(field.annotation, "model_fields", None)
+        if keys is not None:
+            assert set(value) <= set(keys), f"{toml_block}: [{name}] has {set(value) - set(keys)}"
+
+
+def test_tutorial(tutorial: Any, root: Path) -> None:
+    lines = tutorial.ran
+    for word in ("check", "train", "evaluate", "export", "index", "search", "serve"):
+        assert any(line.startswith(f"retrieval {word} ") for line in lines), word
+    assert any("--set" in line for line in lines) and any(line.startswith("curl ") for line in lines)
+    with contextlib.chdir(tutorial.folder):  # the recipe's paths start there
+        run = load_run(Path("runs", "photos"))
+        second = load_run(Path("runs", "beta20")).recipe
+    assert (len(run.splits.train), len(run.splits.validation), len(run.splits.query)) == (1007, 250, 539)
+    assert set(Bundle.open(tutorial.folder / "runs" / "photos" / "bundle").manifest.variants) == {"int8"}
+    assert second.loss is not None and second.loss["beta"] == 20 and second.seed == 1
+
+
+def test_tutorial_shows_the_sentences_that_come(
+    tutorial: Any, root: Path, blocks: Callable[..., Any]
+) -> None:
+    page = root / "docs" / "tutorial.md"
+    recipe = (tutorial.folder / "photos.toml").read_text(encoding="utf-8")
+    wrong = recipe.replace("embedding_size", "embeding_size").replace("multi_similarity", "multi_similarty")
+    (tutorial.folder / "wrong.toml").write_text(wrong, encoding="utf-8")
+    shown = next(block.body for block in blocks(page) if block.body.startswith("Error: "))
+    with contextlib.chdir(tutorial.folder):
+        with pytest.raises(RecipeError) as refused:
+            read_recipe(Path("wrong.toml"))
+        checked = tutorial.call(["check", "photos.toml"], "tutorial.md").splitlines()
+    assert f"Error: {refused.value}\n" == shown
+    shown = next(block.body for block in blocks(page) if block.body.startswith("data: ")).splitlines()
+    assert checked[:2] == shown[:2] and checked[-1] == shown[-1]
+
+
+def test_researcher(reader: Any, root: Path) -> None:
+    reader.follow(root / "docs" / "researcher.md")
+    runs = {path.name for path in (reader.folder / "runs").iterdir()}
+    assert runs == {"soft", "mined", "parts", "nearer", "mrr", "scaled", "seed1", "seed2"}
+    bundle = Bundle.open(reader.folder / "runs" / "parts" / "bundle")
+    assert bundle.manifest.rescorer is not None and not bundle.manifest.distance.exact
+
+
+def test_engineer(after_tutorial: Any, root: Path) -> None:
+    # the page says what to do from the start, so what the tutorial left of it goes
+    for name in ("runs/photos", "runs/beta20"):
+        shutil.rmtree(after_tutorial.folder / name)
+    after_tutorial.follow(root / "docs" / "engineer.md")
+    manifest = Bundle.open(after_tutorial.folder / "runs" / "photos" / "bundle").manifest
+    assert set(manifest.variants) == {"fp16", "int8"} and manifest.evaluation
+    tomllib.loads((after_tutorial.folder / "lite0.toml").read_text(encoding="utf-8"))
+
+
+def test_operator(after_tutorial: Any, root: Path) -> None:
+    shutil.rmtree(after_tutorial.folder / "photos.index")
+    after_tutorial.follow(root / "docs" / "operator.md")
+    assert (after_tutorial.folder / "nearest.png").read_bytes().startswith(b"\x89PNG")
+    assert sum(line.startswith("curl ") for line in after_tutorial.ran) >= 6
+
+
+def test_bundle(after_tutorial: Any, root: Path) -> None:
+    after_tutorial.follow(root / "docs" / "bundle.md")
+
+
+def test_metrics(reader: Any, root: Path) -> None:
+    reader.follow(root / "docs" / "metrics.md")
+
+
+def test_errors_shows_what_its_code_prints(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
+    page = root / "docs" / "errors.md"
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        reader.follow(page)
+    assert out.getvalue() == next(block.body for block in blocks(page) if block.language == "text")
