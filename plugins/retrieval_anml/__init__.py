@@ -12,8 +12,16 @@ from retrieval import hookimpl
 from retrieval.hookspecs import Factories
 
 _HOME = {
+    "DANMLoss": "danml",
+    "ImprovedLiftedLoss": "lifted",
+    "ImprovedNPairLoss": "npair",
+    "ImprovedProxyNCALoss": "proxies",
     "LANML": "lanml",
+    "LiftedLoss": "lifted",
+    "MinedDANMLoss": "danml",
+    "NPairLoss": "npair",
     "PNCA": "pnca",
+    "PairMiner": "miners",
     "gamma_for_mean_of_k_smallest": "means",
     "log_exp_mean": "means",
 }
@@ -37,18 +45,14 @@ def retrieval_learners() -> Factories:
 @hookimpl
 def retrieval_losses() -> Factories:
     """The deep losses: DANML, and the losses that the paper improves, with the originals."""
-    try:
-        from retrieval_anml import losses
-    except ImportError:  # not there yet
-        return {}
-    return losses.LOSSES
+    from retrieval_anml.losses import LOSSES
+
+    return LOSSES
 
 
 @hookimpl
 def retrieval_miners() -> Factories:
     """The miner that the paper's experiments use."""
-    try:
-        from retrieval_anml import miners
-    except ImportError:  # not there yet
-        return {}
-    return miners.MINERS
+    from retrieval_anml.miners import MINERS
+
+    return MINERS

@@ -12,10 +12,14 @@ from scipy.optimize import minimize
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, validate_data
+from threadpoolctl import threadpool_limits
 
 from retrieval_anml.neighborhoods import Neighborhoods
 
 Floats = NDArray[np.floating[Any]]
+
+ONE_THREAD = 10_000_000
+"""Below so many pairs, one thread."""
 
 
 class NeighborhoodLearner(LinearMap):
@@ -53,13 +57,15 @@ class NeighborhoodLearner(LinearMap):
         x, codes = self._checked(X, y, reset=True)
         loss = self._neighborhoods(x, codes, self.max_queries)
         start = self._start(x)
-        found = minimize(
-            lambda flat: _flat(loss(flat.reshape(start.shape))),
-            start.ravel(),
-            jac=True,
-            method="L-BFGS-B",
-            options={"maxiter": self.max_iter, "ftol": self.tol, "gtol": 1e-8},
-        )
+        # several threads gain nothing on small products, and cost dearly where cores are busy
+        with threadpool_limits(1 if loss.queries * len(x) < ONE_THREAD else None, user_api="blas"):
+            found = minimize(
+                lambda flat: _flat(loss(flat.reshape(start.shape))),
+                start.ravel(),
+                jac=True,
+                method="L-BFGS-B",
+                options={"maxiter": self.max_iter, "ftol": self.tol, "gtol": 1e-8},
+            )
         self.components_ = np.ascontiguousarray(found.x.reshape(start.shape).T)
         self.mean_ = x.mean(axis=0)
         self.objective_ = float(found.fun)
@@ -125,7 +131,8 @@ class NeighborhoodLearner(LinearMap):
             # eigenvectors come with an arbitrary sign
             largest = np.abs(directions).argmax(axis=0)
             directions = directions * np.where(directions[largest, np.arange(width)] < 0, -1.0, 1.0)
-        return np.ascontiguousarray(directions) / len(x) ** 0.25
+        start: Floats = np.ascontiguousarray(directions) / len(x) ** 0.25
+        return start
 
     def _refuse_common(self) -> None:
         check_random_state(self.seed)

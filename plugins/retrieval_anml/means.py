@@ -125,4 +125,4 @@ def gamma_for_mean_of_k_smallest(a: ArrayLike, k: int, *, tol: float = 1e-12) ->
         if middle in (low, high):
             break
         low, high = (middle, high) if _array_mean(values, middle, 0) > target else (low, middle)
-    return (low + high) / 2
+    return float(low + high) / 2

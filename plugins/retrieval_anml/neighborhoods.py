@@ -27,6 +27,9 @@ Ints = NDArray[np.intp]
 BLOCK = 1 << 20
 """How many distances are held at a time: 8 MB."""
 
+NEGLIGIBLE = -37.0
+"""e to this is half a unit in the last place of 1."""
+
 
 @dataclass(frozen=True)
 class _Class:
@@ -158,8 +161,7 @@ class Neighborhoods:
                 weights = weights[alive]
             d -= least[:, None]
             d *= -self.gamma2
-            e = np.exp(d, out=d)
-            mass = e.sum(axis=1)
+            e, mass = _exponentials(d)
             loss, slope = self.outer(radius - least + np.log(mass / len(others)) / self.gamma2 + offset)
             total += float(loss.sum())
             # A row of W sums to 0 (its D_i part to −ℓ′, its S_i part to ℓ′), so diag(W1) drops out.
@@ -209,6 +211,22 @@ def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floa
     e /= mass
     radius = np.einsum("ij,ij->i", e, d) if flat else -(top + np.log(mass / count))[:, 0] / gamma
     return radius, e
+
+
+def _exponentials(t: Floats) -> tuple[Any, Floats]:
+    """Return e^t (B, K) and the sum of each row (B,), for t ≤ 0 with a 0 in each row; t is overwritten.
+
+    What cannot change a sum in float64 is left out, and where that is most of it, as it is in large data under a sharp γ₂, the
+    rest is a sparse array.
+    """
+    seen = t > NEGLIGIBLE
+    if np.count_nonzero(seen) > t.size // 8:
+        e = np.exp(t, out=t)
+        return e, e.sum(axis=1)
+    places = np.flatnonzero(seen)
+    ends = np.concatenate([[0], np.count_nonzero(seen, axis=1).cumsum()])
+    values = np.exp(t.ravel()[places])
+    return csr_array((values, places % t.shape[1], ends), shape=t.shape), np.add.reduceat(values, ends[:-1])
 
 
 def _nearest(x: Floats, chosen: Ints, count: int) -> Ints:

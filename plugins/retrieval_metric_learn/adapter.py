@@ -55,7 +55,7 @@ class MetricLearnLearner(LinearMap):
 
     def _settings(self) -> dict[str, Any]:
         """Return the keywords of metric-learn's estimator; by default our parameters, `seed` renamed."""
-        settings = self.get_params(deep=False)
+        settings: dict[str, Any] = self.get_params(deep=False)
         if "seed" in settings:
             settings["random_state"] = settings.pop("seed")
         return settings
