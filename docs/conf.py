@@ -14,7 +14,6 @@ except importlib.metadata.PackageNotFoundError:
     release = "0"
 
 extensions = ["myst_parser"]
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 html_theme = "furo"
