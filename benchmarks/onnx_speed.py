@@ -293,14 +293,17 @@ def main() -> None:
     parser.add_argument(
         "--items", type=int, default=256, help="held-out and calibration items of EfficientNet-Lite0"
     )
+    parser.add_argument("--only", choices=["encoders", "variants"], help="one of the two halves")
     options = parser.parse_args()
     print("# ONNX Runtime and torch\n")
     print(
         f"`python benchmarks/onnx_speed.py`. {machine()}. Threads sleep instead of spinning in both. Where the load is above 0 others shared the cores: trust CPU time.\n"
     )
     with tempfile.TemporaryDirectory() as folder:
-        encoders(Path(folder), options.seconds)
-        variants(Path(folder), options.seconds, options.items)
+        if options.only != "variants":
+            encoders(Path(folder), options.seconds)
+        if options.only != "encoders":
+            variants(Path(folder), options.seconds, options.items)
 
 
 if __name__ == "__main__":

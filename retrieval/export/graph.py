@@ -116,9 +116,9 @@ def to_onnx(
 ) -> onnx.ModelProto:
     """Return the graph of a module in evaluation mode.
 
-    torch's present exporter ("dynamo") is the default of the host: it isn't deprecated, and its graphs are smaller
-    (EfficientNet-Lite0 with TensorFlow's padding: 97 nodes against 634, and half the time to run), though it takes seconds
-    where the older one ("torchscript") takes tenths. Both trace, so what depends on the *values* of the example is fixed.
+    torch's present exporter ("dynamo") is the default: it isn't deprecated, and its graphs are as fast or faster (EfficientNet-Lite0
+    with TensorFlow's padding: 103 nodes against 609, 10.6 ms against 14.2), though it takes seconds where the older one
+    ("torchscript") takes tenths. Both trace, so what depends on the *values* of the example is fixed.
 
     Args:
         module: gives one tensor or a tuple of tensors.

@@ -129,6 +129,10 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
 def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) -> onnx.ModelProto:
     """Return the graph statically quantised to int8: weights per channel, activations by the ranges seen in calibration.
 
+    Activations are unsigned, weights signed: with signed activations ONNX Runtime leaves a third of EfficientNet-Lite0's
+    layers unfused and gains nothing (13.1 ms of CPU time against float32's 13.8; unsigned 8.2). x86 processors without VNNI
+    saturate such sums, so the drift there may be larger than what is measured here.
+
     Args:
         proto: the encoder.
         calibration: real raw items (N, …) of the training side; held-out ones would make the measured drift too kind.
@@ -142,7 +146,7 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".int8-") as folder, quiet():
         source, prepared, target = (Path(folder, f"{name}.onnx") for name in ("source", "prepared", "int8"))
         try:
-            from onnxruntime.quantization import CalibrationDataReader, quantize_static
+            from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
             from onnxruntime.quantization.shape_inference import quant_pre_process
 
             class Reader(CalibrationDataReader):
@@ -164,6 +168,8 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
                 str(target),
                 Reader(),
                 per_channel=True,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
                 nodes_to_exclude=sorted(kept_float32(onnx.load(prepared))),
             )
             return onnx.load(target)
