@@ -21,7 +21,8 @@ from pytorch_metric_learning import losses, miners, samplers
 from retrieval.recipe import check_recipe
 from retrieval.train import checkpoint
 from retrieval.train.run import build_run
-from retrieval.train.trainer import Trainer, make_accelerator
+from retrieval.train.surroundings import make_accelerator
+from retrieval.train.trainer import Trainer
 from torch import nn
 from tqdm import tqdm
 

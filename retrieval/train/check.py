@@ -20,7 +20,7 @@ from retrieval.train.build import build_backbone, build_dataset, code_size
 from retrieval.train.learn import build_learner
 from retrieval.train.run import build_run
 from retrieval.train.step import Step
-from retrieval.train.trainer import make_accelerator
+from retrieval.train.surroundings import make_accelerator
 
 
 def run_one_batch(recipe: Recipe, plugins: Plugins) -> list[str]:

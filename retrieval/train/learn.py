@@ -22,6 +22,7 @@ from retrieval.train import checkpoint
 from retrieval.train.build import build_backbone, build_dataset
 from retrieval.train.features import backbone_features
 from retrieval.train.run import Run, create_folder, describe, load_weights, write_json
+from retrieval.train.surroundings import make_accelerator
 from retrieval.train.validate import validate
 
 
@@ -45,8 +46,6 @@ def fit_learner(
     Raises:
         DataError: the learner refuses the features.
     """
-    from retrieval.train.trainer import make_accelerator
-
     checkpoint.seed_everything(recipe.seed)
     dataset = build_dataset(recipe, plugins)
     splits = make_splits(dataset, recipe.split)

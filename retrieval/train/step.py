@@ -7,17 +7,19 @@ negatives as constants, the generator sees the metric as fixed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Parameter
 
 from retrieval.contracts import TripletIndices, count_indices
 from retrieval.errors import DataError
 from retrieval.model import Model
-from retrieval.recipe import Phase, Recipe
+from retrieval.recipe import Phase, Recipe, Trainable
 from retrieval.train.build import Objective
 
 
@@ -96,6 +98,38 @@ class Step:
         if "generator" in phase.train and any(True for _ in generator.parameters()):
             losses.generator = generator.objective(fa, fp, fn, synthetic, self.model.feature_distance)
         return losses
+
+    def backward(
+        self, losses: Losses, parts: Mapping[Trainable, Sequence[Parameter]], clip_norm: float | None
+    ) -> None:
+        """Give every parameter its gradient: each side's comes from its own objective; `joint` adds them up.
+
+        Args:
+            losses: what a batch gave.
+            parts: the parameters by part.
+            clip_norm: largest norm of each side's gradient; None: no clipping.
+        """
+        metric, generator = losses.metric, losses.generator
+        own = [p for p in parts["generator"] if p.requires_grad]
+        if self.joint and metric is not None and generator is not None:
+            metric, generator = metric + generator, None
+        if generator is not None:
+            keep = metric is not None and metric.requires_grad
+            gradients = torch.autograd.grad(generator, own, retain_graph=keep, allow_unused=True)
+            for parameter, gradient in zip(own, gradients, strict=True):
+                parameter.grad = gradient
+        if metric is not None and metric.requires_grad:
+            self.accelerator.backward(metric)
+        metric_side = [
+            p for name, group in parts.items() if name != "generator" for p in group if p.grad is not None
+        ]
+        generator_side = [p for p in own if p.grad is not None]
+        if self.accelerator.num_processes > 1:
+            for parameter in metric_side + generator_side:
+                parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")
+        if clip_norm:
+            self.accelerator.clip_grad_norm_(metric_side, clip_norm)
+            nn.utils.clip_grad_norm_(generator_side, clip_norm)
 
     def _loss(self, codes: Tensor, labels: Tensor, indices: TripletIndices | None) -> Tensor:
         loss: Tensor = (

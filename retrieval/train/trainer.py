@@ -6,20 +6,16 @@ at any step and resumed ends with the same weights, bit for bit.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -27,7 +23,7 @@ from tqdm import tqdm
 
 from retrieval.data.loading import TrainBatches
 from retrieval.data.raw import RawInputs
-from retrieval.errors import DataError, RecipeError, RetrievalError
+from retrieval.errors import DataError, RecipeError
 from retrieval.plugins import Plugins
 from retrieval.recipe import Phase, Recipe, Trainable
 from retrieval.train import checkpoint
@@ -36,11 +32,14 @@ from retrieval.train.features import frozen_dataset
 from retrieval.train.optim import StepSchedule, build_optimizer
 from retrieval.train.run import Run, build_run, create_folder, describe, load_weights, write_json
 from retrieval.train.step import Step
+from retrieval.train.surroundings import (
+    Interrupted,
+    forget_after,
+    make_accelerator,
+    stopping,
+    tensorboard,
+)
 from retrieval.train.validate import validate
-
-
-class Interrupted(RetrievalError):
-    """Training was asked to stop; the last checkpoint holds everything."""
 
 
 @dataclass
@@ -138,7 +137,8 @@ class Trainer:
 
     def _enter_phase(self) -> None:
         """Set up optimisers and schedules, and what trains; a phase starts with fresh optimisers."""
-        phase, parts = self.phase, self.parts()
+        self._parts = parts = self.parts()
+        phase = self.phase
         for name, parameters in parts.items():
             for parameter in parameters:
                 parameter.requires_grad_(name in phase.train)
@@ -206,7 +206,8 @@ class Trainer:
             self.save()
         for note in self.run.splits.notes:
             self.report(f"note: {note}")
-        with self._signals(), bar, self._tensorboard() as board:
+        board_folder = self.run.path / "tensorboard" if self.main else None
+        with stopping(self._stop), bar, tensorboard(board_folder, self.progress.total) as board:
             while self.progress.phase < len(self.recipe.phases):
                 while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
                     self._end_epoch(self._epoch(bar), board)
@@ -270,39 +271,11 @@ class Trainer:
                         f"Training stopped {where}: {name.replace('_', ' ')} is {figures[name]}. The last good checkpoint is "
                         f'{self.run.last}. Try a smaller learning rate, [train] clip_norm, or precision = "no".'
                     )
-        self._backward(losses.metric, losses.generator)
+        self.step.backward(losses, self._parts, self.recipe.train.clip_norm)
         for name, optimizer in self.optimizers.items():
             optimizer.step()
             self.schedules[name].step()
         return figures
-
-    def _backward(self, metric: Tensor | None, generator: Tensor | None) -> None:
-        """Each side's gradient comes from its own objective; `joint` adds them up."""
-        parameters = self.parts()
-        own = [p for p in parameters["generator"] if p.requires_grad]
-        if self.step.joint and metric is not None and generator is not None:
-            metric, generator = metric + generator, None
-        if generator is not None:
-            keep = metric is not None and metric.requires_grad
-            gradients = torch.autograd.grad(generator, own, retain_graph=keep, allow_unused=True)
-            for parameter, gradient in zip(own, gradients, strict=True):
-                parameter.grad = gradient
-        if metric is not None and metric.requires_grad:
-            self.accelerator.backward(metric)
-        trained = [p for group in parameters.values() for p in group if p.grad is not None]
-        if self.accelerator.num_processes > 1:
-            for parameter in trained:
-                parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")
-        if self.recipe.train.clip_norm:
-            metric_side = [
-                p
-                for name, group in parameters.items()
-                if name != "generator"
-                for p in group
-                if p.grad is not None
-            ]
-            self.accelerator.clip_grad_norm_(metric_side, self.recipe.train.clip_norm)
-            nn.utils.clip_grad_norm_([p for p in own if p.grad is not None], self.recipe.train.clip_norm)
 
     def _average_buffers(self) -> None:
         """Processes see different images, so their batch statistics differ: all go on with the mean."""
@@ -436,80 +409,7 @@ class Trainer:
             ) from error
         checkpoint.restore_random_state(state["random"])
         if self.main:
-            _forget_after(self.run.metrics_file, self.progress.total)
-
-    # --- surroundings ------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end training after the current step, with a checkpoint; a second SIGINT at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def handle(number: int, frame: Any) -> None:
-            if self._stop.is_set():
-                raise KeyboardInterrupt
-            self._stop.set()
-
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def _tensorboard(self) -> Iterator[Callable[[str, float, int], None]]:
-        """TensorBoard's writer when it is installed."""
-        writer = None
-        if self.main:
-            with contextlib.suppress(ImportError):
-                from torch.utils.tensorboard import SummaryWriter
-
-                writer = SummaryWriter(str(self.run.path / "tensorboard"), purge_step=self.progress.total)
-        try:
-            yield (
-                (lambda name, value, step: writer.add_scalar(name, value, step))
-                if writer
-                else (lambda name, value, step: None)
-            )
-        finally:
-            if writer:
-                writer.close()
-
-
-def _forget_after(log: Path, step: int) -> None:
-    """Drop what the log says of steps after the checkpoint: they are done again."""
-    if not log.is_file():
-        return
-    kept = []
-    for line in log.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (json.JSONDecodeError, KeyError, TypeError):
-            break  # a line that the crash cut off
-    temporary = log.with_name(log.name + ".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(log)
-
-
-def make_accelerator(recipe: Recipe) -> Accelerator:
-    """Return Accelerate's view of this process: device, precision, number of processes.
-
-    Raises:
-        RecipeError: the device or precision is not to be had here.
-    """
-    train = recipe.train
-    if train.device == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(['[train] device: is "cuda", and torch sees no GPU here. Use "auto" or "cpu".'])
-    on_cpu = train.device == "cpu" or not torch.cuda.is_available()
-    if train.precision == "fp16" and on_cpu:
-        raise RecipeError(['[train] precision: "fp16" needs a GPU. Use "bf16", which gains on a CPU too.'])
-    if AcceleratorState._shared_state:
-        AcceleratorState._reset_state()  # another run of this process may have had another precision
-    return Accelerator(cpu=on_cpu, mixed_precision=train.precision)
+            forget_after(self.run.metrics_file, self.progress.total)
 
 
 def train(

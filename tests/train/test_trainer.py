@@ -102,7 +102,7 @@ def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_
     for parameter in metric_side + generator_side:
         parameter.grad = None
     again = trainer.step(inputs, labels, trainer.phase)
-    trainer._backward(again.metric, again.generator)
+    trainer.step.backward(again, trainer.parts(), None)
     for parameter, gradient in zip(metric_side, expected_metric, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
