@@ -10,7 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 from retrieval.linear import LinearMap
 from scipy.optimize import minimize
 from sklearn.utils import check_random_state
-from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, validate_data
 from threadpoolctl import threadpool_limits
 
@@ -25,7 +24,7 @@ ONE_THREAD = 10_000_000
 class NeighborhoodLearner(LinearMap):
     """A linear map found by L-BFGS on L (F, C), M = LLᵀ, from M₀ = I / √N; subclasses give the objective.
 
-    Parameters that every subclass has: `n_components`, `max_queries`, `max_iter`, `tol`, `seed`.
+    Parameters that every subclass has: `standardize`, `n_components`, `max_queries`, `max_iter`, `tol`, `seed`.
 
     Attributes:
         components_: (C, F) the learned map, Lᵀ.
@@ -35,6 +34,7 @@ class NeighborhoodLearner(LinearMap):
         n_queries_: how many items were queries.
     """
 
+    standardize: bool
     n_components: int | None
     max_queries: int | None
     max_iter: int
@@ -54,7 +54,9 @@ class NeighborhoodLearner(LinearMap):
             ValueError: features are not finite, there is one class only, no class has two members, or a parameter is out
                 of its range.
         """
-        x, codes = self._checked(X, y, reset=True)
+        raw, codes = self._checked(X, y, reset=True)
+        scale = _deviations(raw) if self.standardize else np.ones(raw.shape[1])
+        x = raw / scale
         loss = self._neighborhoods(x, codes, self.max_queries)
         start = self._start(x)
         # several threads gain nothing on small products, and cost dearly where cores are busy
@@ -66,12 +68,13 @@ class NeighborhoodLearner(LinearMap):
                 method="L-BFGS-B",
                 options={"maxiter": self.max_iter, "ftol": self.tol, "gtol": 1e-8},
             )
-        self.components_ = np.ascontiguousarray(found.x.reshape(start.shape).T)
-        self.mean_ = x.mean(axis=0)
+        learned = found.x.reshape(start.shape)
+        self.components_ = np.ascontiguousarray(learned.T / scale)
+        self.mean_ = raw.mean(axis=0)
         self.objective_ = float(found.fun)
         self.n_iter_ = int(found.nit)
         self.n_queries_ = loss.queries
-        if np.abs(self.components_).max() < 1e-6 * np.abs(start).max():
+        if np.abs(learned).max() < 1e-6 * np.abs(start).max():
             warnings.warn(
                 f"{type(self).__name__} learned the zero map: every distance is 0. Make regularization smaller.",
                 stacklevel=2,
@@ -81,7 +84,8 @@ class NeighborhoodLearner(LinearMap):
     def objective(self, L: ArrayLike, X: ArrayLike, y: ArrayLike) -> tuple[float, Floats]:
         """Return what `fit` minimises, and its gradient (F, C), at a map L (F, C): codes are X L, M = LLᵀ.
 
-        All items are queries, whatever `max_queries` says. Nothing needs to be fitted, and nothing is kept.
+        All items are queries, whatever `max_queries` says, and the features are taken as they come, whatever `standardize`
+        says. Nothing needs to be fitted, and nothing is kept.
 
         Args:
             L: (F, C) the map, which is `components_` transposed.
@@ -105,7 +109,8 @@ class NeighborhoodLearner(LinearMap):
             x, labels = check_array(X, dtype=np.float64, ensure_min_samples=2), np.asarray(y)
             if len(labels) != len(x):
                 raise ValueError(f"There are {len(x)} items and {len(labels)} labels.")
-        check_classification_targets(labels)
+        if labels.dtype.kind == "f" and (labels != np.floor(labels)).any():
+            raise ValueError(f"The labels are continuous numbers; {type(self).__name__} needs classes.")
         names, codes = np.unique(labels, return_inverse=True)
         if len(names) < 2:
             raise ValueError(
@@ -144,6 +149,12 @@ class NeighborhoodLearner(LinearMap):
             raise ValueError(f"max_iter is {self.max_iter}; it must be at least 1.")
         if not self.tol > 0:
             raise ValueError(f"tol is {self.tol}; it must be greater than 0.")
+
+
+def _deviations(x: Floats) -> Floats:
+    """Return each feature's standard deviation (F,), and 1 for a feature that is constant up to rounding."""
+    deviation = x.std(axis=0)
+    return np.where(deviation > len(x) * np.finfo(np.float64).eps * np.abs(x).max(axis=0), deviation, 1.0)
 
 
 def _flat(found: tuple[float, Floats]) -> tuple[float, Floats]:

@@ -32,7 +32,6 @@ class LANML(NeighborhoodLearner):
     b_γ the log-exp mean: a smooth mean of a query's farthest (γ < 0) or nearest (γ > 0) items. Ω is the mean of d_ij over
     queries and S_i (§7.1.1). The paper sums ℓ where this takes the mean: its λ is N times this one. γ₁ < 0 is LANML⁻,
     convex in M; γ₁ > 0 is LANML⁺, not convex; at γ₁ = 0 a query looks at the mean of S_i, which is convex too.
-    Scale the features first: the γs and the margin are compared with distances of features as they come.
 
     An item whose class has no other member is nobody's query, only everybody's dissimilar item. A feature that is constant
     takes no part. A class with fewer than `neighbors` + 1 members uses all of them.
@@ -49,6 +48,9 @@ class LANML(NeighborhoodLearner):
         loss: ℓ: "hinge" [margin + x]₊, "smooth_hinge" the same with a parabola of `width` in place of the kink, or
             "logistic" log(1 + e^(margin + x)).
         width: of the smooth hinge's parabola.
+        standardize: whether each feature is first divided by its standard deviation, as in the paper's experiments; the map
+            takes that in, so features are given as they come. The γs and the margin are compared with distances, and the
+            search starts from one scale, so without it scale the features yourself.
         n_components: width C of the codes; none: the number of features.
         max_queries: at most so many items are queries: beyond, so many are drawn with `seed`, in each class alike, and all
             others stay their neighbours. None: no limit. Time grows with queries × items.
@@ -60,9 +62,8 @@ class LANML(NeighborhoodLearner):
         >>> from sklearn.datasets import load_wine
         >>> from sklearn.neighbors import KNeighborsClassifier
         >>> from sklearn.pipeline import make_pipeline
-        >>> from sklearn.preprocessing import StandardScaler
         >>> x, y = load_wine(return_X_y=True)
-        >>> knn = make_pipeline(StandardScaler(), LANML(), KNeighborsClassifier(5)).fit(x[::2], y[::2])
+        >>> knn = make_pipeline(LANML(), KNeighborsClassifier(5)).fit(x[::2], y[::2])
         >>> bool(knn.score(x[1::2], y[1::2]) > 0.95)
         True
     """
@@ -76,6 +77,7 @@ class LANML(NeighborhoodLearner):
         neighbors: Count | Literal["all"] | None = None,
         loss: Literal["hinge", "smooth_hinge", "logistic"] = "smooth_hinge",
         width: Positive = 0.1,
+        standardize: bool = True,
         n_components: Count | None = None,
         max_queries: Count | None = 5000,
         max_iter: Count = 100,
@@ -89,6 +91,7 @@ class LANML(NeighborhoodLearner):
         self.neighbors = neighbors
         self.loss = loss
         self.width = width
+        self.standardize = standardize
         self.n_components = n_components
         self.max_queries = max_queries
         self.max_iter = max_iter

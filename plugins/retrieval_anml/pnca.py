@@ -32,6 +32,8 @@ class PNCA(NeighborhoodLearner):
         alpha: α > 0.
         form: "mean" or "sum", see above.
         regularization: λ of the mean squared distance of queries to their class, which the paper does not add; 0 for none.
+        standardize: whether each feature is first divided by its standard deviation, as in the paper's experiments; the map
+            takes that in, so features are given as they come. Without it, scale the features yourself.
         n_components: width C of the codes; none: the number of features.
         max_queries: at most so many items are queries: beyond, so many are drawn with `seed`, in each class alike, and all
             others stay their neighbours. None: no limit. Time grows with queries × items.
@@ -45,6 +47,7 @@ class PNCA(NeighborhoodLearner):
         alpha: Positive = 1.0,
         form: Literal["mean", "sum"] = "mean",
         regularization: NotNegative = 0.0,
+        standardize: bool = True,
         n_components: Count | None = None,
         max_queries: Count | None = 5000,
         max_iter: Count = 100,
@@ -54,6 +57,7 @@ class PNCA(NeighborhoodLearner):
         self.alpha = alpha
         self.form = form
         self.regularization = regularization
+        self.standardize = standardize
         self.n_components = n_components
         self.max_queries = max_queries
         self.max_iter = max_iter

@@ -1,0 +1,292 @@
+"""LANML and PNCA as scikit-learn estimators: what they learn, save, refuse, and do with odd data."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any
+
+import joblib
+import numpy as np
+import pytest
+import torch
+from retrieval.contracts import Learner
+from retrieval.errors import RecipeError
+from retrieval.plugins import load_plugins
+from sklearn.datasets import load_digits, load_wine
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+from retrieval_anml import LANML, PNCA
+
+LEARNERS = [
+    LANML(),
+    LANML(1.0, 2.0),
+    LANML(0.0, loss="logistic", n_components=2),
+    PNCA(0.3),
+    PNCA(2.0, "sum"),
+]
+each = pytest.mark.parametrize("learner", LEARNERS, ids=str)
+
+
+@pytest.fixture(scope="module")
+def wine() -> tuple[Any, Any]:
+    x, y = load_wine(return_X_y=True)
+    return StandardScaler().fit_transform(x), y
+
+
+@pytest.mark.parametrize("learner", [LANML(max_iter=5), LANML(1.0, max_iter=5), PNCA(max_iter=5)], ids=str)
+def test_keeps_scikit_learns_rules(learner: Any) -> None:
+    with warnings.catch_warnings():
+        # some of its checks fit on pure noise
+        warnings.filterwarnings("ignore", message=".* learned the zero map")
+        check_estimator(learner, on_skip=None)
+
+
+@each
+def test_learning_helps(learner: Any) -> None:
+    x, y = load_digits(return_X_y=True)
+    x = x[:500, :] + 4 * np.random.default_rng(0).normal(size=(500, 64))
+    y = y[:500]
+    knn = KNeighborsClassifier(3)
+    before = knn.fit(x[:250], y[:250]).score(x[250:], y[250:])
+    scaled = make_pipeline(
+        StandardScaler(), type(learner)(**learner.get_params()).set_params(n_components=8), knn
+    )
+    assert scaled.fit(x[:250], y[:250]).score(x[:250], y[:250]) > before + 0.1
+
+
+def test_beats_euclid_where_a_feature_misleads() -> None:
+    random = np.random.default_rng(0)
+    y = np.repeat([0, 1, 2], 60)
+    x = np.hstack([y[:, None] + 0.15 * random.normal(size=(180, 1)), 3 * random.normal(size=(180, 4))])
+    inside, outside = np.arange(180) % 2 == 0, np.arange(180) % 2 == 1
+    knn = KNeighborsClassifier(5)
+    plain = knn.fit(x[inside], y[inside]).score(x[outside], y[outside])
+    assert plain < 0.6
+    for learner in (LANML(), LANML(1.0, 2.0), PNCA(0.3), PNCA()):
+        z = learner.fit(x[inside], y[inside]).transform(x)
+        assert knn.fit(z[inside], y[inside]).score(z[outside], y[outside]) > 0.85, learner
+
+
+@each
+def test_the_fit_goes_down_to_where_the_gradient_is_small(learner: Any, wine: Any) -> None:
+    x, y = wine
+    learner = type(learner)(**learner.get_params()).set_params(tol=1e-10, max_iter=500).fit(x, y)
+    value, gradient = learner.objective(learner.components_.T, x, y)
+    assert value == pytest.approx(learner.objective_, rel=1e-9, abs=1e-12)
+    start = learner._start(x)
+    begun, slope = learner.objective(start, x, y)
+    assert value < 0.7 * begun and np.abs(gradient).max() < 0.02 * max(1, np.abs(slope).max())
+    assert 1 <= learner.n_iter_ <= 500 and learner.n_queries_ == len(x)
+
+
+def test_a_convex_fit_does_not_depend_on_a_turn_of_the_features(wine: Any) -> None:
+    x, y = wine
+    turn = np.linalg.qr(np.random.default_rng(0).normal(size=(13, 13)))[0]
+    learner = LANML(-1.0, 2.0, 0.1, tol=1e-12, max_iter=2000)
+    plain = learner.fit(x, y).objective_
+    learner.set_params(standardize=False)
+    assert learner.fit(x @ turn, y).objective_ == pytest.approx(plain, rel=1e-4)
+
+
+@each
+def test_the_model_gives_the_numbers_of_transform(learner: Any, wine: Any) -> None:
+    x, y = wine
+    assert isinstance(learner, Learner)
+    head, combiner = learner.fit(x + 1000, y).to_model_parts()
+    assert combiner is None
+    expected = learner.transform(x + 1000)
+    with torch.no_grad():
+        found = head(torch.from_numpy(x + 1000).float()).numpy()
+    assert found.shape == (178, learner.n_components or 13)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-4 * np.abs(expected).max())
+
+
+@each
+def test_mahalanobis_matrix(learner: Any, wine: Any) -> None:
+    x, y = wine
+    codes, m = learner.fit(x, y).transform(x[:4]), learner.get_mahalanobis_matrix()
+    for i in range(4):
+        for j in range(4):
+            d = x[i] - x[j]
+            assert d @ m @ d == pytest.approx(((codes[i] - codes[j]) ** 2).sum(), rel=1e-9, abs=1e-9)
+
+
+@each
+def test_saved_and_set_again(learner: Any, wine: Any) -> None:
+    x, y = wine
+    file = io.BytesIO()
+    joblib.dump(learner.fit(x, y), file)
+    file.seek(0)
+    np.testing.assert_array_equal(joblib.load(file).transform(x), learner.transform(x))
+    again = type(learner)(**learner.get_params())
+    for name, value in vars(learner).items():
+        if name.endswith("_"):
+            assert isinstance(value, np.ndarray | int | float), name
+            setattr(again, name, value)
+    np.testing.assert_array_equal(again.transform(x), learner.transform(x))
+
+
+def test_in_a_pipeline_and_a_search(wine: Any) -> None:
+    x, y = wine
+    pipeline = make_pipeline(StandardScaler(), LANML(max_iter=20), KNeighborsClassifier(3))
+    grid = {"lanml__gamma1": [-1.0, 1.0], "lanml__n_components": [1, 6]}
+    search = GridSearchCV(pipeline, grid, cv=2, error_score="raise").fit(x[::2], y[::2])
+    assert search.best_params_["lanml__n_components"] == 6
+    assert len(search.best_estimator_[:-1].get_feature_names_out()) == 6
+    assert search.score(x[1::2], y[1::2]) > 0.9
+
+
+def test_the_same_twice_and_queries_by_seed(wine: Any) -> None:
+    x, y = wine
+    first, second = (LANML(max_queries=60, seed=4).fit(x, y) for _ in range(2))
+    np.testing.assert_array_equal(first.components_, second.components_)
+    assert 57 <= first.n_queries_ <= 63
+    other = LANML(max_queries=60, seed=5).fit(x, y)
+    assert not np.array_equal(first.components_, other.components_)
+    for all_of_them in (178, 500, None):
+        assert LANML(max_queries=all_of_them, max_iter=1).fit(x, y).n_queries_ == 178
+    # drawn in each class alike: a class of one or two of a thousand still has a query
+    many = np.vstack([np.random.default_rng(0).normal(size=(1000, 2)), [[9, 9], [9, 8]]])
+    assert LANML(max_queries=100, max_iter=1).fit(many, [0, 1] * 500 + [2, 2]).n_queries_ == 101
+
+
+def test_the_objective_of_drawn_queries_is_near_that_of_all(wine: Any) -> None:
+    x, y = wine
+    codes, L = y.astype(np.intp), np.eye(13) / 2
+    learner = PNCA()
+    whole = learner.objective(L, x, y)[0]
+    drawn = []
+    for seed in range(40):
+        learner.set_params(seed=seed)
+        drawn.append(learner._neighborhoods(x, codes, 60)(L)[0])
+    assert np.std(drawn) > 1e-3
+    assert np.mean(drawn) == pytest.approx(whole, abs=4 * np.std(drawn) / np.sqrt(40))
+
+
+def test_odd_data_give_finite_maps(wine: Any) -> None:
+    x, y = wine
+    odd = {
+        "constant feature": (np.hstack([x, np.full((178, 1), 3.0)]), y),
+        "all constant": (np.ones((20, 3)), np.arange(20) % 2),
+        "one member": (x, np.where(np.arange(178) == 5, 9, y)),
+        "fewer than neighbors": (x[::30], y[::30]),
+        "twins": (np.repeat(x[:40:4], 2, 0), np.arange(20) % 2),
+        "text": (x, np.array(["a", "b", "c"])[y]),
+        "huge": (1e6 * x, y),
+        "tiny": (1e-6 * x, y),
+        "one feature": (x[:, :1], y),
+        "more features than items": (np.random.default_rng(0).normal(size=(12, 30)), np.arange(12) % 2),
+    }
+    for name, (features, labels) in odd.items():
+        for learner in (
+            LANML(max_iter=20),
+            LANML(1.0, max_iter=20),
+            PNCA(0.1, max_iter=20),
+            PNCA(0.1, "sum", max_iter=20),
+        ):
+            learner.fit(features, labels)
+            assert np.isfinite(learner.components_).all() and np.isfinite(learner.objective_), (name, learner)
+            assert learner.components_.any(), (name, learner)
+
+
+@each
+def test_scales_of_features_do_not_matter(learner: Any, wine: Any) -> None:
+    x, y = wine
+    scales = 10.0 ** np.arange(-6, 7)
+    plain, scaled = (type(learner)(**learner.get_params()).fit(f, y) for f in (x, 7 + x * scales))
+    np.testing.assert_allclose(scaled.objective_, plain.objective_, rtol=1e-2)
+    raw = type(learner)(**learner.get_params()).set_params(standardize=False)
+    np.testing.assert_allclose(
+        raw.fit(x, y).get_mahalanobis_matrix(), plain.get_mahalanobis_matrix(), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_a_lone_member_is_nobodys_query_but_pushed_away(wine: Any) -> None:
+    x, y = wine[0][:60, :3], wine[1][:60] * 0
+    y[:2] = 1, 2
+    y[2:30] = 3
+    learner = LANML(max_iter=10).fit(x, y)
+    assert learner.n_queries_ == 58
+    moved = x.copy()
+    moved[0] += 0.5
+    L = learner.components_.T
+    assert learner.objective(L, moved, y)[0] != learner.objective(L, x, y)[0]
+
+
+def test_too_much_regularization_is_told(wine: Any) -> None:
+    with pytest.warns(UserWarning, match="zero map"):
+        LANML(regularization=1e3, max_iter=300, tol=1e-12).fit(*wine)
+
+
+@pytest.mark.parametrize(
+    ("learner", "said"),
+    [
+        (LANML(gamma2=0.0), "gamma2 is 0.0; it must be finite and greater than 0"),
+        (LANML(gamma2=-1.0), "gamma2"),
+        (LANML(gamma2=np.inf), "gamma2"),
+        (LANML(gamma1=np.nan), "gamma1"),
+        (LANML(margin=0.0), "margin"),
+        (LANML(width=0.0), "width"),
+        (LANML(regularization=-0.1), "regularization"),
+        (LANML(loss="square"), "loss"),  # type: ignore[arg-type]
+        (LANML(neighbors=0), "neighbors"),
+        (LANML(neighbors="some"), "neighbors"),  # type: ignore[arg-type]
+        (LANML(n_components=14), "n_components is 14; it must lie between 1 and the 13 features"),
+        (LANML(n_components=0), "n_components"),
+        (LANML(max_iter=0), "max_iter"),
+        (LANML(tol=0.0), "tol"),
+        (LANML(max_queries=0), "max_queries"),
+        (PNCA(0.0), "alpha"),
+        (PNCA(np.inf), "alpha"),
+        (PNCA(form="median"), "form"),  # type: ignore[arg-type]
+        (PNCA(regularization=-1.0), "regularization"),
+    ],
+    ids=str,
+)
+def test_refuses_parameters(learner: Any, said: str, wine: Any) -> None:
+    with pytest.raises(ValueError, match=said):
+        learner.fit(*wine)
+
+
+def test_refuses_data(wine: Any) -> None:
+    x, y = wine
+    for learner in (LANML(), PNCA()):
+        with pytest.raises(ValueError, match="All 178 items are of one class"):
+            learner.fit(x, 0 * y)
+        with pytest.raises(ValueError, match="the only one of its class"):
+            learner.fit(x, np.arange(178))
+        for bad in (np.nan, np.inf):
+            broken = x.copy()
+            broken[3, 3] = bad
+            with pytest.raises(ValueError, match=r"NaN|infinity"):
+                learner.fit(broken, y)
+        with pytest.raises(ValueError, match="L has 12 rows and the features 13 columns"):
+            learner.objective(np.eye(12), x, y)
+        with pytest.raises(ValueError, match="178 items and 3 labels"):
+            learner.objective(np.eye(13), x, y[:3])
+        for call in (
+            lambda n=learner: n.transform(x),
+            learner.to_model_parts,
+            learner.get_mahalanobis_matrix,
+        ):
+            with pytest.raises(NotFittedError):
+                call()
+
+
+def test_from_a_recipe() -> None:
+    plugins = load_plugins(block=["pml"])
+    made = plugins.build(
+        "learners", {"name": "anml.lanml", "gamma1": 1.0, "neighbors": "all"}, {"features": 9}
+    )
+    assert isinstance(made, LANML) and made.neighbors == "all"
+    assert plugins.build("learners", {"name": "anml.lanml", "neighbors": 5}).neighbors == 5
+    assert plugins.build("learners", {"name": "anml.pnca", "alpha": 0.5, "form": "sum"}).form == "sum"
+    for wrong in ({"gamma2": 0.0}, {"gamma1": "big"}, {"neighbors": "some"}, {"regularization": -1.0}):
+        with pytest.raises(RecipeError, match=next(iter(wrong))):
+            plugins.build("learners", {"name": "anml.lanml", **wrong})

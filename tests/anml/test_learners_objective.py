@@ -1,0 +1,232 @@
+"""The objectives of LANML and PNCA: against plain loops, finite differences, scikit-learn's NCA; limits; convexity."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from sklearn.neighbors import NeighborhoodComponentsAnalysis
+
+from retrieval_anml import LANML, PNCA
+from retrieval_anml import neighborhoods as module
+from retrieval_anml.neighborhoods import Neighborhoods
+from retrieval_anml.outer import Outer
+
+Floats = NDArray[np.floating[Any]]
+
+SETTINGS = [
+    LANML(-0.7, 2.0, 0.3),
+    LANML(-0.7, 2.0, 0.3, neighbors=3, loss="hinge"),
+    LANML(-2.0, 0.5, 0.0, neighbors="all", margin=3.0, width=2.0),
+    LANML(0.0, 1.0, 0.1, loss="logistic"),
+    LANML(0.5, 30.0, 0.3, neighbors=4, margin=0.2),
+    LANML(5.0, 1e-3, 0.01),
+    PNCA(1.0),
+    PNCA(0.3),
+    PNCA(0.3, "sum"),
+    PNCA(4.0, "sum", regularization=0.2),
+]
+each = pytest.mark.parametrize("learner", SETTINGS, ids=str)
+
+
+@pytest.fixture
+def data() -> tuple[Floats, NDArray[np.int64], Floats]:
+    """Four classes, one with a single member, one with two, far from the origin; and a map to three numbers."""
+    random = np.random.default_rng(0)
+    y = np.array([0] * 11 + [1] * 8 + [2] * 2 + [3])
+    x = random.normal(size=(len(y), 4)) + 0.7 * y[:, None] + 5
+    order = random.permutation(len(y))
+    return x[order], y[order], random.normal(size=(4, 3)) * 0.5
+
+
+def squared(x: Floats, L: Floats, i: int, j: int) -> float:
+    total = 0.0
+    for c in range(L.shape[1]):
+        total += sum((x[i, f] - x[j, f]) * L[f, c] for f in range(x.shape[1])) ** 2
+    return total
+
+
+def mean_of(distances: list[float], gamma: float) -> float:
+    if gamma == 0:
+        return sum(distances) / len(distances)
+    return -math.log(sum(math.exp(-gamma * d) for d in distances) / len(distances)) / gamma
+
+
+def loss_of(x: float, name: str, margin: float, width: float) -> float:
+    t = x + margin
+    if name == "logistic":
+        return math.log(1 + math.exp(t))
+    if name == "hinge" or t > width:
+        return max(t, 0) - (width / 2 if name == "smooth_hinge" else 0)
+    return t * t / (2 * width) if t > 0 else 0.0
+
+
+def by_loops(learner: Any, L: Floats, x: Floats, y: NDArray[np.int64]) -> float:
+    """Eqs 19 and 21, pair by pair."""
+    total, pull, queries = 0.0, 0.0, 0
+    for i in range(len(x)):
+        similar = [j for j in range(len(x)) if j != i and y[j] == y[i]]
+        if not similar:
+            continue
+        if isinstance(learner, LANML):
+            count = learner.neighbors or (10 if learner.gamma1 < 0 else "all")
+            if count != "all":
+                similar.sort(key=lambda j: squared(x, np.eye(x.shape[1]), i, j))
+                similar = similar[: int(count)]
+        near = [squared(x, L, i, j) for j in similar]
+        far = [squared(x, L, i, j) for j in range(len(x)) if y[j] != y[i]]
+        if isinstance(learner, LANML):
+            gap = mean_of(near, learner.gamma1) - mean_of(far, learner.gamma2)
+            total += loss_of(gap, learner.loss, learner.margin, learner.width)
+        else:
+            s = sum(math.exp(-learner.alpha * d) for d in near)
+            if learner.form == "mean":
+                s = len(near) * (s / len(near)) ** (1 / learner.alpha)
+            else:
+                s = s ** (1 / learner.alpha)
+            total += 1 - s / (s + sum(math.exp(-d) for d in far))
+        pull += sum(near) / len(near)
+        queries += 1
+    return (total + learner.regularization * pull) / queries
+
+
+def differences(f: Any, L: Floats, step: float = 1e-5) -> Floats:
+    found = np.zeros_like(L)
+    for place in np.ndindex(*L.shape):
+        by = np.zeros_like(L)
+        by[place] = step
+        found[place] = (f(L + by) - f(L - by)) / (2 * step)
+    return found
+
+
+@each
+@pytest.mark.parametrize("block", [1, 40, 1 << 20])
+def test_against_loops_and_differences(
+    learner: Any, block: int, data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BLOCK", block)
+    x, y, L = data
+    value, gradient = learner.objective(L, x, y)
+    assert value == pytest.approx(by_loops(learner, L, x, y), rel=1e-11)
+    expected = differences(lambda at: learner.objective(at, x, y)[0], L)
+    np.testing.assert_allclose(gradient, expected, rtol=2e-6, atol=2e-8 * max(1, np.abs(expected).max()))
+    assert np.abs(expected).max() > 1e-3
+
+
+def test_labels_may_be_text_and_nothing_is_kept(data: Any) -> None:
+    x, y, L = data
+    learner = LANML()
+    expected = learner.objective(L, x, y)[0]
+    assert learner.objective(L, x, np.array(["d", "c", "b", "a"])[y])[0] == pytest.approx(expected, rel=1e-14)
+    assert not [name for name in vars(learner) if name.endswith("_")]
+
+
+def test_sparse_weights_are_the_dense_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sharp γ₂ leaves most exponentials out; all are put back by a lower limit."""
+    random = np.random.default_rng(1)
+    x, y = random.normal(size=(120, 3)), random.integers(0, 3, 120)
+    learner = LANML(-1.0, 400.0, 0.1, margin=20.0)
+    value, gradient = learner.objective(np.eye(3), x, y)
+    calls: list[Any] = []
+    real = module._exponentials
+    monkeypatch.setattr(module, "_exponentials", lambda t: calls.append(real(t)) or calls[-1])
+    learner.objective(np.eye(3), x, y)
+    assert not any(isinstance(e, np.ndarray) for e, _ in calls)
+    monkeypatch.setattr(module, "_exponentials", real)
+    monkeypatch.setattr(module, "NEGLIGIBLE", -np.inf)
+    dense_value, dense_gradient = learner.objective(np.eye(3), x, y)
+    assert value == pytest.approx(dense_value, rel=1e-14)
+    np.testing.assert_allclose(gradient, dense_gradient, rtol=1e-12, atol=1e-13)
+
+
+def test_inactive_queries_cost_no_exponential(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(2)
+    y = np.arange(60) % 2
+    x = random.normal(size=(60, 2)) * 0.1 + 10 * y[:, None]
+    x[0] += 10 * (1 - 2 * y[0])  # one item among the others
+    rows: list[int] = []
+    real = module._exponentials
+    monkeypatch.setattr(module, "_exponentials", lambda t: rows.append(len(t)) or real(t))
+    value, gradient = LANML(-1.0, 8.0, 0.0).objective(np.eye(2), x, y)
+    assert value > 0 and np.abs(gradient).max() > 0
+    assert 1 <= sum(rows) < 60
+    rows.clear()
+    value, gradient = LANML(-1.0, 8.0, 0.0).objective(np.eye(2), x[1:], y[1:])
+    assert value == 0 and not rows and not gradient.any()
+
+
+def test_alpha_1_is_scikit_learns_nca(data: Any) -> None:
+    x, y, L = data
+    same = (y[:, None] == y).astype(float)
+    nca = NeighborhoodComponentsAnalysis()
+    nca.n_iter_ = 0
+    theirs, slope = nca._loss_grad_lbfgs(L.T.ravel().copy(), x, same, -1.0)
+    queries = int((np.bincount(y)[y] > 1).sum())
+    for form in ("mean", "sum"):
+        value, gradient = PNCA(1.0, form).objective(L, x, y)  # type: ignore[arg-type]
+        assert queries * (1 - value) == pytest.approx(-theirs, rel=1e-10)
+        np.testing.assert_allclose(queries * gradient, slope.reshape(L.T.shape).T, rtol=1e-8, atol=1e-10)
+
+
+def rows(x: Floats, y: Any, L: Floats, gamma1: float, gamma2: float) -> float:
+    """The mean of xᵢ itself."""
+    codes = np.asarray(y, dtype=np.intp)
+    return Neighborhoods(x, codes, gamma1=gamma1, gamma2=gamma2, outer=Outer("identity"))(L)[0]
+
+
+def test_identity_loss_is_the_sum_of_logits(data: Any) -> None:
+    """Proposition 4 as it is right: at γ = 1, ℓ(x) = x gives −Σ logit pᵢ up to Σ log(|S|/|D|)."""
+    x, y, L = data
+    total, queries = 0.0, 0
+    for i in range(len(x)):
+        near = [squared(x, L, i, j) for j in range(len(x)) if j != i and y[j] == y[i]]
+        far = [squared(x, L, i, j) for j in range(len(x)) if y[j] != y[i]]
+        if near:
+            odds = sum(math.exp(-d) for d in near) / sum(math.exp(-d) for d in far)
+            total += -math.log(odds) + math.log(len(near) / len(far))
+            queries += 1
+    assert rows(x, y, L, 1.0, 1.0) == pytest.approx(total / queries, rel=1e-11)
+
+
+def test_limits_of_gamma(data: Any) -> None:
+    x, y, L = data
+    near = [[squared(x, L, i, j) for j in range(len(x)) if j != i and y[j] == y[i]] for i in range(len(x))]
+    far = [[squared(x, L, i, j) for j in range(len(x)) if y[j] != y[i]] for i in range(len(x))]
+    pairs = [(s, d) for s, d in zip(near, far, strict=True) if s]
+    mean = sum(sum(s) / len(s) - sum(d) / len(d) for s, d in pairs) / len(pairs)
+    hardest = sum(max(s) - min(d) for s, d in pairs) / len(pairs)
+    for gamma in (0.0, 1e-12, -1e-12, 1e-7):
+        assert rows(x, y, L, gamma, 1e-7) == pytest.approx(mean, abs=1e-5)
+    # the hardest triplet of each query (Proposition 3 as it is right), and the nearest of both kinds
+    assert rows(x, y, L, -1e6, 1e6) == pytest.approx(hardest, abs=1e-5)
+    nearest = sum(min(s) - min(d) for s, d in pairs) / len(pairs)
+    assert rows(x, y, L, 1e6, 1e6) == pytest.approx(nearest, abs=1e-5)
+
+
+def half(M: Floats) -> Floats:
+    values, vectors = np.linalg.eigh(M)
+    root: Floats = vectors * np.sqrt(np.maximum(values, 0))
+    return root
+
+
+def gaps(learner: LANML, x: Floats, y: Any, segments: int = 25) -> list[float]:
+    """f(midpoint) − the mean of f at the ends, in M, on random segments between positive semi-definite matrices."""
+    random = np.random.default_rng(3)
+    found = []
+    for _ in range(segments):
+        a, b = (random.normal(size=(4, random.integers(1, 5))) * random.uniform(0.2, 1.5) for _ in "ab")
+        ends = [learner.objective(half(m @ m.T), x, y)[0] for m in (a, b)]
+        found.append(learner.objective(half((a @ a.T + b @ b.T) / 2), x, y)[0] - sum(ends) / 2)
+    return found
+
+
+@pytest.mark.parametrize("loss", ["hinge", "smooth_hinge", "logistic"])
+def test_convex_for_gamma1_below_0_and_only_then(loss: Any, data: Any) -> None:
+    x, y, _ = data
+    for gamma1 in (-3.0, -0.2, 0.0):
+        found = gaps(LANML(gamma1, 2.0, 0.1, loss=loss, neighbors="all"), x, y)
+        assert max(found) < 1e-9 and min(found) < -1e-3
+    assert max(gaps(LANML(3.0, 2.0, 0.1, loss=loss), x, y)) > 1e-3

@@ -1,0 +1,112 @@
+"""A learner in a recipe: train, evaluate, export to one ONNX graph, index, search; behind vectors and behind a frozen network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.bundle import Bundle
+from retrieval.plugins import load_plugins
+from retrieval.train.run import load_run
+from sklearn.datasets import load_digits
+
+VECTORS = """
+[data]
+name = "core.features"
+file = "digits.npz"
+[split]
+by = "item"
+test = 0.5
+[backbone]
+name = "core.features"
+"""
+
+IMAGES = """
+[data]
+name = "core.digits"
+[split]
+by = "item"
+test = 0.5
+[backbone]
+name = "core.convnet"
+size = 8
+width = 8
+depth = 2
+"""
+
+LANML = """
+[learner]
+name = "anml.lanml"
+gamma1 = -0.5
+n_components = 16
+max_iter = 15
+max_queries = 300
+"""
+
+PNCA = """
+[learner]
+name = "anml.pnca"
+alpha = 0.3
+n_components = 16
+max_iter = 15
+max_queries = 300
+"""
+
+
+def run(cli: Callable[..., Any], *words: str | Path) -> str:
+    outcome = cli(*words)
+    assert outcome.code == 0, outcome.err
+    return str(outcome.out)
+
+
+@pytest.mark.parametrize("learner", [LANML, PNCA], ids=["lanml", "pnca"])
+def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+    digits = load_digits()
+    x, y = digits.data.astype(np.float32), digits.target.astype(str)
+    np.savez(tmp_path / "digits.npz", features=x, labels=y)
+    (tmp_path / "recipe.toml").write_text(
+        VECTORS.replace("digits.npz", str(tmp_path / "digits.npz")) + learner
+    )
+    run(cli, "train", tmp_path / "recipe.toml", "--output", tmp_path / "run")
+    loaded = load_run(tmp_path / "run")
+    head = loaded.model.head
+    run(cli, "export", tmp_path / "run", "-o", tmp_path / "bundle", "--exporter", "torchscript")
+    assert not (tmp_path / "bundle" / "rescorer.onnx").exists()
+
+    # the run's weights are what fitting on the run's training items gives
+    made = load_plugins().build("learners", dict(loaded.recipe.learner or {}), {"features": 64})
+    train = loaded.splits.train
+    made.fit(x[train].astype(np.float64), y[train])
+    found = Bundle.open(tmp_path / "bundle", threads=1).encode(x[:100]).vector
+    np.testing.assert_allclose(found, made.transform(x[:100].astype(np.float64)), rtol=1e-3, atol=1e-3)
+    assert sum(p.numel() for p in head.parameters()) == 16 * 64
+
+    test = np.setdiff1d(np.arange(len(x)), train)
+    np.savez(tmp_path / "gallery.npz", features=x[train], labels=y[train])
+    np.savez(tmp_path / "queries.npz", features=x[test[:60]])
+    run(cli, "index", tmp_path / "bundle", tmp_path / "gallery.npz", "-o", tmp_path / "index")
+    answers = json.loads(
+        run(cli, "search", tmp_path / "index", tmp_path / "queries.npz", "-k", "3", "--json")
+    )
+    first = [answer["results"][0]["label"] for answer in answers]
+    assert np.mean(np.array(first) == y[test[:60]]) > 0.9
+
+
+def test_behind_a_frozen_network(cli: Callable[..., Any], tmp_path: Path) -> None:
+    recall = {}
+    for name, learner in (("plain", '[learner]\nname = "core.pca"\ncomponents = 8\n'), ("learned", LANML)):
+        (tmp_path / "recipe.toml").write_text(IMAGES + learner.replace("n_components = 16\n", ""))
+        run(cli, "train", tmp_path / "recipe.toml", "--output", tmp_path / name)
+        recall[name] = json.loads((tmp_path / name / "summary.json").read_text())["validation"]["recall_at_1"]
+    assert recall["learned"] > recall["plain"] + 0.05
+    run(cli, "export", tmp_path / "learned", "-o", tmp_path / "bundle", "--exporter", "torchscript")
+    assert [path.name for path in (tmp_path / "bundle").glob("*.onnx")] == ["encoder.onnx"]
+    images = np.random.default_rng(0).integers(0, 256, (4, 28, 28), dtype=np.uint8)
+    pictures = [Image.fromarray(image) for image in images]
+    found = [Bundle.open(tmp_path / "bundle", threads=1).encode_image(picture).vector for picture in pictures]
+    assert np.isfinite(found).all()
