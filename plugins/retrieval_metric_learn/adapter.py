@@ -66,6 +66,10 @@ class MetricLearnLearner(LinearMap):
     def _fit_options(self) -> dict[str, Any]:
         return {}
 
+    def _components(self, found: Floats) -> Floats:
+        """Return the map (C, F) from the one that metric-learn found."""
+        return found
+
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,), which may be text.
 
@@ -89,7 +93,7 @@ class MetricLearnLearner(LinearMap):
                     warnings.filterwarnings("ignore", message=message)
                 warnings.filterwarnings("ignore", category=RuntimeWarning, module="metric_learn")
                 fitted.fit(x, codes, **options)
-            components = np.atleast_2d(np.real(fitted.components_))
+            components = self._components(np.atleast_2d(np.real(fitted.components_)))
         except (ValueError, RuntimeError, AssertionError, ArithmeticError, TypeError, IndexError) as error:
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise ValueError(

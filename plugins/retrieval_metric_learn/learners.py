@@ -255,6 +255,20 @@ class LFDA(MetricLearnLearner):
         self.k = k
         self.embedding_type = embedding_type
 
+    def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
+        if self.n_components is not None and not 1 <= self.n_components <= features:
+            raise ValueError(
+                f"n_components is {self.n_components}; it must lie between 1 and the {features} features."
+            )
+
+    def _settings(self) -> dict[str, Any]:
+        # for some of the directions it starts ARPACK anywhere, and gives other digits and signs each time; for all of them
+        # it calls LAPACK, and the first are the same
+        return {**super()._settings(), "n_components": None}
+
+    def _components(self, found: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
+        return found[: self.n_components]
+
 
 class RCA(MetricLearnLearner):
     """Relevant components: whitens the spread within small chunks of a class.

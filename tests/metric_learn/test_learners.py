@@ -1,0 +1,213 @@
+"""metric-learn's learners under the installed scikit-learn: their own numbers, our contract, clear errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import joblib
+import numpy as np
+import pytest
+import torch
+from retrieval.contracts import Learner
+from retrieval.errors import MissingDependency, RecipeError
+from retrieval.plugins import load_plugins
+from sklearn.datasets import load_wine
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+metric_learn = pytest.importorskip("metric_learn")
+
+from retrieval_metric_learn import adapter  # noqa: E402
+from retrieval_metric_learn.learners import (  # noqa: E402
+    ITML,
+    LEARNERS,
+    LFDA,
+    LMNN,
+    LSML,
+    MMC,
+    RCA,
+    SCML,
+)
+
+SMALL = [
+    ITML(max_iter=20),
+    ITML(lower=1.0, upper=8.0, max_iter=20, prior="covariance"),
+    LFDA(n_components=5),
+    LMNN(2, max_iter=20, min_iter=5, learn_rate=1e-4),
+    LSML(max_iter=20),
+    MMC(max_iter=3, max_proj=50),
+    MMC(diagonal=True, max_iter=3),
+    RCA(n_chunks=40),
+    SCML(max_iter=200, output_iter=100),
+]
+each = pytest.mark.parametrize("learner", SMALL, ids=str)
+
+
+@pytest.fixture(scope="module")
+def wine() -> tuple[Any, Any]:
+    x, y = load_wine(return_X_y=True)
+    return StandardScaler().fit_transform(x), y
+
+
+def test_every_one_is_tried() -> None:
+    assert {type(learner) for learner in SMALL} == set(LEARNERS.values())
+
+
+@each
+def test_learns_a_map(learner: Any, wine: Any) -> None:
+    x, y = wine
+    assert isinstance(learner, Learner)
+    names = np.array(["barolo", "grignolino", "barbera"])[y]
+    codes = learner.fit(x[::2], names[::2]).transform(x)
+    assert KNeighborsClassifier(3).fit(codes[::2], y[::2]).score(codes[1::2], y[1::2]) > 0.85
+    head, combiner = learner.to_model_parts()
+    assert combiner is None
+    with torch.no_grad():
+        found = head(torch.from_numpy(x).float()).numpy()
+    np.testing.assert_allclose(found, codes, rtol=1e-4, atol=1e-4 * np.abs(codes).max())
+    m = learner.get_mahalanobis_matrix()
+    d = x[0] - x[1]
+    assert d @ m @ d == pytest.approx(((codes[0] - codes[1]) ** 2).sum(), rel=1e-8)
+    for name, value in vars(learner).items():
+        if name.endswith("_"):
+            assert isinstance(value, np.ndarray | int | float), name
+
+
+def test_lmnn_is_metric_learns_gradient_descent(wine: Any) -> None:
+    """Its own loop, run step by step: the adapter changes what is checked, and no number."""
+    x, y = wine
+    learner = LMNN(3, init="identity", learn_rate=1e-3, max_iter=4, min_iter=1).fit(x, y)
+    theirs = metric_learn.LMNN(n_neighbors=3)
+    theirs.labels_ = np.arange(3)
+    targets = theirs._select_targets(x, y)
+    from metric_learn.lmnn import _sum_outer_products
+
+    pull = _sum_outer_products(x, targets.flatten(), np.repeat(np.arange(len(x)), 3))
+    L, rate = np.eye(13), 1e-3
+    slope, value, _ = theirs._loss_grad(x, L, pull, 3, 0.5, targets, y)
+    for _ in range(2):
+        while True:
+            step = theirs._loss_grad(x, L - rate * slope, pull, 3, 0.5, targets, y)
+            if step[1] <= value:
+                break
+            rate /= 2
+        L = L - rate * slope
+        (slope, value, _), rate = step, rate * 1.01
+    np.testing.assert_allclose(learner.components_, L, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["weighted", "orthonormalized", "plain"])
+def test_lfda_takes_the_first_of_all_directions(kind: Any, wine: Any) -> None:
+    x, y = wine
+    theirs = adapter.adapted("LFDA")(n_components=4, embedding_type=kind).fit(x, y).components_
+    ours = LFDA(4, embedding_type=kind).fit(x, y).components_
+    np.testing.assert_allclose(np.abs(ours), np.abs(theirs), rtol=1e-6, atol=1e-8)
+
+
+def test_nothing_is_patched(wine: Any) -> None:
+    import sklearn.utils
+
+    from metric_learn import _util, base_metric
+
+    before = (
+        _util.check_array,
+        _util.check_input,
+        base_metric.check_input,
+        metric_learn.LMNN._prepare_inputs,
+        sklearn.utils.check_array,
+    )
+    LFDA().fit(*wine)
+    assert before == (
+        _util.check_array,
+        _util.check_input,
+        base_metric.check_input,
+        metric_learn.LMNN._prepare_inputs,
+        sklearn.utils.check_array,
+    )
+    assert "_prepare_inputs" not in vars(metric_learn.LFDA)
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [ITML(max_iter=5), LFDA(), LMNN(1, max_iter=3, min_iter=1), LSML(max_iter=5), RCA(n_chunks=5)],
+    ids=str,
+)
+def test_keeps_scikit_learns_rules_but_for_what_metric_learn_cannot_fit(learner: Any) -> None:
+    for result in check_estimator(learner, on_fail=None, on_skip=None):
+        if result["status"] == "failed":
+            # data that metric-learn itself cannot fit must end in our sentence
+            assert "metric-learn's" in str(result["exception"]) or "chunks" in str(result["exception"]), (
+                result
+            )
+
+
+def test_in_a_pipeline_a_search_and_saved(wine: Any, tmp_path: Any) -> None:
+    x, y = wine
+    pipeline = make_pipeline(StandardScaler(), LFDA(), KNeighborsClassifier(3))
+    search = GridSearchCV(pipeline, {"lfda__n_components": [1, 6]}, cv=2, error_score="raise").fit(x, y)
+    assert search.best_params_ == {"lfda__n_components": 6}
+    joblib.dump(search.best_estimator_, tmp_path / "p.joblib")
+    again = joblib.load(tmp_path / "p.joblib")
+    np.testing.assert_array_equal(again[:-1].transform(x), search.best_estimator_[:-1].transform(x))
+
+
+@each
+def test_the_same_seed_gives_the_same(learner: Any, wine: Any) -> None:
+    first, second = (type(learner)(**learner.get_params()).fit(*wine).components_ for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_refuses(wine: Any) -> None:
+    x, y = wine
+    few = np.where(np.arange(178) < 2, 7, y)
+    with pytest.raises(ValueError, match="each class needs 4 members; the smallest has 2"):
+        LMNN(3).fit(x, few)
+    with pytest.raises(ValueError, match="Each class needs 2 members"):
+        SCML().fit(x, np.where(np.arange(178) < 1, 7, y))
+    with pytest.raises(ValueError, match="hold 88 chunks"):
+        RCA(n_chunks=100).fit(x, y)
+    with pytest.raises(ValueError, match="cannot span 13 features"):
+        RCA(n_chunks=5).fit(x, y)
+    with pytest.raises(ValueError, match="between 1 and the 13 features"):
+        LFDA(n_components=14).fit(x, y)
+    with pytest.raises(ValueError, match="set both or neither"):
+        ITML(lower=1.0).fit(x, y)
+    with pytest.raises(ValueError, match=r"metric-learn's LFDA (cannot be fitted|ended)"):
+        LFDA().fit(np.ones((20, 3)), np.arange(20) % 2)
+    for learner in SMALL:
+        learner = type(learner)(**learner.get_params())
+        with pytest.raises(ValueError, match="one class"):
+            learner.fit(x, 0 * y)
+        with pytest.raises(ValueError, match="NaN"):
+            learner.fit(np.where(x == x[0, 0], np.nan, x), y)
+        with pytest.raises(NotFittedError):
+            learner.transform(x)
+
+
+def test_from_a_recipe() -> None:
+    plugins = load_plugins(block=["pml"])
+    assert {name.removeprefix("metric_learn.") for name in plugins.factories("learners")} >= set(LEARNERS)
+    made = plugins.build("learners", {"name": "metric_learn.lmnn", "n_neighbors": 4}, {"features": 9})
+    assert isinstance(made, LMNN) and made.n_neighbors == 4
+    with pytest.raises(RecipeError, match="regularization"):
+        plugins.build("learners", {"name": "metric_learn.lmnn", "regularization": 2.0})
+
+
+def test_without_metric_learn(monkeypatch: pytest.MonkeyPatch, wine: Any) -> None:
+    adapter.adapted.cache_clear()
+    monkeypatch.setitem(sys.modules, "metric_learn", None)
+    with pytest.raises(MissingDependency, match=r"pip install 'retrieval\[metric_learn\]'"):
+        LFDA().fit(*wine)
+    assert load_plugins(block=["pml"]).find("learners", "metric_learn.lfda")
+    adapter.adapted.cache_clear()
+
+
+def test_the_plugin_imports_neither_metric_learn_nor_torch() -> None:
+    code = "import retrieval_metric_learn, sys; assert not {'torch', 'metric_learn', 'sklearn'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
