@@ -92,7 +92,7 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
     if factory.kind == "metrics":
         return f'[evaluate]\nmetrics = ["{factory.name}"]'
     if factory.kind == "indexes":
-        required = "".join(f" --option {p.name}=…" for p in settable if p.required)
+        required = "".join(f" --set {p.name}=…" for p in settable if p.required)
         return f"retrieval index BUNDLE IMAGES --output INDEX --backend {factory.name}{required}"
     if factory.kind not in tables:
         inner = [f'name = "{factory.name}"']

@@ -87,6 +87,7 @@ class FileDataset(Dataset):
     """
 
     kind = "image"
+    files: Sequence[Path]
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from retrieval.errors import DataError
 from retrieval.evaluate.evaluation import Evaluation, evaluate
 from retrieval.evaluate.metrics import metric
 from retrieval.evaluate.neighbors import exact_neighbors
+from retrieval.train.features import backbone_features
 from retrieval.train.run import Run, write_json
 
 if TYPE_CHECKING:
@@ -77,9 +78,16 @@ def evaluate_run(
     device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
     model = run.model.to(device)
 
+    # a frozen backbone's features are on disk since training
+    frozen = run.recipe.frozen or run.recipe.learner is not None
+    source = (
+        backbone_features(model, run.dataset, device, run.recipe.evaluate.batch) if frozen else run.dataset
+    )
+
     def codes(indices: NDArray[np.int64]) -> torch.Tensor:
+        batch = run.recipe.evaluate.batch
         return encode(
-            model, run.dataset, indices, batch=run.recipe.evaluate.batch, device=device, progress="encoding"
+            model, source, indices, batch=batch, device=device, progress="encoding", from_features=frozen
         )
 
     def figures(ours: Any, others: Any, distance: Any = None) -> Evaluation:

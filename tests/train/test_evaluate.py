@@ -1,0 +1,77 @@
+"""`retrieval evaluate` on real runs: every kind of model, the raw inputs, a bundle with and without a rescorer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from retrieval.errors import DataError
+from retrieval.evaluate.protocol import evaluate_run
+from retrieval.evaluate.table import table
+from retrieval.export.runs import export_run
+from retrieval.train.run import load_run
+from retrieval.train.trainer import train
+
+Make = Callable[..., Any]
+
+
+def trained(make: Make, folder: Path, **tables: Any) -> Any:
+    train(folder, *make(**tables))
+    return load_run(folder)
+
+
+def brute_force_recall_at_1(run: Any) -> float:
+    """By plain loops over the model's own distances."""
+    from retrieval.encode import encode
+
+    codes = encode(run.model, run.dataset, run.splits.query)
+    labels = run.splits.labels[run.splits.query]
+    distances = run.model.distances(codes, codes).detach().double().numpy()
+    np.fill_diagonal(distances, np.inf)
+    return float(np.mean([labels[int(np.argmin(row))] == labels[i] for i, row in enumerate(distances)]))
+
+
+@pytest.mark.parametrize("combiner", [None, {"name": "toolbox.local"}])
+def test_figures_equal_plain_loops_and_the_bundle_agrees(make: Make, tmp_path: Path, combiner: Any) -> None:
+    run = trained(make, tmp_path / "run", combiner=combiner)
+    export_run(run, tmp_path / "bundle")
+    results = evaluate_run(run, baseline=True, clusters=True, bundle=tmp_path / "bundle")
+    figures = results["figures"]
+    assert figures["trained"]["recall_at_1"] == pytest.approx(brute_force_recall_at_1(run), abs=1e-9)
+    assert figures["bundle"]["recall_at_1"] == pytest.approx(figures["trained"]["recall_at_1"], abs=0.011)
+    assert 0 < figures["trained"]["nmi"] <= 1
+    assert figures["raw pixels"]["recall_at_1"] > 0.9
+    assert json.loads((tmp_path / "run" / "evaluation-test.json").read_text()) == json.loads(
+        json.dumps(results)
+    )
+    text = table(results)
+    assert "raw pixels" in text
+    assert ("exhaustive" in text) == (combiner is not None)
+    if combiner is not None:
+        overlap = results["candidates"]["overlap_at_10"]
+        by_count = [overlap[count] for count in sorted(overlap, key=int)]
+        assert by_count == sorted(by_count)
+        assert by_count[0] > 0.5
+
+
+def test_a_frozen_run_is_evaluated_from_its_cached_features(make: Make, tmp_path: Path) -> None:
+    run = trained(make, tmp_path / "run", backbone={"name": "toolbox.net", "frozen": True})
+    assert evaluate_run(run)["figures"]["trained"]["recall_at_1"] == pytest.approx(
+        brute_force_recall_at_1(run), abs=1e-9
+    )
+
+
+def test_the_validation_side_gives_what_training_logged(make: Make, tmp_path: Path) -> None:
+    run = trained(make, tmp_path / "run")
+    logged = json.loads((tmp_path / "run" / "summary.json").read_text())["validation"]
+    assert evaluate_run(run, side="validation")["figures"]["trained"] == pytest.approx(logged)
+
+
+def test_a_side_without_items_is_refused(make: Make, tmp_path: Path) -> None:
+    run = trained(make, tmp_path / "run", split={"by": "class", "validation": 0.0})
+    with pytest.raises(DataError, match="has no validation items"):
+        evaluate_run(run, side="validation")
