@@ -24,8 +24,8 @@ from retrieval_anml.outer import Outer
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.intp]
 
-BLOCK = 1 << 20
-"""How many distances are held at a time: 8 MB."""
+BLOCK = 1 << 21
+"""How many distances are held at a time: 16 MB."""
 
 NEGLIGIBLE = -37.0
 """e to this is half a unit in the last place of 1."""
@@ -145,23 +145,25 @@ class Neighborhoods:
         own, total = z[c.start : c.stop], 0.0
         offset = self.offset(c.similar, len(others))
         rows = max(1, BLOCK // max(len(others), c.count))
+        space = np.empty(min(rows, len(c.queries)) * len(others))
         for i in range(0, len(c.queries), rows):
             query = c.queries[i : i + rows]
             near = None if c.neighbors is None else c.neighbors[i : i + rows]
             a = left[c.start + query]
             radius, weights = self._similar(own, query, near, a, right[c.start : c.stop])
-            d = np.maximum(a @ others.T, 0)
-            least = d.min(axis=1)
+            t = np.matmul(-self.gamma2 * a, others.T, out=space[: len(a) * len(others)].reshape(len(a), -1))
+            np.minimum(t, 0, out=t)
+            top = t.max(axis=1)
+            least = -top / self.gamma2
             # b_{γ₂} ≥ the smallest distance: whoever is far enough from that costs nothing, and no exponential
             alive = radius - least + offset > self.outer.floor
             if not alive.any():
                 continue
             if not alive.all():
-                d, least, radius, query = d[alive], least[alive], radius[alive], query[alive]
+                t, top, least, radius, query = t[alive], top[alive], least[alive], radius[alive], query[alive]
                 weights = weights[alive]
-            d -= least[:, None]
-            d *= -self.gamma2
-            e, mass = _exponentials(d)
+            t -= top[:, None]
+            e, mass = _exponentials(t)
             loss, slope = self.outer(radius - least + np.log(mass / len(others)) / self.gamma2 + offset)
             total += float(loss.sum())
             # A row of W sums to 0 (its D_i part to −ℓ′, its S_i part to ℓ′), so diag(W1) drops out.
