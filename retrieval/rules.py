@@ -70,6 +70,8 @@ def _loss(recipe: Recipe, plugins: Plugins) -> list[str]:
 
     def others(test: Callable[[Factory], bool]) -> str:
         names = [f.name for f in plugins.factories("losses").values() if test(f)]
+        own = str(name).partition(".")[0] + "."
+        names.sort(key=lambda other: not other.startswith(own))  # the same plugin's first
         return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
 
     if recipe.combiner:
@@ -88,6 +90,11 @@ def _loss(recipe: Recipe, plugins: Plugins) -> list[str]:
         problems.append(
             f"[generator] {recipe.generator.get('name')} extends the reference set, and {name} takes no `ref_emb`. "
             f"Use a loss that does: {others(lambda f: f.supports_ref_emb)}."
+        )
+    elif recipe.generator and not plugins.every("losses", loss, lambda f: f.supports_miner):
+        problems.append(
+            f"[generator] {recipe.generator.get('name')} makes a negative for each triplet, and {name} picks its own pairs. "
+            f"Use a loss that takes them: {others(lambda f: f.supports_ref_emb and f.supports_miner)}."
         )
     if recipe.miner and not plugins.every("losses", loss, lambda f: f.supports_miner):
         problems.append(
