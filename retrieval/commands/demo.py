@@ -21,6 +21,9 @@ def demo(output: Path, replace: bool) -> None:
 
     Example:  retrieval demo --output demo
     """
+    from retrieval.runtime import quiet_threads
+
+    quiet_threads()
     from retrieval.demo import remove, run_demo
 
     if replace and output.exists():

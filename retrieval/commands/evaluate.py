@@ -48,6 +48,9 @@ def evaluate(
 
     Example:  retrieval evaluate runs/digits --baseline --metric recall_at_1 --metric map_at_r
     """
+    from retrieval.runtime import quiet_threads
+
+    quiet_threads()
     from retrieval.evaluate.protocol import evaluate_run
     from retrieval.evaluate.table import table
     from retrieval.train.run import load_run

@@ -27,6 +27,9 @@ def check(recipe: Path, overrides: tuple[str, ...], extra: tuple[str, ...]) -> N
 
     Example:  retrieval check models/digits/recipe.toml --set loss.alpha=1.5
     """
+    from retrieval.runtime import quiet_threads
+
+    quiet_threads()
     from retrieval.recipe import read_recipe
 
     made, plugins = read_recipe(recipe, overrides, extra)
@@ -56,6 +59,9 @@ def train(
     Several GPUs:  accelerate launch -m retrieval.cli train models/digits/recipe.toml
     Several CPU processes:  torchrun --nproc-per-node 2 -m retrieval.cli train models/digits/recipe.toml
     """
+    from retrieval.runtime import quiet_threads
+
+    quiet_threads()
     from retrieval.recipe import read_recipe
 
     made, plugins = read_recipe(recipe, overrides, extra)
