@@ -190,7 +190,7 @@ def row(label: str, count: int, result: Any, base: Any) -> str:
 
 def report(data: Path, threads: int, counts: list[int], defaults: list[int], recall: bool) -> str:
     lines = [
-        "## Evaluation: Recall@1, 2, 4, 8 and MAP@R",
+        "# Evaluation: Recall@1, 2, 4, 8 and MAP@R",
         "",
         "Fashion-MNIST's training images as 128 principal components of unit length, query = gallery without itself, "
         "10 classes of about a tenth of the items each, so MAP@R needs the nearest tenth of the gallery for each query. "
