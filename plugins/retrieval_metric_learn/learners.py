@@ -277,7 +277,7 @@ class RCA(MetricLearnLearner):
 
     Args:
         n_components: width of the codes; none: the number of features.
-        n_chunks: how many chunks.
+        n_chunks: how many chunks; none: 100, or as many as the classes hold.
         chunk_size: items in each.
         seed: of the drawing of chunks.
     """
@@ -287,7 +287,7 @@ class RCA(MetricLearnLearner):
     def __init__(
         self,
         n_components: Count | None = None,
-        n_chunks: Count = 100,
+        n_chunks: Count | None = None,
         chunk_size: Annotated[int, Field(ge=2)] = 2,
         seed: int = 0,
     ) -> None:
@@ -296,15 +296,20 @@ class RCA(MetricLearnLearner):
         self.chunk_size = chunk_size
         self.seed = seed
 
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "n_chunks": self._chunks}
+
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
         most = int((counts // self.chunk_size).sum())
-        if self.n_chunks > most:
+        self._chunks = min(100, most) if self.n_chunks is None else self.n_chunks
+        if self._chunks > most:
             raise ValueError(
                 f"n_chunks is {self.n_chunks}; classes of these sizes hold {most} chunks of {self.chunk_size}. Lower it."
             )
-        if self.n_chunks * (self.chunk_size - 1) < features:
+        if self._chunks * (self.chunk_size - 1) < features:
             raise ValueError(
-                f"{self.n_chunks} chunks of {self.chunk_size} cannot span {features} features. Raise n_chunks or chunk_size."
+                f"{self._chunks} chunks of {self.chunk_size} cannot span {features} features. Raise n_chunks or chunk_size, or "
+                "give it more items."
             )
 
 

@@ -43,6 +43,7 @@ SMALL = [
     LSML(max_iter=20),
     MMC(max_iter=3, max_proj=50),
     MMC(diagonal=True, max_iter=3),
+    RCA(),
     RCA(n_chunks=40),
     SCML(max_iter=200, output_iter=100),
 ]
