@@ -136,7 +136,7 @@ def report() -> Iterator[str]:
     import pytorch_metric_learning
     import torch
 
-    yield "# Speed and memory of ANML's deep losses\n"
+    yield "# Speed and memory of the deep ANML losses\n"
     yield "Made by `python benchmarks/anml_loss_speed.py`, which says what is measured: forward and backward, one core, CPU time."
     yield f"{platform.machine()}, torch {torch.__version__}, pytorch-metric-learning {pytorch_metric_learning.__version__}.\n"
     yield "## DANML with its miner, against MultiSimilarityLoss with MultiSimilarityMiner\n"
