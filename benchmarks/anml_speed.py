@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
+
+LIMIT = 900
+"""CPU seconds after which a fit is given up."""
 
 SETS = ("vehicle", "german", "segment", "penbased")
 LEARNERS = {
@@ -83,7 +87,13 @@ def one(name: str, expression: str) -> dict[str, Any]:
 def report(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
     def cell(name: str, expression: str) -> str:
         row = rows.get((name, expression))
+        if row and row["iterations"] is None:
+            return f"> {row['seconds']:.0f}, given up"
         return f"{row['seconds']:.2f} ({row['iterations']})" if row else "–"
+
+    def times(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+        more = "> " if theirs["iterations"] is None else ""
+        return f"{more}{theirs['seconds'] / ours['seconds']:.1f}"
 
     lines = [
         "# LANML's speed and memory",
@@ -104,9 +114,7 @@ def report(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
         for name in SETS:
             ours = rows.get((name, expression))
             theirs = [rows.get((name, f"LMNN({k})")) for k in (4, 7)]
-            cells.append(
-                " / ".join(f"{t['seconds'] / ours['seconds']:.1f}" if t and ours else "–" for t in theirs)
-            )
+            cells.append(" / ".join(times(t, ours) if t and ours else "–" for t in theirs))
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     lines += [
         "",
@@ -147,10 +155,16 @@ def main() -> None:
     for name, expression in jobs:
         if (name, expression) in rows or (arguments.only and name not in arguments.only):
             continue
-        done = subprocess.run(
-            [sys.executable, __file__, "--one", name, expression], check=True, capture_output=True, text=True
-        )
-        rows[name, expression] = row = json.loads(done.stdout.splitlines()[-1])
+        command = [sys.executable, __file__, "--one", name, expression]
+        limit = lambda: resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))  # noqa: E731
+        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
+        if done.returncode == -signal.SIGKILL:
+            row = {"set": name, "learner": expression, "seconds": LIMIT, "iterations": None, "megabytes": 0.0}
+        elif done.returncode:
+            sys.exit(done.stderr)
+        else:
+            row = json.loads(done.stdout.splitlines()[-1])
+        rows[name, expression] = row
         with kept.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(name, expression, f"{row['seconds']:.2f} s", f"{row['megabytes']:.0f} MB", flush=True)
