@@ -1,0 +1,32 @@
+"""Deep adversarial metric learning: generators of hard negatives, the paper's losses, and several metrics weighted per pair.
+
+Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on Image Processing 29, 2020.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from retrieval import hookimpl
+from retrieval.hookspecs import Factories
+
+_HOME: dict[str, str] = {}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"retrieval_daml.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'retrieval_daml' has no attribute '{name}'")
+
+
+@hookimpl
+def retrieval_generators() -> Factories:
+    """Generators of synthetic samples that are hard for the metric being learned."""
+    return {}
+
+
+@hookimpl
+def retrieval_losses() -> Factories:
+    """The four losses that the paper trains with its generator."""
+    return {}
