@@ -13,7 +13,7 @@ from retrieval.errors import DataError
 from retrieval.factory import Part
 from torch import Tensor, nn
 
-from retrieval_anml.gap import Rule, gap_of_similarities, gap_of_vectors
+from retrieval_anml.gap import Rule, gap_of_cosines, gap_of_similarities
 from retrieval_anml.pairs import LabelPairs, ListedPairs, Pairs
 
 Distance = Annotated[nn.Module | None, Part("distances")]
@@ -163,8 +163,7 @@ class SimilarityLoss(BaseMetricLossFunction):
     def gap(self, embeddings: Tensor, ref_emb: Tensor, pairs: Pairs, rule: Rule) -> tuple[Tensor, Tensor]:
         """Return each anchor's gap (B,), and where it is defined; see `retrieval_anml.gap`."""
         if is_cosine(self.distance):
-            own = ref_emb is embeddings
-            return gap_of_vectors(F.normalize(embeddings), None if own else F.normalize(ref_emb), pairs, rule)
+            return gap_of_cosines(embeddings, None if ref_emb is embeddings else ref_emb, pairs, rule)
         return gap_of_similarities(similarities(self.distance, embeddings, ref_emb), pairs, rule)
 
 

@@ -26,6 +26,8 @@ from retrieval_anml.pairs import LabelPairs, Pairs
 
 # similarities worked on at a time: what a processor's cache holds
 BLOCK = 1 << 18
+# what F.normalize divides by at the least
+SHORTEST = 1e-12
 # below, the logarithm of a mean of exponentials comes from exponentials less 1: dividing its rounding by γ would show
 SMALL_GAMMA = 0.5
 
@@ -202,20 +204,22 @@ class _GapOfSimilarities(torch.autograd.Function):
         return weights * gradient[:, None], None, None
 
 
-class _GapOfVectors(torch.autograd.Function):
-    """Inner products of (B, C) with (R, C), or of a batch with itself → (B,) gaps, (B,) defined."""
+class _GapOfCosines(torch.autograd.Function):
+    """Cosines of (B, C) with (R, C), or of a batch with itself → (B,) gaps, (B,) defined."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, reference: Tensor | None, pairs: Pairs, rule: Rule
     ) -> tuple[Tensor, Tensor]:
+        query, lengths = _unit(query)
+        reference, reference_lengths = (None, None) if reference is None else _unit(reference)
         columns = query if reference is None else reference
         weights = query.new_empty(pairs.shape)
         parts = []
         for i, j in _blocks(pairs.shape):
             torch.mm(query[i:j], columns.T, out=weights[i:j])
             parts.append(gap_of_rows(weights[i:j], pairs, i, rule))
-        ctx.save_for_backward(query, reference, weights)
+        ctx.save_for_backward(query, lengths, reference, reference_lengths, weights)
         gaps, defined = (torch.cat(each) for each in zip(*parts, strict=True))
         ctx.mark_non_differentiable(defined)
         return gaps, defined
@@ -223,11 +227,35 @@ class _GapOfVectors(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        query, reference, weights = ctx.saved_tensors
+        query, lengths, reference, reference_lengths, weights = ctx.saved_tensors
         scale = gradient[:, None]
         rows = (weights @ (query if reference is None else reference)).mul_(scale)
-        columns = weights.T @ (query * scale)
-        return (rows.add_(columns), None, None, None) if reference is None else (rows, columns, None, None)
+        columns = rows if reference is None else torch.zeros_like(reference)
+        for i, j in _blocks((len(query), query.shape[1])):
+            columns.addmm_(weights[i:j].T, query[i:j] * scale[i:j])
+        if reference is None:
+            return _through_unit(rows, query, lengths), None, None, None
+        return (
+            _through_unit(rows, query, lengths),
+            _through_unit(columns, reference, reference_lengths),
+            None,
+            None,
+        )
+
+
+def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows of length 1, and their lengths (B, 1), at least `SHORTEST`: what F.normalize does."""
+    lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min(SHORTEST)
+    return x / lengths, lengths
+
+
+def _through_unit(gradient: Tensor, unit: Tensor, lengths: Tensor) -> Tensor:
+    """Overwrite a unit vector's gradient by its vector's; in blocks, as all that is as large as the batch counts here."""
+    for i, j in _blocks((len(unit), unit.shape[1])):
+        along = torch.einsum("bc,bc->b", gradient[i:j], unit[i:j])[:, None]
+        # a row that is too short was divided by a constant
+        gradient[i:j].addcmul_(unit[i:j], along.masked_fill_(lengths[i:j] <= SHORTEST, 0.0), value=-1)
+    return gradient.div_(lengths)
 
 
 def gap_of_similarities(similarity: Tensor, pairs: Pairs, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -245,16 +273,16 @@ def gap_of_similarities(similarity: Tensor, pairs: Pairs, rule: Rule) -> tuple[T
     return found
 
 
-def gap_of_vectors(
+def gap_of_cosines(
     query: Tensor, reference: Tensor | None, pairs: Pairs, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """Return the same from inner products, in memory of one B × R matrix.
+    """Return the same from cosines, in memory of one B × R matrix and the unit vectors.
 
     Args:
-        query: (B, C).
+        query: (B, C), of any length.
         reference: (R, C), or None for the batch itself.
         pairs: which count.
         rule: how.
     """
-    found: tuple[Tensor, Tensor] = _GapOfVectors.apply(query, reference, pairs, rule)
+    found: tuple[Tensor, Tensor] = _GapOfCosines.apply(query, reference, pairs, rule)
     return found
