@@ -128,8 +128,9 @@ def report(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
     for (name, title), expression in LARGE.items():
         row = rows.get((name, expression))
         if row:
+            shape = "" if "×" in name else f", {row['items']:,} × {row['features']}"
             lines.append(
-                f"| {name} ({row['items']:,} × {row['features']}) | {title} | {row['seconds']:.1f} | {row['iterations']} | "
+                f"| {name}{shape} | {title} | {row['seconds']:.1f} | {row['iterations']} | "
                 f"{row['megabytes']:.0f} | {row['items_squared_megabytes']:,.0f} |"
             )
     return "\n".join(lines) + "\n"

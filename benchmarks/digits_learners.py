@@ -1,0 +1,89 @@
+"""LANML and PNCA behind a frozen ImageNet network, beside Fisher's discriminants: the figures of models/digits-lanml.
+
+    python benchmarks/digits_learners.py --output FOLDER            # goes on where it stopped
+
+scikit-learn's digits, half of each class held out, a fifth of the other half for choosing: the candidates below by MAP@R there,
+mean over three seeds (of the split). Then each learner's choice is asked about the held-out half of each
+seed, once. The features of EfficientNet-Lite0 are computed once and kept by the framework.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from retrieval.evaluate.protocol import evaluate_run
+from retrieval.recipe import read_recipe
+from retrieval.train.learn import fit_learner
+from retrieval.train.run import load_run
+
+RECIPE = Path(__file__).parents[1] / "models" / "digits-efficientnet-lda" / "recipe.toml"
+SEEDS = (0, 1, 2)
+METRICS = ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"]
+CANDIDATES: dict[str, list[dict[str, Any]]] = {
+    "core.lda": [{}],
+    "anml.lanml": [
+        {"gamma1": gamma1, "regularization": weight, "n_components": 32}
+        for gamma1 in (-1.0, 1.0)
+        for weight in (0.03, 0.3, 1.0)
+    ],
+    "anml.pnca": [
+        {"alpha": alpha, "regularization": weight, "n_components": 32}
+        for alpha in (0.3, 1.0)
+        for weight in (0.0, 0.03, 0.3)
+    ],
+}
+
+
+def fitted(folder: Path, name: str, given: dict[str, Any], seed: int) -> Path:
+    """Fit one learner, unless it is done already."""
+    if not (folder / "summary.json").is_file():
+        sets = [f"learner.{key}={value}" for key, value in given.items()]
+        made, plugins = read_recipe(RECIPE, [f"learner.name={name}", *sets, f"split.seed={seed}"])
+        fit_learner(folder, made, plugins, report=print, resume=True)
+    return folder
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument(
+        "--output", type=Path, default=Path(tempfile.gettempdir()) / "retrieval-digits-learners"
+    )
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    rows: dict[str, list[dict[str, float]]] = {"raw pixels": []}
+    for name, candidates in CANDIDATES.items():
+        means = []
+        for i, given in enumerate(candidates):
+            runs = [fitted(options.output / f"{name}-{i}-{seed}", name, given, seed) for seed in SEEDS]
+            found = [json.loads((run / "summary.json").read_text())["validation"]["map_at_r"] for run in runs]
+            means.append(statistics.mean(found))
+            print(f"{name} {given}: validation MAP@R {means[-1]:.4f}", flush=True)
+        best = means.index(max(means))
+        title = f"{name} {', '.join(f'{k} = {v}' for k, v in candidates[best].items())}".strip()
+        rows[title] = []
+        for seed in SEEDS:
+            folder = options.output / f"{name}-{best}-{seed}"
+            if not (folder / "evaluation-test.json").is_file():
+                evaluate_run(load_run(folder), metrics=METRICS, baseline=name == "core.lda")
+            figures = json.loads((folder / "evaluation-test.json").read_text())["figures"]
+            rows[title].append(figures["trained"])
+            rows["raw pixels"] += [figures["raw pixels"]] if "raw pixels" in figures else []
+    print("\n| | " + " | ".join(METRICS) + " |\n| --- |" + " --- |" * len(METRICS))
+    for title, runs in rows.items():
+        cells = [
+            f"{statistics.mean(r[m] for r in runs):.3f} ± {statistics.stdev(r[m] for r in runs):.3f}"
+            for m in METRICS
+        ]
+        print(f"| {title} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
