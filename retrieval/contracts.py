@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -112,10 +112,25 @@ class Generator(nn.Module):
 
     With parameters, the host gives it an optimiser of its own, stepped on `objective` alone. Without (a closed
     form), `objective` is never called.
+
+    Attributes:
+        replaces: whose place in its triplet a synthetic sample takes, and whose label.
     """
 
+    replaces: ClassVar[Literal["positive", "negative"]] = "negative"
+
+    def bind(self, head: nn.Module) -> None:
+        """Take note of the model's head, for a generator that asks what the current metric is; does nothing by default.
+
+        Called once, when the model is built and before it trains. The head stays the model's: kept as an attribute it would
+        be a sub-module, saved and trained twice, which is refused. Keep it in a tuple.
+
+        Args:
+            head: features (B, F) to codes (B, C).
+        """
+
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return synthetic features (T, F) in place of `negative`, from the triplets' features, each (T, F)."""
+        """Return synthetic features (T, F) in place of the negatives (or positives) of triplets' features, each (T, F)."""
         raise NotImplementedError(f"{type(self).__name__} must define forward(anchor, positive, negative)")
 
     def objective(
@@ -156,7 +171,7 @@ class Combiner(BaseDistance):
         subspaces: several ranges of columns with candidates of their own; empty: the whole vector is one.
         merge: how candidates of several sub-spaces become one list when there is no rescorer: "min" keeps an item's
             smallest Euclidean distance.
-        candidates: how many candidates a rescorer is given by default.
+        candidates: how many candidates a rescorer is given by default, unless `choose_candidates` says otherwise.
     """
 
     exact: bool = True
@@ -187,6 +202,30 @@ class Combiner(BaseDistance):
     def query_vectors(self, codes: Tensor) -> Tensor:
         """Return the vectors (N, P) that FAISS is asked with; may differ from `index_vectors`."""
         return self.index_vectors(codes)
+
+    def objective(
+        self, codes: Tensor, labels: Tensor, indices: TripletIndices | None
+    ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
+        """Return what the combiner minimises besides the loss, and figures for the log; of each training batch.
+
+        Args:
+            codes: (B, C).
+            labels: (B,).
+            indices: what the miner picked, if there is one.
+
+        Returns:
+            A scalar that is added to the loss in the phases that train the combiner, or None; and scalars by name, whose
+            means are in each epoch's log.
+        """
+        return None, {}
+
+    def warnings(self, figures: Mapping[str, float]) -> Sequence[str]:
+        """Return sentences for whoever trains, from an epoch's mean `figures`; none by default."""
+        return ()
+
+    def choose_candidates(self, codes: Tensor) -> int:
+        """Return how many candidates the rescorer is given by default; asked at export with codes (N, C) of real items."""
+        return self.candidates
 
 
 @runtime_checkable

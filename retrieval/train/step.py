@@ -1,8 +1,8 @@
-"""One batch: the loss on real or synthetic negatives, and the generator's own objective.
+"""One batch: the loss on real or synthetic samples, and the generator's own objective.
 
 The metric (backbone, head, combiner, loss) and the generator are two sides with an optimiser each. With
 `coupling = "separate"` each side's objective reaches its own parameters only: the metric sees the synthetic
-negatives as constants, the generator sees the metric as fixed.
+samples as constants, the generator sees the metric as fixed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -21,6 +20,7 @@ from retrieval.errors import DataError
 from retrieval.model import Model
 from retrieval.recipe import Phase, Recipe, Trainable
 from retrieval.train.build import Objective
+from retrieval.train.synthetic import choose_triplets, extend, mine
 
 
 @dataclass
@@ -50,6 +50,7 @@ class Step:
         self.objective = objective
         self.real_weight = recipe.train.real_weight
         self.joint = recipe.train.coupling == "joint"
+        self.mines_after = recipe.train.mine == "after"
         self.accelerator = accelerator
         self.from_features = from_features
 
@@ -66,38 +67,66 @@ class Step:
         # losses take differences of near-equal numbers: always in float32 (a no-op without mixed precision)
         features, codes = self._share(features.float()), self._share(codes.float())
         labels = self._share(labels)
-        miner, generator = self.objective.miner, self.objective.generator
+        miner = self.objective.miner
         indices: TripletIndices | None = miner(codes, labels) if miner is not None else None
         losses = Losses(None, None)
         if miner is not None:
             losses.figures["mined"] = count_indices(indices)
+        own: Tensor | None = None
+        if self.model.combiner is not None:
+            own, figures = self.model.combiner.objective(codes, labels, indices)
+            losses.figures.update(figures)
+        self._sides(losses, features, codes, labels, indices, phase)
+        if own is not None and losses.metric is not None and "combiner" in phase.train:
+            losses.figures["combiner_loss"] = own.detach()
+            losses.metric = losses.metric + own
+        return losses
 
+    def _sides(
+        self,
+        losses: Losses,
+        features: Tensor,
+        codes: Tensor,
+        labels: Tensor,
+        indices: TripletIndices | None,
+        phase: Phase,
+    ) -> None:
+        """Fill in the loss, on real or synthetic negatives, and the generator's objective."""
+        generator = self.objective.generator
         trains_metric = any(part != "generator" for part in phase.train)
         if generator is None or not (phase.synthetic or "generator" in phase.train):
             losses.metric = self._loss(codes, labels, indices)
-            return losses
+            return
 
-        a, p, n = _triplets(indices, labels)
+        miner, after = self.objective.miner, self.mines_after
+        a, p, n = choose_triplets(None if after else indices, labels)
         losses.figures["triplets"] = int(a.numel())
         if a.numel() == 0:  # a batch without triplets trains nothing, but every graph must exist
             losses.metric = codes.sum() * 0.0 if trains_metric else None
-            return losses
+            return
         fa, fp, fn = (features[i] if self.joint else features[i].detach() for i in (a, p, n))
         synthetic = generator(fa, fp, fn)
         if not torch.isfinite(synthetic).all():
             raise DataError("the generator's output became NaN or infinite")
+        replaced = fn if generator.replaces == "negative" else fp
+        losses.figures["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
         if trains_metric and not phase.synthetic:
             losses.metric = self._loss(codes, labels, indices)
         elif trains_metric:
-            metric = self._synthetic_loss(
-                codes, labels, synthetic if self.joint else synthetic.detach(), (a, p, n)
+            made = self.model.head(synthetic if self.joint else synthetic.detach()).float()
+            extended = extend(codes, labels, made, (a, p, n), generator.replaces)
+            chosen: TripletIndices = extended.triplets
+            if after and miner is not None:
+                chosen = mine(miner, codes, labels, extended)
+                losses.figures["mined"] = count_indices(chosen)
+            metric: Tensor = self.objective.loss(
+                codes, labels, chosen, ref_emb=extended.codes, ref_labels=extended.labels
             )
             if self.real_weight:
                 metric = metric + self.real_weight * self._loss(codes, labels, indices)
             losses.metric = metric
         if "generator" in phase.train and any(True for _ in generator.parameters()):
             losses.generator = generator.objective(fa, fp, fn, synthetic, self.model.feature_distance)
-        return losses
 
     def backward(
         self, losses: Losses, parts: Mapping[Trainable, Sequence[Parameter]], clip_norm: float | None
@@ -139,18 +168,6 @@ class Step:
         )
         return loss
 
-    def _synthetic_loss(
-        self, codes: Tensor, labels: Tensor, synthetic: Tensor, triplets: tuple[Tensor, Tensor, Tensor]
-    ) -> Tensor:
-        a, p, n = triplets
-        reference = torch.cat([codes, self.model.head(synthetic).float()])
-        reference_labels = torch.cat([labels, labels[n]])
-        negatives = torch.arange(len(codes), len(reference), device=codes.device)
-        loss: Tensor = self.objective.loss(
-            codes, labels, (a, p, negatives), ref_emb=reference, ref_labels=reference_labels
-        )
-        return loss
-
     def _share(self, x: Tensor) -> Tensor:
         """All processes' rows, in the batch's order; gradients reach this process's own rows.
 
@@ -164,22 +181,3 @@ class Step:
         if x.is_floating_point():
             rows[self.accelerator.process_index] = x.detach() + world * (x - x.detach())
         return torch.cat(rows)
-
-
-def _triplets(indices: TripletIndices | None, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Triplets of the miner, or of each positive pair with one random negative where there is no miner."""
-    if indices is None:
-        return _one_negative(labels)
-    a, p, n = indices_utils.convert_to_triplets(indices, labels, t_per_anchor="all")
-    return a, p, n
-
-
-def _one_negative(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    same = labels[:, None] == labels[None]
-    a, p = (same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)).nonzero(as_tuple=True)
-    others = (~same).float()
-    usable = others.sum(1)[a] > 0
-    a, p = a[usable], p[usable]
-    if a.numel() == 0:
-        return a, p, a
-    return a, p, torch.multinomial(others[a], 1).squeeze(1)

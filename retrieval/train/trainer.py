@@ -126,10 +126,10 @@ class Trainer:
             "generator": [objective.generator],
         }
         seen: set[int] = set()
-        found: dict[Trainable, list[Parameter]] = {}
-        for name, members in modules.items():
-            found[name] = []
-            for parameter in (p for m in members if m is not None for p in m.parameters()):
+        found: dict[Trainable, list[Parameter]] = {name: [] for name in modules}
+        # what a head shares with its combiner is the combiner's: the first to name a parameter has it
+        for name in sorted(modules, key=lambda name: name != "combiner"):
+            for parameter in (p for m in modules[name] if m is not None for p in m.parameters()):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     found[name].append(parameter)
@@ -311,8 +311,13 @@ class Trainer:
             "phase": self.phase.name, "epoch": progress.epoch, "step": progress.total,
             "lr": {name: optimizer.param_groups[0]["lr"] for name, optimizer in self.optimizers.items()}, **metrics,
         }  # fmt: skip
+        combiner = self.run.model.combiner
+        if combiner is not None and (warnings := list(combiner.warnings(metrics))):
+            record["warnings"] = warnings
         self.run.plugins.hook.retrieval_epoch_end(run=self.run, epoch=progress.epoch, metrics=metrics)
         if self.main:
+            for warning in record.get("warnings", ()):
+                self.report(f"warning: {warning}")
             self.run.log(record)
             for name, value in metrics.items():
                 board(name, value, progress.total)
