@@ -108,4 +108,16 @@ def build_objective(recipe: Recipe, plugins: Plugins, model: Model, classes: int
         raise PluginError(
             f"A generator factory must give a retrieval.Generator, not a {type(generator).__name__}."
         )
+    if generator is not None:
+        _bind(generator, model)
     return Objective(loss, miner, generator)
+
+
+def _bind(generator: Generator, model: Model) -> None:
+    generator.bind(model.head)
+    theirs = {id(each) for each in (*model.modules(), *model.parameters())}
+    if any(id(each) in theirs for each in (*generator.modules(), *generator.parameters())):
+        raise PluginError(
+            f"{type(generator).__name__} keeps the head that bind(head) gave it as a part of itself: its weights would be saved "
+            "and trained twice. Keep it in a tuple: self._head = (head,)."
+        )

@@ -99,6 +99,31 @@ class Midpoint(Generator):
         return (anchor + negative) / 2
 
 
+class Onto(Generator):
+    """The negative, moved onto the anchor where the head it was given puts them more than `far` apart."""
+
+    def __init__(self, far: float = 0.5, keep: bool = False) -> None:
+        """Build.
+
+        Args:
+            far: a distance of codes.
+            keep: whether to make the head a part of the generator, which is an error.
+        """
+        super().__init__()
+        self.far, self.keep = far, keep
+        self.heads: tuple[nn.Module, ...] = ()
+
+    def bind(self, head: nn.Module) -> None:
+        self.heads = (*self.heads, head)
+        if self.keep:
+            self.head = head
+
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        (head,) = self.heads
+        gap = (head(anchor) - head(negative)).norm(dim=1, keepdim=True)
+        return torch.where(gap > self.far, anchor, negative)
+
+
 class Local(Combiner):
     """The mean distance over several unit embeddings: not the order of their concatenation."""
 
@@ -184,7 +209,7 @@ def retrieval_backbones() -> Mapping[str, Any]:
 
 @hookimpl
 def retrieval_generators() -> Mapping[str, Any]:
-    return {"mover": Mover, "midpoint": Midpoint}
+    return {"mover": Mover, "midpoint": Midpoint, "onto": Onto}
 
 
 @hookimpl
