@@ -49,3 +49,38 @@ class LinearMap(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
     @property
     def _n_features_out(self) -> int:
         return len(self.components_)
+
+
+def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
+    """Return labels (N,), numbers or text, as codes 0 to C − 1, refusing those with nothing to learn from.
+
+    Args:
+        y: (N,) labels.
+        learner: the learner's name, for the sentences.
+
+    Raises:
+        ValueError: they are continuous numbers, of one class only, or each the only one of its class.
+    """
+    labels = np.asarray(y)
+    if labels.dtype.kind == "f" and (labels != np.floor(labels)).any():
+        raise ValueError(f"The labels are continuous numbers; {learner} needs classes.")
+    names, codes = np.unique(labels, return_inverse=True)
+    if len(names) < 2:
+        raise ValueError(
+            f"All {len(labels)} items are of one class, {names[0]!r}: {learner} needs at least two."
+        )
+    if len(names) == len(labels):
+        raise ValueError(
+            f"Each of the {len(labels)} items is the only one of its class: {learner} needs at least one class with two "
+            "members."
+        )
+    return codes.astype(np.intp)
+
+
+def deviations(x: Floats) -> Floats:
+    """Return each feature's standard deviation (F,), and 1 for a feature that is constant up to rounding."""
+    deviation = x.std(axis=0)
+    found: Floats = np.where(
+        deviation > len(x) * np.finfo(np.float64).eps * np.abs(x).max(axis=0), deviation, 1.0
+    )
+    return found

@@ -12,7 +12,10 @@ from typing import Any
 from retrieval import hookimpl
 from retrieval.hookspecs import Factories
 
-_HOME: dict[str, str] = {}
+_HOME = {
+    "AML": "aml",
+    "GMML": "gmml",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +27,7 @@ def __getattr__(name: str) -> Any:
 @hookimpl
 def retrieval_learners() -> Factories:
     """Linear maps under which similar pairs are near and dissimilar ones far: a point on a geodesic of matrices."""
-    return {}
+    from retrieval_aml.aml import AML
+    from retrieval_aml.gmml import GMML
+
+    return {"aml": AML, "gmml": GMML}

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from retrieval.linear import LinearMap
+from retrieval.linear import LinearMap, class_codes, deviations
 from scipy.optimize import minimize
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_array, validate_data
@@ -55,7 +55,7 @@ class NeighborhoodLearner(LinearMap):
                 of its range.
         """
         raw, codes = self._checked(X, y, reset=True)
-        scale = _deviations(raw) if self.standardize else np.ones(raw.shape[1])
+        scale = deviations(raw) if self.standardize else np.ones(raw.shape[1])
         x = raw / scale
         loss = self._neighborhoods(x, codes, self.max_queries)
         start = self._start(x)
@@ -109,19 +109,7 @@ class NeighborhoodLearner(LinearMap):
             x, labels = check_array(X, dtype=np.float64, ensure_min_samples=2), np.asarray(y)
             if len(labels) != len(x):
                 raise ValueError(f"There are {len(x)} items and {len(labels)} labels.")
-        if labels.dtype.kind == "f" and (labels != np.floor(labels)).any():
-            raise ValueError(f"The labels are continuous numbers; {type(self).__name__} needs classes.")
-        names, codes = np.unique(labels, return_inverse=True)
-        if len(names) < 2:
-            raise ValueError(
-                f"All {len(x)} items are of one class, {names[0]!r}: {type(self).__name__} needs at least two."
-            )
-        if len(names) == len(x):
-            raise ValueError(
-                f"Each of the {len(x)} items is the only one of its class: {type(self).__name__} needs at least one class "
-                "with two members."
-            )
-        return x, codes.astype(np.intp)
+        return x, class_codes(labels, type(self).__name__)
 
     def _start(self, x: Floats) -> Floats:
         """Return L₀ = N^(−1/4) V: V the identity, or for fewer columns the principal directions."""
@@ -149,12 +137,6 @@ class NeighborhoodLearner(LinearMap):
             raise ValueError(f"max_iter is {self.max_iter}; it must be at least 1.")
         if not self.tol > 0:
             raise ValueError(f"tol is {self.tol}; it must be greater than 0.")
-
-
-def _deviations(x: Floats) -> Floats:
-    """Return each feature's standard deviation (F,), and 1 for a feature that is constant up to rounding."""
-    deviation = x.std(axis=0)
-    return np.where(deviation > len(x) * np.finfo(np.float64).eps * np.abs(x).max(axis=0), deviation, 1.0)
 
 
 def _flat(found: tuple[float, Floats]) -> tuple[float, Floats]:
