@@ -189,6 +189,10 @@ class Train(Section):
         0.0,
         description="With a generator: weight of the same loss on the real negatives, added to the one on synthetic ones.",
     )
+    mine: Literal["before", "after"] = Field(
+        "before",
+        description="With a generator and a miner: `before` generates from the triplets that the miner picks; `after` generates from each positive pair and a random negative, and the miner picks among real and synthetic samples.",
+    )
     coupling: Literal["separate", "joint"] = Field(
         "separate",
         description="With a generator: `separate` steps each side on its own objective; `joint` lets both gradients flow everywhere.",

@@ -96,6 +96,16 @@ def _loss(recipe: Recipe, plugins: Plugins) -> list[str]:
             f"[generator] {recipe.generator.get('name')} makes a negative for each triplet, and {name} picks its own pairs. "
             f"Use a loss that takes them: {others(lambda f: f.supports_ref_emb and f.supports_miner)}."
         )
+    if recipe.generator and recipe.train.mine == "after":
+        if not recipe.miner:
+            problems.append(
+                '[train] mine = "after" says when the miner picks, and there is none. Add a [miner], or remove it.'
+            )
+        elif not plugins.every("miners", recipe.component("miner") or {}, lambda f: f.supports_ref_emb):
+            problems.append(
+                f'[train] mine = "after" lets the miner pick from a reference set, and {recipe.miner.get("name")} takes no '
+                f'`ref_emb`. Use mine = "before", or another miner.'
+            )
     if recipe.miner and not plugins.every("losses", loss, lambda f: f.supports_miner):
         problems.append(
             f"[miner] {recipe.miner.get('name')} picks pairs or triplets, and {name} has no use for them. Remove the "
@@ -134,6 +144,8 @@ def _generator(recipe: Recipe, present: set[str]) -> list[str]:
         problems.append("[train] real_weight is of no use without a [generator]. Remove it.")
     if recipe.train.coupling != "separate":
         problems.append("[train] coupling is of no use without a [generator]. Remove it.")
+    if recipe.train.mine != "before":
+        problems.append("[train] mine is of no use without a [generator]. Remove it.")
     return problems
 
 

@@ -11,7 +11,17 @@ from typing import Any
 from retrieval import hookimpl
 from retrieval.hookspecs import Factories
 
-_HOME: dict[str, str] = {}
+_HOME = {
+    "ContrastiveLoss": "contrastive",
+    "Discriminator": "discriminator",
+    "HardNegativeGenerator": "generators",
+    "HardPositiveGenerator": "generators",
+    "LiftedLoss": "lifted",
+    "NPairLoss": "npair",
+    "OnePerClass": "miners",
+    "TripletLoss": "triplet",
+    "UniformMetrics": "uniform",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -23,10 +33,31 @@ def __getattr__(name: str) -> Any:
 @hookimpl
 def retrieval_generators() -> Factories:
     """Generators of synthetic samples that are hard for the metric being learned."""
-    return {}
+    from retrieval_daml.generators import GENERATORS
+
+    return GENERATORS
 
 
 @hookimpl
 def retrieval_losses() -> Factories:
     """The four losses that the paper trains with its generator."""
-    return {}
+    from retrieval_daml.losses import LOSSES
+
+    return LOSSES
+
+
+@hookimpl
+def retrieval_miners() -> Factories:
+    """The triplets that those losses give a generator."""
+    from retrieval_daml.miners import MINERS
+
+    return MINERS
+
+
+@hookimpl
+def retrieval_combiners() -> Factories:
+    """Several local metrics, weighed per pair or evenly."""
+    from retrieval_daml.discriminator import Discriminator
+    from retrieval_daml.uniform import UniformMetrics
+
+    return {"discriminator": Discriminator, "uniform": UniformMetrics}

@@ -1,0 +1,200 @@
+"""Generators of synthetic samples that are hard for the metric being learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from retrieval.contracts import Generator
+from torch import Tensor, nn
+
+Weight = Annotated[float, Field(ge=0)]
+Distance = Callable[[Tensor, Tensor], Tensor]
+
+PRESETS: dict[str, tuple[float, float]] = {"default": (50.0, 50.0), "paper": (1.0, 50.0)}
+"""λ₁ and λ₂ by name."""
+
+
+class TripletGenerator(Generator):
+    """A three-layer network from a triplet's features to one synthetic sample: 3F → F → F.
+
+    Args:
+        features: F.
+        preset: which λs hold where none is given.
+        lambda_reg: λ₁.
+        lambda_adv: λ₂.
+        margin: α.
+        residual: whether the network's output is added to the sample that it changes.
+        normalize: whether the result is scaled to that sample's length.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        preset: str,
+        lambda_reg: float | None,
+        lambda_adv: float | None,
+        margin: float,
+        residual: bool,
+        normalize: bool,
+    ) -> None:
+        super().__init__()
+        reg, adv = PRESETS[preset]
+        self.lambda_reg = reg if lambda_reg is None else lambda_reg
+        self.lambda_adv = adv if lambda_adv is None else lambda_adv
+        for name, value in (("lambda_reg", self.lambda_reg), ("lambda_adv", self.lambda_adv)):
+            if not 0 <= value < float("inf"):
+                raise ValueError(
+                    f"{name} is {value:g} and must be a finite number of at least 0: below 0 the generator would be paid for "
+                    f"what the term forbids"
+                )
+        if not abs(margin) < float("inf"):
+            raise ValueError(f"margin is {margin:g} and must be a finite squared distance")
+        self.margin = margin
+        self.residual = residual
+        self.normalize = normalize
+        self.network = nn.Sequential(
+            nn.Linear(3 * features, features), nn.ReLU(), nn.Linear(features, features)
+        )
+        if residual:  # begins with the real samples
+            last = self.network[2]
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+
+    def change(self, sample: Tensor, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """Return the changed samples (T, F) of triplets, each (T, F)."""
+        changed: Tensor = self.network(torch.cat([anchor, positive, negative], 1))
+        if self.residual:
+            changed = sample + changed
+        if self.normalize:
+            changed = nn.functional.normalize(changed) * sample.norm(dim=1, keepdim=True)
+        return changed
+
+
+class HardNegativeGenerator(TripletGenerator):
+    """Turns easy negatives into hard ones, adversarial to the metric.
+
+    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equations 5 and 6: x̃ = g(a, p, n), trained on the mean over
+    triplets of
+
+        ‖x̃ − a‖² + λ₁ ‖x̃ − n‖² + λ₂ [ D(x̃, a)² − D(p, a)² − α ]₊
+
+    with D the distance that the model learns, Euclidean or a combiner's whatever the loss measures by. With
+    `form = "contrastive"`, for losses of pairs, the network sees the anchor in place of the positive, and the last term is
+    [D(x̃, a)² − α]₊. The first term alone draws x̃ to (a + λ₁ n)/(1 + λ₁): with the paper's λ₁ = 1 half-way,
+    where no label is right. The network is 3F → F → F with a ReLU.
+
+    Args:
+        preset: λ₁ and λ₂ together: "default" (50, 50) or the paper's (1, 50).
+        lambda_reg: λ₁, how much x̃ keeps to the negative it is made of; instead of the preset's.
+        lambda_adv: λ₂, how much x̃ is to fool the metric; instead of the preset's.
+        margin: α, a squared distance; that of the loss.
+        form: "triplet", or "contrastive" for losses of pairs.
+        residual: whether the network's output is added to the negative, so that training starts with real negatives.
+        normalize: whether x̃ is scaled to its negative's length: unit features stay unit.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        preset: Literal["default", "paper"] = "default",
+        lambda_reg: Weight | None = None,
+        lambda_adv: Weight | None = None,
+        margin: float = 1.0,
+        form: Literal["triplet", "contrastive"] = "triplet",
+        residual: bool = True,
+        normalize: bool = True,
+    ) -> None:
+        super().__init__(features, preset, lambda_reg, lambda_adv, margin, residual, normalize)
+        if form not in ("triplet", "contrastive"):
+            raise ValueError(f'form is {form!r} and must be "triplet" or "contrastive"')
+        self.form = form
+
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """Return synthetic negatives (T, F)."""
+        return self.change(negative, anchor, anchor if self.form == "contrastive" else positive, negative)
+
+    def terms(
+        self, anchor: Tensor, positive: Tensor, negative: Tensor, synthetic: Tensor, distance: Distance
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return J_hard, J_reg and J_adv, each without its λ."""
+        gap = distance(synthetic, anchor).square() - self.margin
+        if self.form == "triplet":
+            gap = gap - distance(positive, anchor).square()
+        return _squared(synthetic, anchor), _squared(synthetic, negative), gap.relu().mean()
+
+    def objective(
+        self, anchor: Tensor, positive: Tensor, negative: Tensor, synthetic: Tensor, distance: Distance
+    ) -> Tensor:
+        """Return J_gen; see `retrieval.Generator`."""
+        hard, reg, adv = self.terms(anchor, positive, negative, synthetic, distance)
+        return hard + self.lambda_reg * reg + self.lambda_adv * adv
+
+
+class HardPositiveGenerator(TripletGenerator):
+    """Turns easy positives into hard ones.
+
+    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equation 19: x̃ = g(a, p, n) replaces the positive and is
+    trained on the mean over triplets of
+
+        −‖x̃ − a‖² + λ₁ ‖x̃ − p‖² + λ₂ [ D(n, a)² − D(x̃, a)² − α ]₊
+
+    The first two terms are bounded below only for λ₁ > 1 or for outputs of bounded length, so `normalize = false` with
+    λ₁ ≤ 1 is refused. The paper finds little gain in it (Table XIV).
+
+    Args:
+        preset: λ₁ and λ₂ together: "default" (50, 50) or the paper's (1, 50).
+        lambda_reg: λ₁, how much x̃ keeps to the positive it is made of; instead of the preset's.
+        lambda_adv: λ₂, how much x̃ is to fool the metric; instead of the preset's.
+        margin: α, a squared distance; that of the loss.
+        residual: whether the network's output is added to the positive, so that training starts with real positives.
+        normalize: whether x̃ is scaled to its positive's length: unit features stay unit.
+    """
+
+    replaces: ClassVar[Literal["positive", "negative"]] = "positive"
+
+    def __init__(
+        self,
+        features: int,
+        preset: Literal["default", "paper"] = "default",
+        lambda_reg: Weight | None = None,
+        lambda_adv: Weight | None = None,
+        margin: float = 1.0,
+        residual: bool = True,
+        normalize: bool = True,
+    ) -> None:
+        super().__init__(features, preset, lambda_reg, lambda_adv, margin, residual, normalize)
+        if not normalize and self.lambda_reg <= 1:
+            raise ValueError(
+                f"lambda_reg is {self.lambda_reg:g}, and without normalize it must be above 1: otherwise the objective falls "
+                f"for ever as the positives move away"
+            )
+
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """Return synthetic positives (T, F)."""
+        return self.change(positive, anchor, positive, negative)
+
+    def terms(
+        self, anchor: Tensor, positive: Tensor, negative: Tensor, synthetic: Tensor, distance: Distance
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return J_hard, J_reg and J_adv, each without its λ."""
+        gap = distance(negative, anchor).square() - distance(synthetic, anchor).square() - self.margin
+        return -_squared(synthetic, anchor), _squared(synthetic, positive), gap.relu().mean()
+
+    def objective(
+        self, anchor: Tensor, positive: Tensor, negative: Tensor, synthetic: Tensor, distance: Distance
+    ) -> Tensor:
+        """Return J_gen; see `retrieval.Generator`."""
+        hard, reg, adv = self.terms(anchor, positive, negative, synthetic, distance)
+        return hard + self.lambda_reg * reg + self.lambda_adv * adv
+
+
+def _squared(x: Tensor, y: Tensor) -> Tensor:
+    """Return the mean over rows of the squared Euclidean distance."""
+    return (x - y).square().sum(1).mean()
+
+
+GENERATORS = {"hard_negative": HardNegativeGenerator, "hard_positive": HardPositiveGenerator}
+"""The generators by their names in a recipe."""
