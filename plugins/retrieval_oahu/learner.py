@@ -1,0 +1,244 @@
+"""`OAHU`: an ensemble of metrics of growing depth that learns from a stream of triplets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import Field
+from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from retrieval_oahu.ahu import Rule, hedge_update
+from retrieval_oahu.history import recorded
+from retrieval_oahu.network import Network
+from retrieval_oahu.online import OnlineLearner, refuse_range, warn_tau
+from retrieval_oahu.uses import Spaces
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from retrieval_oahu.combiners import Hedge
+
+Floats = NDArray[np.floating[Any]]
+Count = Annotated[int, Field(ge=1)]
+
+FLOOR = 0.05
+"""No feature's deviation counts as less than this share of the features' mean one: a pixel that is nearly always black stays quiet."""
+
+SETTLE = 1000
+"""Without `prepare` or `fit`, means and deviations follow this many triplets, then stay."""
+
+
+class OAHU(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
+    """Online metric learning with adaptive hedge update: an over-complete network whose depths are experts.
+
+    An embedding layer sits on the input and on each hidden layer; each is a metric of its own, from linear to deep, on the unit
+    sphere. Every triplet trains all of them with the adaptive-bound triplet loss, weighed by weights that a hedge adapts to
+    their losses. Gao, Li, Chandra, Khan & Thuraisingham, "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019;
+    docs/oahu.md has the paper's errors. Features are standardised one by one.
+
+    Args:
+        depth: L, the number of hidden layers.
+        hidden: units in each.
+        embedding: width E of each embedding; codes are (depth + 1) × E wide.
+        tau: τ, how near "similar" and how far "dissimilar" ends, above 0 and below 2; the paper's theorem wants at most 2/3.
+        beta: β, what a weight is multiplied with at a loss of 1.
+        smoothing: s; no weight falls below about s / (depth + 1).
+        learning_rate: η of the gradient step.
+        rule: how losses discount weights: "exp", β^loss; "linear", 1 − (1 − β) loss; "paper", Eq 20 as printed and mended.
+        search: how its answers are found once it is exported: "sum" orders by the weighted sum of squared distances, one index;
+            "score" is Eq 27, an index for each space.
+        dtype: precision of the network.
+        seeds: how many random triplets `fit` draws.
+        closure: how many triplets that follow from those it adds.
+        seed: seed of the first weights, and of `fit`'s triplets.
+
+    Attributes:
+        alpha_: (L + 1,) the weights of the spaces, which sum to 1.
+        weights_: (M, L + 1) the weights along the stream; M is bounded, the stream is not.
+        weights_at_: (M,) after how many triplets each row was taken.
+        input_layer_: (F, H + E) the weights W₁ and Θ₀, side by side.
+        layers_: (L, H, H + E) W_{l+1} and Θ_l of the others; the last W is not used.
+        mean_: (F,) what is subtracted from features.
+        scale_: (F,) what they are divided by afterwards.
+    """
+
+    alpha_: NDArray[np.float64]
+    weights_: Floats
+    weights_at_: NDArray[np.int64]
+    input_layer_: Floats
+    layers_: Floats
+    mean_: Floats
+    scale_: Floats
+
+    def __init__(
+        self,
+        depth: Annotated[int, Field(ge=0)] = 5,
+        hidden: Count = 100,
+        embedding: Count = 50,
+        tau: Annotated[float, Field(gt=0, lt=2)] = 0.1,
+        beta: Annotated[float, Field(gt=0, lt=1)] = 0.99,
+        smoothing: Annotated[float, Field(gt=0, le=1)] = 0.1,
+        learning_rate: Annotated[float, Field(gt=0)] = 0.3,
+        rule: Rule = "exp",
+        search: Literal["sum", "score"] = "sum",
+        dtype: Literal["float32", "float64"] = "float32",
+        seeds: Annotated[int, Field(ge=0)] = 5000,
+        closure: Annotated[int, Field(ge=0)] = 5000,
+        seed: int = 0,
+    ) -> None:
+        self.depth = depth
+        self.hidden = hidden
+        self.embedding = embedding
+        self.tau = tau
+        self.beta = beta
+        self.smoothing = smoothing
+        self.learning_rate = learning_rate
+        self.rule = rule
+        self.search = search
+        self.dtype = dtype
+        self.seeds = seeds
+        self.closure = closure
+        self.seed = seed
+
+    def transform(self, X: ArrayLike) -> Floats:
+        """Return codes (N, (L + 1) E) of features (N, F): each space's unit embedding times √α, side by side.
+
+        Their squared Euclidean distance is Σ α_l D_l².
+        """
+        return self.spaces(X).codes()
+
+    def spaces(self, X: ArrayLike) -> Spaces:
+        """Return the unit embeddings of features (N, F) with the present weights, for `predict`, `similar` and `retrieve`."""
+        check_is_fitted(self, "n_triplets_")
+        x = validate_data(self, X, reset=False, dtype=np.float64)
+        return Spaces(self._network().embed(self._standardized(x)), self.alpha_.copy())
+
+    def predict(self, X: ArrayLike, references: Spaces, labels: ArrayLike, k: int = 5) -> NDArray[Any]:
+        """Return the label (N,) of each of the features (N, F), from its k nearest references in each space (Eq 23–25).
+
+        Args:
+            X: (N, F).
+            references: what `spaces` gave of the labelled items.
+            labels: one label a reference.
+            k: how many neighbours.
+        """
+        return self.spaces(X).predict(references, labels, k)
+
+    def similar(self, X: ArrayLike, Y: ArrayLike, threshold: float = 0.55) -> NDArray[np.float64]:
+        """Return P (N,), the weight of the spaces in which x and y are alike (Eq 26); alike on the whole from .5 on.
+
+        Args:
+            X: (N, F).
+            Y: (N, F).
+            threshold: T, within 0 and 1; half a distance below it counts as alike.
+        """
+        return self.spaces(X).similar(self.spaces(Y), threshold)
+
+    def retrieve(
+        self, X: ArrayLike, references: Spaces, k: int = 10
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return rows and scores (N, k) of the references that are most like each of X (N, F), by Eq 27.
+
+        Args:
+            X: (N, F).
+            references: what `spaces` gave of the items that are searched.
+            k: how many, in each space and in the answer.
+        """
+        return self.spaces(X).retrieve(references, k)
+
+    def to_model_parts(self) -> tuple[nn.Module, Hedge]:
+        """Return the head, with the numbers of `transform`, and the combiner that `search` names."""
+        from retrieval_oahu.combiners import HedgeScore, HedgeSum
+        from retrieval_oahu.modules import OverComplete
+
+        check_is_fitted(self, "n_triplets_")
+        head = OverComplete.of_learner(self)
+        kind = HedgeScore if self.search == "score" else HedgeSum
+        return head, kind.of_weights(self.alpha_, self.embedding)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # the working network shares memory with the fitted arrays: a copy makes its own
+        state: dict[str, Any] = {**super().__getstate__()}
+        state.pop("_live", None)
+        return state
+
+    def _begin(self, features: int, sample: Floats | None) -> None:
+        for name in ("tau", "beta"):
+            refuse_range(name, getattr(self, name), 0, 2 if name == "tau" else 1)
+        refuse_range("smoothing", self.smoothing, 0, 1, closed=True)
+        refuse_range("learning_rate", self.learning_rate, 0, float("inf"))
+        for name, least in (("depth", 0), ("hidden", 1), ("embedding", 1), ("seeds", 0), ("closure", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)} and must be at least {least}.")
+        for name, known in (
+            ("rule", ("exp", "linear", "paper")),
+            ("search", ("sum", "score")),
+            ("dtype", ("float32", "float64")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it may be {', '.join(known)}.")
+        warn_tau(self.tau)
+        network = Network.random(features, self.depth, self.hidden, self.embedding, self.seed, self.dtype)
+        self.input_layer_ = network.levels[0]
+        self.layers_ = (
+            np.stack(network.levels[1:]) if self.depth else np.empty((0, self.hidden, 0), self.dtype)
+        )
+        self._live: Network | None = None
+        self.alpha_ = np.full(self.depth + 1, 1.0 / (self.depth + 1))
+        self.weights_, self.weights_at_, self.stride_ = self.alpha_[None].copy(), np.zeros(1, np.int64), 1
+        # what the running mean and deviation of a stream without a sample are made of
+        self.seen_, self.mean_, self.squares_ = 0, np.zeros(features), np.zeros(features)
+        self.scale_ = np.ones(features)
+        if sample is not None:
+            self.seen_ = -1  # settled
+            self.mean_, self.scale_ = sample.mean(axis=0), _floored(sample.std(axis=0))
+
+    def _learn(self, triplets: Floats) -> int:
+        network = self._network()
+        used = 0
+        step = self.n_triplets_ - self.n_skipped_
+        for triplet in triplets:
+            if 0 <= self.seen_ < SETTLE:
+                self._follow(triplet)
+            rows = self._standardized(triplet)
+            losses = network.step(rows, self.alpha_.astype(rows.dtype), self.tau, self.learning_rate)
+            self.alpha_ = hedge_update(self.alpha_, losses, self.beta, self.smoothing, self.rule)
+            used += bool((losses > 0).any())
+            step += 1
+            if not step % self.stride_:
+                self.weights_, self.weights_at_, self.stride_ = recorded(
+                    self.weights_, self.weights_at_, self.stride_, self.alpha_, step
+                )
+        return used
+
+    def _network(self) -> Network:
+        """Return the working network, whose weights *are* the fitted arrays."""
+        live = getattr(self, "_live", None)
+        if live is None or live.levels[0] is not self.input_layer_:
+            live = self._live = Network(self.input_layer_, self.layers_, self.hidden)
+        return live
+
+    def _standardized(self, x: Floats) -> Floats:
+        return ((x - self.mean_) / self.scale_).astype(self.dtype)
+
+    def _follow(self, triplet: Floats) -> None:
+        """Take three more vectors into the running mean and deviation."""
+        self.seen_ += 1
+        for number, row in enumerate(triplet, start=3 * self.seen_ - 2):
+            apart = row - self.mean_
+            self.mean_ = self.mean_ + apart / number
+            self.squares_ = self.squares_ + apart * (row - self.mean_)
+        self.scale_ = _floored(np.sqrt(self.squares_ / (3 * self.seen_)))
+
+    @property
+    def _n_features_out(self) -> int:
+        return (self.depth + 1) * self.embedding
+
+
+def _floored(deviation: Floats) -> Floats:
+    """Return deviations with a floor at `FLOOR` of their quadratic mean; 1 where nothing varies at all."""
+    floor = FLOOR * float(np.sqrt((deviation**2).mean()))
+    return np.maximum(deviation, floor) if floor > 0 else np.ones_like(deviation)

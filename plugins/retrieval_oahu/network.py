@@ -1,0 +1,126 @@
+"""OAHU's over-complete network in numpy: one triplet forward, backward and down the gradient, without temporaries of its size.
+
+Level l of L + 1 takes h_l (h_0 is the input) and gives h_{l+1} = relu(h_l W_{l+1}) and the embedding f_l = h_l Θ_l, scaled to unit
+length (Gao et al. 2019, Eq 1). W_{l+1} and Θ_l lie side by side in one matrix, so that a level is one product forward, one backward
+and one rank-three update in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import blas
+
+from retrieval_oahu.abtl import bounds_loss
+
+Floats = NDArray[np.floating[Any]]
+
+TINY = 1e-12
+"""Below this length an embedding counts as zero: it stays zero and has no gradient."""
+
+
+class Network:
+    """Weights, and the working memory of a step.
+
+    Args:
+        first: (F, H + E), columns W₁ then Θ₀; changed in place by `step`.
+        deeper: (L, H, H + E), for each hidden layer's output the columns W_{l+1} then Θ_l; likewise. The last W is unused and
+            stays zero.
+        hidden: H.
+    """
+
+    def __init__(self, first: Floats, deeper: Floats, hidden: int) -> None:
+        if not (first.flags.c_contiguous and deeper.flags.c_contiguous and first.dtype == deeper.dtype):
+            raise ValueError("the weights must be C-contiguous arrays of one type")
+        self.hidden = hidden
+        self.levels = [first, *deeper]
+        self.depth = len(deeper)
+        width = first.shape[1]
+        self._out = np.empty((self.depth + 1, 3, width), first.dtype)
+        self._back = np.zeros((self.depth + 1, 3, width), first.dtype)
+        self._active = np.empty((self.depth, 3, hidden), first.dtype)
+        self._ger = blas.sgemm if first.dtype == np.float32 else blas.dgemm
+
+    @classmethod
+    def random(cls, features: int, depth: int, hidden: int, embedding: int, seed: int, dtype: Any) -> Network:
+        """Return a network with normal weights: variance 2 / fan-in before a ReLU (He et al. 2015), 1 / fan-in before an embedding."""
+        rng = np.random.default_rng(seed)
+        first = rng.standard_normal((features, hidden + embedding))
+        deeper = rng.standard_normal((depth, hidden, hidden + embedding))
+        for level in (first, *deeper):
+            level[:, :hidden] *= (2.0 / len(level)) ** 0.5
+            level[:, hidden:] *= (1.0 / len(level)) ** 0.5
+        (deeper[-1] if depth else first)[:, :hidden] = 0.0
+        return cls(first.astype(dtype), deeper.astype(dtype), hidden)
+
+    def embed(self, x: Floats) -> Floats:
+        """Return the unit embeddings (L + 1, N, E) of standardised features (N, F)."""
+        h, found = x, []
+        for level in self.levels:
+            out = h @ level
+            found.append(unit(out[:, self.hidden :]))
+            h = np.maximum(out[:, : self.hidden], 0)
+        return np.stack(found)
+
+    def step(self, rows: Floats, alpha: Floats, tau: float, rate: float) -> Floats:
+        """Learn from one triplet; return each level's loss (L + 1,) before the update, Eq 13.
+
+        Args:
+            rows: (3, F), anchor, positive and negative, standardised, of the weights' type.
+            alpha: (L + 1,) the levels' weights, Eq 19.
+            tau: τ.
+            rate: η.
+        """
+        hidden, out, back, active = self.hidden, self._out, self._back, self._active
+        h = rows
+        for number, level in enumerate(self.levels):
+            np.dot(h, level, out=out[number])
+            if number < self.depth:
+                h = np.maximum(out[number, :, :hidden], 0, out=active[number])
+        losses, gradient = triplet_gradient(out[:, :, hidden:], alpha, tau)
+        back[:, :, hidden:] = gradient
+        for number in range(self.depth, 0, -1):
+            # h_l feeds both its embedding and the next layer: the sum of Eq 22, from j = l
+            flowing = np.dot(back[number], self.levels[number].T)
+            np.multiply(flowing, active[number - 1] > 0, out=back[number - 1, :, :hidden])
+        for number, level in enumerate(self.levels):
+            h = rows if number == 0 else active[number - 1]
+            # level −= η hᵀ back, in place: BLAS counts by columns, so everything is transposed
+            self._ger(-rate, back[number].T, h.T, beta=1.0, c=level.T, trans_b=1, overwrite_c=1)
+        return losses
+
+
+def triplet_gradient(z: Floats, alpha: Floats, tau: float) -> tuple[Floats, Floats]:
+    """Return the losses (L + 1,) of embeddings that are not scaled yet, and the gradient of Σ α_l loss_l by them.
+
+    Args:
+        z: (L + 1, 3, E), anchor, positive and negative in each level.
+        alpha: (L + 1,).
+        tau: τ.
+    """
+    norms = np.sqrt(np.einsum("lie,lie->li", z, z))
+    inverse = np.divide(1, norms, out=np.zeros_like(norms), where=norms >= TINY)
+    f = z * inverse[:, :, None]
+    # the differences anchor − positive and anchor − negative
+    apart = f[:, :1] - f[:, 1:]
+    distances = np.minimum(np.sqrt(np.einsum("lie,lie->li", apart, apart)), 2)
+    losses, slope_p, slope_n = bounds_loss(distances[:, 0], distances[:, 1], tau)
+    slopes = np.stack([slope_p, slope_n], axis=1) * alpha[:, None]
+    # two equal embeddings have no direction to part in
+    pull = np.divide(slopes, distances, out=np.zeros_like(slopes), where=distances > TINY)
+    apart *= pull[:, :, None]
+    g = np.empty_like(f)
+    np.add(apart[:, 0], apart[:, 1], out=g[:, 0])
+    np.negative(apart, out=g[:, 1:])
+    g -= f * np.einsum("lie,lie->li", f, g)[:, :, None]
+    g *= inverse[:, :, None]
+    return losses, g
+
+
+def unit(z: Floats) -> Floats:
+    """Return rows (…, E) scaled to length 1; 0 where the length is below `TINY`."""
+    norms = np.sqrt((z * z).sum(axis=-1, keepdims=True))
+    scaled: Floats = np.divide(z, norms, out=np.zeros_like(z), where=norms >= TINY)
+    return scaled

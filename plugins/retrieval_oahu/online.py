@@ -1,0 +1,204 @@
+"""What every learner from a stream has in common: checked triplets, counters, `fit`, save and load."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import check_is_fitted, validate_data
+from threadpoolctl import ThreadpoolController
+
+from retrieval_oahu import files
+from retrieval_oahu.streams import in_chunks, paper_stream
+
+Floats = NDArray[np.floating[Any]]
+
+CHUNK = 256
+"""Triplets that `fit` gathers at a time: no result depends on it."""
+
+
+class OnlineLearner(BaseEstimator):
+    """A learner of triplets of feature vectors; subclasses define `_begin` and `_learn`.
+
+    Parameters that every subclass has: `seeds`, `closure`, `seed`.
+
+    Attributes:
+        n_triplets_: how many triplets it was given.
+        n_used_: how many of them changed it.
+        n_skipped_: how many it left out because anchor and negative were the same vector: nothing can part them.
+        n_features_in_: F.
+    """
+
+    seeds: int
+    closure: int
+    seed: int
+    n_triplets_: int
+    n_used_: int
+    n_skipped_: int
+
+    def _begin(self, features: int, sample: Floats | None) -> None:
+        """Check parameters and set every fitted attribute to where learning starts, from unlabelled vectors if there are some."""
+        raise NotImplementedError
+
+    def _learn(self, triplets: Floats) -> int:
+        """Learn from triplets (T, 3, F), float64, one after another; return how many changed anything."""
+        raise NotImplementedError
+
+    def prepare(self, X: ArrayLike) -> Self:
+        """Start anew from unlabelled vectors (N, F), which say how large and how varied features are.
+
+        Nothing is learned. Without it, what a learner needs to know of the features comes from the first triplets.
+        """
+        x = validate_data(self, X, dtype=np.float64, ensure_min_samples=2)
+        self._reset(x.shape[1], x)
+        return self
+
+    def partial_fit(self, triplets: ArrayLike, y: Any = None) -> Self:
+        """Learn from triplets in order; in chunks or one by one, the result is the same to the last bit.
+
+        A triplet that comes twice is learned twice. Triplets that contradict each other pull both ways and undo each other: a
+        stream that detects them is `retrieval_oahu.with_closure`.
+
+        Args:
+            triplets: (T, 3, F) anchors, positives and negatives; or one triplet (3, F).
+            y: ignored; scikit-learn's convention.
+
+        Raises:
+            ValueError: another shape or width, NaN or infinity; nothing of the chunk is learned then.
+        """
+        chunk = np.asarray(triplets)
+        if chunk.dtype.kind not in "fiub":
+            raise ValueError(f"Triplets must be real numbers, not {chunk.dtype}.")
+        chunk = chunk[None] if chunk.ndim == 2 else chunk
+        if chunk.ndim != 3 or chunk.shape[1] != 3 or not chunk.shape[2]:
+            raise ValueError(
+                f"Triplets must have the shape (T, 3, F), anchor, positive and negative of F features each, not {chunk.shape}."
+            )
+        known = getattr(self, "n_features_in_", None)
+        if hasattr(self, "n_triplets_") and chunk.shape[2] != known:
+            raise ValueError(
+                f"The triplets have {chunk.shape[2]} features, and {type(self).__name__} learns from {known}."
+            )
+        chunk = chunk.astype(np.float64)
+        finite = np.isfinite(chunk).all(axis=(1, 2))
+        if not finite.all():
+            raise ValueError(
+                f"{int((~finite).sum())} of {len(chunk)} triplets hold NaN or infinity, the first is number "
+                f"{int(np.argmin(finite))}; nothing of this chunk was learned."
+            )
+        if not hasattr(self, "n_triplets_"):
+            self.n_features_in_ = chunk.shape[2]
+            self._reset(chunk.shape[2], None)
+        possible = (chunk[:, 0] != chunk[:, 2]).any(axis=1)
+        # products are small: threads gain nothing and cost dearly where cores are busy
+        with _pools().limit(limits=1, user_api="blas"):
+            self.n_used_ += self._learn(chunk if possible.all() else chunk[possible])
+        self.n_triplets_ += len(chunk)
+        self.n_skipped_ += int((~possible).sum())
+        return self
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
+        """Start anew and learn the paper's stream (§4.3.2) drawn from labelled vectors: `seeds` random triplets, then `closure` more
+        that follow from them.
+
+        Args:
+            X: (N, F) features.
+            y: (N,) labels, which may be text.
+
+        Raises:
+            ValueError: features are not finite, there is one class only, or no class has two members.
+        """
+        x, labels = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        self._reset(x.shape[1], x)
+        stream = paper_stream(self._classes(x, labels), self.seeds, self.closure, seed=self.seed)
+        self.learn_from(in_chunks(stream, x, CHUNK))
+        return self
+
+    def learn_from(self, chunks: Iterable[ArrayLike]) -> Self:
+        """Call `partial_fit` on each chunk of a stream until it ends; an endless one is cut by `itertools.islice`."""
+        for chunk in chunks:
+            self.partial_fit(chunk)
+        return self
+
+    @property
+    def constraint_utilization_(self) -> float:
+        """The share of the triplets that changed anything (Table 3's U); NaN before the first."""
+        check_is_fitted(self, "n_triplets_")
+        usable = self.n_triplets_ - self.n_skipped_
+        return self.n_used_ / usable if usable else float("nan")
+
+    def save(self, path: str | Path) -> None:
+        """Write parameters and all that was learned, as safetensors; learning goes on from it as if never interrupted."""
+        check_is_fitted(self, "n_triplets_")
+        files.save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return a learner that `save` wrote.
+
+        Raises:
+            DataError: it is missing, damaged, or of another learner.
+        """
+        return files.load(cls, Path(path))
+
+    def _reset(self, features: int, sample: Floats | None) -> None:
+        self.n_triplets_ = self.n_used_ = self.n_skipped_ = 0
+        try:
+            self._begin(features, sample)
+        except Exception:
+            del self.n_triplets_  # as if it had not been fitted
+            raise
+
+    def _classes(self, x: Floats, labels: NDArray[Any]) -> NDArray[np.intp]:
+        if labels.dtype.kind == "f" and (labels != np.floor(labels)).any():
+            raise ValueError(f"The labels are continuous numbers; {type(self).__name__} needs classes.")
+        names, codes = np.unique(labels, return_inverse=True)
+        if len(names) < 2:
+            raise ValueError(
+                f"All {len(x)} items are of one class, {names[0]!r}: {type(self).__name__} needs at least two."
+            )
+        if len(names) == len(x):
+            raise ValueError(
+                f"Each of the {len(x)} items is the only one of its class: {type(self).__name__} needs at least one class "
+                "with two members."
+            )
+        return codes.astype(np.intp)
+
+
+def refuse_range(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
+    """Refuse a parameter that is not between two numbers.
+
+    Args:
+        name: what it is called.
+        value: what it is.
+        low: it must be above.
+        high: it must be below, or with `closed` at most.
+        closed: see `high`.
+
+    Raises:
+        ValueError: so, or it is NaN.
+    """
+    if not (low < value < high or (closed and value == high)):
+        raise ValueError(
+            f"{name} is {value} and must be above {low:g} and {'at most' if closed else 'below'} {high:g}."
+        )
+
+
+def warn_tau(tau: float) -> None:
+    """Warn where Theorem 3.1 promises nothing."""
+    if tau > 2 / 3:
+        warnings.warn(
+            f"tau is {tau:g}: beyond 2/3, Theorem 3.1 no longer says that two classes are parted. Larger values do work.",
+            stacklevel=4,
+        )
+
+
+@cache
+def _pools() -> ThreadpoolController:
+    return ThreadpoolController()
