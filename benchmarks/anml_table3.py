@@ -13,7 +13,7 @@ are looked at once.
     python benchmarks/anml_table3.py --work FOLDER            # goes on where it stopped
     python benchmarks/anml_table3.py --work FOLDER --report benchmarks/results/anml_table3.md
 
-About 20 minutes of one core: few epochs and small nets on purpose.
+About 40 minutes of one core: few epochs and small nets on purpose.
 """
 
 from __future__ import annotations

@@ -28,14 +28,16 @@ METRICS = ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precis
 CANDIDATES: dict[str, list[dict[str, Any]]] = {
     "core.lda": [{}],
     "anml.lanml": [
-        {"gamma1": gamma1, "regularization": weight, "n_components": 32}
+        {"gamma1": gamma1, "regularization": weight, "n_components": width}
         for gamma1 in (-1.0, 1.0)
-        for weight in (0.03, 0.3, 1.0)
+        for weight in (0.0, 0.003, 0.03)
+        for width in (9, 32)
     ],
     "anml.pnca": [
-        {"alpha": alpha, "regularization": weight, "n_components": 32}
+        {"alpha": alpha, "regularization": weight, "n_components": width}
         for alpha in (0.3, 1.0)
-        for weight in (0.0, 0.03, 0.3)
+        for weight in (0.0, 0.003)
+        for width in (9, 32)
     ],
 }
 
