@@ -1,0 +1,104 @@
+"""Several local metrics: the embedding in K parts of unit length, and a distance that weighs their distances."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from retrieval import Combiner
+from retrieval.errors import RecipeError
+from retrieval.model import Normalize
+from torch import Tensor, nn
+from torch.nn import functional
+
+from retrieval_daml.blocks import all_pairs, exporting
+
+Metrics = Annotated[int, Field(ge=1)]
+Weight = Annotated[float, Field(ge=0)]
+
+
+class UnitParts(nn.Module):
+    """Scale each of K equal parts of a row to unit Euclidean length; a zero part stays zero."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, D) of (B, D), in float32 even under autocast."""
+        return functional.normalize(split(x.float(), self.parts), dim=-1).flatten(-2)
+
+
+class LocalMetrics(Combiner):
+    """Base of a distance D = Σ_k γ_k ‖e_k(x) − e_k(y)‖ of unit embeddings e_k; one local metric is the plain distance.
+
+    Args:
+        embedding_size: width of all K embeddings together.
+        metrics: K.
+        name: of the factory, for errors.
+
+    Raises:
+        RecipeError: K does not divide the width.
+    """
+
+    def __init__(self, embedding_size: int, metrics: int, name: str) -> None:
+        super().__init__()
+        if metrics < 1 or embedding_size % metrics:
+            divisors = [k for k in range(1, 33) if embedding_size % k == 0]
+            raise RecipeError(
+                [
+                    f"[combiner] {name} metrics: {metrics} local metrics cannot share an embedding of {embedding_size} "
+                    f"columns evenly. Set [head] embedding_size to a multiple of {metrics}, or metrics to one of "
+                    f"{', '.join(map(str, divisors))}."
+                ]
+            )
+        self.embedding_size, self.metrics = embedding_size, metrics
+        self.exact = metrics == 1
+
+    def build_head(self, features: int) -> nn.Module:
+        """Return features (B, F) → K unit embeddings side by side (B, D)."""
+        last: nn.Module = Normalize() if self.metrics == 1 else UnitParts(self.metrics)
+        return nn.Sequential(nn.Linear(features, self.embedding_size), last)
+
+    def index_vectors(self, codes: Tensor) -> Tensor:
+        """Return the K unit embeddings side by side (N, D)."""
+        return codes[:, : self.embedding_size]
+
+    def local_distances(self, query: Tensor, reference: Tensor) -> Tensor:
+        """Return the local distances (Q, R, K) of codes, all at once: for small numbers of pairs."""
+        x, y = (split(self.index_vectors(codes), self.metrics) for codes in (query, reference))
+        if exporting():  # the same numbers, by operators that every exporter knows
+            apart = x[:, None] - y[None]
+            return apart.square().sum(-1).sqrt()
+        apart = torch.cdist(x.transpose(0, 1), y.transpose(0, 1), compute_mode="donot_use_mm_for_euclid_dist")
+        return apart.movedim(0, -1)
+
+    def local_similarities(self, query: Tensor, reference: Tensor) -> Tensor:
+        """Return the local cosine similarities (Q, R, K) of codes, all at once: for small numbers of pairs."""
+        x, y = (split(self.index_vectors(codes), self.metrics) for codes in (query, reference))
+        return torch.matmul(x.transpose(0, 1), y.permute(1, 2, 0)).movedim(0, -1)
+
+    def paired_distances(self, query: Tensor, reference: Tensor) -> Tensor:
+        """Return the local distances (N, K) of codes row by row."""
+        apart = self.index_vectors(query) - self.index_vectors(reference)
+        # the root of zero has no gradient
+        return (split(apart, self.metrics).square().sum(-1) + 1e-12).sqrt()
+
+    def plain_mat(self, query: Tensor, reference: Tensor) -> Tensor:
+        """Return the Euclidean distances (Q, R) of one embedding, bit for bit as pytorch-metric-learning's `LpDistance`."""
+        return torch.cdist(functional.normalize(query), functional.normalize(reference))
+
+
+def split(x: Tensor, parts: int) -> Tensor:
+    """Return (…, K, D / K) of (…, D)."""
+    made: Tensor = x.unflatten(-1, (parts, -1))  # type: ignore[no-untyped-call]
+    return made
+
+
+def widened(*codes: Tensor) -> tuple[Tensor, ...]:
+    """Return codes in at least float32, as matrices of distances need."""
+    return tuple(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in codes)
+
+
+__all__ = ["LocalMetrics", "Metrics", "UnitParts", "Weight", "all_pairs", "split", "widened"]

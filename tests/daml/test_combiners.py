@@ -1,0 +1,339 @@
+"""The combiners against plain float64 loops: every term, its gradient, and what they must not depend on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from retrieval.errors import RecipeError, RetrievalError
+from retrieval.plugins import load_plugins
+from torch import Tensor, nn
+
+import retrieval_daml.blocks as blocks
+from retrieval_daml.discriminator import Discriminator
+from retrieval_daml.uniform import UniformMetrics
+
+F, D, H = 5, 12, 7
+
+
+def made(metrics: int = 3, seed: int = 0, **options: Any) -> tuple[Discriminator, nn.Module]:
+    """A discriminator in float64 with random weights, none of them zero, and its head."""
+    torch.manual_seed(seed)
+    combiner = Discriminator(F, D, metrics, H, **options)
+    head = combiner.build_head(F)
+    if metrics > 1:
+        nn.init.normal_(combiner.out.weight)
+        nn.init.normal_(combiner.out.bias)
+    return combiner.double(), head.double()
+
+
+def items(number: int, seed: int = 1) -> Tensor:
+    return torch.randn(number, F, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def embed(head: nn.Module, features: Tensor) -> Tensor:
+    """The head in float64: it rounds to float32 on purpose, which finite differences would see."""
+    linear, flows = head.embedding[0], head.flows
+    unit = nn.functional.normalize(linear(features).unflatten(-1, (-1, 4)), dim=-1).flatten(-2)
+    return torch.cat([unit, flows(features)], dim=-1)
+
+
+# --- plain loops -----------------------------------------------------------------------------------------
+
+
+def affine(weight: Any, bias: Any, x: list[float]) -> list[float]:
+    return [sum(w * v for w, v in zip(row, x, strict=True)) + b for row, b in zip(weight, bias, strict=True)]
+
+
+def loop_gamma(combiner: Discriminator, x: list[float], y: list[float]) -> list[float]:
+    """Γ from the two items' features: the network run on [x; y] and on [y; x], its two outputs averaged."""
+    flows, out = combiner.flows, combiner.out
+    weight, bias = flows.weight.tolist(), flows.bias.tolist()
+    first = [row + other for row, other in zip(weight[:H], weight[H:], strict=True)]  # [A | B], H × 2F
+    bias_sum = [a + b for a, b in zip(bias[:H], bias[H:], strict=True)]
+    runs = []
+    for pair in (x + y, y + x):
+        hidden = [max(0.0, v) for v in affine(first, bias_sum, pair)]
+        runs.append(affine(out.weight.tolist(), out.bias.tolist(), hidden))
+    logits = [(a + b) / 2 for a, b in zip(*runs, strict=True)]
+    total = sum(math.exp(v) for v in logits)
+    return [math.exp(v) / total for v in logits]
+
+
+def loop_local(head: Any, metrics: int, x: list[float], y: list[float]) -> list[float]:
+    linear = head.embedding[0]
+    size, found = D // metrics, []
+    ex, ey = (affine(linear.weight.tolist(), linear.bias.tolist(), v) for v in (x, y))
+    for k in range(metrics):
+        parts = []
+        for e in (ex, ey):
+            part = e[k * size : (k + 1) * size]
+            length = math.sqrt(sum(v * v for v in part))
+            parts.append([v / length for v in part])
+        found.append(math.sqrt(sum((a - b) ** 2 for a, b in zip(*parts, strict=True))))
+    return found
+
+
+def test_distances_weights_and_similarities_are_the_papers() -> None:
+    combiner, head = made()
+    x, y = items(6), items(9, 2)
+    codes = embed(head, x), embed(head, y)
+    distances, gamma, alike = (
+        combiner.compute_mat(*codes),
+        combiner.weights(*codes),
+        combiner.similarities(*codes),
+    )
+    assert distances.shape == (6, 9) and gamma.shape == (6, 9, 3)
+    for i, j in itertools.product(range(6), range(9)):
+        weights = loop_gamma(combiner, x[i].tolist(), y[j].tolist())
+        local = loop_local(head, 3, x[i].tolist(), y[j].tolist())
+        assert gamma[i, j].tolist() == pytest.approx(weights, abs=1e-12)
+        expected = sum(g * d for g, d in zip(weights, local, strict=True))
+        assert distances[i, j].item() == pytest.approx(expected, abs=1e-12)
+        # of unit vectors the cosine is 1 − d²/2
+        similarity = sum(g * (1 - d * d / 2) for g, d in zip(weights, local, strict=True))
+        assert alike[i, j].item() == pytest.approx(similarity, abs=1e-12)
+    paired = combiner.pairwise_distance(codes[0], codes[1][:6])
+    assert torch.allclose(paired, distances[:, :6].diagonal(), atol=1e-10)
+
+
+def test_the_head_makes_the_codes_that_the_loops_start_from() -> None:
+    combiner, head = made()
+    x = items(4)
+    assert torch.allclose(head(x), embed(head, x).float(), atol=1e-6)
+    assert torch.equal(combiner.index_vectors(head(x)), head(x)[:, :D])
+    assert torch.allclose(head(x)[:, :D].unflatten(-1, (3, 4)).norm(dim=-1), torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_uniform_is_the_mean_of_the_local_distances(power: int) -> None:
+    torch.manual_seed(0)
+    combiner = UniformMetrics(D, 3, power)  # type: ignore[arg-type]
+    head = combiner.build_head(F).double()
+    x, y = items(5), items(8, 2)
+    linear = head[0]
+    codes = [nn.functional.normalize(linear(v).unflatten(-1, (3, 4)), dim=-1).flatten(-2) for v in (x, y)]
+    distances, alike = combiner.compute_mat(*codes), combiner.similarities(*codes)
+    wrapped = nn.Module()
+    wrapped.embedding = head
+    for i, j in itertools.product(range(5), range(8)):
+        local = loop_local(wrapped, 3, x[i].tolist(), y[j].tolist())
+        expected = (sum(d**power for d in local) / 3) ** (1 / power)
+        assert distances[i, j].item() == pytest.approx(expected, abs=1e-12)
+        assert alike[i, j].item() == pytest.approx(sum(1 - d * d / 2 for d in local) / 3, abs=1e-12)
+    paired = combiner.pairwise_distance(codes[0], codes[1][:5])
+    assert torch.allclose(paired, distances[:, :5].diagonal(), atol=1e-10)
+
+
+def test_uniforms_candidates_are_exact_with_squares_and_not_without() -> None:
+    torch.manual_seed(0)
+    mean, squares = UniformMetrics(D, 3), UniformMetrics(D, 3, 2)
+    assert not mean.exact and squares.exact and UniformMetrics(D, 1).exact
+    codes = mean.build_head(F)(items(200).float())
+    euclidean = torch.cdist(codes, codes).argsort(1)
+    ranks = [c.compute_mat(codes, codes).argsort(1) for c in (mean, squares)]
+    assert (ranks[0] != euclidean).float().mean() > 0.1
+    assert (ranks[1] != euclidean).float().mean() < 0.001  # ties in float32
+
+
+# --- J_dis -----------------------------------------------------------------------------------------------
+
+
+def test_objective_is_the_papers_term_with_its_mean_and_the_balance() -> None:
+    combiner, head = made(mu=0.3, rho=2.0)
+    x = items(6)
+    codes = embed(head, x)
+    value, figures = combiner.objective(codes, torch.arange(6), None)
+    pairs = [(i, j) for i in range(6) for j in range(6) if i != j]
+    gammas = [loop_gamma(combiner, x[i].tolist(), x[j].tolist()) for i, j in pairs]
+    spread = -sum(sum((g - 1 / 3) ** 2 for g in gamma) for gamma in gammas) / len(pairs)
+    means = [sum(column) / len(pairs) for column in zip(*gammas, strict=True)]
+    balance = sum((m - 1 / 3) ** 2 for m in means)
+    assert value is not None and value.item() == pytest.approx(0.3 * spread + 2.0 * balance, abs=1e-12)
+    assert figures["j_dis"].item() == pytest.approx(spread) and figures["balance"].item() == pytest.approx(
+        balance
+    )
+    assert [figures[f"load_{k}"].item() for k in (1, 2, 3)] == pytest.approx(means)
+    assert figures["gamma_max"].item() == pytest.approx(sum(map(max, gammas)) / len(pairs))
+    for k in range(3):
+        ordered = sorted(gamma[k] for gamma in gammas)
+        assert figures[f"gamma_{k + 1}_p50"].item() == pytest.approx(ordered[round(0.5 * (len(pairs) - 1))])
+    assert not any(value.requires_grad for value in figures.values())
+
+
+@pytest.mark.parametrize("metrics", [2, 3, 4, 6])
+def test_j_dis_lies_between_its_bounds_and_reaches_both(metrics: int) -> None:
+    lowest = -(1 - 1 / metrics)
+    for seed in range(20):
+        combiner, _ = made(metrics, seed)
+        with torch.no_grad():
+            combiner.out.weight.mul_(10 ** random.Random(seed).uniform(-2, 3))
+        codes = torch.cat(
+            [torch.randn(8, D, dtype=torch.float64), 3 * torch.randn(8, 2 * H, dtype=torch.float64)], 1
+        )
+        _, figures = combiner.objective(codes, torch.arange(8), None)
+        assert lowest - 1e-12 <= figures["j_dis"].item() <= 0
+        assert 0 <= figures["balance"].item() <= 1 - 1 / metrics
+    with torch.no_grad():
+        combiner.out.weight.zero_()
+        combiner.out.bias.zero_()
+    assert combiner.objective(codes, torch.arange(8), None)[1]["j_dis"].item() == pytest.approx(0, abs=1e-12)
+    with torch.no_grad():
+        combiner.out.bias[0] = 100.0  # all on one metric: the most uneven weights, and the least balanced
+    figures = combiner.objective(codes, torch.arange(8), None)[1]
+    assert figures["j_dis"].item() == pytest.approx(lowest)
+    assert figures["balance"].item() == pytest.approx(1 - 1 / metrics)
+
+
+def test_weights_start_even_and_are_learned_from_there() -> None:
+    torch.manual_seed(0)
+    combiner = Discriminator(F, D, 4, H)
+    codes = combiner.build_head(F)(items(6).float())
+    assert torch.equal(combiner.weights(codes, codes), torch.full((6, 6, 4), 0.25))
+    combiner.compute_mat(codes, codes).mean().backward()
+    assert combiner.out.weight.grad is not None and combiner.out.weight.grad.abs().max() > 0
+
+
+# --- order and gradients ---------------------------------------------------------------------------------
+
+
+def test_weights_do_not_depend_on_the_order_of_a_pair() -> None:
+    combiner, head = made(4)
+    x, y = embed(head, items(20)), embed(head, items(30, 2))
+    there, back = combiner.weights(x, y), combiner.weights(y, x)
+    assert (there - back.transpose(0, 1)).abs().max() < 1e-14
+    assert (combiner.compute_mat(x, y) - combiner.compute_mat(y, x).T).abs().max() < 1e-14
+    # the paper's shared flows alone would not do it: one order's network gives other weights
+    a, b = combiner.flows(items(1)).chunk(2, 1), combiner.flows(items(1, 2)).chunk(2, 1)
+    one, other = (combiner.out(torch.relu(p + q)).softmax(1) for p, q in ((a[0], b[1]), (b[0], a[1])))
+    assert (one - other).abs().max() > 1e-3
+    sums = there.sum(-1)
+    assert (there >= 0).all() and torch.allclose(sums, torch.ones_like(sums))
+
+
+@pytest.mark.parametrize("what", ["compute_mat", "pairwise_distance", "weights", "similarities", "objective"])
+@pytest.mark.parametrize("small_blocks", [False, True])
+def test_gradients_agree_with_finite_differences(
+    what: str, small_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if small_blocks:
+        monkeypatch.setattr(blocks, "DIRECT", 0)
+        monkeypatch.setattr(blocks, "BLOCK", 3 * H)  # several rows and columns of blocks
+    combiner, head = made(mu=0.7, rho=1.3)
+    x, y = (
+        embed(head, items(4)).detach(),
+        embed(head, items(4 if what == "pairwise_distance" else 5, 2)).detach(),
+    )
+    weights = torch.randn(5, 5, dtype=torch.float64)
+
+    def value() -> Tensor:
+        if what == "objective":
+            found = combiner.objective(x, torch.arange(4), None)[0]
+            assert found is not None
+            return found
+        found = getattr(combiner, what)(x, y)
+        if found.ndim == 1:
+            return (found * weights[0, : len(found)]).sum()
+        if found.ndim == 3:
+            found = found * torch.arange(1.0, 4.0, dtype=torch.float64)
+            return (found.sum(-1) * weights[:4]).sum()
+        return (found * weights[:4]).sum()
+
+    tensors = [x, combiner.out.weight, combiner.out.bias] + ([] if what == "objective" else [y])
+    for tensor in tensors:
+        tensor.requires_grad_()
+    gradients = torch.autograd.grad(value(), tensors, allow_unused=True)
+    step = 1e-6
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        expected = torch.zeros_like(tensor)
+        flat, out = tensor.detach().reshape(-1), expected.reshape(-1)  # views of both
+        with torch.no_grad():
+            for place in range(len(flat)):
+                kept = flat[place].item()
+                flat[place] = kept + step
+                above = value().item()
+                flat[place] = kept - step
+                out[place] = (above - value().item()) / (2 * step)
+                flat[place] = kept
+        assert gradient is not None and torch.allclose(gradient, expected, atol=2e-7, rtol=1e-5)
+
+
+def test_blocks_give_what_all_at_once_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    combiner, head = made(4)
+    x, y = embed(head, items(23)), embed(head, items(17, 2))
+    found = {}
+    for direct, block in ((10**9, 1), (0, 1), (0, 5 * H), (0, 17 * H), (0, 60 * H), (0, 10**6)):
+        monkeypatch.setattr(blocks, "DIRECT", direct)
+        monkeypatch.setattr(blocks, "BLOCK", block)
+        leaves = [v.detach().requires_grad_() for v in (x, y)]
+        combiner.zero_grad()
+        distances = combiner.compute_mat(*leaves)
+        (distances.sin().sum() + combiner.weights(*leaves).square().sum()).backward()
+        found[direct, block] = [distances, *(v.grad for v in leaves), combiner.out.weight.grad.clone()]
+    whole = found.pop((10**9, 1))
+    for other in found.values():
+        assert all(torch.allclose(a, b, atol=1e-12, rtol=1e-10) for a, b in zip(whole, other, strict=True))
+
+
+def test_equal_items_are_at_distance_zero_with_finite_gradients() -> None:
+    combiner, head = made(4)
+    x = embed(head, items(3)).detach().requires_grad_()
+    distances = combiner.compute_mat(x, x)
+    assert distances.diagonal().abs().max() == 0
+    (distances.sum() + combiner.pairwise_distance(x, x).sum()).backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("metrics", [1, 3])
+def test_half_precision_codes_are_measured_in_float32(dtype: torch.dtype, metrics: int) -> None:
+    torch.manual_seed(0)
+    for combiner in (Discriminator(F, D, metrics, H), UniformMetrics(D, metrics)):
+        codes = combiner.build_head(F)(items(6).float()).to(dtype)
+        distances = combiner.compute_mat(codes, codes)
+        assert distances.dtype == torch.float32 and distances.isfinite().all()
+
+
+# --- bad input -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
+@pytest.mark.parametrize("metrics", [0, 5, 24])
+def test_metrics_that_do_not_divide_the_embedding_are_refused(name: str, metrics: int) -> None:
+    values = {"name": name, "metrics": metrics}
+    with pytest.raises(RetrievalError) as refused:
+        load_plugins().build("combiners", values, {"features": F, "embedding_size": D})
+    assert "metrics" in str(refused.value)
+    if metrics:
+        assert f"{metrics} local metrics cannot share an embedding of 12 columns" in str(refused.value)
+        assert "1, 2, 3, 4, 6, 12" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["mu", "rho"])
+def test_negative_weights_are_refused(name: str) -> None:
+    for value in (-0.1, math.nan):
+        with pytest.raises(RecipeError, match=name):
+            Discriminator(F, D, **{name: value})
+    with pytest.raises(RetrievalError, match=name):
+        load_plugins().build(
+            "combiners", {"name": "daml.discriminator", name: -1.0}, {"features": F, "embedding_size": D}
+        )
+
+
+def test_a_head_of_other_features_is_refused() -> None:
+    with pytest.raises(ValueError, match="built for 5 features, and asked for a head of 6"):
+        Discriminator(F, D).build_head(F + 1)
+
+
+def test_low_loads_are_warned_of() -> None:
+    combiner = Discriminator(F, D, 3)
+    assert combiner.warnings({"load_1": 0.5, "load_2": 0.45, "load_3": 0.05}) == []
+    (warning,) = combiner.warnings({"load_1": 0.5, "load_2": 0.46, "load_3": 0.04})
+    assert "local metric 3 of 3 has a mean weight of 0.040" in warning
+    assert combiner.warnings({}) == []
+    assert Discriminator(F, D, 1).objective(torch.randn(4, D), torch.arange(4), None) == (None, {})
+    assert combiner.objective(torch.randn(1, D + 256), torch.arange(1), None) == (None, {})
