@@ -112,11 +112,13 @@ class Rescorer(Part):
         file: its name in the bundle.
         candidates: how many candidates it is given by default.
         overlap: share of the exact ten nearest that the candidate step keeps, by number of candidates.
+        items: among how many real items that was measured; the larger the index, the smaller the share.
     """
 
     file: FileName
     candidates: PositiveInt = 200
     overlap: dict[str, float] | None = None
+    items: PositiveInt | None = None
 
 
 class Cosine(Part):

@@ -14,6 +14,7 @@ import onnx
 import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
+from torch import Tensor
 
 from retrieval.bundle import Bundle
 from retrieval.contracts import Combiner
@@ -66,6 +67,7 @@ def export_model(
     name: str,
     labels: NDArray[Any] | None = None,
     calibration: NDArray[Any] | None = None,
+    codes: Tensor | None = None,
     variants: Sequence[VariantName] = (),
     tolerance: float = TOLERANCE,
     evaluation: Mapping[str, float] | None = None,
@@ -88,6 +90,8 @@ def export_model(
         name: what the manifest calls the model.
         labels: one label an item (N,), for Recall@1 of the variants.
         calibration: raw inputs from the training side, needed by "int8".
+        codes: codes (N, C) of more real items, by which the number of candidates is chosen and their overlap with the exhaustive
+            ranking measured; by default those of `items`. Of no use with an `exact` combiner.
         variants: further precisions of the encoder: "fp16", "int8".
         tolerance: see above.
         evaluation: figures for the manifest.
@@ -127,10 +131,12 @@ def export_model(
         if model.combiner is not None and not exact:
             graph, rescore = export.rescorer(model.combiner)
             (folder / "rescorer.onnx").write_bytes(graph)
+            known = torch.from_numpy(export.outputs["code"]) if codes is None else codes
             entry = RescorerEntry(
                 file="rescorer.onnx",
-                candidates=model.combiner.candidates,
-                overlap=candidate_overlap(model.combiner, export.outputs),
+                candidates=model.combiner.choose_candidates(known),
+                overlap=candidate_overlap(model.combiner, known),
+                items=len(known),
             )
             largest = max(largest, export.worst.value)
         subspaces = () if model.combiner is None else model.combiner.subspaces

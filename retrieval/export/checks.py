@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from retrieval.contracts import Combiner
 from retrieval.errors import BundleError
@@ -15,8 +16,11 @@ from retrieval.export.verify import Floats, merged_distances
 from retrieval.manifest import Input
 from retrieval.model import Model
 
-_OVERLAP = (10, 20, 50, 100, 200, 400)
+_OVERLAP = (10, 20, 50, 100, 200, 500)
 """Numbers of candidates that the manifest gives the overlap for."""
+
+_QUERIES = 512
+"""At most so many items are searched for to measure it."""
 
 
 def checked_items(model: Model, items: NDArray[Any], what: str) -> NDArray[Any]:
@@ -61,34 +65,36 @@ def check_widths(combiner: Combiner, outputs: Mapping[str, Floats]) -> None:
             )
 
 
-def candidate_overlap(
-    combiner: Combiner, outputs: Mapping[str, Floats], depth: int = 10
-) -> dict[str, float] | None:
-    """Return which share of each item's exact nearest ten is among its first candidates, by how many candidates.
+@torch.no_grad()
+def candidate_overlap(combiner: Combiner, codes: Tensor, depth: int = 10) -> dict[str, float] | None:
+    """Return which share of an item's exact nearest ten is among its first candidates, by how many candidates.
 
     Args:
         combiner: not exact.
-        outputs: "vector", "code" and perhaps "query" of all items.
+        codes: (N, C) of real items; up to 512 of them, evenly spaced, are searched for among all.
         depth: how many nearest.
 
     Returns:
         None with too few items to tell.
     """
-    vector, codes = outputs["vector"], outputs["code"]
     depths = [number for number in _OVERLAP if number < len(codes) - 1]
     if not depths:
         return None
-    everything = torch.from_numpy(codes)
-    exact = np.concatenate(
-        [combiner.compute_mat(part, everything).numpy() for part in torch.split(everything, 16)]
-    )
-    near = merged_distances(outputs.get("query", vector), vector, combiner.subspaces)
-    for distances in (exact, near):
-        np.fill_diagonal(distances, np.inf)
-    wanted = np.argsort(exact, axis=1, kind="stable")[:, :depth]
-    rank = np.argsort(np.argsort(near, axis=1, kind="stable"), axis=1)
-    ranks = np.take_along_axis(rank, wanted, axis=1)
-    return {str(number): float((ranks < number).mean()) for number in depths}
+    asked = np.unique(np.linspace(0, len(codes) - 1, min(len(codes), _QUERIES)).round().astype(np.int64))
+    vectors = combiner.index_vectors(codes).float().numpy()
+    queries = combiner.query_vectors(codes[asked]).float().numpy()
+    kept = np.zeros(len(depths))
+    for part in np.array_split(np.arange(len(asked)), -(-len(asked) // 16)):
+        rows = np.arange(len(part))
+        exact = combiner.compute_mat(codes[asked[part]], codes).double().numpy()
+        near = merged_distances(queries[part], vectors, combiner.subspaces)
+        for distances in (exact, near):
+            distances[rows, asked[part]] = np.inf
+        wanted = np.argsort(exact, axis=1, kind="stable")[:, :depth]
+        rank = np.argsort(np.argsort(near, axis=1, kind="stable"), axis=1)
+        ranks = np.take_along_axis(rank, wanted, axis=1)
+        kept += [(ranks < number).mean(axis=1).sum() for number in depths]
+    return {str(number): float(share / len(asked)) for number, share in zip(depths, kept, strict=True)}
 
 
 def input_of(model: Model, items: NDArray[Any]) -> Input:

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from retrieval.contracts import Dataset
 from retrieval.data.loading import inputs
+from retrieval.encode import encode
 from retrieval.errors import BundleError
 from retrieval.export import OPSET, TOLERANCE, Exporter, Progress, VariantName, export_model
 from retrieval.manifest import Manifest
@@ -19,6 +21,9 @@ from retrieval.train.run import Run
 
 ITEMS = 512
 """At most so many items verify a bundle, and at most so many calibrate."""
+
+MANY = 10_000
+"""At most so many items say what a candidate step costs."""
 
 
 def export_run(
@@ -62,6 +67,7 @@ def export_run(
         name=run.path.resolve().name,
         labels=splits.labels[chosen],
         calibration=_load(run, spread(splits.train)) if "int8" in variants else None,
+        codes=None if run.model.combiner is None or run.model.combiner.exact else _codes(run, held_out),
         variants=variants,
         tolerance=tolerance,
         evaluation=_evaluation(run.path),
@@ -104,6 +110,18 @@ def _load(run: Run, indices: NDArray[np.int64]) -> NDArray[Any]:
     if not chunks:
         raise BundleError(f"{run.path} has no items to compare torch and ONNX Runtime on.")
     return torch.cat(chunks).numpy()
+
+
+def _codes(run: Run, indices: NDArray[np.int64]) -> torch.Tensor:
+    """Return codes of many items, of a frozen backbone's features where they are kept since training."""
+    from retrieval.train.features import backbone_features
+
+    source: Dataset = run.dataset
+    if run.recipe.frozen:
+        source = backbone_features(run.model, source, torch.device("cpu"), run.recipe.evaluate.batch)
+    return encode(
+        run.model, source, spread(indices, MANY), progress="encoding", from_features=run.recipe.frozen
+    )
 
 
 def _evaluation(path: Path) -> dict[str, float] | None:
