@@ -155,11 +155,15 @@ class Generator(nn.Module):
 
 @dataclass(frozen=True)
 class Subspace:
-    """Columns `start` to `stop` of the index vector that FAISS searches by themselves, for candidates of their own."""
+    """Columns `start` to `stop` of the index vector that FAISS searches by themselves, for candidates of their own.
+
+    Merge "score" multiplies the sub-space's scores with `weight`, which is above 0.
+    """
 
     name: str
     start: int
     stop: int
+    weight: float = 1.0
 
 
 class Combiner(BaseDistance):
@@ -170,13 +174,15 @@ class Combiner(BaseDistance):
             distance's order. Otherwise export adds a rescorer, which orders the candidates by `compute_mat`.
         subspaces: several ranges of columns with candidates of their own; empty: the whole vector is one.
         merge: how candidates of several sub-spaces become one list when there is no rescorer: "min" keeps an item's
-            smallest Euclidean distance.
+            smallest Euclidean distance; "score" is `retrieval.index.merging.best_score`: each sub-space scores its own k
+            nearest, and an item keeps its best. Those answers are not the order of any distance of two codes, so
+            `compute_mat` then serves training and exact evaluation only.
         candidates: how many candidates a rescorer is given by default, unless `choose_candidates` says otherwise.
     """
 
     exact: bool = True
     subspaces: tuple[Subspace, ...] = ()
-    merge: Literal["min"] = "min"
+    merge: Literal["min", "score"] = "min"
     candidates: int = 200
 
     def __init__(self) -> None:

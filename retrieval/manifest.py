@@ -90,11 +90,12 @@ class Distance(Part):
 
 
 class Subspace(Part):
-    """Columns `start` to `stop` of the vector, indexed by themselves for candidates of their own."""
+    """Columns `start` to `stop` of the vector, indexed by themselves for candidates of their own; `weight` is for merge "score"."""
 
     name: str
     start: Annotated[int, Field(ge=0)]
     stop: PositiveInt
+    weight: Annotated[float, Field(gt=0)] = 1.0
 
     @model_validator(mode="after")
     def _ordered(self) -> Subspace:
@@ -202,7 +203,7 @@ class Manifest(Part):
     normalized: bool
     distance: Distance
     subspaces: tuple[Subspace, ...] = ()
-    merge: Literal["min"] = "min"
+    merge: Literal["min", "score"] = "min"
     rescorer: Rescorer | None = None
     encoder: FileName = "encoder.onnx"
     variants: dict[str, Variant] = {}

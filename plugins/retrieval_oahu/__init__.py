@@ -42,3 +42,19 @@ def retrieval_learners() -> Factories:
     from retrieval_oahu.learner import OAHU
 
     return {"oahu": OAHU}
+
+
+@hookimpl
+def retrieval_combiners() -> Factories:
+    """The hedge over metric spaces: searched as the paper does, or in one index."""
+    from retrieval_oahu.combiners import HedgeScore, HedgeSum
+
+    return {"hedge": HedgeScore, "hedge_sum": HedgeSum}
+
+
+@hookimpl
+def retrieval_losses() -> Factories:
+    """The adaptive-bound triplet loss."""
+    from retrieval_oahu.loss import ABTL
+
+    return {"abtl": ABTL}

@@ -35,7 +35,7 @@ def save(learner: Any, path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         temporary.write_bytes(content)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except OSError as fault:
         temporary.unlink(missing_ok=True)
         raise DataError(f"{path} cannot be written: {fault.strerror or fault}.") from fault
@@ -50,7 +50,7 @@ def load(kind: type[T], path: Path) -> T:
     try:
         with safe_open(path, framework="numpy") as file:
             about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
-            arrays = {name: np.array(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118: not a dict
+            arrays = {name: np.array(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise DataError(f"{path} does not exist.") from None
     except (OSError, SafetensorError, ValueError) as fault:

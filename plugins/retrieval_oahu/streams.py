@@ -99,7 +99,7 @@ def _random(
         yield triplet
 
 
-class with_closure:  # noqa: N801: used as a function
+class with_closure:
     """Seed triplets as they come, each followed by triplets that follow from it and those before (§3.1).
 
     An iterator; it ends when the seeds do. It holds a window of seeds, half of which is let go when it is full.

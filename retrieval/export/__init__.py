@@ -174,7 +174,7 @@ def export_model(
                 distance=Distance(
                     name="Euclidean" if model.combiner is None else type(model.combiner).__name__, exact=exact
                 ),
-                subspaces=tuple(Subspace(name=s.name, start=s.start, stop=s.stop) for s in subspaces),
+                subspaces=tuple(Subspace(name=s.name, start=s.start, stop=s.stop, weight=s.weight) for s in subspaces),
                 merge="min" if model.combiner is None else model.combiner.merge,
                 rescorer=entry,
                 variants=made,
@@ -235,7 +235,7 @@ class _Export:
         combiner = self._module.model.combiner
         if combiner is not None:
             check_widths(combiner, self.outputs)
-            if combiner.exact:
+            if combiner.exact and combiner.merge == "min":
                 codes = self._codes()
                 check_order(combiner, codes, self.outputs.get("query", vector), vector)
         signature = Signature(

@@ -17,6 +17,7 @@ from retrieval.errors import DataError, StoreError
 from retrieval.index.backends import Floats, IndexBackend, Rows, checked_search, make_backend
 from retrieval.index.files import SUMS, check_sums, damaged
 from retrieval.index.items import Item, Items
+from retrieval.index.merging import best_score, nearest_of
 from retrieval.manifest import FileName, Part, Sha256, parse_json, problems_of, sha256_of
 
 FORMAT = 1
@@ -198,8 +199,8 @@ class Index:
     ) -> list[list[Hit]]:
         """Return the nearest items of each query, nearest first; equal distances by id.
 
-        Without a rescorer the distance is Euclidean, measured on the stored vectors (in each sub-space, the smallest
-        counts). With one, it is the rescorer's.
+        Without a rescorer the distance is Euclidean, measured on the stored vectors (with sub-spaces, what the bundle's
+        merge makes of them: `retrieval.index.merging`). With one, it is the rescorer's.
 
         Args:
             queries: what the bundle's encoder gave, or vectors (Q, P) or (P,) where there is no rescorer.
@@ -267,16 +268,19 @@ class Index:
                 if not np.isfinite(distances).all():
                     raise DataError("The rescorer gives NaN or infinity for this query.")
             else:
-                distances = self._measure(query[number], rows)
+                distances = self._measure(query[number], rows, k)
             order = np.argsort(distances, kind="stable")[:k]
             answers.append((rows[order], distances[order]))
         return answers
 
-    def _measure(self, query: Floats, rows: Rows) -> NDArray[np.float64]:
-        """Return Euclidean distances (n,), the smallest over the sub-spaces, in float64."""
+    def _measure(self, query: Floats, rows: Rows, k: int) -> NDArray[np.float64]:
+        """Return Euclidean distances (n,), merged over the sub-spaces as the bundle says, in float64."""
         squared = (self._vectors[rows].astype(np.float64) - query) ** 2
         parts = [squared[:, part.start : part.stop].sum(axis=1) for part in self.manifest.parts]
-        return np.asarray(np.sqrt(np.min(parts, axis=0)))
+        distances = np.sqrt(parts)
+        if self.bundle.manifest.merge == "score":
+            return best_score(distances, k, [space.weight for space in self.bundle.manifest.subspaces])
+        return nearest_of(distances)
 
     def _hits(self, answers: list[tuple[Rows, NDArray[np.float64]]]) -> list[list[Hit]]:
         items = self._items.get([int(row) for rows, _ in answers for row in rows])

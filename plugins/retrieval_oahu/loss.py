@@ -1,0 +1,118 @@
+"""The adaptive-bound triplet loss for deep training."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from pytorch_metric_learning.distances import LpDistance
+from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
+from pytorch_metric_learning.reducers import AvgNonZeroReducer
+from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
+from retrieval.errors import DataError
+from retrieval.factory import Part
+from torch import Tensor, nn
+
+from retrieval_oahu.combiners import Hedge
+from retrieval_oahu.online import refuse_range, warn_tau
+
+_MANY = 200_000
+"""Triplets of a batch that are looked at; of more, so many are drawn."""
+
+
+class ABTL(BaseMetricLossFunction):
+    """Adaptive-bound triplet loss: positives are drawn below a bound, negatives pushed beyond one, that depend on where they are.
+
+    d_sim = τ (e^D − 1) / (e² − 1) and d_dis = 2 − τ + τ (1 − e^−D) / (1 − e^−2) are taken from the distances as they are and are
+    constants to the gradient; the loss is ½ ((D⁺ − d_sim) / (2 − d_sim) + (d_dis − D⁻) / d_dis), which is 0 only for D⁺ = 0 and
+    D⁻ = 2. So every triplet counts. Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, Eq 11–13. With the combiner
+    `oahu.hedge` or `oahu.hedge_sum` it is the weighted sum of the spaces' losses (Eq 19), and the weights adapt with each batch in training.
+
+    Args:
+        tau: τ, how near "similar" and how far "dissimilar" ends, above 0 and below 2; the paper's theorem wants at most 2/3.
+        distance: how two embeddings are compared, a distance between 0 and 2; the Euclidean one of unit vectors by default.
+        reducer: how the triplets' losses become one number; the mean of those above 0 by default.
+    """
+
+    def __init__(
+        self,
+        tau: Annotated[float, Field(gt=0, lt=2)] = 0.1,
+        distance: Annotated[nn.Module | None, Part("distances")] = None,
+        reducer: Annotated[nn.Module | None, Part("reducers")] = None,
+    ) -> None:
+        refuse_range("tau", tau, 0, 2)
+        warn_tau(tau)
+        super().__init__(distance=distance, reducer=reducer)
+        if self.distance.is_inverted:
+            raise ValueError("distance is a similarity; ABTL needs a distance between 0 and 2.")
+        self.tau = tau
+
+    def get_default_distance(self) -> nn.Module:
+        """Return the Euclidean distance of unit vectors."""
+        return LpDistance(normalize_embeddings=True, p=2, power=1)  # type: ignore[no-any-return]
+
+    def get_default_reducer(self) -> nn.Module:
+        """Return the mean of what is above 0."""
+        return AvgNonZeroReducer()  # type: ignore[no-any-return]
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor
+    ) -> Any:
+        """Return one loss a triplet; called by `forward`.
+
+        Raises:
+            DataError: an embedding is NaN or infinite.
+        """
+        if not (embeddings.isfinite().all() and ref_emb.isfinite().all()):
+            raise DataError("The embeddings hold NaN or infinity: the model has probably diverged.")
+        indices = indices_utils.convert_to_triplets(
+            indices_tuple, labels, ref_labels, t_per_anchor="all" if len(labels) <= 64 else 100
+        )
+        if len(indices[0]) > _MANY:
+            some = torch.randperm(len(indices[0]), device=indices[0].device)[:_MANY]
+            indices = tuple(index[some] for index in indices)
+        a, p, n = indices
+        if not len(a):
+            return self.zero_losses()
+        with torch.autocast(device_type=embeddings.device.type, enabled=False):
+            x, r = _full(embeddings), _full(ref_emb)
+            losses = (
+                self._hedged(x, r, a, p, n)
+                if isinstance(self.distance, Hedge)
+                else self._plain(x, r, a, p, n)
+            )
+        return {"loss": {"losses": losses, "indices": (a, p, n), "reduction_type": "triplet"}}
+
+    def _plain(self, x: Tensor, r: Tensor, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
+        matrix = self.distance(x, r)
+        return abtl(matrix[a, p], matrix[a, n], self.tau)
+
+    def _hedged(self, x: Tensor, r: Tensor, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
+        """Return Σ α_l loss_l of each triplet, and let the combiner see each space's mean loss."""
+        queries, others = self.distance.embeddings(x), self.distance.embeddings(r)
+        alpha = self.distance.alpha.to(x.dtype).clone()
+        each = []
+        for level in range(self.distance.spaces):
+            apart = queries[:, None, level] - others[None, :, level]
+            matrix = (apart.square().sum(2) + 1e-12).sqrt()
+            each.append(abtl(matrix[a, p], matrix[a, n], self.tau))
+        losses = torch.stack(each)
+        if self.training and torch.is_grad_enabled():
+            self.distance.observe(losses.mean(dim=1))
+        return alpha @ losses
+
+
+def abtl(positive: Tensor, negative: Tensor, tau: float) -> Tensor:
+    """Return the loss of distances D⁺ and D⁻, each (T,) between 0 and 2; the thresholds have no gradient."""
+    with torch.no_grad():
+        near = tau / math.expm1(2.0) * torch.expm1(positive.clamp(max=2))
+        far = (2 - tau) + tau / math.expm1(-2.0) * torch.expm1(-negative.clamp(max=2))
+    attractive = ((positive - near) / (2 - near)).relu()
+    repulsive = (1 - negative / far).relu()
+    return (attractive + repulsive) / 2
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

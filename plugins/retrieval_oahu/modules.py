@@ -1,0 +1,72 @@
+"""OAHU's network as a torch module: a head that gives the codes of all spaces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from retrieval_oahu.network import TINY
+
+if TYPE_CHECKING:
+    from retrieval_oahu.learner import OAHU
+
+
+class OverComplete(nn.Module):
+    """Features (B, F) to codes (B, (L + 1) E): each space's unit embedding times its factor, side by side.
+
+    Args:
+        features: F.
+        depth: L.
+        hidden: units of each hidden layer.
+        embedding: E.
+    """
+
+    def __init__(self, features: int, depth: int, hidden: int, embedding: int) -> None:
+        super().__init__()
+        self.hidden = nn.ModuleList(
+            nn.Linear(features if level == 0 else hidden, hidden, bias=False) for level in range(depth)
+        )
+        self.embedding = nn.ModuleList(
+            nn.Linear(features if level == 0 else hidden, embedding, bias=False) for level in range(depth + 1)
+        )
+        for layer in self.hidden:
+            nn.init.normal_(layer.weight, std=(2.0 / layer.in_features) ** 0.5)
+        for layer in self.embedding:
+            nn.init.normal_(layer.weight, std=(1.0 / layer.in_features) ** 0.5)
+        self.register_buffer("offset", torch.zeros(features))
+        self.register_buffer("scale", torch.ones(features))
+        self.register_buffer("factor", torch.ones(depth + 1))
+
+    @classmethod
+    def of_learner(cls, learner: OAHU) -> OverComplete:
+        """Return a learner's network in float32, with the standardisation and the weights it has now."""
+        head = cls(learner.n_features_in_, learner.depth, learner.hidden, learner.embedding)
+        levels = [learner.input_layer_, *learner.layers_]
+
+        def put(target: Tensor, values: object) -> None:
+            target.copy_(torch.from_numpy(np.array(values, dtype=np.float32)))
+
+        with torch.no_grad():
+            for level, layer in zip(levels, head.hidden, strict=False):  # the last level has no hidden layer
+                put(layer.weight, level[:, : learner.hidden].T)
+            for level, layer in zip(levels, head.embedding, strict=True):
+                put(layer.weight, level[:, learner.hidden :].T)
+            put(head.get_buffer("offset"), learner.mean_)
+            put(head.get_buffer("scale"), learner.scale_)
+            put(head.get_buffer("factor"), np.sqrt(learner.alpha_))
+        return head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return codes."""
+        h = (x - self.get_buffer("offset")) / self.get_buffer("scale")
+        factor = self.get_buffer("factor")
+        found = []
+        for level, layer in enumerate(self.embedding):
+            found.append(functional.normalize(layer(h).float(), dim=1, eps=TINY) * factor[level])
+            if level < len(self.hidden):
+                h = self.hidden[level](h).relu()
+        return torch.cat(found, dim=1)
