@@ -178,12 +178,15 @@ class Combiner(BaseDistance):
             nearest, and an item keeps its best. Those answers are not the order of any distance of two codes, so
             `compute_mat` then serves training and exact evaluation only.
         candidates: how many candidates a rescorer is given by default, unless `choose_candidates` says otherwise.
+        plain: True when there is nothing to combine, as with one part: the model keeps the head and goes without the
+            combiner, bit for bit as if the recipe named none.
     """
 
     exact: bool = True
     subspaces: tuple[Subspace, ...] = ()
     merge: Literal["min", "score"] = "min"
     candidates: int = 200
+    plain: bool = False
 
     def __init__(self) -> None:
         # Codes arrive ready: a second normalisation would change what the combiner measures.

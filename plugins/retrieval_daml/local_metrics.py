@@ -54,7 +54,7 @@ class LocalMetrics(Combiner):
                 ]
             )
         self.embedding_size, self.metrics = embedding_size, metrics
-        self.exact = metrics == 1
+        self.exact = self.plain = metrics == 1
 
     def build_head(self, features: int) -> nn.Module:
         """Return features (B, F) → K unit embeddings side by side (B, D)."""

@@ -65,7 +65,7 @@ def build_model(recipe: Recipe, plugins: Plugins, dataset: Dataset) -> Model:
             raise PluginError(
                 f"{recipe.combiner['name']} gave a {type(combiner).__name__}; a combiner factory must give a retrieval.Combiner."
             )
-        return Model(backbone, combiner.build_head(backbone.features), combiner)
+        return Model(backbone, combiner.build_head(backbone.features), None if combiner.plain else combiner)
     if recipe.head.identity:
         return Model(backbone, nn.Identity())
     head = recipe.head
