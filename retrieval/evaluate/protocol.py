@@ -134,8 +134,8 @@ def _served(
 
     bundle = Bundle.open(path)
     labels = run.splits.labels
-    ours = _encoded(bundle, run, query)
-    others = ours if gallery is None else _encoded(bundle, run, gallery)
+    ours = encoded(bundle, run, query)
+    others = ours if gallery is None else encoded(bundle, run, gallery)
     theirs = labels[query if gallery is None else gallery]
     exclude = np.arange(len(query)) if gallery is None else None
     rescorer = bundle.manifest.rescorer
@@ -156,7 +156,8 @@ def _served(
     }
 
 
-def _encoded(bundle: Bundle, run: Run, indices: NDArray[np.int64]) -> dict[str, Any]:
+def encoded(bundle: Bundle, run: Run, indices: NDArray[np.int64]) -> dict[str, Any]:
+    """Return a bundle's "vector", "query" and "code" (None without a rescorer) of items of a run, (N, P) and (N, C)."""
     parts = [
         bundle.encode(chunk.numpy()) for chunk in inputs(run.dataset, indices, run.model.preprocessing, 256)
     ]

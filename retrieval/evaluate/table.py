@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def table(results: Mapping[str, Any]) -> str:
-    """Return what `evaluate_run` gives as a table: a row a metric, a column a contestant."""
-    figures: Mapping[str, Mapping[str, float]] = results["figures"]
+def grid(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the lines of a table: a row a metric, a column a contestant."""
     names = list(dict.fromkeys(name for column in figures.values() for name in column))
     width = max(map(len, names))
     columns = {title: max(len(title), 8) for title in figures}
@@ -19,6 +18,12 @@ def table(results: Mapping[str, Any]) -> str:
             for title, w in columns.items()
         ]
         lines.append(" ".join([f"{name:<{width}}", *cells]).rstrip())
+    return lines
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Return what `evaluate_run` gives as a table: a row a metric, a column a contestant."""
+    lines = grid(results["figures"])
     note = f"{results['queries']:,} queries among {results['gallery']:,} items ({results['split']})"
     if results["singletons"]:
         note += f"; {results['singletons']:,} left out: no other item of their class"

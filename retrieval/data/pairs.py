@@ -1,0 +1,362 @@
+"""Lists of pairs, "the same or not": a CSV file of item keys, or Labeled Faces in the Wild's own layout.
+
+Huang, Ramesh, Berg & Learned-Miller, "Labeled Faces in the Wild: A Database for Studying Face Recognition in
+Unconstrained Environments", University of Massachusetts, TR 07-49, 2007.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.data.problems import natural, refuse
+from retrieval.errors import DataError, did_you_mean
+
+COLUMNS = ("first", "second", "same")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """P pairs of a dataset's items.
+
+    Attributes:
+        first: (P,) index of an item.
+        second: (P,) index of another.
+        same: (P,) whether the pair is one of "the same".
+        fold: (P,) index into `folds`; None where the list comes without folds.
+        folds: the folds' names, in natural order; none where `fold` is None.
+    """
+
+    first: NDArray[np.int64]
+    second: NDArray[np.int64]
+    same: NDArray[np.bool_]
+    fold: NDArray[np.int64] | None = None
+    folds: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.same)
+
+
+class Row(NamedTuple):
+    """A line of a list: its number, two names, same or not, and the fold ("" without folds)."""
+
+    line: int
+    first: str
+    second: str
+    same: bool
+    fold: str
+
+
+def read_pairs(file: Path, keys: Sequence[str]) -> Pairs:
+    """Read a list of pairs of a dataset's items.
+
+    Two layouts, told apart by the first line:
+
+    - CSV with the header `first,second,same[,fold]`: two keys, 1 or 0, and the fold's name. Further columns are ignored.
+    - LFW's `pairs.txt` and `pairsDevTest.txt`: `10 300` (folds, and pairs of each kind in each) or `500` (no folds);
+      then `NAME n1 n2` for two images of a person, `NAME1 n1 NAME2 n2` for two people's. `NAME 7` is the item whose
+      key ends in `NAME/NAME_0007.jpg` (or another image's extension).
+
+    Args:
+        file: the list; UTF-8 text.
+        keys: the dataset's keys.
+
+    Raises:
+        DataError: with every problem: the file cannot be read; a line is malformed, names an unknown item, pairs an
+            item with itself or contradicts another line; counts are not those that the first line states; all pairs
+            are same, or all different; there is a single fold.
+    """
+    pairs, problems = find_pairs(file, keys)
+    if problems:
+        refuse(str(file), problems)
+    return pairs
+
+
+def find_pairs(file: Path, keys: Sequence[str]) -> tuple[Pairs, list[str]]:
+    """Return what `read_pairs` reads and its problems, for a caller that has more to say.
+
+    Raises:
+        DataError: the file cannot be read at all.
+    """
+    lines = _lines(file)
+    start = next((line for line in lines if line.strip()), "")
+    lfw = re.fullmatch(r"\s*\d+(\s+\d+)?\s*", start) is not None
+    rows, problems = _lfw(lines) if lfw else _csv(lines)
+    where = _by_stem(keys) if lfw else _by_key(keys)
+    found = np.zeros((len(rows), 2), np.int64)
+    seen: dict[tuple[int, int], Row] = {}
+    unknown = False
+    for i, row in enumerate(rows):
+        places = [where.get(name, ()) for name in (row.first, row.second)]
+        for name, place in zip((row.first, row.second), places, strict=True):
+            if len(place) != 1:
+                fault = "there is no such item" if not place else f"{len(place)} items have that name"
+                problems.append(f"line {row.line}: {_image(name) if lfw else repr(name)}: {fault}.")
+                unknown = unknown or not place
+        if row.first == row.second:
+            problems.append(
+                f"line {row.line}: {_image(row.first) if lfw else repr(row.first)} is paired with itself."
+            )
+        elif len(places[0]) == len(places[1]) == 1:
+            found[i] = places[0][0], places[1][0]
+            earlier = seen.setdefault((int(found[i].min()), int(found[i].max())), row)
+            if earlier.same != row.same:
+                says = ["different", "the same"]
+                problems.append(
+                    f"line {row.line}: {row.first} and {row.second} are {says[row.same]} here and {says[earlier.same]} "
+                    f"in line {earlier.line}."
+                )
+    if unknown and len(keys):
+        problems.append(f"The data's items have names such as {keys[0]!r}.")
+    same = np.fromiter((row.same for row in rows), np.bool_, len(rows))
+    problems += _kind_problems(same, bool(problems))
+    names = sorted({row.fold for row in rows}, key=natural)
+    folded = bool(names) and names != [""]
+    numbers = {name: i for i, name in enumerate(names)}
+    fold = np.fromiter((numbers[row.fold] for row in rows), np.int64, len(rows)) if folded else None
+    if fold is not None and not problems:
+        problems += fold_problems(same, fold, names)
+    return Pairs(found[:, 0], found[:, 1], same, fold, tuple(names) if folded else ()), problems
+
+
+def fold_problems(same: NDArray[np.bool_], fold: NDArray[np.int64], names: Sequence[str]) -> list[str]:
+    """Return why a threshold cannot be chosen for each fold on the others; empty when it can.
+
+    Args:
+        same: (P,) whether a pair is one of "the same".
+        fold: (P,) index into `names`.
+        names: the folds.
+    """
+    if len(names) < 2:
+        return [
+            f"all pairs are in one fold ('{names[0]}'): the threshold of a fold is chosen on the others, so there must be "
+            "two at least. Without folds in the file they are made."
+        ]
+    counts = [np.bincount(fold[same == kind], minlength=len(names)) for kind in (True, False)]
+    return [
+        f"outside the fold '{name}' all pairs are {word}: no threshold can be chosen for it."
+        for word, lacking in (("different", counts[0]), ("the same", counts[1]))
+        for k, name in enumerate(names)
+        if lacking.sum() and lacking.sum() == lacking[k]
+    ]
+
+
+def _kind_problems(same: NDArray[np.bool_], others: bool) -> list[str]:
+    if not len(same):
+        return [] if others else ["it lists no pair."]
+    if same.all() or not same.any():
+        word = "the same" if same.all() else "different"
+        return [f"all {len(same):,} pairs are {word}: both kinds are needed."]
+    return []
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8-sig").splitlines()
+    except FileNotFoundError:
+        raise DataError(f"{file} does not exist. Relative paths start at {Path.cwd()}.") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise DataError(f"{file} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
+        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+
+
+def _by_key(keys: Sequence[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for i, key in enumerate(keys):
+        found.setdefault(key, []).append(i)
+    return found
+
+
+def _by_stem(keys: Sequence[str]) -> dict[str, list[int]]:
+    """Return items by folder and file name without extension, as LFW's lists name them."""
+    found: dict[str, list[int]] = {}
+    for i, key in enumerate(keys):
+        path = PurePosixPath(key)
+        found.setdefault(f"{path.parent.name}/{path.stem}", []).append(i)
+    return found
+
+
+def _image(name: str) -> str:
+    return f"the image {name}"
+
+
+def stem(person: str, number: int) -> str:
+    """Return the name that LFW gives a person's image, below its folder and without the extension."""
+    return f"{person}/{person}_{number:04d}"
+
+
+# --- CSV
+
+
+def _csv(lines: list[str]) -> tuple[list[Row], list[str]]:
+    reader = csv.reader(lines, strict=True)
+    rows: list[Row] = []
+    problems: list[str] = []
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        problems += _header(header)
+        if problems:
+            return rows, problems
+        for values in reader:
+            if not values:
+                continue
+            if len(values) != len(header):
+                problems.append(
+                    f"line {reader.line_num}: it has {len(values)} values; the header names {len(header)} columns."
+                )
+                continue
+            row = dict(zip(header, (value.strip() for value in values), strict=True))
+            fault = _value_fault(row)
+            if fault:
+                problems.append(f"line {reader.line_num}: {fault}")
+            else:
+                rows.append(
+                    Row(reader.line_num, row["first"], row["second"], row["same"] == "1", row.get("fold", ""))
+                )
+    except csv.Error as error:
+        problems.append(f"line {reader.line_num}: it is not valid CSV: {error}.")
+    return rows, problems
+
+
+def _header(header: list[str]) -> list[str]:
+    there = ", ".join(header) or "nothing"
+    problems = [
+        f"the first line has no column '{name}' (it has: {there}).{did_you_mean(name, header)}"
+        for name in COLUMNS
+        if name not in header
+    ]
+    problems += [
+        f"the first line names '{n}' twice." for n in dict.fromkeys(header) if n and header.count(n) > 1
+    ]
+    if len(problems) == len(COLUMNS):
+        return [
+            "it is no list of pairs: its first line must be 'first,second,same' or 'first,second,same,fold', or LFW's "
+            f"counts ('10 300', or '500'); it is '{there[:60]}'."
+        ]
+    return problems
+
+
+def _value_fault(row: dict[str, str]) -> str:
+    if not row["first"] or not row["second"]:
+        return "a pair needs two items; one is empty."
+    if row["same"] not in ("0", "1"):
+        return f"same must be 1 or 0, not '{row['same']}'."
+    if row.get("fold") == "":
+        return "its fold is empty: each pair has one, or the file has no column 'fold'."
+    return ""
+
+
+# --- Labeled Faces in the Wild
+
+
+def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
+    numbered = [(i, line.split()) for i, line in enumerate(lines, 1) if line.strip()]
+    head, *body = numbered
+    counts = [int(word) for word in head[1]]
+    folds, each = counts if len(counts) == 2 else (1, counts[0])
+    problems: list[str] = []
+    if not folds or not each:
+        return [], [
+            f"line {head[0]}: '{' '.join(head[1])}' states {folds} folds of {each} pairs: neither may be 0."
+        ]
+    right = len(body) == 2 * folds * each
+    if not right:
+        problems.append(
+            f"line {head[0]} states {folds:,} × {each:,} same and as many different pairs, {2 * folds * each:,} lines; "
+            f"{len(body):,} follow."
+        )
+    rows: list[Row] = []
+    kinds: list[bool | None] = []
+    for i, (line, words) in enumerate(body):
+        named = _names(words)
+        kinds.append(named[2] if isinstance(named, tuple) else None)
+        if isinstance(named, str):
+            problems.append(f"line {line}: {named}")
+            continue
+        fold = str(i // (2 * each) + 1) if len(counts) == 2 else ""
+        rows.append(Row(line, *named, fold))
+    if right:
+        for k in range(folds):
+            part = kinds[k * 2 * each : (k + 1) * 2 * each]
+            if None not in part and part.count(True) != each:
+                where = f"fold {k + 1} (lines {body[k * 2 * each][0]} to {body[(k + 1) * 2 * each - 1][0]})"
+                problems.append(
+                    f"{where if len(counts) == 2 else 'it'} has {part.count(True):,} same and {part.count(False):,} "
+                    f"different pairs; line {head[0]} states {each:,} of each."
+                )
+    return rows, problems
+
+
+def _names(words: list[str]) -> tuple[str, str, bool] | str:
+    """Return both images' names and whether they are one person's, or what is wrong with the line."""
+    if len(words) not in (3, 4):
+        return f"'NAME n1 n2' or 'NAME1 n1 NAME2 n2' is expected, not {len(words)} words ('{' '.join(words)[:60]}')."
+    numbers = words[1:] if len(words) == 3 else words[1::2]
+    if not all(word.isascii() and word.isdigit() and int(word) for word in numbers):
+        return f"images are numbered from 1; '{' '.join(numbers)[:60]}' are no such numbers."
+    one, two = words[0], words[0] if len(words) == 3 else words[2]
+    if len(words) == 4 and one == two:
+        return f"it is among the different pairs, and names {one} twice."
+    return stem(one, int(numbers[0])), stem(two, int(numbers[1])), len(words) == 3
+
+
+def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]]], list[str]]:
+    """Read LFW's list of people: `people.txt`, which has folds, or `peopleDevTrain.txt` and `peopleDevTest.txt`.
+
+    Args:
+        file: the list. With folds: their number, then for each how many people, and a line `NAME images` each.
+            Without: how many people, and their lines.
+        folds: whether it has folds.
+
+    Returns:
+        A list of (line, name, images) for each fold (one, without folds), and the problems found.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    lines: Iterable[tuple[int, list[str]]] = (
+        (i, text.split()) for i, text in enumerate(_lines(file), 1) if text.strip()
+    )
+    lines = iter(lines)
+    problems: list[str] = []
+    found: list[list[tuple[int, str, int]]] = []
+
+    def count(what: str) -> int | None:
+        line, words = next(lines, (0, []))
+        if len(words) == 1 and words[0].isascii() and words[0].isdigit() and int(words[0]):
+            return int(words[0])
+        there = f"line {line} is '{' '.join(words)[:60]}'" if words else "the file ends"
+        problems.append(f"{there} where {what} is expected.")
+        return None
+
+    sets = count("the number of folds") if folds else 1
+    for k in range(sets or 0):
+        size = count(f"fold {k + 1}'s number of people" if folds else "the number of people")
+        if size is None:
+            return found, problems
+        people: list[tuple[int, str, int]] = []
+        found.append(people)
+        while len(people) < size:
+            line, words = next(lines, (0, []))
+            if len(words) == 2 and words[1].isascii() and words[1].isdigit() and int(words[1]):
+                people.append((line, words[0], int(words[1])))
+                continue
+            where = f"fold {k + 1}" if folds else "the list"
+            there = (
+                f"line {line} is '{' '.join(words)[:60]}', not 'NAME images'" if words else "the file ends"
+            )
+            problems.append(f"{where} should have {size:,} people; after {len(people):,} {there}.")
+            return found, problems
+    if left := list(lines):
+        problems.append(
+            f"{len(left):,} lines follow the last person that is counted, from line {left[0][0]} on."
+        )
+    return found, problems

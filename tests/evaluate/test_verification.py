@@ -1,0 +1,217 @@
+"""Verification figures against plain loops, and by hand where there are ties."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from retrieval.errors import DataError
+from retrieval.evaluate.roc import draw_roc
+from retrieval.evaluate.verification import FAR_LEVELS, verification
+
+
+def random_pairs(
+    seed: int, count: int = 240, tied: bool = False
+) -> tuple[list[float], list[bool], list[int]]:
+    generator = np.random.default_rng(seed)
+    same = generator.random(count) < 0.45
+    distances = generator.normal(np.where(same, 1.0, 1.8), 0.6)
+    if tied:
+        distances = np.round(distances * 3) / 3
+    return distances.tolist(), same.tolist(), generator.integers(0, 6, count).tolist()
+
+
+def auc_by_loops(distances: list[float], same: list[bool]) -> float:
+    """The probability that a same pair is nearer than a different one."""
+    won = total = 0.0
+    for d, s in zip(distances, same, strict=True):
+        for e, t in zip(distances, same, strict=True):
+            if s and not t:
+                total += 1
+                won += 1.0 if d < e else 0.5 if d == e else 0.0
+    return won / total
+
+
+def rates(distances: list[float], same: list[bool], threshold: float) -> tuple[float, float]:
+    """FAR and TAR at a threshold, by counting."""
+    far = [d <= threshold for d, s in zip(distances, same, strict=True) if not s]
+    tar = [d <= threshold for d, s in zip(distances, same, strict=True) if s]
+    return sum(far) / len(far), sum(tar) / len(tar)
+
+
+def curve(distances: list[float], same: list[bool]) -> list[tuple[float, float]]:
+    return [(0.0, 0.0), *(rates(distances, same, t) for t in sorted(set(distances)))]
+
+
+def eer_by_loops(distances: list[float], same: list[bool]) -> float:
+    """Where the line from one point to the next meets FAR = 1 − TAR, by bisection."""
+    for (f0, t0), (f1, t1) in itertools.pairwise(curve(distances, same)):
+        if f0 + t0 <= 1 <= f1 + t1:
+            low, high = 0.0, 1.0
+            for _ in range(80):
+                x = (low + high) / 2
+                above = f0 + x * (f1 - f0) + t0 + x * (t1 - t0) >= 1
+                low, high = (low, x) if above else (x, high)
+            return f0 + low * (f1 - f0)
+    raise AssertionError
+
+
+def accuracy_by_loops(
+    distances: list[float], same: list[bool], folds: list[int]
+) -> tuple[list[float], list[float]]:
+    """Each fold's accuracy and threshold: every cut between two distances of the other folds is tried."""
+    accuracy, thresholds = [], []
+    for fold in sorted(set(folds)):
+        others = [(d, s) for d, s, f in zip(distances, same, folds, strict=True) if f != fold]
+        mine = [(d, s) for d, s, f in zip(distances, same, folds, strict=True) if f == fold]
+        values = sorted({d for d, _ in others})
+        cuts = [math.nextafter(values[0], -math.inf)]
+        cuts += [(a + b) / 2 for a, b in itertools.pairwise(values)] + [values[-1]]
+        scores = [sum((d <= t) == s for d, s in others) for t in cuts]
+        best = cuts[scores.index(max(scores))]
+        thresholds.append(best)
+        accuracy.append(sum((d <= best) == s for d, s in mine) / len(mine))
+    return accuracy, thresholds
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_against_plain_loops(seed: int, tied: bool) -> None:
+    distances, same, folds = random_pairs(seed, tied=tied)
+    found = verification(distances, same, folds, far=(0.25, 0.1, 1e-2))
+    accuracy, thresholds = accuracy_by_loops(distances, same, folds)
+    mean = sum(accuracy) / 6
+    error = math.sqrt(sum((a - mean) ** 2 for a in accuracy) / 5) / math.sqrt(6)
+    points = curve(distances, same)
+    expected = {
+        "auc": auc_by_loops(distances, same),
+        "eer": eer_by_loops(distances, same),
+        "accuracy": mean,
+        "accuracy_se": error,
+        **{f"tar_at_far_{rate:g}": max(t for f, t in points if f <= rate) for rate in (0.25, 0.1, 1e-2)},
+    }
+    assert found.values == pytest.approx(expected, abs=1e-12)
+    np.testing.assert_allclose(found.accuracy, accuracy, atol=1e-12)
+    np.testing.assert_allclose(found.threshold, thresholds, rtol=1e-12)
+    np.testing.assert_allclose(np.stack([found.roc.far, found.roc.tar], 1), points, atol=1e-12)
+    assert found.roc.threshold.tolist() == [-math.inf, *sorted(set(distances))]
+
+
+def test_by_hand_with_ties() -> None:
+    # same at 1, 2, 2, 3; different at 2, 3, 4, 4. Of the 16 couples 10 + 2 are right, 3 tie (2=2 twice, 3=3), 1 is wrong (3 > 2).
+    distances = [1, 2, 2, 3, 2, 3, 4, 4]
+    same = [1, 1, 1, 1, 0, 0, 0, 0]
+    found = verification(distances, same, [0, 1] * 4, far=(0.25,))
+    assert found.values["auc"] == pytest.approx((12 + 1.5) / 16)
+    # the curve goes (0, 0) (0, ¼) (¼, ¾): it meets FAR = 1 − TAR in the last point
+    assert found.values["eer"] == pytest.approx(0.25)
+    assert found.values["tar_at_far_0.25"] == 0.75
+    # fold 1 has same 2, 3 and different 3, 4: best to cut between 2 and 3, or 3 and 4 (3 of 4 right); the smaller is taken.
+    # So fold 0 (same 1, 2; different 2, 4) is judged at 2.5: 3 of 4.
+    assert found.threshold[0] == 2.5 and found.accuracy[0] == 0.75
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
+def test_perfect_and_hopeless(scale: float) -> None:
+    near, far = np.arange(1, 11) * scale, np.arange(21, 31) * scale
+    distances, folds = np.concatenate([near, far]), np.tile(np.arange(5), 4)
+    same = np.arange(20) < 10
+    perfect = verification(distances, same, folds)
+    assert perfect.values == {"auc": 1.0, "eer": 0.0, "accuracy": 1.0, "accuracy_se": 0.0}
+    hopeless = verification(distances, ~same, folds).values
+    assert hopeless["auc"] == 0.0 and hopeless["eer"] == 1.0
+    alike = verification(np.full(20, scale), same, folds).values
+    assert alike["auc"] == alike["eer"] == alike["accuracy"] == 0.5
+
+
+def test_a_folds_threshold_does_not_depend_on_the_fold_itself() -> None:
+    distances, same, folds = random_pairs(7)
+    d, s, f = np.array(distances), np.array(same), np.array(folds)
+    first = verification(d, s, f)
+    moved = []
+    for k in range(6):
+        changed, turned = d.copy(), s.copy()
+        turned[f == k] = ~turned[f == k]  # every pair of the fold is now judged the other way
+        other = verification(changed, turned, f)
+        assert other.threshold[k] == first.threshold[k]
+        assert other.accuracy[k] == pytest.approx(1 - first.accuracy[k])
+        moved.append(not np.array_equal(other.threshold, first.threshold))
+        changed[f == k] += 50  # nothing of the fold is under any threshold of the others
+        other = verification(changed, s, f)
+        assert other.threshold[k] == first.threshold[k]
+        assert other.accuracy[k] == (~s[f == k]).mean()
+        moved.append(not np.array_equal(other.threshold, first.threshold))
+    assert any(moved)  # other folds' thresholds do see these pairs
+
+
+def test_a_fold_that_would_like_another_threshold_does_not_get_it() -> None:
+    # Folds 0 and 1 part at 2, fold 2 at 20. A threshold that saw fold 2's own pairs would be right for it.
+    distances = [1.0, 3.0] * 6 + [10.0, 30.0] * 20
+    same = [True, False] * 26
+    folds = [0] * 6 + [1] * 6 + [2] * 40
+    found = verification(distances, same, folds)
+    assert found.threshold[2] == 2.0
+    assert found.accuracy[2] == 0.5  # 10 and 30 are both over 2: half of them are called rightly
+
+
+def test_true_accept_rates_only_where_pairs_suffice() -> None:
+    same = np.arange(400) % 2 == 0
+    distances = np.random.default_rng(0).normal(size=400) + np.where(same, 0, 1)
+    names = set(verification(distances, same, np.arange(400) // 40).values)
+    assert "tar_at_far_0.01" in names and "tar_at_far_0.001" not in names and FAR_LEVELS == (1e-2, 1e-3)
+    few = verification(distances[:100], same[:100], np.arange(100) // 10).values
+    assert not any(name.startswith("tar") for name in few)
+
+
+def test_the_curve_keeps_its_shape_without_the_points_on_straight_lines() -> None:
+    distances, same, folds = random_pairs(3, count=3000)
+    found = verification(distances, same, folds)
+    full, short = found.roc, found.roc.corners(sum(same), len(same) - sum(same))
+    assert len(short.far) < 0.8 * len(full.far)
+    assert np.trapezoid(short.tar, short.far) == pytest.approx(found.values["auc"], abs=1e-12)
+    for point in zip(full.far, full.tar, strict=True):  # every point lies on a line between two that are kept
+        assert any(
+            min(f0, f1) - 1e-9 <= point[0] <= max(f0, f1) + 1e-9
+            and t0 - 1e-9 <= point[1] <= t1 + 1e-9
+            and abs((point[0] - f0) * (t1 - t0) - (point[1] - t0) * (f1 - f0)) < 1e-12
+            for (f0, t0), (f1, t1) in itertools.pairwise(zip(short.far, short.tar, strict=True))
+        )
+    picture = draw_roc({"ours": (short, 0.8), "theirs": (full, 0.8)})
+    assert picture.startswith(b"<?xml") and b"ours (AUC 0.8000)" in picture
+    assert picture == draw_roc({"ours": (short, 0.8), "theirs": (full, 0.8)})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"same": [1, 1, 1, 1]}, "All 4 pairs are the same: both kinds are needed"),
+        ({"same": [0, 0, 0, 0]}, "All 4 pairs are different"),
+        ({"distances": [1, 2, math.nan, math.inf]}, "2 of 4 distances are NaN or infinite"),
+        ({"distances": [1, 2]}, "one of each a pair is needed"),
+        ({"folds": [1, 1, 1, 1]}, "all pairs are in one fold"),
+        ({"folds": [0, 1, 1, 1], "same": [1, 0, 0, 0]}, "outside the fold '0' all pairs are different"),
+        ({"distances": [], "same": [], "folds": []}, "pairs are missing"),
+    ],
+)
+def test_what_cannot_be_verified_is_said(change: dict[str, Any], says: str) -> None:
+    given: dict[str, Any] = {"distances": [1, 2, 3, 4], "same": [1, 0, 1, 0], "folds": [0, 0, 1, 1]} | change
+    with pytest.raises(DataError, match=says):
+        verification(**given)
+
+
+def test_memory_is_linear_in_the_number_of_pairs() -> None:
+    import tracemalloc
+
+    count = 200_000
+    generator = np.random.default_rng(0)
+    same = np.arange(count) % 2 == 0
+    distances = generator.normal(size=count) - same
+    folds = generator.integers(0, 10, count)
+    tracemalloc.start()
+    verification(distances, same, folds)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200 * count  # 200 bytes a pair
