@@ -19,6 +19,7 @@ _HOME = {
     "LiftedLoss": "lifted",
     "NPairLoss": "npair",
     "OnePerClass": "miners",
+    "SemiHard": "miners",
     "TripletLoss": "triplet",
     "UniformMetrics": "uniform",
 }

@@ -64,6 +64,13 @@ class Measure:
             return self._raw(rows, columns)
         return 1 - self.squared(rows, columns) / 2
 
+    def all_squared(self) -> Tensor:
+        """Return D² (B, R) of every pair."""
+        matrix = self._all()
+        if self.distance.is_inverted:
+            return 2 - 2 * matrix
+        return matrix if self.euclidean else matrix.square()
+
     def _dense(self, rows: Tensor) -> bool:
         return 4 * len(rows) > self.shape[0] * self.shape[1]
 
@@ -99,7 +106,7 @@ class PaperLoss(BaseMetricLossFunction):
 
     def get_default_distance(self) -> nn.Module:
         """Return the Euclidean distance of the embeddings as they are."""
-        return LpDistance(normalize_embeddings=False, p=2, power=1)  # type: ignore[no-any-return]
+        return default_distance()
 
     def forward(
         self,
@@ -115,8 +122,8 @@ class PaperLoss(BaseMetricLossFunction):
             ValueError: shapes, labels or indices do not fit.
             DataError: an embedding is NaN or infinite.
         """
-        query = _full_precision(embeddings)
-        reference = None if ref_emb is None or ref_emb is embeddings else _full_precision(ref_emb)
+        query = full_precision(embeddings)
+        reference = None if ref_emb is None or ref_emb is embeddings else full_precision(ref_emb)
         _check_embeddings(query, "embeddings")
         if reference is not None:
             _check_embeddings(reference, "ref_emb")
@@ -189,7 +196,13 @@ def _listed(indices: Any, shape: tuple[int, int], device: torch.device) -> Pairs
     return pairs
 
 
-def _full_precision(x: Tensor) -> Tensor:
+def default_distance() -> nn.Module:
+    """Return the Euclidean distance of the embeddings as they are."""
+    return LpDistance(normalize_embeddings=False, p=2, power=1)  # type: ignore[no-any-return]
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """Return half-precision numbers in float32; others as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

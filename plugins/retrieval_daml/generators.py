@@ -55,13 +55,11 @@ class TripletGenerator(Generator):
         self.margin = margin
         self.residual = residual
         self.normalize = normalize
-        self.network = nn.Sequential(
-            nn.Linear(3 * features, features), nn.ReLU(), nn.Linear(features, features)
-        )
+        last = nn.Linear(features, features)
         if residual:  # begins with the real samples
-            last = self.network[2]
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
+        self.network = nn.Sequential(nn.Linear(3 * features, features), nn.ReLU(), last)
 
     def change(self, sample: Tensor, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         """Return the changed samples (T, F) of triplets, each (T, F)."""

@@ -1,4 +1,4 @@
-"""Which triplets a generator is given where the loss compares an anchor with every other class."""
+"""Which triplets a generator is given: one negative for each anchor and other class, or a semi-hard one for each positive pair."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any, Literal
 import torch
 from retrieval.contracts import TripletIndices
 from torch import Tensor, nn
+
+from retrieval_daml.base import Distance, Measure, default_distance, full_precision
 
 
 class OnePerClass(nn.Module):
@@ -55,6 +57,55 @@ class OnePerClass(nn.Module):
         return a, p, n
 
 
+class SemiHard(nn.Module):
+    """For each positive pair a random negative that is farther than the positive, but by less than a margin.
+
+    Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", Table
+    IX: D(p, a)² < D(n, a)² < D(p, a)² + margin. A pair without such a negative gives no triplet. One triplet a pair at most
+    keeps a generator cheap; `pml.triplet_margin` with `type_of_triplets = "semihard"` gives them all.
+
+    Args:
+        margin: a difference of squared distances; that of the loss.
+        distance: how two embeddings are compared; the Euclidean distance, without normalising, by default.
+    """
+
+    def __init__(self, margin: float = 1.0, distance: Distance = None) -> None:
+        super().__init__()
+        if not 0 < margin < float("inf"):
+            raise ValueError(
+                f"margin is {margin:g} and must be a number above 0: below it no negative is semi-hard"
+            )
+        self.margin = margin
+        self.distance = default_distance() if distance is None else distance
+
+    @torch.no_grad()
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> TripletIndices:
+        """Return triplets; see `retrieval.Miner`."""
+        query = full_precision(embeddings)
+        own = ref_emb is None or ref_labels is None
+        reference = query if own else full_precision(ref_emb)
+        others = labels if own else ref_labels
+        same = labels[:, None] == others
+        with torch.autocast(device_type=query.device.type, enabled=False):
+            matrix = Measure(self.distance, query, reference).all_squared()
+        a, p = (
+            same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device) if own else same
+        ).nonzero(as_tuple=True)
+        gap = matrix[a] - matrix[a, p][:, None]
+        fits = (gap > 0) & (gap < self.margin) & ~same[a]
+        found = fits.any(1)
+        a, p, fits = a[found], p[found], fits[found]
+        if len(a) == 0:
+            return a, p, a
+        return a, p, torch.multinomial(fits.float(), 1).squeeze(1)
+
+
 def _below(count: Tensor) -> Tensor:
     """Return a random whole number from 0 to each count − 1."""
     drawn = (torch.rand(len(count), device=count.device, dtype=torch.float64) * count).long()
@@ -69,5 +120,5 @@ def _one_of_each(labels: Tensor) -> Tensor:
     return shuffled[first.scatter_reduce(0, group, places, "amin")]
 
 
-MINERS = {"one_per_class": OnePerClass}
+MINERS = {"one_per_class": OnePerClass, "semi_hard": SemiHard}
 """The miners by their names in a recipe."""
