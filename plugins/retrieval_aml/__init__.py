@@ -14,7 +14,9 @@ from retrieval.hookspecs import Factories
 
 _HOME = {
     "AML": "aml",
+    "Confusion": "confusion",
     "GMML": "gmml",
+    "GeometricMeanLoss": "geometric_mean",
 }
 
 
@@ -31,3 +33,19 @@ def retrieval_learners() -> Factories:
     from retrieval_aml.gmml import GMML
 
     return {"aml": AML, "gmml": GMML}
+
+
+@hookimpl
+def retrieval_generators() -> Factories:
+    """The negatives that mislead the current metric most, in closed form."""
+    from retrieval_aml.confusion import Confusion
+
+    return {"confusion": Confusion}
+
+
+@hookimpl
+def retrieval_losses() -> Factories:
+    """The learners' objective for deep networks."""
+    from retrieval_aml.geometric_mean import GeometricMeanLoss
+
+    return {"geometric_mean": GeometricMeanLoss}

@@ -1,0 +1,110 @@
+"""The adversarial negative in closed form, under the head's current metric: the confusion stage for deep losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from retrieval.contracts import Generator
+from retrieval.model import Normalize
+from torch import Tensor, nn
+
+# Where the two halves of a point on the sphere cancel to less than this part of their length, no direction is left.
+CANCELLED = 1e-3
+
+
+class Confusion(Generator):
+    """The negative that misleads the current metric most near the real one, in closed form; only the negative moves.
+
+    Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 9 for a dissimilar pair, anchor a and negative n. Its two
+    points move together to the pair π, π′ with the difference β/(2 + β) · (n − a), under any metric M = WᵀW + εI: M cancels. Moved
+    so that π lies on the anchor, which changes no distance, the adversarial negative is
+
+        z = (2a + βn) / (2 + β),    the minimiser of D(a, z)² + β/2 · D(n, z)².
+
+    It depends on the head as soon as that scales codes to unit length (the default). The metric is then no longer the same
+    everywhere, and the minimiser on the sphere is the code (2u + βv)/‖·‖, u and v the codes of a and n. With the lengths
+    |a|, |n| of their codes before scaling, a feature with that code is
+
+        z = (2|n| a + β|a| n) / (2|n| + β|a|),
+
+    exactly for a linear head, to first order for others (hidden layers). It has no parameters, and no gradient flows through the
+    points: only the loss at z's code, to the head. Set `[train] real_weight` to train on the real negatives too: 1 is the
+    paper's α = 1 (Eq 4), for real_weight = 1/α.
+
+    Args:
+        beta: β > 0, the weight of staying near the real negative: towards 0 it ends on the anchor, towards infinity it stays.
+    """
+
+    def __init__(self, beta: Annotated[float, Field(gt=0)] = 1.0) -> None:
+        super().__init__()
+        if not 0 < beta < float("inf"):
+            raise ValueError(f"beta is {beta:g} and must be a number above 0")
+        self.beta = beta
+        self._head: tuple[nn.Module, ...] = ()
+
+    def bind(self, head: nn.Module) -> None:
+        """Take note of the head whose metric is to be misled."""
+        self._head = (head,)
+
+    @torch.no_grad()
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """Return the adversarial negatives (T, F), detached; `positive` has no say.
+
+        Raises:
+            ValueError: the shapes differ, or no head was bound.
+        """
+        if anchor.ndim != 2 or anchor.shape != negative.shape:
+            raise ValueError(
+                f"anchors and negatives must be as many features, a row each, and have the shapes {tuple(anchor.shape)} and "
+                f"{tuple(negative.shape)}"
+            )
+        if not self._head:
+            raise ValueError(
+                "aml.confusion misleads the metric of a head and has been given none: call bind(head) first"
+            )
+        # the dissimilar pair's Eq 9, by the share that the anchor has in it
+        share = anchor.new_full((len(anchor), 1), 2 / (2 + self.beta))
+        body = _before_scaling(self._head[0])
+        if body is not None and len(anchor):
+            with _undisturbed(body):
+                u, v = (_full_precision(body(x)) for x in (anchor, negative))
+            share = self._on_sphere(u, v).to(anchor.dtype)
+        return negative + share * (anchor - negative)
+
+    def _on_sphere(self, u: Tensor, v: Tensor) -> Tensor:
+        """Return the anchor's share (T, 1), from codes (T, C) before they are scaled."""
+        tiny = torch.finfo(u.dtype).tiny
+        lu, lv = (x.norm(dim=1, keepdim=True).clamp_min(tiny**0.5) for x in (u, v))
+        both = 2 * u / lu + self.beta * v / lv
+        share = 2 / (2 + self.beta * lu / lv)
+        # opposite codes of equal weight: every point of the sphere is as good, and the real negative is one
+        return torch.where(both.norm(dim=1, keepdim=True) < CANCELLED * (2 + self.beta), 0.0, share)
+
+
+def _before_scaling(head: nn.Module) -> nn.Sequential | None:
+    """Return what a head does before it scales codes to unit length; None where it does not end so."""
+    if isinstance(head, Normalize):
+        return nn.Sequential()
+    if isinstance(head, nn.Sequential) and len(head) and isinstance(head[-1], Normalize):
+        return head[:-1]
+    return None
+
+
+def _full_precision(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+@contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Within, a module is in evaluation mode: no batch statistics are moved, and no random number is drawn."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode

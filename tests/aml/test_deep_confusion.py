@@ -1,0 +1,278 @@
+"""`aml.confusion`: Eq 9 by stationarity and by plain solves, on the sphere by search; what it must leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from retrieval.errors import RecipeError
+from retrieval.model import Normalize, build_head
+from retrieval.plugins import load_plugins
+from retrieval.recipe import check_recipe
+from retrieval.train import checkpoint
+from retrieval.train.run import build_run
+from retrieval.train.trainer import Trainer, train
+from torch import Tensor, nn
+
+from retrieval_aml.confusion import Confusion
+
+BETAS = (0.01, 0.5, 1.0, 2.0, 30.0)
+
+
+def points(seed: int = 0, rows: int = 6, features: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    made = torch.randn(3, rows, features, dtype=torch.float64, generator=random)
+    return made[0], made[1], made[2]
+
+
+def bound(head: nn.Module, beta: float = 1.0) -> Confusion:
+    generator = Confusion(beta)
+    generator.bind(head)
+    return generator
+
+
+def linear(codes: int, bias: bool = True, unit: bool = False, seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = [nn.Linear(5, codes, bias=bias, dtype=torch.float64)]
+    return nn.Sequential(*layers, *([Unit()] if unit else []))
+
+
+class Unit(Normalize):
+    """Unit length in float64, so that differences can be taken; a `Normalize` to whoever looks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.norm(dim=-1, keepdim=True)
+
+
+class TestLinearHead:
+    @pytest.mark.parametrize("beta", BETAS)
+    @pytest.mark.parametrize("codes", [2, 5, 8])  # M = WᵀW is singular in the first case
+    def test_its_pair_is_eq_9s_by_an_explicit_solve_and_stationary(self, beta: float, codes: int) -> None:
+        head = linear(codes)
+        a, p, n = points()
+        made = bound(head, beta)(a, p, n).numpy()
+        w = head[0].weight.detach().numpy()
+        for epsilon in (1e-3, 1.0, 50.0):
+            m = w.T @ w + epsilon * np.eye(5)
+            inverse = np.linalg.inv(2 * m + beta * m)
+            for x, x2, z in zip(a.numpy(), n.numpy(), made, strict=True):
+                pi = inverse @ (m @ (x + x2) + beta * m @ x)  # Eq 9, y = −1: M^(−y) = M
+                pi2 = inverse @ (m @ (x + x2) + beta * m @ x2)
+                # Eq 8: where Eq 3 is stationary
+                scale = np.abs(m).max()
+                assert np.abs(m @ (pi - pi2) + beta * m @ (pi - x)).max() < 1e-9 * scale
+                assert np.abs(m @ (pi2 - pi) + beta * m @ (pi2 - x2)).max() < 1e-9 * scale
+                # the same pair, moved so that π lies on the anchor
+                np.testing.assert_allclose(z - x, pi2 - pi, atol=1e-9)
+                # which is where staying on the anchor costs least
+                assert np.abs(m @ (z - x) + beta / 2 * m @ (z - x2)).max() < 1e-9 * scale
+
+    def test_the_limits_of_beta(self) -> None:
+        a, p, n = points()
+        head = linear(3)
+        torch.testing.assert_close(bound(head, 1e-9)(a, p, n), a)
+        torch.testing.assert_close(bound(head, 1e9)(a, p, n), n)
+        torch.testing.assert_close(bound(head, 2.0)(a, p, n), (a + n) / 2)
+
+    def test_the_adversarial_pair_is_nearer_by_exactly_the_factor_of_the_learners_objective(self) -> None:
+        a, p, n = points()
+        head = linear(3)
+        z = bound(head, 0.7)(a, p, n)
+        real, made = (head(a) - head(n)).norm(dim=1), (head(a) - head(z)).norm(dim=1)
+        torch.testing.assert_close(made, real * 0.7 / 2.7)
+
+
+class TestSphere:
+    @pytest.mark.parametrize("beta", BETAS)
+    @pytest.mark.parametrize("bias", [True, False])
+    def test_the_code_is_the_best_on_the_sphere(self, beta: float, bias: bool) -> None:
+        head = linear(4, bias, unit=True)
+        a, p, n = points()
+        codes = head(bound(head, beta)(a, p, n)).detach().numpy()
+        for u, v, c in zip(head(a).detach().numpy(), head(n).detach().numpy(), codes, strict=True):
+            best = np.array([2 * x + beta * y for x, y in zip(u, v, strict=True)])
+            np.testing.assert_allclose(c, best / np.sqrt(sum(x * x for x in best)), atol=1e-12)
+
+            def cost(w: Any, u: Any = u, v: Any = v) -> float:
+                return float(sum((u - w) ** 2) + beta / 2 * sum((v - w) ** 2))
+
+            for seed in range(50):  # no other point of the sphere costs less
+                other = c + np.random.default_rng(seed).normal(size=4) * 10.0 ** -(seed % 4)
+                assert cost(c) <= cost(other / np.linalg.norm(other)) + 1e-12
+
+    @pytest.mark.parametrize("beta", [0.5, 2.0])
+    def test_the_objective_is_stationary_in_features(self, beta: float) -> None:
+        head = linear(4, unit=True)
+        a, p, n = points()
+        z = bound(head, beta)(a, p, n)
+
+        def cost(z: Tensor) -> Tensor:
+            return ((head(a) - head(z)).square() + beta / 2 * (head(n) - head(z)).square()).sum()
+
+        step = 1e-6
+        for i in range(z.shape[0]):
+            for j in range(z.shape[1]):
+                change = torch.zeros_like(z)
+                change[i, j] = step
+                assert abs(cost(z + change) - cost(z - change)) / (2 * step) < 1e-6
+
+    def test_eq_9_by_a_constant_metric_would_miss_it(self) -> None:
+        """What binding is for: anchors whose codes are long before they are scaled."""
+        head = linear(4, bias=False, unit=True)
+        a, p, n = points()
+        a = 5 * a
+        z, flat = bound(head)(a, p, n), (2 * a + n) / 3
+
+        def cost(z: Tensor) -> Tensor:
+            return ((head(a) - head(z)).square() + 0.5 * (head(n) - head(z)).square()).sum(1)
+
+        assert (cost(z) <= cost(flat)).all()
+        assert cost(z).mean() < 0.9 * cost(flat).mean()
+
+    def test_it_follows_the_head_as_that_is_trained(self) -> None:
+        head = linear(4, unit=True)
+        generator, made = bound(head), points()
+        before = generator(*made)
+        with torch.no_grad():
+            head[0].weight[:, 0] *= 3
+        assert (generator(*made) - before).abs().max() > 1e-3
+
+    def test_a_hidden_layer_misleads_more_than_the_real_negative(self) -> None:
+        torch.manual_seed(0)
+        head = build_head(5, 4, hidden=[32])
+        a, p, n = (x.float() for x in points(rows=200))
+        z = bound(head)(a, p, n)
+
+        def cost(z: Tensor) -> float:
+            both = (head(a) - head(z)).square() + 0.5 * (head(n) - head(z)).square()
+            return float(both.detach().sum(1).mean())
+
+        best = ((head(a) * 2 + head(n)) / (head(a) * 2 + head(n)).norm(dim=1, keepdim=True)).detach()
+        reached = ((head(a) - best).square() + 0.5 * (head(n) - best).square()).detach().sum(1).mean()
+        assert cost(z) < cost((2 * a + n) / 3) < 0.6 * cost(n)
+        assert cost(z) < cost(a)
+        assert cost(z) < 1.3 * float(reached)  # whatever the features: no point of the sphere is better
+
+    def test_opposite_codes_and_zero_codes_stay_finite(self) -> None:
+        head = nn.Sequential(Normalize())
+        a = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
+        n = torch.tensor([[-2.0, -4.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+        z = bound(head, 2.0)(a, a, n)
+        assert z.isfinite().all()
+        torch.testing.assert_close(z[0], n[0])  # as good as any, and real
+        weight = torch.eye(2, requires_grad=True)
+        head(z @ weight).sum().backward()
+        assert weight.grad is not None and weight.grad.isfinite().all()
+
+
+class TestWhatItLeavesAlone:
+    def test_no_gradient_goes_through_the_points(self) -> None:
+        torch.manual_seed(0)
+        head = build_head(5, 4)
+        a, p, n = (x.float().requires_grad_() for x in points())
+        z = bound(head)(a, p, n)
+        assert not z.requires_grad
+        (head(a.detach()) - head(z)).square().sum().backward()
+        assert a.grad is None and n.grad is None
+        assert all(each.grad is not None and each.grad.abs().sum() > 0 for each in head.parameters())
+
+    def test_batch_statistics_dropout_and_random_numbers(self) -> None:
+        torch.manual_seed(0)
+        head = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Normalize())
+        head[1].eval()
+        state, random = {k: v.clone() for k, v in head.state_dict().items()}, torch.random.get_rng_state()
+        a, p, n = (x.float() for x in points())
+        generator = bound(head)
+        assert torch.equal(generator(a, p, n), generator(a, p, n))
+        assert all(torch.equal(v, state[k]) for k, v in head.state_dict().items())
+        assert torch.equal(torch.random.get_rng_state(), random)
+        assert [m.training for m in head] == [True, False, True, True]
+
+    def test_it_has_no_parameters_and_no_state(self) -> None:
+        generator = bound(build_head(5, 4))
+        assert not list(generator.parameters()) and not generator.state_dict()
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision(self, dtype: torch.dtype) -> None:
+        head, made = build_head(5, 4), [x.to(dtype) for x in points()]
+        z = bound(head.to(dtype))(*made)
+        exact = bound(head.float())(*(x.float() for x in made))
+        assert z.dtype == dtype
+        torch.testing.assert_close(z.float(), exact, atol=0.05, rtol=0.05)
+
+    def test_no_triplets(self) -> None:
+        none = torch.zeros(0, 5)
+        assert bound(build_head(5, 4))(none, none, none).shape == (0, 5)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("beta", [0.0, -1.0, float("nan"), float("inf")])
+    def test_beta(self, beta: float) -> None:
+        with pytest.raises(ValueError, match=r"beta is .* must be a number above 0"):
+            Confusion(beta)
+        plugins = load_plugins()
+        if not beta > 0:
+            with pytest.raises(RecipeError, match="beta"):
+                plugins.build("generators", {"name": "aml.confusion", "beta": beta})
+
+    def test_without_a_head(self) -> None:
+        with pytest.raises(ValueError, match=r"call bind\(head\) first"):
+            Confusion()(*points())
+
+    def test_shapes(self) -> None:
+        a, p, n = points()
+        with pytest.raises(ValueError, match=r"\(6, 5\) and \(5, 5\)"):
+            bound(linear(3))(a, p, n[:5])
+
+
+Make = Callable[..., Any]
+
+
+def made(**tables: Any) -> Any:
+    base: dict[str, Any] = {
+        "name": "confusion", "data": {"name": "core.digits"}, "split": {"by": "class"},
+        "sampler": {"classes": 4, "items": 4, "batches": 3}, "backbone": {"name": "core.convnet", "size": 8, "width": 4, "channels": 1},
+        "head": {"embedding_size": 8}, "train": {"epochs": 1, "real_weight": 1.0, "device": "cpu"}, "generator": {"name": "aml.confusion"},
+    }  # fmt: skip
+    return check_recipe(base | tables)
+
+
+@pytest.mark.parametrize("miner", [None, {"name": "pml.triplet_margin"}])
+@pytest.mark.parametrize("loss", ["pml.triplet_margin", "anml.danml", "aml.geometric_mean"])
+def test_a_recipe_trains(tmp_path: Path, loss: str, miner: dict[str, Any] | None) -> None:
+    recipe = made(loss={"name": loss}, miner=miner) if miner else made(loss={"name": loss})
+    train(tmp_path / "run", *recipe)
+    state = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
+    assert state["modules"].get("generator", {}) == {}
+    assert list(state["optimizers"]) == ["metric"]
+
+
+def test_joint_coupling_sends_no_gradient_through_the_points_either(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    def gradients(coupling: str) -> list[Tensor]:
+        recipe = made(
+            loss={"name": "pml.triplet_margin"},
+            train={"epochs": 1, "real_weight": 0.0, "device": "cpu", "coupling": coupling},
+        )
+        checkpoint.seed_everything(0)
+        run = build_run(tmp_path, *recipe)
+        trainer = Trainer(run, Accelerator(cpu=True))
+        torch.manual_seed(1)
+        losses = trainer.step(*next(iter(trainer.batches.epoch(0))), trainer.phase)
+        assert losses.metric is not None and float(losses.metric.detach()) > 0
+        return list(torch.autograd.grad(losses.metric, list(run.model.parameters())))
+
+    one, two = gradients("separate"), gradients("joint")
+    assert sum(float(g.abs().sum()) for g in one) > 0
+    for x, y in zip(one, two, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_loss_without_a_reference_set_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"aml\.confusion extends the reference set.*no `ref_emb`"):
+        made(loss={"name": "pml.proxy_nca"})
