@@ -63,7 +63,8 @@ class Hedge(Combiner):
 
     def embeddings(self, codes: Tensor) -> Tensor:
         """Return the unit embeddings (N, L + 1, E) of codes (N, (L + 1) E)."""
-        return codes.unflatten(1, (self.spaces, self.embedding)) / self._row("factor", codes)[:, None]
+        parted = codes.reshape(-1, self.spaces, self.embedding)
+        return parted / self._row("factor", codes)[:, None]
 
     def observe(self, losses: Tensor) -> None:
         """Move the weights by each space's loss (L + 1,), Eq 20."""
@@ -77,24 +78,26 @@ class Hedge(Combiner):
         """Return √(Σ α_l D_l²) (Q, R)."""
         query, reference = self._weighed(query_emb), self._weighed(ref_emb)
         if torch.is_grad_enabled():  # the root of zero has no gradient
-            squares = (query[:, None] - reference).square().sum(2)
+            squares: Tensor = (query[:, None] - reference).square().sum(2)
             return (squares + 1e-12).sqrt()
         return torch.cdist(query, reference, compute_mode="donot_use_mm_for_euclid_dist")
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return √(Σ α_l D_l²) (N,)."""
-        apart = self._weighed(query_emb) - self._weighed(ref_emb)
-        return (apart.square().sum(1) + 1e-12).sqrt()
+        squares: Tensor = (self._weighed(query_emb) - self._weighed(ref_emb)).square().sum(1)
+        return (squares + 1e-12).sqrt()
 
     def index_vectors(self, codes: Tensor) -> Tensor:
         """Return the unit embeddings side by side: they do not change when the weights do."""
         return self.embeddings(codes).flatten(1)
 
     def _weighed(self, codes: Tensor) -> Tensor:
-        return (self.embeddings(codes) * self._row("alpha", codes).sqrt()[:, None]).flatten(1)
+        weighed: Tensor = (self.embeddings(codes) * self._row("alpha", codes).sqrt()[:, None]).flatten(1)
+        return weighed
 
     def _row(self, name: str, like: Tensor) -> Tensor:
-        return self.get_buffer(name).to(like.dtype)
+        row: Tensor = self.get_buffer(name).to(like.dtype)
+        return row
 
     def _weights_changed(self) -> None:
         """Called after the weights changed."""

@@ -101,7 +101,8 @@ class ABTL(BaseMetricLossFunction):
         losses = torch.stack(each)
         if self.training and torch.is_grad_enabled():
             self.distance.observe(losses.mean(dim=1))
-        return alpha @ losses
+        weighted: Tensor = alpha @ losses
+        return weighted
 
 
 def abtl(positive: Tensor, negative: Tensor, tau: float) -> Tensor:

@@ -33,10 +33,9 @@ class OverComplete(nn.Module):
         self.embedding = nn.ModuleList(
             nn.Linear(features if level == 0 else hidden, embedding, bias=False) for level in range(depth + 1)
         )
-        for layer in self.hidden:
-            nn.init.normal_(layer.weight, std=(2.0 / layer.in_features) ** 0.5)
-        for layer in self.embedding:
-            nn.init.normal_(layer.weight, std=(1.0 / layer.in_features) ** 0.5)
+        for layers, variance in ((self.hidden, 2.0), (self.embedding, 1.0)):
+            for weight in layers.parameters():
+                nn.init.normal_(weight, std=(variance / weight.shape[1]) ** 0.5)
         self.register_buffer("offset", torch.zeros(features))
         self.register_buffer("scale", torch.ones(features))
         self.register_buffer("factor", torch.ones(depth + 1))
@@ -51,10 +50,12 @@ class OverComplete(nn.Module):
             target.copy_(torch.from_numpy(np.array(values, dtype=np.float32)))
 
         with torch.no_grad():
-            for level, layer in zip(levels, head.hidden, strict=False):  # the last level has no hidden layer
-                put(layer.weight, level[:, : learner.hidden].T)
-            for level, layer in zip(levels, head.embedding, strict=True):
-                put(layer.weight, level[:, learner.hidden :].T)
+            for level, layer in zip(
+                levels, head.hidden.parameters(), strict=False
+            ):  # the last level has no hidden layer
+                put(layer, level[:, : learner.hidden].T)
+            for level, layer in zip(levels, head.embedding.parameters(), strict=True):
+                put(layer, level[:, learner.hidden :].T)
             put(head.get_buffer("offset"), learner.mean_)
             put(head.get_buffer("scale"), learner.scale_)
             put(head.get_buffer("factor"), np.sqrt(learner.alpha_))

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from retrieval.linear import class_codes
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, validate_data
 from threadpoolctl import ThreadpoolController
@@ -116,7 +117,9 @@ class OnlineLearner(BaseEstimator):
         """
         x, labels = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         self._reset(x.shape[1], x)
-        stream = paper_stream(self._classes(x, labels), self.seeds, self.closure, seed=self.seed)
+        stream = paper_stream(
+            class_codes(labels, type(self).__name__), self.seeds, self.closure, seed=self.seed
+        )
         self.learn_from(in_chunks(stream, x, CHUNK))
         return self
 
@@ -154,21 +157,6 @@ class OnlineLearner(BaseEstimator):
         except Exception:
             del self.n_triplets_  # as if it had not been fitted
             raise
-
-    def _classes(self, x: Floats, labels: NDArray[Any]) -> NDArray[np.intp]:
-        if labels.dtype.kind == "f" and (labels != np.floor(labels)).any():
-            raise ValueError(f"The labels are continuous numbers; {type(self).__name__} needs classes.")
-        names, codes = np.unique(labels, return_inverse=True)
-        if len(names) < 2:
-            raise ValueError(
-                f"All {len(x)} items are of one class, {names[0]!r}: {type(self).__name__} needs at least two."
-            )
-        if len(names) == len(x):
-            raise ValueError(
-                f"Each of the {len(x)} items is the only one of its class: {type(self).__name__} needs at least one class "
-                "with two members."
-            )
-        return codes.astype(np.intp)
 
 
 def refuse_range(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:

@@ -218,19 +218,28 @@ def paper_stream(
         seen.add(triplet)
         yield triplet
     for _ in range(closure):
-        for _ in range(_TRIES):
-            drawn = known.draw(rng)
-            if drawn is None:
-                return
-            if held_out is not None and held_out.touches(drawn):
-                continue
-            if drawn not in seen:
-                break
-        else:
-            if held_out is not None and held_out.touches(drawn):
-                continue
+        drawn = _usable(known, rng, seen, held_out)
+        if drawn is None:
+            return
         seen.add(drawn)
         yield drawn
+
+
+def _usable(
+    known: Closure, rng: np.random.Generator, seen: set[Triplet], held_out: HeldOut | None
+) -> Triplet | None:
+    """Return a triplet that follows, a new one if some tries find one; None where none may be used."""
+    last = None
+    for _ in range(_TRIES):
+        drawn = known.draw(rng)
+        if drawn is None:
+            break
+        if held_out is not None and held_out.touches(drawn):
+            continue
+        last = drawn
+        if drawn not in seen:
+            break
+    return last
 
 
 def in_chunks(

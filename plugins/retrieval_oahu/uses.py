@@ -61,7 +61,7 @@ class Spaces:
         return cls(np.ascontiguousarray(parted), weights / weights.sum())
 
     def __len__(self) -> int:
-        return self.embeddings.shape[1]
+        return int(self.embeddings.shape[1])
 
     def __getitem__(self, items: Any) -> Spaces:
         """Return some of the items."""
@@ -105,8 +105,7 @@ class Spaces:
             raise ValueError(f"threshold is {threshold} and must be above 0 and below 1.")
         if len(self) != len(others):
             raise ValueError(f"Pairs need as many items on both sides, not {len(self)} and {len(others)}.")
-        near: NDArray[np.float64] = self.alpha @ (self.distances(others) / 2 < threshold)
-        return near
+        return np.asarray(self.alpha @ (self.distances(others) / 2 < threshold), dtype=np.float64)
 
     def retrieve(self, references: Spaces, k: int = 10) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return rows and scores (N, min(k, references)), best first, by Eq 27; see `OAHU.retrieve`.

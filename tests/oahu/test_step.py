@@ -1,0 +1,171 @@
+"""ABTL, the hedge and the full step against plain loops, in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from retrieval_oahu.abtl import bounds_loss, dissimilar_threshold, similar_threshold
+from retrieval_oahu.ahu import hedge_update
+from retrieval_oahu.history import ROWS, recorded
+from retrieval_oahu.network import Network, triplet_gradient
+
+_spec = importlib.util.spec_from_file_location("oahu_loops", Path(__file__).with_name("loops.py"))
+assert _spec is not None and _spec.loader is not None
+loops: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(loops)
+
+TAUS = (0.01, 0.1, 0.5, 2 / 3, 1.0, 1.9)
+
+
+@pytest.mark.parametrize("tau", TAUS)
+def test_thresholds_are_monotone_bounded_and_on_the_right_side(tau: float) -> None:
+    d = np.linspace(0, 2, 401)
+    near, far = similar_threshold(d, tau), dissimilar_threshold(d, tau)
+    assert (np.diff(near) > 0).all() and (np.diff(far) > 0).all()  # the paper has d_dis decreasing
+    assert near[0] == 0 and near[-1] == pytest.approx(tau) and (near <= tau + 1e-12).all()
+    assert far[0] == pytest.approx(2 - tau) and far[-1] == pytest.approx(2) and (far >= 2 - tau - 1e-12).all()
+    assert (near <= d + 1e-12).all() and (far >= d - 1e-12).all()
+
+
+@pytest.mark.parametrize("tau", TAUS)
+def test_loss_and_slopes_are_those_of_a_loop(tau: float) -> None:
+    rng = np.random.default_rng(0)
+    positive, negative = rng.uniform(0, 2, 50), rng.uniform(0, 2, 50)
+    loss, slope_p, slope_n = bounds_loss(positive, negative, tau)
+    for i in range(50):
+        p, n = float(positive[i]), float(negative[i])
+        near, far = loops.thresholds(p, n, tau)
+        assert loss[i] == pytest.approx(loops.local_loss(p, n, near, far), abs=1e-14)
+        step = 1e-6  # the thresholds stay where they are
+        by_p = loops.local_loss(p + step, n, near, far) - loops.local_loss(p - step, n, near, far)
+        by_n = loops.local_loss(p, n + step, near, far) - loops.local_loss(p, n - step, near, far)
+        assert slope_p[i] == pytest.approx(by_p / (2 * step), abs=1e-8)
+        assert slope_n[i] == pytest.approx(by_n / (2 * step), abs=1e-8)
+        assert 0 < loss[i] <= 1
+    assert bounds_loss(np.zeros(1), np.full(1, 2.0), tau)[0][0] == pytest.approx(0, abs=1e-12)
+    assert bounds_loss(np.full(1, 2.0), np.zeros(1), tau)[0][0] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("rule", ["exp", "linear", "paper"])
+def test_hedge_is_that_of_a_loop(rule: Any) -> None:
+    rng = np.random.default_rng(1)
+    kinds = set()
+    for beta in (0.99, 0.5, 0.1):
+        for s in (0.1, 0.9):
+            alpha = rng.dirichlet(np.ones(4))
+            for low in (0.0, 0.3, 0.7):
+                loss = rng.uniform(low, 1, 4)
+                kinds.add(beta ** loss.min() * math.log(beta) > beta - 1)
+                found = hedge_update(alpha, loss, beta, s, rule)
+                assert np.allclose(
+                    found, loops.hedge(alpha.tolist(), loss.tolist(), beta, s, rule), atol=1e-15
+                )
+                assert found.sum() == pytest.approx(1) and found.min() >= (s / 4) / (1 + s * 3 / 4) - 1e-12
+    assert kinds == {True, False}  # both branches of Eq 20 were taken
+
+
+def test_exponential_discount_is_never_the_smaller_step_and_the_rules_hardly_differ() -> None:
+    loss = np.linspace(0, 1, 101)
+    assert (0.5**loss <= 1 - 0.5 * loss + 1e-15).all()
+    rng = np.random.default_rng(2)
+    both = [np.full(6, 1 / 6), np.full(6, 1 / 6)]
+    for _ in range(2000):
+        loss = rng.uniform(0.3, 0.6, 6)
+        both = [hedge_update(a, loss, 0.99, 0.1, r) for a, r in zip(both, ("exp", "linear"), strict=True)]
+    assert np.abs(both[0] - both[1]).max() < 1e-2
+
+
+def test_the_best_level_wins_and_the_guaranteed_minimum_is_met_exactly() -> None:
+    alpha = np.full(5, 0.2)
+    for _ in range(3000):
+        alpha = hedge_update(alpha, np.array([0.1, 0.9, 0.9, 0.9, 0.9]), 0.9, 0.1)
+    floor = (0.1 / 5) / (1 + 0.1 * 4 / 5)
+    assert alpha[0] > 0.9 and np.allclose(alpha[1:], alpha[1]) and alpha[1] >= floor
+    # the bound is reached where one level keeps all its weight: a loss of 0
+    alpha = hedge_update(np.array([1.0, 0.0, 0.0, 0.0, 0.0]), np.zeros(5), 0.9, 0.1)
+    assert alpha[1] == pytest.approx(floor) and alpha[1] < 0.1 / 5
+
+
+def parts(network: Network) -> tuple[list[Any], list[Any]]:
+    hidden = network.hidden
+    w = [level[:, :hidden].tolist() for level in network.levels[: network.depth]]
+    return w, [level[:, hidden:].tolist() for level in network.levels]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_step_moves_every_weight_down_the_numerical_gradient(depth: int) -> None:
+    rng = np.random.default_rng(3)
+    network = Network.random(4, depth, 3, 2, 5, np.float64)
+    triplet = rng.standard_normal((3, 4))
+    alpha, tau, rate = rng.dirichlet(np.ones(depth + 1)), 0.4, 0.3
+    w, theta = parts(network)
+    rows = triplet.tolist()
+    fixed = loops.fixed_thresholds(rows, w, theta, tau)
+    before = [level.copy() for level in network.levels]
+    found = network.step(triplet, alpha, tau, rate)
+    assert np.allclose(found, loops.losses(rows, w, theta, tau), atol=1e-14)
+    after_w, after_theta = parts(network)
+    step = 1e-6
+    for old, new in ((w, after_w), (theta, after_theta)):
+        for matrix, moved in zip(old, new, strict=True):
+            for row in range(len(matrix)):
+                for column in range(len(matrix[0])):
+                    kept = matrix[row][column]
+                    sides = []
+                    for sign in (1, -1):
+                        matrix[row][column] = kept + sign * step
+                        sides.append(loops.overall(rows, w, theta, tau, alpha.tolist(), fixed))
+                    matrix[row][column] = kept
+                    gradient = (sides[0] - sides[1]) / (2 * step)
+                    assert moved[row][column] == pytest.approx(kept - rate * gradient, abs=2e-8)
+    assert any((a != b).any() for a, b in zip(before, network.levels, strict=True))
+    assert not network.levels[-1][:, : network.hidden].any()  # the last level has no next layer
+
+
+def test_zero_and_equal_embeddings_have_no_gradient_and_stay_finite() -> None:
+    z = np.zeros((2, 3, 4))
+    z[1] = 1.0  # all three equal
+    loss, gradient = triplet_gradient(z, np.array([0.5, 0.5]), 0.1)
+    assert np.isfinite(loss).all() and not gradient.any()
+    z[0, 0] = 1e-13
+    assert not triplet_gradient(z, np.array([0.5, 0.5]), 0.1)[1].any()
+
+
+def test_embedding_is_that_of_a_loop_and_float32_follows_it() -> None:
+    network = Network.random(6, 3, 5, 4, 1, np.float64)
+    x = np.random.default_rng(0).standard_normal((7, 6))
+    found = network.embed(x)
+    w, theta = parts(network)
+    for i in range(7):
+        assert np.allclose(found[:, i], loops.embed(x[i].tolist(), w, theta), atol=1e-14)
+    lengths = np.linalg.norm(found, axis=2)
+    assert (np.isclose(lengths, 1) | (lengths == 0)).all() and np.isclose(lengths, 1).mean() > 0.9
+    single = Network.random(6, 3, 5, 4, 1, np.float32).embed(x.astype(np.float32))
+    assert single.dtype == np.float32 and np.abs(single - found).max() < 1e-5
+
+
+def test_the_step_writes_into_the_arrays_that_it_was_given() -> None:
+    rng = np.random.default_rng(0)
+    first, deeper = rng.uniform(size=(3, 4)), rng.uniform(size=(2, 2, 4))
+    before = first.copy(), deeper.copy()
+    Network(first, deeper, 2).step(np.eye(3), np.full(3, 1 / 3), 0.1, 0.3)
+    assert (first != before[0]).all() and (deeper[0] != before[1][0]).all()
+    with pytest.raises(ValueError, match="C-contiguous"):
+        Network(np.asfortranarray(np.ones((3, 4))), deeper, 2)
+
+
+def test_history_is_bounded_and_keeps_equal_steps() -> None:
+    kept: NDArray[Any] = np.zeros((1, 1))
+    at, stride = np.zeros(1, np.int64), 1
+    for step in range(1, 20_000):
+        kept, at, stride = recorded(kept, at, stride, np.array([float(step)]), step)
+        assert len(kept) <= ROWS
+    assert (np.diff(at) == stride).all() and at[0] == 0 and (kept[:, 0] == at).all()
+    assert len(kept) > ROWS // 2 - 1
