@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from retrieval.plugins import Plugins
 
 OVERLAP_AT = 10
+OVERLAP_QUERIES = 1000
+"""At most so many queries say what the candidate step of a rescorer costs."""
 
 
 def resolve_metrics(names: Sequence[str], plugins: Plugins, always: Sequence[str] = ()) -> dict[str, Metric]:
@@ -177,7 +179,10 @@ def _rescored(
     k: int,
     candidates: int,
 ) -> tuple[NDArray[np.int64], dict[str, float]]:
-    """Return rows (Q, k) after rescoring the candidates, and the overlap of their first ten with the exhaustive ten."""
+    """Return rows (Q, k) after rescoring the candidates, and the overlap of their first ten with the exhaustive ten.
+
+    The exhaustive ranking costs as many distances as there are items: it is made for `OVERLAP_QUERIES` of the queries.
+    """
     size = len(others["vector"])
     counts = sorted({min(c, size) for c in (50, 200, 500, candidates)})
     proposed, _ = exact_neighbors(
@@ -185,14 +190,23 @@ def _rescored(
     )
     rows = np.full((len(proposed), k), -1, dtype=np.int64)
     kept = dict.fromkeys(counts, 0.0)
+    sampled = np.linspace(0, len(proposed) - 1, min(len(proposed), OVERLAP_QUERIES)).round().astype(np.int64)
     for i, mine in enumerate(proposed):
-        distances = bundle.rescore(ours["code"][i : i + 1], others["code"])[0].astype(np.float64)
+        code, some = ours["code"][i : i + 1], mine[:candidates]
+        ordered = some[np.argsort(bundle.rescore(code, others["code"][some])[0], kind="stable")][:k]
+        rows[i, : len(ordered)] = ordered
+    for i in sampled:
+        distances = np.concatenate(
+            [
+                bundle.rescore(ours["code"][i : i + 1], others["code"][start : start + 4096])[0]
+                for start in range(0, size, 4096)
+            ]
+        )
         if exclude is not None:
             distances[exclude[i]] = np.inf
         truth = np.argsort(distances, kind="stable")[: min(OVERLAP_AT, k)]
         for c in counts:
-            ordered = mine[:c][np.argsort(distances[mine[:c]], kind="stable")]
-            kept[c] += len(np.intersect1d(ordered[: len(truth)], truth)) / len(truth)
-            if c == min(candidates, size):
-                rows[i, : min(k, len(ordered))] = ordered[:k]
-    return rows, {str(c): value / len(proposed) for c, value in kept.items()}
+            mine = proposed[i][:c]
+            ordered = mine[np.argsort(distances[mine], kind="stable")][: len(truth)]
+            kept[c] += len(np.intersect1d(ordered, truth)) / len(truth)
+    return rows, {str(c): value / len(sampled) for c, value in kept.items()}
