@@ -13,7 +13,9 @@ FOLDERS = sorted(path for path in (ROOT / "models").iterdir() if path.is_dir())
 
 
 def test_there_are_models() -> None:
-    assert {"digits", "fashion-mnist", "digits-efficientnet-lda"} <= {folder.name for folder in FOLDERS}
+    assert {"digits", "digits-lanml", "fashion-mnist", "digits-efficientnet-lda"} <= {
+        folder.name for folder in FOLDERS
+    }
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)

@@ -14,11 +14,13 @@ _HOME = {
     "LDA": "learners",
     "NCA": "learners",
     "PCA": "learners",
+    "Pixels": "pixels",
     "digits": "small",
     "efficientnet_lite0": "timm_models",
     "fashion_mnist": "small",
     "features": "vectors",
     "image_folder": "folders",
+    "lfw_people": "lfw",
     "manifest": "manifests",
     "timm_model": "timm_models",
     "torchvision_model": "torchvision_models",
@@ -33,8 +35,9 @@ def __getattr__(name: str) -> Any:
 
 @hookimpl
 def retrieval_backbones() -> Factories:
-    """Small convolutional nets, torchvision's and timm's models, EfficientNet-Lite0, and vectors as they are."""
+    """Small convolutional nets, torchvision's and timm's models, EfficientNet-Lite0, and pixels or vectors as they are."""
     from retrieval_core.convnet import ConvNet, Features
+    from retrieval_core.pixels import Pixels
     from retrieval_core.timm_models import efficientnet_lite0, timm_model
     from retrieval_core.torchvision_models import torchvision_model
 
@@ -42,6 +45,7 @@ def retrieval_backbones() -> Factories:
         "convnet": ConvNet,
         "efficientnet_lite0": efficientnet_lite0,
         "features": Features,
+        "pixels": Pixels,
         "timm": timm_model,
         "torchvision": torchvision_model,
     }
@@ -49,8 +53,9 @@ def retrieval_backbones() -> Factories:
 
 @hookimpl
 def retrieval_datasets() -> Factories:
-    """Digits, Fashion-MNIST, and the user's own folders, manifests and vectors."""
+    """Digits, Fashion-MNIST, and the user's own folders, manifests, faces and vectors."""
     from retrieval_core.folders import image_folder
+    from retrieval_core.lfw import lfw_people
     from retrieval_core.manifests import manifest
     from retrieval_core.small import digits, fashion_mnist
     from retrieval_core.vectors import features
@@ -61,6 +66,7 @@ def retrieval_datasets() -> Factories:
         "fashion_mnist": fashion_mnist,
         "features": features,
         "image_folder": image_folder,
+        "lfw": lfw_people,
     }
 
 

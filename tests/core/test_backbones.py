@@ -306,3 +306,17 @@ def test_lite0_weights_that_are_damaged(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(DataError, match="their shapes differ"):
         timm_models.efficientnet_lite0()
     assert timm_models.efficientnet_lite0(pretrained=False, size=64).features == 1280
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pixels_are_the_images_own(plugins: Plugins, channels: int) -> None:
+    made = build(plugins, "pixels", size=6, channels=channels).eval()
+    assert made.features == 36 * channels and not list(made.parameters()) and made.preprocessing is not None
+    image = np.random.default_rng(0).integers(0, 256, (6, 6, 3), np.uint8)
+    pixels = made.preprocessing(Image.fromarray(image))
+    normalise = Model(made, nn.Identity())
+    features = normalise(torch.tensor(pixels)[None])[0][0].numpy()
+    expected = (
+        np.asarray(Image.fromarray(image).convert("L"))[None] if channels == 1 else image.transpose(2, 0, 1)
+    )
+    np.testing.assert_allclose(features, expected.ravel() / 255, atol=1e-6)
