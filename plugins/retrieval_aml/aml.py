@@ -14,7 +14,7 @@ from retrieval_aml.estimator import PairLearner
 from retrieval_aml.gmml import Count, NotNegative, Positive, Prior, Share
 from retrieval_aml.objective import Objective
 from retrieval_aml.search import minimise
-from retrieval_aml.spd import symmetric
+from retrieval_aml.spd import eigen_of_factor
 
 Floats = NDArray[np.floating[Any]]
 
@@ -126,7 +126,7 @@ class AML(PairLearner):
                 ConvergenceWarning,
                 stacklevel=4,
             )
-        return found.m if self.t == 0.5 else _slid(found.m, objective.pull * dissimilar, self.t)
+        return found.half if self.t == 0.5 else _slid(found.half, objective.pull * dissimilar, self.t)
 
     def _refuse_parameters(self) -> None:
         super()._refuse_parameters()
@@ -138,11 +138,13 @@ class AML(PairLearner):
             raise ValueError(f"max_iter is {self.max_iter}; it must be at least 1.")
 
 
-def _slid(m: Floats, end: Floats, t: float) -> Floats:
-    """Return the point at t on the geodesic to `end` (t = 1) whose middle is M: M^½ Zˢ M^½, Z = M^−½ E M^−½, s = 2t − 1."""
-    values, vectors = np.linalg.eigh(m)
-    root = (vectors * np.sqrt(values)) @ vectors.T
-    back = (vectors / np.sqrt(values)) @ vectors.T
+def _slid(half: Floats, end: Floats, t: float) -> Floats:
+    """Return the factor of the point at t on the geodesic to `end` (t = 1) whose middle is M = HHᵀ.
+
+    It is M^½ Zˢ M^½ with Z = M^−½ E M^−½ and s = 2t − 1.
+    """
+    values, vectors = eigen_of_factor(half)
+    root, back = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
     _, singular, right = np.linalg.svd(np.linalg.cholesky(end).T @ back)
-    half = root @ (right.T * singular ** (2 * t - 1))
-    return symmetric(half @ half.T)
+    slid: Floats = root @ (right.T * singular ** (2 * t - 1))
+    return slid

@@ -17,7 +17,7 @@ from retrieval_aml.moments import (
     moments_of_drawn_pairs,
     moments_of_pairs,
 )
-from retrieval_aml.spd import factor, lifted, symmetric
+from retrieval_aml.spd import components, lifted, symmetric
 
 Floats = NDArray[np.floating[Any]]
 
@@ -51,7 +51,7 @@ class PairLearner(LinearMap):
     n_iter_: int
 
     def _learn(self, similar: Floats, dissimilar: Floats) -> Floats:
-        """Return M (F, F) of two positive definite moments, and set `converged_` and `n_iter_`."""
+        """Return H (F, F), M = HHᵀ, of two positive definite moments, and set `converged_` and `n_iter_`."""
         raise NotImplementedError
 
     def __sklearn_tags__(self) -> Any:
@@ -106,8 +106,7 @@ class PairLearner(LinearMap):
         features = x.shape[1]
         with threadpool_limits(1 if features <= ONE_THREAD else None, user_api="blas"):
             similar, dissimilar = self._regularized(moments, x)
-            m = self._learn(similar, dissimilar)
-            self.components_ = factor(m) / scale
+            self.components_ = components(self._learn(similar, dissimilar)) / scale
         self.mean_ = mean
         self.scale_ = scale
         return self

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from retrieval_aml.estimator import PairLearner
-from retrieval_aml.spd import geodesic
+from retrieval_aml.spd import geodesic_factor
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -72,4 +72,4 @@ class GMML(PairLearner):
         self, similar: NDArray[np.floating[Any]], dissimilar: NDArray[np.floating[Any]]
     ) -> NDArray[np.floating[Any]]:
         self.converged_, self.n_iter_ = True, 0
-        return geodesic(similar, dissimilar, self.t)
+        return geodesic_factor(similar, dissimilar, self.t)

@@ -47,7 +47,10 @@ class Objective:
         Args:
             m: (F, F) symmetric positive definite.
         """
-        values, vectors = np.linalg.eigh(m)
+        return self.at(*np.linalg.eigh(m))
+
+    def at(self, values: Floats, vectors: Floats) -> tuple[float, Floats]:
+        """Return the same, given M's eigenvalues (F,) and eigenvectors (F, F), one a column."""
         turned = vectors.T @ self.similar @ vectors
         inverse = (vectors / values) @ vectors.T
         back = inverse @ self.dissimilar @ inverse
@@ -59,7 +62,10 @@ class Objective:
 
     def effective_similar(self, m: Floats) -> Floats:
         """Return A_eff(M) = U [F ∘ (Uᵀ A U)] Uᵀ, F_ab = 1 + α h[λ_a, λ_b]: a minimiser is M = A_eff⁻¹ # cB."""
-        values, vectors = np.linalg.eigh(m)
+        return self.effective_similar_at(*np.linalg.eigh(m))
+
+    def effective_similar_at(self, values: Floats, vectors: Floats) -> Floats:
+        """Return the same, given M's eigenvalues (F,) and eigenvectors (F, F), one a column."""
         turned = vectors.T @ self.similar @ vectors
         return symmetric(vectors @ (self._slopes(values) * turned) @ vectors.T)
 

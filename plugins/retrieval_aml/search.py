@@ -10,12 +10,16 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 
 from retrieval_aml.objective import Objective
-from retrieval_aml.spd import geodesic, power, symmetric
+from retrieval_aml.spd import eigen_of_factor, geodesic_factor
 
 Floats = NDArray[np.floating[Any]]
 
-FARTHEST = 60.0
-"""Largest exponent that a trial step of the line search may reach."""
+FARTHEST = 20.0
+"""Largest exponent that a trial step of the line search may reach: the optimum lies within that of GMML."""
+ROUND = 25
+"""Iterations after which the search begins again around the metric reached, with the second derivatives of that place."""
+FLATTEST = 1e-8
+"""Least curvature, relative to the largest, that the search scales a direction by."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +27,13 @@ class Found:
     """What the search ended with.
 
     Attributes:
-        m: (F, F) the metric.
+        half: (F, F) the metric's factor: M = HHᵀ.
         value: D(M).
-        slope: largest entry of the gradient in S of D(M) / D(start).
+        slope: largest entry of the scaled gradient of D(M) / D(start): half its square is about what is left to gain.
         iterations: of L-BFGS.
     """
 
-    m: Floats
+    half: Floats
     value: float
     slope: float
     iterations: int
@@ -38,46 +42,70 @@ class Found:
 def minimise(objective: Objective, *, tol: float, max_iter: int) -> Found:
     """Minimise D(M) over M = W exp(S) W, S symmetric, from S = 0, where W² = √c A⁻¹ # B is GMML's metric.
 
+    It begins again around the metric reached every `ROUND` iterations, and where a line search fails (moments of low rank with
+    a large α).
+
     Args:
         objective: D.
-        tol: largest entry of the gradient in S, relative to D at the start, at which the search is done.
+        tol: largest entry of the scaled gradient, relative to D, at which the search is done.
         max_iter: most iterations.
     """
-    start = np.sqrt(objective.pull) * geodesic(objective.similar, objective.dissimilar, 0.5)
-    w = power(start, 0.5)
+    half = objective.pull**0.25 * geodesic_factor(objective.similar, objective.dissimilar, 0.5)
+    iterations = 0
+    value = np.inf
+    while True:
+        found = _round(objective, half, tol, min(ROUND, max_iter - iterations))
+        iterations += found.iterations
+        done = found.slope <= tol or iterations >= max_iter or not found.value < value * (1 - 1e-12)
+        if done:
+            return Found(found.half, found.value, found.slope, iterations)
+        half, value = found.half, found.value
+
+
+def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Found:
+    """Search around W² = HHᵀ, H the factor `start`.
+
+    S is written in the eigenvectors of K = (W A_eff W + c W⁻¹ B W⁻¹) / 2, each entry divided by the root of kᵢ + kⱼ, about
+    the second derivative along it: ill-conditioned moments take as few iterations as others.
+    """
+    values, vectors = eigen_of_factor(start)
+    unit = objective.at(values, vectors)[0]
+    root, back = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
+    stretched = root @ objective.effective_similar_at(values, vectors) @ root
+    shrunk = objective.pull * (back @ objective.dissimilar @ back)
+    curvature, turn = np.linalg.eigh((stretched + shrunk) / 2)
+    w = root @ turn
     size = len(w)
+    curved = (curvature[:, None] + curvature[None, :]) / unit
+    scale = 1 / np.sqrt(np.maximum(curved, FLATTEST * curved.max()))
     upper = np.triu_indices(size)
     # off-diagonal entries stand for two: with √2 the vector has the matrix's norm
     weight = np.where(upper[0] == upper[1], 1.0, np.sqrt(2.0))
-    unit = objective(start)[0]
 
-    def metric(flat: Floats) -> tuple[Floats, Floats, Floats]:
+    def factor(flat: Floats) -> tuple[Floats, Floats, Floats]:
         s = np.zeros((size, size))
         s[upper] = flat / weight
-        s = s + np.triu(s, 1).T
+        s = (s + np.triu(s, 1).T) * scale
         values, vectors = np.linalg.eigh(s)
         values = np.clip(values, -FARTHEST, FARTHEST)
-        half = w @ (vectors * np.exp(values / 2))
-        return symmetric(half @ half.T), values, vectors
+        return w @ (vectors * np.exp(values / 2)), values, vectors
 
     def loss(flat: Floats) -> tuple[float, Floats]:
-        m, values, vectors = metric(flat)
-        value, gradient = objective(m)
-        turned = vectors.T @ (w @ gradient @ w) @ vectors
+        half, values, vectors = factor(flat)
+        value, gradient = objective.at(*eigen_of_factor(half))
+        turned = vectors.T @ (w.T @ gradient @ w) @ vectors
         back = vectors @ (_exponential_slopes(values) * turned) @ vectors.T
-        return value / unit, weight * back[upper] / unit
+        return value / unit, weight * (scale * back)[upper] / unit
 
-    begun = np.zeros(len(weight))
     found = minimize(
         loss,
-        begun,
+        np.zeros(len(weight)),
         jac=True,
         method="L-BFGS-B",
-        options={"maxiter": max_iter, "maxfun": 20 * max_iter, "gtol": tol, "ftol": 1e-15, "maxcor": 20},
+        options={"maxiter": max_iter, "maxfun": 20 * max_iter, "gtol": tol, "ftol": 0.0, "maxcor": 20},
     )
-    m = metric(found.x)[0]
     value, gradient = loss(found.x)
-    return Found(m, value * unit, float(np.abs(gradient).max()), int(found.nit))
+    return Found(factor(found.x)[0], value * unit, float(np.abs(gradient).max()), int(found.nit))
 
 
 def _exponential_slopes(s: Floats) -> Floats:

@@ -20,28 +20,33 @@ def symmetric(m: Floats) -> Floats:
     return half
 
 
-def power(m: Floats, exponent: float) -> Floats:
-    """Return M to a real power, M symmetric positive definite (F, F)."""
-    values, vectors = np.linalg.eigh(m)
-    return symmetric((vectors * values**exponent) @ vectors.T)
-
-
 def geodesic(a: Floats, b: Floats, t: float) -> Floats:
     """Return A⁻¹ #_t B, the point at t on the geodesic from A⁻¹ (t = 0) to B (t = 1); t = .5 is the geometric mean.
 
-    With A = LLᵀ it is L⁻ᵀ (Lᵀ B L)ᵗ L⁻¹. At t = .5 it solves M A M = B (Zadeh et al., Eq 8 and 13).
+    At t = .5 it solves M A M = B (Zadeh et al., Eq 8 and 13).
 
     Args:
         a: (F, F) symmetric positive definite.
         b: (F, F) symmetric positive definite.
         t: 0 to 1.
     """
+    half = geodesic_factor(a, b, t)
+    return symmetric(half @ half.T)
+
+
+def geodesic_factor(a: Floats, b: Floats, t: float) -> Floats:
+    """Return H (F, F) with HHᵀ = A⁻¹ #_t B, which is L⁻ᵀ (Lᵀ B L)ᵗ L⁻¹ for A = LLᵀ; see `geodesic`."""
     lower = np.linalg.cholesky(a)
-    half = np.linalg.cholesky(b).T @ lower
     # singular values of a factor keep the digits that eigenvalues of the product would lose
-    _, values, right = np.linalg.svd(half)
-    factor = solve_triangular(lower, (right.T * values**t), trans="T", lower=True)
-    return symmetric(factor @ factor.T)
+    _, values, right = np.linalg.svd(np.linalg.cholesky(b).T @ lower)
+    half: Floats = solve_triangular(lower, (right.T * values**t), trans="T", lower=True)
+    return half
+
+
+def eigen_of_factor(half: Floats) -> tuple[Floats, Floats]:
+    """Return the eigenvalues (F,) and eigenvectors (F, F) of HHᵀ, largest first: positive, however ill-conditioned it is."""
+    vectors, values, _ = np.linalg.svd(half)
+    return values**2, vectors
 
 
 def lifted(m: Floats, unit: float) -> Floats:
@@ -58,10 +63,9 @@ def lifted(m: Floats, unit: float) -> Floats:
     return symmetric((vectors * np.maximum(values, least)) @ vectors.T)
 
 
-def factor(m: Floats) -> Floats:
-    """Return C (F, F) with M = CᵀC: eigenvectors times roots of their eigenvalues, the largest first, signs fixed."""
-    values, vectors = np.linalg.eigh(m)
-    vectors = vectors[:, ::-1]
+def components(half: Floats) -> Floats:
+    """Return C (F, F) with CᵀC = HHᵀ: eigenvectors times roots of their eigenvalues, the largest first, signs fixed."""
+    values, vectors = eigen_of_factor(half)
     largest = np.abs(vectors).argmax(axis=0)
-    signs = np.where(vectors[largest, np.arange(len(m))] < 0, -1.0, 1.0)
-    return np.ascontiguousarray((vectors * signs * np.sqrt(values[::-1])).T)
+    signs = np.where(vectors[largest, np.arange(len(half))] < 0, -1.0, 1.0)
+    return np.ascontiguousarray((vectors * signs * np.sqrt(values)).T)

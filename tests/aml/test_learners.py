@@ -1,0 +1,407 @@
+"""GMML and AML as scikit-learn estimators: what they learn, save, refuse, and do with odd data and odd pairs."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import joblib
+import numpy as np
+import pytest
+import torch
+from retrieval.contracts import Learner
+from retrieval.errors import RecipeError
+from retrieval.plugins import load_plugins
+from sklearn.datasets import load_wine
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.model_selection import GridSearchCV
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+from retrieval_aml import AML, GMML
+
+LEARNERS = [
+    GMML(),
+    GMML(0.2, 0.1, "covariance", standardize=True),
+    GMML(0.0, n_pairs=2000),
+    AML(),
+    AML(10.0, 0.3, 0.2, 0.01, standardize=True),
+    AML(n_pairs="paper", balance=False),
+]
+each = pytest.mark.parametrize("learner", LEARNERS, ids=str)
+
+
+@pytest.fixture(scope="module")
+def wine() -> tuple[Any, Any]:
+    x, y = load_wine(return_X_y=True)
+    return StandardScaler().fit_transform(x), y
+
+
+def again(learner: Any, **changes: Any) -> Any:
+    return type(learner)(**{**learner.get_params(), **changes})
+
+
+def assert_spd(m: Any) -> None:
+    np.testing.assert_array_equal(m, m.T)
+    assert np.isfinite(m).all()
+    np.linalg.cholesky(m)
+
+
+@each
+def test_keeps_scikit_learns_rules(learner: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # some checks fit on next to nothing
+        check_estimator(again(learner), on_skip=None)
+
+
+@each
+def test_the_result_is_a_metric_and_a_map(learner: Any, wine: Any) -> None:
+    x, y = wine
+    learner.fit(x + 100, y)
+    m, codes = learner.get_mahalanobis_matrix(), learner.transform(x + 100)
+    assert_spd(m)
+    assert learner.converged_ is True and learner.components_.shape == (13, 13)
+    assert learner.n_iter_ == 0 if isinstance(learner, GMML) else 1 <= learner.n_iter_ <= 50
+    for i, j in itertools.combinations(range(4), 2):
+        d = x[i] - x[j]
+        assert d @ m @ d == pytest.approx(((codes[i] - codes[j]) ** 2).sum(), rel=1e-9)
+
+
+@each
+def test_learning_helps_where_scales_mislead(learner: Any) -> None:
+    random = np.random.default_rng(0)
+    y = np.repeat([0, 1, 2], 60)
+    x = np.hstack([y[:, None] + 0.15 * random.normal(size=(180, 1)), 3 * random.normal(size=(180, 4))])
+    inside, outside = np.arange(180) % 2 == 0, np.arange(180) % 2 == 1
+    knn = KNeighborsClassifier(5)
+    plain = knn.fit(x[inside], y[inside]).score(x[outside], y[outside])
+    assert plain < 0.6
+    z = again(learner, prior=None).fit(x[inside], y[inside]).transform(x)
+    assert knn.fit(z[inside], y[inside]).score(z[outside], y[outside]) > plain + 0.2
+
+
+@each
+def test_all_pairs_listed_give_what_labels_give(learner: Any, wine: Any) -> None:
+    x, y = wine[0][::3], wine[1][::3]
+    learner = again(learner, n_pairs=None, prior=None, standardize=False)
+    pairs = np.array([[x[i], x[j]] for i, j in itertools.combinations(range(len(x)), 2)])
+    similar = np.array([y[i] == y[j] for i, j in itertools.combinations(range(len(x)), 2)])
+    expected = learner.fit(x, y).get_mahalanobis_matrix()
+    for flags in (similar, similar.astype(int), np.where(similar, 1, -1), np.where(similar, 1.0, -1.0)):
+        found = learner.fit_pairs(pairs, flags)
+        np.testing.assert_allclose(found.get_mahalanobis_matrix(), expected, rtol=1e-5, atol=1e-6)
+    assert found.n_similar_ == similar.sum() and found.n_dissimilar_ == (~similar).sum()
+    assert found.transform(x).shape == (60, 13) and found.n_features_in_ == 13
+
+
+def test_pairs_count_as_often_as_they_are_given(wine: Any) -> None:
+    x = wine[0]
+    pairs = np.stack([x[:100], x[20:120]], axis=1)
+    similar = np.arange(100) % 3 == 0
+    once = AML().fit_pairs(pairs, similar).get_mahalanobis_matrix()
+    twice = AML().fit_pairs(np.concatenate([pairs, pairs]), np.tile(similar, 2)).get_mahalanobis_matrix()
+    np.testing.assert_allclose(once, twice, rtol=1e-6, atol=1e-7)
+    more = AML().fit_pairs(np.concatenate([pairs, pairs[:9]]), np.append(similar, similar[:9]))
+    assert np.abs(more.get_mahalanobis_matrix() - once).max() > 1e-3
+
+
+@each
+def test_the_model_gives_the_numbers_of_transform(learner: Any, wine: Any) -> None:
+    x, y = wine
+    assert isinstance(learner, Learner)
+    head, combiner = learner.fit(x + 1000, y).to_model_parts()
+    assert combiner is None
+    expected = learner.transform(x + 1000)
+    with torch.no_grad():
+        found = head(torch.from_numpy(x + 1000).float()).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=3e-4 * np.abs(expected).max())
+
+
+@each
+def test_saved_and_the_same_twice(learner: Any, wine: Any) -> None:
+    x, y = wine
+    file = io.BytesIO()
+    joblib.dump(learner.fit(x, y), file)
+    file.seek(0)
+    np.testing.assert_array_equal(joblib.load(file).transform(x), learner.transform(x))
+    np.testing.assert_array_equal(again(learner).fit(x, y).components_, learner.components_)
+
+
+def test_in_a_pipeline_and_a_search(wine: Any) -> None:
+    x, y = wine
+    pipeline = make_pipeline(StandardScaler(), AML(), KNeighborsClassifier(3))
+    grid = {"aml__t": [0.0, 0.3, 1.0], "aml__alpha": [0.1, 10.0]}
+    search = GridSearchCV(pipeline, grid, cv=2, error_score="raise").fit(x[::2], y[::2])
+    assert search.best_params_["aml__t"] < 1.0
+    assert len(search.best_estimator_[:-1].get_feature_names_out()) == 13
+    assert search.score(x[1::2], y[1::2]) > 0.9
+
+
+def test_pairs_are_drawn_by_seed(wine: Any) -> None:
+    x, y = wine
+    first, other = (GMML(n_pairs=500, seed=seed).fit(x, y) for seed in (4, 5))
+    assert not np.array_equal(first.components_, other.components_)
+    assert first.n_similar_ + first.n_dissimilar_ == 500
+    paper = GMML(n_pairs="paper").fit(x, y)
+    assert paper.n_similar_ + paper.n_dissimilar_ == 1000 * 3 * 2
+    whole = GMML().fit(x, y)
+    assert whole.n_similar_ + whole.n_dissimilar_ == 178 * 177 // 2
+    near = np.abs(paper.get_mahalanobis_matrix() - whole.get_mahalanobis_matrix()).max()
+    assert near < 0.15 < np.abs(first.get_mahalanobis_matrix() - whole.get_mahalanobis_matrix()).max()
+
+
+def test_sums_only_make_gmmls_metric_larger_but_change_amls(wine: Any) -> None:
+    x, y = wine
+    even, sums = (AML(balance=b).fit(x, y).get_mahalanobis_matrix() for b in (True, False))
+    assert np.trace(sums) > 1.1 * np.trace(even)
+    assert np.abs(sums / np.trace(sums) - even / np.trace(even)).max() > 1e-4
+
+
+def test_standardizing_is_taken_into_the_map(wine: Any) -> None:
+    x, y = wine
+    scales = 10.0 ** np.arange(-6, 7)
+    for learner in (GMML(0.3), AML(), AML(n_pairs=1000)):
+        plain = again(learner, standardize=True).fit(x, y)
+        scaled = again(learner, standardize=True).fit(7 + x * scales, y)
+        np.testing.assert_allclose(scaled.transform(7 + x * scales), plain.transform(x), rtol=1e-4, atol=1e-5)
+        by_hand = again(learner).fit(x, y).get_mahalanobis_matrix()
+        np.testing.assert_allclose(plain.get_mahalanobis_matrix(), by_hand, rtol=1e-5, atol=1e-6)
+
+
+def test_one_scale_for_all_features_changes_no_order(wine: Any) -> None:
+    x, y = wine
+    for learner in (GMML(), AML()):
+        m = learner.fit(x, y).get_mahalanobis_matrix()
+        for scale in (1e-6, 1e6):
+            np.testing.assert_allclose(
+                learner.fit(scale * x, y).get_mahalanobis_matrix(), m, rtol=1e-4, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("standardize", [False, True])
+def test_adversarial_pairs_of_a_fitted_learner(standardize: bool, wine: Any) -> None:
+    x, y = wine
+    scales = np.linspace(0.1, 3, 13) if standardize else np.ones(13)
+    learner = AML(1.0, 0.7, standardize=standardize).fit(x * scales, y)
+    pairs = np.stack([x[:50], x[90:140]], axis=1)
+    similar = np.arange(50) % 2 == 0
+    found = learner.adversarial_pairs(pairs * scales, similar) / scales
+    m = AML(1.0, 0.7).fit(x, y).get_mahalanobis_matrix()
+    inverse = np.linalg.inv(m)
+    for pair, alike, points in zip(pairs, similar, found, strict=True):
+        opposite = inverse if alike else m
+        slope = opposite @ (points[0] - points[1]) + 0.7 * m @ (points[0] - pair[0])  # Eq 8
+        assert np.abs(slope).max() < 1e-4
+    np.testing.assert_array_equal(
+        learner.adversarial_pairs(pairs, similar.astype(int)), learner.adversarial_pairs(pairs, similar)
+    )
+    with pytest.raises(ValueError, match="have 12 features, and AML was fitted on 13"):
+        learner.adversarial_pairs(pairs[:, :, 1:], similar)
+    with pytest.raises(NotFittedError):
+        AML().adversarial_pairs(pairs, similar)
+
+
+SINGULAR = {
+    "A: more features than similar pairs": lambda r: (
+        r.normal(size=(12, 20)) + np.arange(12)[:, None] % 3,
+        np.arange(12) % 3,
+    ),
+    "B: two items a class at one place": lambda r: (
+        np.vstack([r.normal(size=(30, 3)), -r.normal(size=(30, 3))]) @ np.diag([1, 1, 0]) + 0.0,
+        np.repeat([0, 1], 30),
+    ),
+    "A: twins": lambda r: (np.repeat(r.normal(size=(10, 4)), 2, axis=0), np.repeat(np.arange(10), 2)),
+    "both: constant and repeated features": lambda r: (
+        (lambda z: np.hstack([z, z[:, :1], np.full((40, 1), 3.0)]))(r.normal(size=(40, 3))),
+        np.arange(40) % 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("make", SINGULAR.values(), ids=SINGULAR)
+@pytest.mark.parametrize("t", [0.0, 0.5, 1.0])
+def test_positive_definite_whatever_the_weights_and_ranks(make: Any, t: float) -> None:
+    x, y = make(np.random.default_rng(0))
+    assert_spd(GMML(t).fit(x, y).get_mahalanobis_matrix())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        for alpha, beta in itertools.product((1e-3, 1.0, 1e3), repeat=2):
+            learner = AML(alpha, beta, t, max_iter=60).fit(x, y)
+            assert_spd(learner.get_mahalanobis_matrix())
+            assert np.isfinite(learner.objective_) and learner.objective_ > 0
+
+
+def test_positive_definite_on_regular_data_and_converged(wine: Any) -> None:
+    for alpha, beta in itertools.product(10.0 ** np.arange(-3, 4), repeat=2):
+        learner = AML(alpha, beta).fit(*wine)
+        assert_spd(learner.get_mahalanobis_matrix())
+        assert learner.converged_ and learner.n_iter_ < 80, (alpha, beta)
+
+
+def test_odd_data_give_finite_maps(wine: Any) -> None:
+    x, y = wine
+    odd = {
+        "constant feature": (np.hstack([x, np.full((178, 1), 3.0)]), y),
+        "one member": (x, np.where(np.arange(178) == 5, 9, y)),
+        "text": (x, np.array(["a", "b", "c"])[y]),
+        "huge": (1e9 * x, y),
+        "tiny": (1e-9 * x, y),
+        "one feature": (x[:, :1], y),
+    }
+    for name, (features, labels) in odd.items():
+        for learner in (GMML(), AML(), AML(standardize=True), AML(n_pairs=300)):
+            learner.fit(features, labels)
+            assert learner.converged_ and np.isfinite(learner.components_).all(), (name, learner)
+            assert_spd(learner.get_mahalanobis_matrix())
+    text, numbers = AML().fit(*odd["text"]), AML().fit(x, y)
+    np.testing.assert_array_equal(text.components_, numbers.components_)
+
+
+def test_a_constant_feature_takes_no_part(wine: Any) -> None:
+    x, y = wine
+    wide = np.hstack([x, np.full((178, 1), 3.0)])
+    for learner in (GMML(), AML(5.0, 2.0)):
+        m = learner.fit(x, y).get_mahalanobis_matrix()
+        found = learner.fit(wide, y).get_mahalanobis_matrix()
+        np.testing.assert_allclose(found[:13, :13], m, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found[13, :13], 0, atol=1e-6)
+
+
+def test_pairs_of_identical_points(wine: Any) -> None:
+    x = wine[0]
+    similar = np.arange(60) < 30
+    pairs = np.stack([x[:60], x[60:120]], axis=1)
+    some = pairs.copy()
+    some[::5, 1] = some[::5, 0]
+    all_similar, all_dissimilar, all_alike = pairs.copy(), pairs.copy(), np.repeat(pairs[:, :1], 2, axis=1)
+    all_similar[:30, 1] = all_similar[:30, 0]
+    all_dissimilar[30:, 1] = all_dissimilar[30:, 0]
+    for learner in (GMML(), AML()):
+        for given in (some, all_similar, all_dissimilar):
+            assert_spd(learner.fit_pairs(given, similar).get_mahalanobis_matrix())
+        with pytest.raises(ValueError, match="No pair's two points differ"):
+            learner.fit_pairs(all_alike, similar)
+        with pytest.raises(ValueError, match="No pair's two points differ"):
+            learner.fit(np.ones((20, 3)), np.arange(20) % 2)
+    unmoved = AML().fit_pairs(pairs, similar).adversarial_pairs(all_alike, similar)
+    np.testing.assert_allclose(unmoved, all_alike, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("learner", "said"),
+    [
+        (GMML(-0.1), "t is -0.1; it must lie between 0"),
+        (GMML(1.1), "t is 1.1"),
+        (GMML(np.nan), "t is nan"),
+        (AML(t=2.0), "t is 2.0"),
+        (GMML(regularization=-1.0), "regularization is -1.0; it must be finite and at least 0"),
+        (GMML(regularization=np.inf), "regularization"),
+        (GMML(prior="euclid"), "prior is 'euclid'"),  # type: ignore[arg-type]
+        (GMML(regularization=1.0, prior=[[1.0]]), r"prior has the shape \(1, 1\); for 13 features"),
+        (GMML(regularization=1.0, prior=np.triu(np.ones((13, 13))).tolist()), "symmetric"),
+        (GMML(regularization=1.0, prior=np.ones((13, 13)).tolist()), "positive definite"),
+        (GMML(n_pairs=0), "n_pairs is 0; it must be at least 1"),
+        (GMML(n_pairs="all"), "n_pairs is 'all'"),  # type: ignore[arg-type]
+        (AML(0.0), "alpha is 0.0; it must be finite and greater than 0"),
+        (AML(-1.0), "alpha"),
+        (AML(np.inf), "alpha"),
+        (AML(1.0, 0.0), "beta is 0.0; it must be finite and greater than 0"),
+        (AML(1.0, -1.0), "beta"),
+        (AML(1.0, np.nan), "beta"),
+        (AML(tol=0.0), "tol"),
+        (AML(max_iter=0), "max_iter is 0"),
+        (GMML(n_pairs=1), "No pair is (dis)?similar: all are (dis)?similar"),
+    ],
+    ids=str,
+)
+def test_refuses_parameters(learner: Any, said: str, wine: Any) -> None:
+    with pytest.raises(ValueError, match=said):
+        learner.fit(*wine)
+
+
+def test_refuses_data(wine: Any) -> None:
+    x, y = wine
+    pairs, similar = np.stack([x[:80], x[80:160]], axis=1), np.arange(80) % 2
+    for learner in (GMML(), AML()):
+        with pytest.raises(
+            ValueError, match=r"All 178 items are of one class, .*0.*: (GMML|AML) needs at least two"
+        ):
+            learner.fit(x, 0 * y)
+        with pytest.raises(ValueError, match="the only one of its class"):
+            learner.fit(x, np.arange(178))
+        with pytest.raises(ValueError, match="continuous"):
+            learner.fit(x, x[:, 0])
+        for bad in (np.nan, np.inf):
+            broken, broken_pairs = x.copy(), pairs.copy()
+            broken[3, 3] = broken_pairs[3, 1, 3] = bad
+            with pytest.raises(ValueError, match=r"NaN|infinity"):
+                learner.fit(broken, y)
+            with pytest.raises(ValueError, match=r"pairs contains (NaN|infinity)"):
+                learner.fit_pairs(broken_pairs, similar)
+        with pytest.raises(ValueError, match="No pair is dissimilar: all are similar"):
+            learner.fit_pairs(pairs, np.ones(80))
+        with pytest.raises(ValueError, match="No pair is similar: all are dissimilar"):
+            learner.fit_pairs(pairs, -np.ones(80))
+        with pytest.raises(ValueError, match=r"pairs has the shape \(80, 13\)"):
+            learner.fit_pairs(pairs[:, 0], similar)
+        with pytest.raises(ValueError, match=r"There are 80 pairs, and similar has the shape \(3,\)"):
+            learner.fit_pairs(pairs, similar[:3])
+        for flags in (similar + 1, similar * 0.5, similar.astype(str)):
+            with pytest.raises(ValueError, match="similar must hold true and false"):
+                learner.fit_pairs(pairs, flags)
+        for call in (lambda n=learner: type(n)().transform(x), type(learner)().to_model_parts):
+            with pytest.raises(NotFittedError):
+                call()
+
+
+def test_says_when_it_stopped_early(wine: Any) -> None:
+    with pytest.warns(ConvergenceWarning, match="AML stopped at a relative slope of .* after 1 iterations"):
+        learner = AML(1000.0, 1.0, max_iter=1).fit(*wine)
+    assert learner.converged_ is False and learner.n_iter_ == 1
+    assert_spd(learner.get_mahalanobis_matrix())
+
+
+def test_617_features() -> None:
+    random = np.random.default_rng(0)
+    y = np.arange(900) % 6
+    x = random.normal(size=(900, 617)) + random.normal(size=(6, 617))[y] / 3
+    learner = AML(max_iter=3, tol=1e-2).fit(x, y)
+    assert learner.converged_ and learner.components_.shape == (617, 617)
+    assert_spd(learner.get_mahalanobis_matrix())
+
+
+def test_from_a_recipe() -> None:
+    plugins = load_plugins(block=["pml"])
+    made = plugins.build("learners", {"name": "aml.aml", "alpha": 0.5, "n_pairs": "paper"}, {"features": 9})
+    assert isinstance(made, AML) and (made.alpha, made.n_pairs) == (0.5, "paper")
+    prior = [[2.0, 0.0], [0.0, 1.0]]
+    assert plugins.build("learners", {"name": "aml.gmml", "prior": prior}).prior == prior
+    assert plugins.build("learners", {"name": "aml.gmml", "prior": "covariance", "t": 0}).t == 0
+    for wrong in (
+        {"t": 1.5},
+        {"regularization": -1.0},
+        {"prior": "euclid"},
+        {"n_pairs": "some"},
+        {"n_pairs": 0},
+    ):
+        with pytest.raises(RecipeError, match=next(iter(wrong))):
+            plugins.build("learners", {"name": "aml.gmml", **wrong})
+    for wrong in ({"alpha": 0.0}, {"beta": -1.0}, {"balance": 1}):
+        with pytest.raises(RecipeError, match=next(iter(wrong))):
+            plugins.build("learners", {"name": "aml.aml", **wrong})
+
+
+def test_fits_without_torch() -> None:
+    code = (
+        "import sys; import numpy as np; from retrieval_aml import AML, GMML; "
+        "x = np.random.default_rng(0).normal(size=(30, 3)); y = np.arange(30) % 3; "
+        "AML().fit(x, y).transform(x), GMML().fit(x, y).transform(x); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

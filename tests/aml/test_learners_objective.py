@@ -1,0 +1,269 @@
+"""AML's algebra against loops, autograd and differences: Eq 9, D(M), its gradient, its limits, the optimum's equation."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import inv, sqrtm
+from sklearn.datasets import load_wine
+
+from retrieval_aml import AML, GMML
+from retrieval_aml.adversarial import adversarial_pairs
+from retrieval_aml.moments import moments_of_classes, moments_of_drawn_pairs, moments_of_pairs
+from retrieval_aml.objective import Objective, divided_difference, spectrum
+from retrieval_aml.spd import geodesic, lifted
+
+SPEC = importlib.util.spec_from_file_location("pairs_by_loops", Path(__file__).parent / "pairs_by_loops.py")
+assert SPEC and SPEC.loader
+loops = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(loops)
+
+RANDOM = np.random.default_rng(0)
+Y = np.repeat([0, 1, 2], [5, 6, 1])
+X = RANDOM.normal(size=(12, 4)) + Y[:, None] + 3
+PAIRS, SIMILAR = loops.all_pairs(X, Y)
+
+
+def spd(size: int, spread: float, seed: int = 0) -> Any:
+    random = np.random.default_rng(seed)
+    turn = np.linalg.qr(random.normal(size=(size, size)))[0]
+    return (turn * np.exp(random.uniform(-spread, spread, size))) @ turn.T
+
+
+TURN = np.linalg.qr(RANDOM.normal(size=(4, 4)))[0]
+METRICS = {
+    "identity": np.eye(4),
+    "twice the identity": 2 * np.eye(4),
+    "regular": spd(4, 1.0),
+    "two eigenvalues": TURN @ np.diag([0.5, 0.5, 2, 2]) @ TURN.T,
+    "ill-conditioned": spd(4, 4.0),
+}
+metrics = pytest.mark.parametrize("m", METRICS.values(), ids=METRICS)
+
+
+@metrics
+@pytest.mark.parametrize("beta", [1e-3, 0.7, 1e3])
+def test_eq_9_is_where_the_confusion_is_stationary(m: Any, beta: float) -> None:
+    found = adversarial_pairs(m, PAIRS, SIMILAR, beta)
+    inverse = np.linalg.inv(m)
+    for pair, alike, points in zip(PAIRS, SIMILAR, found, strict=True):
+        np.testing.assert_allclose(points, loops.printed_eq_9(m, pair, bool(alike), beta), rtol=1e-8)
+        # Eq 8
+        opposite = inverse if alike else m
+        d = points[0] - points[1]
+        scale = np.abs(beta * m).max() * np.abs(pair).max() + np.abs(opposite).max() * np.abs(d).max()
+        assert np.abs(opposite @ d + beta * m @ (points[0] - pair[0])).max() < 1e-10 * scale
+        assert np.abs(-opposite @ d + beta * m @ (points[1] - pair[1])).max() < 1e-10 * scale
+
+
+def test_eq_9_is_a_minimum() -> None:
+    m, beta = METRICS["regular"], 0.7
+    found = adversarial_pairs(m, PAIRS, SIMILAR, beta)
+    for pair, alike, points in zip(PAIRS[:6], SIMILAR[:6], found[:6], strict=True):
+        least = loops.confusion(m, pair, alike, beta, points)
+        for _ in range(20):
+            other = points + 0.1 * RANDOM.normal(size=(2, 4))
+            assert loops.confusion(m, pair, alike, beta, other) > least
+
+
+def test_adversarial_pairs_of_both_kinds_move_together() -> None:
+    for m in METRICS.values():
+        found = adversarial_pairs(m, PAIRS, SIMILAR, 2.0)
+        np.testing.assert_allclose(found.mean(axis=1), PAIRS.mean(axis=1), rtol=1e-12)
+        for before, after in zip(PAIRS, found, strict=True):
+            d, e = before[0] - before[1], after[0] - after[1]
+            assert e @ m @ e < d @ m @ d
+
+
+def test_moments_of_classes_are_those_of_all_pairs() -> None:
+    a, b = loops.moments(PAIRS, SIMILAR)
+    for found in (
+        moments_of_classes(X, Y),
+        moments_of_pairs(PAIRS, SIMILAR),
+        moments_of_classes(X[::-1], Y[::-1]),
+    ):
+        np.testing.assert_allclose(found.similar, a, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(found.dissimilar, b, rtol=1e-12, atol=1e-13)
+        assert (found.n_similar, found.n_dissimilar) == (25, 41)
+    far = moments_of_classes(X + 1e6, Y)
+    np.testing.assert_allclose(far.dissimilar, b, rtol=1e-7)
+
+
+def test_drawn_pairs_tend_to_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrieval_aml.moments.BLOCK", 1000)
+    many = moments_of_drawn_pairs(X, Y, 400_000, 3)
+    a, b = loops.moments(PAIRS, SIMILAR)
+    np.testing.assert_allclose(many.similar, a, atol=0.02 * np.abs(a).max())
+    np.testing.assert_allclose(many.dissimilar, b, atol=0.02 * np.abs(b).max())
+    assert many.n_similar / 400_000 == pytest.approx(25 / 66, abs=0.005)
+
+
+@metrics
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (1e-3, 1e3), (1e3, 1e-3), (5.0, 0.2)])
+def test_the_objective_is_the_sum_over_explicit_pairs(m: Any, alpha: float, beta: float) -> None:
+    moments = moments_of_classes(X, Y)
+    value, _ = Objective(moments.similar, moments.dissimilar, alpha, beta)(m)
+    assert value == pytest.approx(loops.whole(m, PAIRS, SIMILAR, alpha, beta), rel=1e-10)
+
+
+def by_autograd(m: Any, alpha: float, beta: float) -> Any:
+    """The gradient of Eq 11 through the linear equations of Eq 9, with no eigenvector anywhere."""
+    at = torch.tensor(m, dtype=torch.float64, requires_grad=True)
+    d = torch.tensor(PAIRS[:, 0] - PAIRS[:, 1])
+    alike = torch.tensor(SIMILAR)
+    inverse = torch.linalg.inv(at)
+    total = torch.zeros((), dtype=torch.float64)
+    for chosen, metric, opposite in ((d[alike], at, inverse), (d[~alike], inverse, at)):
+        near = torch.linalg.solve(2 * opposite + beta * at, beta * at @ chosen.T).T
+        for differences, weight in ((chosen, 1.0), (near, alpha)):
+            total = total + weight * ((differences @ metric) * differences).sum() / len(chosen)
+    total.backward()
+    assert at.grad is not None
+    gradient = at.grad.numpy()
+    return (gradient + gradient.T) / 2
+
+
+@metrics
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (1e-2, 1e3), (1e3, 1e-2)])
+def test_the_gradient_is_autograds_and_that_of_differences(m: Any, alpha: float, beta: float) -> None:
+    moments = moments_of_classes(X, Y)
+    objective = Objective(moments.similar, moments.dissimilar, alpha, beta)
+    gradient = objective(m)[1]
+    np.testing.assert_array_equal(gradient, gradient.T)
+    assert np.abs(gradient - by_autograd(m, alpha, beta)).max() < 1e-9 * np.abs(gradient).max()
+    if np.linalg.cond(m) > 100:
+        return
+    for i, j in itertools.combinations_with_replacement(range(4), 2):
+        step = np.zeros((4, 4))
+        step[i, j] = step[j, i] = 1e-6
+        slope = (objective(m + step)[0] - objective(m - step)[0]) / 2e-6
+        assert slope == pytest.approx((gradient * step).sum() / 1e-6, abs=1e-6 * np.abs(gradient).max())
+
+
+def test_the_divided_difference_keeps_its_digits() -> None:
+    values = np.array([1e-6, 0.3, 0.3 + 1e-13, 1.0, 5.0, 1e6])
+    for beta in (1e-3, 1.0, 1e3):
+        found = divided_difference(values[:, None], values[None, :], beta)
+        for (i, a), (j, b) in itertools.product(enumerate(values), repeat=2):
+            if abs(a - b) > 1e-3 * a:
+                expected = (spectrum(a, beta) - spectrum(b, beta)) / (a - b)
+            else:
+                p = 2 + beta * a**2  # h′, by hand
+                expected = beta**2 * (5 * a**4 * p - 4 * beta * a**6) / p**3
+            assert found[i, j] == pytest.approx(expected, rel=1e-10), (a, b, beta)
+
+
+def riccati(a: Any, b: Any) -> Any:
+    """A⁻¹ # B by the definition with matrix roots."""
+    root = np.real(sqrtm(inv(a)))
+    back = inv(root)
+    return root @ np.real(sqrtm(back @ b @ back)) @ root
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_gmml_is_the_geometric_mean(spread: float) -> None:
+    a, b = spd(6, spread, 1), spd(6, spread, 2)
+    m = geodesic(a, b, 0.5)
+    np.testing.assert_allclose(m, riccati(a, b), rtol=1e-7, atol=1e-7 * np.abs(m).max())
+    np.testing.assert_allclose(m @ a @ m, b, atol=1e-9 * np.abs(b).max())
+    np.testing.assert_allclose(geodesic(a, b, 0.0), inv(a), atol=1e-9 * np.abs(inv(a)).max())
+    np.testing.assert_allclose(geodesic(a, b, 1.0), b, atol=1e-9 * np.abs(b).max())
+    # a geodesic: its midpoint's midpoint
+    quarter = geodesic(a, geodesic(a, b, 0.5), 0.5)
+    np.testing.assert_allclose(geodesic(a, b, 0.25), quarter, atol=1e-8 * np.abs(quarter).max())
+
+
+def test_gmml_with_a_prior() -> None:
+    prior, weight = spd(4, 1.0, 5), 0.3
+    a, b = loops.moments(PAIRS, SIMILAR)
+    learner = GMML(0.5, weight, prior).fit(X, Y)
+    m = learner.get_mahalanobis_matrix()
+    np.testing.assert_allclose(m, riccati(a + weight * inv(prior), b + weight * prior), rtol=1e-8, atol=1e-9)
+    heavy = GMML(0.5, 1e9, prior).fit(X, Y).get_mahalanobis_matrix()
+    np.testing.assert_allclose(heavy, prior, rtol=1e-5, atol=1e-6)
+    plain = GMML(regularization=weight).fit(X, Y).get_mahalanobis_matrix()
+    np.testing.assert_allclose(
+        plain, riccati(a + weight * np.eye(4), b + weight * np.eye(4)), rtol=1e-8, atol=1e-9
+    )
+    inverse = inv(np.cov(X, rowvar=False))
+    found = GMML(0.5, weight, "covariance").fit(X, Y).get_mahalanobis_matrix()
+    np.testing.assert_allclose(
+        found, riccati(a + weight * inv(inverse), b + weight * inverse), rtol=1e-7, atol=1e-8
+    )
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta"), [(1e-9, 1.0), (1.0, 1e-7), (1.0, 1e9)], ids=["α → 0", "β → 0", "β → ∞"]
+)
+@pytest.mark.parametrize("t", [0.5, 0.2])
+def test_limits_are_gmml_up_to_scale(alpha: float, beta: float, t: float) -> None:
+    m = AML(alpha, beta, t).fit(X, Y).get_mahalanobis_matrix()
+    g = GMML(t).fit(X, Y).get_mahalanobis_matrix()
+    np.testing.assert_allclose(m / np.trace(m), g / np.trace(g), atol=2e-6)
+
+
+def test_between_the_limits_it_is_not_gmml() -> None:
+    m = AML(10.0, 1.0).fit(X, Y).get_mahalanobis_matrix()
+    g = GMML().fit(X, Y).get_mahalanobis_matrix()
+    assert np.abs(m / np.trace(m) - g / np.trace(g)).max() > 0.01
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (10.0, 0.1), (100.0, 100.0)])
+def test_the_optimum_solves_its_equation(alpha: float, beta: float) -> None:
+    x, y = load_wine(return_X_y=True)
+    x = (x - x.mean(0)) / x.std(0)
+    learner = AML(alpha, beta, tol=1e-9, max_iter=3000).fit(x, y)
+    moments = moments_of_classes(x, y)
+    objective = Objective(moments.similar, moments.dissimilar, alpha, beta)
+    m = learner.get_mahalanobis_matrix()
+    expected = riccati(objective.effective_similar(m), objective.pull * moments.dissimilar)
+    np.testing.assert_allclose(m, expected, atol=1e-5 * np.abs(m).max())
+    assert learner.objective_ == pytest.approx(objective(m)[0], rel=1e-10)
+    assert (
+        learner.objective_ < objective(np.sqrt(objective.pull) * GMML().fit(x, y).get_mahalanobis_matrix())[0]
+    )
+    # AML_t moves along the geodesic of that equation
+    slid = AML(alpha, beta, 0.3, tol=1e-9, max_iter=3000).fit(x, y).get_mahalanobis_matrix()
+    along = geodesic(objective.effective_similar(m), objective.pull * moments.dissimilar, 0.3)
+    np.testing.assert_allclose(slid, along, atol=1e-4 * np.abs(along).max())
+
+
+def test_no_start_finds_less() -> None:
+    """From random metrics, an independent descent ends no lower than the search from GMML."""
+    moments = moments_of_classes(X, Y)
+    learner = AML(3.0, 0.5, tol=1e-10).fit(X, Y)
+    a, b = torch.tensor(moments.similar), torch.tensor(moments.dissimilar)
+    for seed in range(3):
+        root = torch.tensor(np.linalg.cholesky(spd(4, 1.0, seed)), requires_grad=True)
+        descent = torch.optim.LBFGS([root], max_iter=500, line_search_fn="strong_wolfe", tolerance_grad=1e-10)
+
+        def value(root: Any = root) -> Any:
+            m = root @ root.T
+            inverse = torch.linalg.inv(m)
+            near = torch.linalg.solve(2 * inverse + 0.5 * m, 0.5 * m)
+            c = 1 + 3.0 * (0.5 / 2.5) ** 2
+            return (
+                torch.trace(a @ m) + 3.0 * torch.trace(near @ a @ near.T @ m) + c * torch.trace(b @ inverse)
+            )
+
+        def closure(descent: Any = descent, value: Any = value) -> Any:
+            descent.zero_grad()
+            loss = value()
+            loss.backward()
+            return loss
+
+        descent.step(closure)
+        assert float(value()) > learner.objective_ - 1e-7 * learner.objective_
+
+
+def test_eigenvalues_are_lifted_only_where_they_must_be() -> None:
+    regular = spd(4, 3.0)
+    assert lifted(regular, 1.0) is regular
+    flat = np.diag([1.0, 1.0, 0.0])
+    np.testing.assert_allclose(lifted(flat, 2.0), np.diag([1.0, 1.0, 2e-10]))
