@@ -115,7 +115,7 @@ class with_closure:
         seeds: how many seeds were given on.
         closed: how many triplets of the closure were given.
         contradictions: seeds that were left out because the opposite follows from the window.
-        duplicates: seeds that were left out because the window holds them.
+        duplicates: seeds that were left out because the window holds them, or they were given as part of its closure.
         refused: seeds that were left out because they hold a pair of the evaluation set.
         last_contradiction: the latest contradicting seed, or None.
     """
@@ -164,7 +164,7 @@ class with_closure:
         if self._held_out is not None and self._held_out.touches(triplet):
             self.refused += 1
             return False
-        if triplet in self._seen and triplet in self._window:
+        if triplet in self._seen:
             self.duplicates += 1
             return False
         if len(self._window) >= self._memory or len(self._seen) > 4 * self._memory * (1 + self._per_seed):

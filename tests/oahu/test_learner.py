@@ -1,0 +1,323 @@
+"""OAHU as a learner: chunks, seeds, counters, bad input, scikit-learn's conventions, save and load, its three uses."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from retrieval.errors import DataError
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+
+from retrieval_oahu import OAHU, Spaces, from_labels, in_chunks
+
+_spec = importlib.util.spec_from_file_location("oahu_loops", Path(__file__).with_name("loops.py"))
+assert _spec is not None and _spec.loader is not None
+loops: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(loops)
+
+SMALL = {"depth": 2, "hidden": 8, "embedding": 4, "seeds": 60, "closure": 60}
+
+
+def clouds(classes: int = 3, each: int = 30, features: int = 6, apart: float = 3.0) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    y = np.repeat(np.arange(classes), each)
+    return rng.standard_normal((classes, features))[y] * apart + rng.standard_normal((len(y), features)), y
+
+
+def stream(count: int, **options: Any) -> Any:
+    x, y = clouds()
+    return next(in_chunks(itertools.islice(from_labels(y, **options), count), x, count))
+
+
+def fitted(learner: Any) -> dict[str, Any]:
+    return {k: v for k, v in vars(learner).items() if k.endswith("_") and not k.startswith("_")}
+
+
+def same(one: Any, other: Any) -> None:
+    assert fitted(one).keys() == fitted(other).keys()
+    for name, value in fitted(one).items():
+        assert np.array_equal(value, fitted(other)[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("prepared", [True, False])
+def test_chunks_give_what_single_triplets_give_to_the_last_bit(dtype: str, prepared: bool) -> None:
+    triplets = stream(40)
+    triplets[7, 2] = triplets[7, 0]  # one is left out
+    learners = []
+    for sizes in ([40], [1] * 40, [3, 1, 20, 16]):
+        learner = OAHU(**SMALL, dtype=dtype)
+        if prepared:
+            learner.prepare(clouds()[0])
+        start = 0
+        for size in sizes:
+            learner.partial_fit(triplets[start : start + size])
+            start += size
+        learners.append(learner)
+    same(learners[0], learners[1])
+    same(learners[0], learners[2])
+    assert learners[0].n_triplets_ == 40 and learners[0].n_skipped_ == 1 and learners[0].n_used_ == 39
+    assert learners[0].input_layer_.dtype == dtype
+
+
+def test_a_stream_is_learned_as_by_plain_loops() -> None:
+    x, _ = clouds()
+    learner = OAHU(**SMALL, dtype="float64", tau=0.3).prepare(x)
+    h = learner.hidden
+    rng_free = copy.deepcopy(learner)
+    triplets = stream(12)
+    learner.partial_fit(triplets)
+    scaled = (triplets - x.mean(0)) / x.std(0)
+    alpha = [1 / 3] * 3
+    level = [rng_free.input_layer_.copy(), *rng_free.layers_.copy()]
+    from retrieval_oahu.network import Network
+
+    network = Network(level[0], np.stack(level[1:]), h)  # its step is held to loops in test_step.py
+    for triplet in scaled:
+        w = [m[:, :h].tolist() for m in network.levels[:2]]
+        theta = [m[:, h:].tolist() for m in network.levels]
+        losses = loops.losses(triplet.tolist(), w, theta, 0.3)
+        network.step(triplet, np.array(alpha), 0.3, learner.learning_rate)
+        alpha = loops.hedge(alpha, losses, learner.beta, learner.smoothing, "exp")
+    assert np.allclose(learner.alpha_, alpha, atol=1e-13)
+    assert np.allclose(learner.input_layer_, network.levels[0], atol=1e-13)
+    assert np.array_equal(learner.weights_[-1], learner.alpha_) and learner.weights_at_.tolist() == list(
+        range(13)
+    )
+
+
+def test_running_standardisation_is_that_of_all_vectors_so_far() -> None:
+    triplets = stream(30)
+    learner = OAHU(**SMALL).partial_fit(triplets)
+    rows = triplets.reshape(-1, triplets.shape[2])
+    assert np.allclose(learner.mean_, rows.mean(0)) and np.allclose(learner.scale_, rows.std(0))
+
+
+def test_constant_features_and_quiet_ones_stay_finite() -> None:
+    x, y = clouds()
+    x[:, 0], x[:, 1] = 5.0, 0.0
+    x[3, 1] = 1e-9
+    learner = OAHU(**SMALL).fit(x, y)
+    assert np.isfinite(learner.transform(x)).all() and (learner.scale_ > 1e-3).all()
+    assert np.isfinite(OAHU(**SMALL).partial_fit(np.ones((1, 3, 4)) + np.eye(3, 4)[None]).alpha_).all()
+
+
+def test_utilisation_is_exactly_one_and_seeds_decide_everything() -> None:
+    x, y = clouds()
+    one, two, other = (OAHU(**SMALL, seed=s).fit(x, y) for s in (4, 4, 5))
+    same(one, two)
+    assert one.constraint_utilization_ == 1.0 and one.n_triplets_ == 120
+    assert (one.input_layer_ != other.input_layer_).any()
+
+
+@pytest.mark.parametrize("tau", [0.1, 0.3, 0.6])
+def test_two_classes_are_parted_as_theorem_3_1_says(tau: float) -> None:
+    x, y = clouds(2, 20, apart=2.0)
+    learner = OAHU(depth=1, hidden=32, embedding=8, tau=tau, learning_rate=0.1, seeds=3000, closure=0).fit(
+        x, y
+    )
+    alike = y[:, None] == y
+    for space in learner.spaces(x).embeddings:
+        d = np.linalg.norm(space[:, None] - space, axis=2)
+        assert d[alike].max() <= tau and d[~alike].min() >= 2 - tau  # Eq 16
+        assert d[~alike].min() >= 2 - 3 * tau > 0  # Eq 18
+
+
+def test_contradictory_and_repeated_triplets_do_no_harm() -> None:
+    rng = np.random.default_rng(0)
+    a, b, c = rng.standard_normal((3, 6))
+    learner = OAHU(**SMALL).prepare(rng.standard_normal((50, 6)))
+    for _ in range(300):
+        learner.partial_fit(np.array([[a, b, c], [a, c, b], [a, b, c]]))
+    assert np.isfinite(learner.input_layer_).all() and np.isfinite(learner.layers_).all()
+    assert learner.alpha_.sum() == pytest.approx(1) and learner.constraint_utilization_ == 1.0
+    # two of three say that b is the near one
+    d = np.linalg.norm(np.diff(learner.spaces([b, a, c]).embeddings, axis=1), axis=2)
+    assert (d[:, 0] < d[:, 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("triplets", "words"),
+    [
+        (np.full((2, 3, 6), np.nan), "NaN or infinity"),
+        (np.ones((2, 2, 6)), "shape"),
+        (np.ones((3, 3, 5)), "5 features, and OAHU learns from 6"),
+        (np.array([["a"] * 6] * 3), "real numbers"),
+        (np.ones(6), "shape"),
+    ],
+)
+def test_bad_triplets_are_refused_and_nothing_of_the_chunk_is_learned(triplets: Any, words: str) -> None:
+    learner = OAHU(**SMALL).prepare(clouds()[0])
+    before = copy.deepcopy(fitted(learner))
+    with pytest.raises(ValueError, match=words):
+        learner.partial_fit(triplets)
+    assert all(np.array_equal(before[name], value) for name, value in fitted(learner).items())
+
+
+def test_one_bad_triplet_is_named() -> None:
+    triplets = stream(5)
+    triplets[3, 1, 2] = np.inf
+    with pytest.raises(ValueError, match="1 of 5 triplets hold NaN or infinity, the first is number 3"):
+        OAHU(**SMALL).partial_fit(triplets)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tau", 0.0), ("tau", 2.0), ("tau", float("nan")), ("beta", 0.0), ("beta", 1.0), ("smoothing", 0.0),
+        ("smoothing", 1.5), ("learning_rate", 0.0), ("depth", -1), ("hidden", 0), ("rule", "both"), ("dtype", "float16"),
+        ("search", "best"),
+    ],
+)  # fmt: skip
+def test_parameters_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        OAHU(**{**SMALL, name: value}).prepare(clouds()[0])
+
+
+def test_tau_beyond_the_theorem_is_allowed_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="2/3"):
+        OAHU(**SMALL, tau=1.9).prepare(clouds()[0])
+
+
+def test_labels_without_triplets_are_refused() -> None:
+    x, _ = clouds()
+    for labels, words in (
+        (np.zeros(len(x)), "one class"),
+        (np.arange(len(x)), "only one"),
+        (x[:, 0], "continuous"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            OAHU(**SMALL).fit(x, labels)
+
+
+def test_saved_and_loaded_it_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+    triplets = stream(60)
+    learner = OAHU(**SMALL, rule="linear").partial_fit(triplets[:30])
+    learner.save(tmp_path / "learner.safetensors")
+    again = OAHU.load(tmp_path / "learner.safetensors")
+    assert again.get_params() == learner.get_params()
+    same(learner, again)
+    same(learner.partial_fit(triplets[30:]), again.partial_fit(triplets[30:]))
+    assert [p.name for p in tmp_path.iterdir()] == ["learner.safetensors"]
+
+
+def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "learner.safetensors"
+    with pytest.raises(DataError, match="does not exist"):
+        OAHU.load(path)
+    OAHU(**SMALL).partial_fit(stream(3)).save(path)
+    whole = path.read_bytes()
+    for content in (b"", whole[:100], whole[:-20], b"pickle" * 50):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="safetensors"):
+            OAHU.load(path)
+    from safetensors.numpy import save_file
+
+    save_file({"x": np.zeros(2)}, path)
+    with pytest.raises(DataError, match="holds no learner"):
+        OAHU.load(path)
+
+
+def test_copies_learn_apart() -> None:
+    triplets = stream(20)
+    one = OAHU(**SMALL).partial_fit(triplets[:10])
+    two = copy.deepcopy(one)
+    kept = two.layers_.copy()
+    one.partial_fit(triplets[10:])
+    assert np.array_equal(two.layers_, kept)
+    same(two.partial_fit(triplets[10:]), one)
+
+
+def test_scikit_learn_conventions() -> None:
+    x, y = clouds()
+    learner = OAHU(**SMALL)
+    assert clone(learner).get_params() == learner.get_params()
+    with pytest.raises(Exception, match="not fitted"):
+        learner.transform(x)
+    search = GridSearchCV(
+        make_pipeline(learner, KNeighborsClassifier(3)), {"oahu__tau": [0.1, 0.5]}, cv=2
+    ).fit(x, y)
+    assert search.best_score_ > 0.8
+    assert len(learner.fit(x, y).get_feature_names_out()) == learner.transform(x).shape[1] == 12
+    with pytest.raises(ValueError, match="features"):
+        learner.transform(x[:, :3])
+
+
+def test_codes_measure_the_weighted_distance() -> None:
+    x, y = clouds()
+    learner = OAHU(**SMALL, dtype="float64").fit(x, y)
+    codes, d = learner.transform(x), learner.spaces(x[:9]).distances(learner.spaces(x[9:18]))
+    assert np.allclose(((codes[:9] - codes[9:18]) ** 2).sum(1), learner.alpha_ @ d**2)
+
+
+@pytest.mark.parametrize("k", [1, 3, 200])
+def test_the_three_uses_are_those_of_plain_loops(k: int) -> None:
+    x, y = clouds(apart=0.7)
+    names = np.array(["coat", "bag", "dress"])[y]
+    learner = OAHU(**SMALL, dtype="float64").fit(x, y)
+    x[3] = x[4]  # a tie
+    references, queries = learner.spaces(x[:60]), learner.spaces(x[60:])
+    r = references.embeddings.transpose(1, 0, 2).tolist()
+    q = queries.embeddings.transpose(1, 0, 2).tolist()
+    alpha = learner.alpha_.tolist()
+    found = learner.predict(x[60:], references, names[:60], k)
+    assert found.tolist() == [loops.predict(each, r, names[:60].tolist(), alpha, min(k, 60)) for each in q]
+    rows, scores = learner.retrieve(x[60:], references, k)
+    for i, each in enumerate(q):
+        expected = loops.retrieve(each, r, alpha, min(k, 60))
+        assert np.allclose(scores[i], [score for _, score in expected])
+        if k < 60:  # all items: some scores are equal up to rounding
+            assert rows[i].tolist() == [row for row, _ in expected]
+        assert len(set(rows[i].tolist())) == min(k, 60)
+    for threshold in (0.05, 0.3, 0.55):
+        p = learner.similar(x[:30], x[60:], threshold)
+        assert np.allclose(
+            p, [loops.probability(a, b, alpha, threshold) for a, b in zip(r[:30], q, strict=True)]
+        )
+
+
+def test_ties_count_as_nearest_and_scores_are_merged_by_maximum() -> None:
+    e = np.zeros((2, 3, 2))
+    e[0], e[1] = [1, 0], [[1, 0], [0, 1], [0, -1]]
+    references = Spaces(e, np.array([0.4, 0.6]))
+    query = Spaces(np.array([[[1.0, 0.0]], [[0.0, 1.0]]]), np.array([0.4, 0.6]))
+    rows, scores = query.retrieve(references, 3)
+    # the first space has three ties, e⁰ each; the second's own scores are .6, .6 e^−√2/2 = .296, .6 e^−1
+    assert rows.tolist() == [[1, 0, 2]] and np.allclose(scores, [[0.6, 0.4, 0.4]])
+
+
+def test_uses_refuse_what_does_not_fit() -> None:
+    x, y = clouds()
+    learner = OAHU(**SMALL).fit(x, y)
+    spaces = learner.spaces(x)
+    for call, words in (
+        (lambda: learner.predict(x, spaces, y[:5]), "5 labels for 90"),
+        (lambda: learner.retrieve(x, spaces, 0), "k is 0"),
+        (lambda: learner.similar(x, x[:3]), "as many items"),
+        (lambda: learner.similar(x, x, 1.0), "threshold"),
+        (lambda: learner.retrieve(x, OAHU(**{**SMALL, "depth": 1}).fit(x, y).spaces(x)), "another model"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_memory_does_not_grow_with_the_stream() -> None:
+    learner = OAHU(**SMALL)
+    triplets = stream(1000)
+    learner.partial_fit(triplets)
+    bound = held(OAHU(**SMALL).prepare(clouds()[0])) + 513 * (3 + 1) * 8
+    for _ in range(8):
+        learner.partial_fit(triplets)
+        assert held(learner) <= bound
+
+
+def held(learner: Any) -> int:
+    return sum(v.nbytes for v in fitted(learner).values() if isinstance(v, np.ndarray))
