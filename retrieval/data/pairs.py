@@ -98,8 +98,10 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[Pairs, list[str]]:
         for name, place in zip((row.first, row.second), places, strict=True):
             if len(place) != 1:
                 fault = "there is no such item" if not place else f"{len(place)} items have that name"
+                if not place and not unknown and len(keys):  # once, where it is sure to be seen
+                    fault += f" (the data's have keys such as {keys[0]!r})"
+                    unknown = True
                 problems.append(f"line {row.line}: {_image(name) if lfw else repr(name)}: {fault}.")
-                unknown = unknown or not place
         if row.first == row.second:
             problems.append(
                 f"line {row.line}: {_image(row.first) if lfw else repr(row.first)} is paired with itself."
@@ -113,8 +115,6 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[Pairs, list[str]]:
                     f"line {row.line}: {row.first} and {row.second} are {says[row.same]} here and {says[earlier.same]} "
                     f"in line {earlier.line}."
                 )
-    if unknown and len(keys):
-        problems.append(f"The data's items have names such as {keys[0]!r}.")
     same = np.fromiter((row.same for row in rows), np.bool_, len(rows))
     problems += _kind_problems(same, bool(problems))
     names = sorted({row.fold for row in rows}, key=natural)

@@ -1,0 +1,169 @@
+"""Labeled Faces in the Wild, or any data laid out as it is."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from retrieval.contracts import Dataset
+from retrieval.data.datasets import FileDataset
+from retrieval.data.pairs import find_pairs, read_people, stem
+from retrieval.data.problems import refuse, some
+from retrieval.data.readable import ADVICE, skip_unreadable
+from retrieval.errors import DataError
+from retrieval.images import find_images
+
+Sides = dict[int, str]
+"""An item's number to "train" or "test"; items that are not in it are left out."""
+
+
+def lfw_people(
+    folder: Path,
+    view: Literal["dev", "folds", "none"] = "dev",
+    fold: Annotated[int, Field(ge=1)] = 1,
+    restricted: bool = False,
+    lists: Path | None = None,
+    skip_bad: bool = False,
+) -> Dataset:
+    """Read people's images in the layout of Labeled Faces in the Wild: `folder/NAME/NAME_0001.jpg`, and its lists.
+
+    Huang, Ramesh, Berg & Learned-Miller, "Labeled Faces in the Wild: A Database for Studying Face Recognition in
+    Unconstrained Environments", University of Massachusetts, TR 07-49, 2007. Nothing is downloaded. An item's label is the
+    person, its key the path below `folder`. The lists' pairs are for `retrieval evaluate --protocol verification --pairs`:
+    with view "dev" `pairsDevTest.txt`, with "folds" `pairs.txt`, of which only the fold that tests is held out.
+
+    Args:
+        folder: the folder of people's folders; a relative path starts where the command runs.
+        view: "dev" is View 1, for choosing: the people of `peopleDevTrain.txt` train, those of `peopleDevTest.txt` test.
+            "folds" is View 2, for reporting: of the folds of `people.txt` one tests and the others train, a run for each. "none":
+            all images, and no split of their own.
+        fold: with view "folds", which fold tests, from 1.
+        restricted: whether only the images that LFW's pairs name are there (those of `pairsDevTrain.txt` and `pairsDevTest.txt`, or
+            of `pairs.txt`), as in the image-restricted protocol. Its rule that no other *pairs* are formed
+            is not kept by a loss over labels: report such a result as unrestricted.
+        lists: the folder of the lists; by default `folder`, or the folder around it.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+
+    Raises:
+        DataError: with every problem of the folder and the lists: an image that is named otherwise or is missing, counts that
+            are not those of the lists, someone on both sides.
+    """
+    if not folder.is_dir():
+        raise DataError(f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}.")
+    files = find_images(folder)
+    keys = [file.relative_to(folder).as_posix() for file in files]
+    problems = _name_problems(keys)
+    if view == "none":
+        sides: Sides = dict.fromkeys(range(len(files)), "")
+        if restricted:
+            problems.append("restricted = true needs the lists of a view; view is 'none'.")
+    else:
+        sides = _sides(
+            folder if lists is None else lists, lists is None, view, fold, restricted, keys, problems
+        )
+    if problems:
+        refuse(str(folder), problems)
+    kept = sorted(sides)
+    if skip_bad:
+        readable = skip_unreadable([files[i] for i in kept], str(folder))
+        kept = [kept[i] for i in readable]
+    return FileDataset(
+        [files[i] for i in kept],
+        [keys[i].split("/")[0] for i in kept],
+        [keys[i] for i in kept],
+        splits=None if view == "none" else [sides[i] for i in kept],
+        advice=ADVICE,
+    )
+
+
+def _name_problems(keys: list[str]) -> list[str]:
+    strange = [key for key in keys if not re.fullmatch(r"([^/]+)/\1_\d{4,}\.[^./]+", key)]
+    problems = []
+    if strange:
+        problems.append(
+            f"{len(strange):,} image{'s are' if len(strange) > 1 else ' is'} not called NAME/NAME_0001.jpg: {some(strange)}."
+        )
+    stems = Counter(key.rpartition(".")[0] for key in keys)
+    twice = sorted(one for one, count in stems.items() if count > 1)
+    if twice:
+        problems.append(f"there are several files of {some(twice)}; which of them is meant cannot be told.")
+    return problems
+
+
+def _sides(
+    folder: Path, around: bool, view: str, fold: int, restricted: bool, keys: list[str], problems: list[str]
+) -> Sides:
+    """Return the side of each item that a view has; what is wrong with the lists is added to `problems`."""
+    word = "pairs" if restricted else "people"
+    names = [f"{word}.txt"] if view == "folds" else [f"{word}DevTrain.txt", f"{word}DevTest.txt"]
+    places = [folder, folder.resolve().parent] if around else [folder]
+    found = {name: next((p / name for p in places if (p / name).is_file()), None) for name in names}
+    missing = [name for name, path in found.items() if path is None]
+    if missing:
+        problems.append(
+            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} in none of {some(places)}: view = '{view}' needs "
+            f"{'them' if len(missing) > 1 else 'it'}. Set lists to {'their' if len(missing) > 1 else 'its'} folder."
+        )
+        return {}
+    groups: list[set[int]] = []
+    for path in found.values():
+        assert path is not None
+        read = _groups_of_pairs if restricted else _groups_of_people
+        these, faults = read(path, keys, view == "folds")
+        problems += [f"{path.name}: {fault}" for fault in faults]
+        groups += these
+    if problems:
+        return {}
+    if view == "folds" and fold > len(groups):
+        problems.append(f"fold = {fold}: {next(iter(found))} has {len(groups)} folds.")
+        return {}
+    tested = groups[fold - 1] if view == "folds" else groups[1]
+    trained = set().union(*(group for group in groups if group is not tested))
+    people = [{keys[i].split("/")[0] for i in side} for side in (trained, tested)]
+    if both := sorted(people[0] & people[1]):
+        problems.append(
+            f"{' and '.join(found)} put people on both sides, to train and to test: {some(both)}."
+        )
+    return {**dict.fromkeys(trained, "train"), **dict.fromkeys(tested, "test")}
+
+
+def _groups_of_pairs(path: Path, keys: list[str], folds: bool) -> tuple[list[set[int]], list[str]]:
+    """Return the items that each fold's pairs name (one group for a list without folds), and what is wrong."""
+    pairs, problems = find_pairs(path, keys)
+    if problems:
+        return [], problems
+    if folds != (pairs.fold is not None):
+        return [], [f"line 1 must state {'folds and pairs in each' if folds else 'one number of pairs'}."]
+    if pairs.fold is None:
+        return [{*pairs.first.tolist(), *pairs.second.tolist()}], []
+    return [
+        {*pairs.first[pairs.fold == k].tolist(), *pairs.second[pairs.fold == k].tolist()}
+        for k in range(len(pairs.folds))
+    ], []
+
+
+def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[set[int]], list[str]]:
+    """Return the items of each fold's people (one group for a list without folds), and what is wrong."""
+    read, problems = read_people(path, folds)
+    places = {key.rpartition(".")[0]: i for i, key in enumerate(keys)}
+    listed: dict[str, int] = {}
+    groups: list[set[int]] = []
+    for people in read:
+        group: set[int] = set()
+        for line, name, images in people:
+            if (first := listed.setdefault(name, line)) != line:
+                problems.append(f"line {line}: {name} is in line {first} already.")
+            numbers = [places.get(stem(name, n)) for n in range(1, images + 1)]
+            lacking = [stem(name, n) for n, place in enumerate(numbers, 1) if place is None]
+            if lacking:
+                problems.append(
+                    f"line {line}: of {name}'s {images:,} images {len(lacking):,} are missing: {some(lacking)}."
+                )
+            group.update(place for place in numbers if place is not None)
+        groups.append(group)
+    if folds and len(read) < 2 and not problems:
+        problems.append("it has one fold: one tests and the others train, so there must be two at least.")
+    return groups, problems

@@ -1,0 +1,240 @@
+"""Data laid out as Labeled Faces in the Wild: read, refused with every fault named, and used from end to end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.contracts import Dataset
+from retrieval.data.splits import make_splits
+from retrieval.errors import DataError, RecipeError
+from retrieval.plugins import Plugins, load_plugins
+from retrieval.recipe import Split
+from sklearn.datasets import load_digits
+
+FOLDS, EACH = 3, 4  # sets of people in people.txt, and pairs of each kind in each
+NAMES = [f"Person_{i:02d}" for i in range(12)]
+"""Four people a fold; the first nine are View 1's for training. The last one of each fold has a single image."""
+
+
+@pytest.fixture(scope="module")
+def plugins() -> Plugins:
+    return load_plugins(block=["pml"])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits as people's images, with all six lists beside their folder."""
+    root = tmp_path_factory.mktemp("lfw")
+    digits = load_digits()
+    pixels = np.rint(digits.images * 255 / 16).astype(np.uint8)
+    images = dict.fromkeys(NAMES, 0)
+    for i, name in enumerate(NAMES):
+        images[name] = 1 if i % 4 == 3 else 5
+        own = pixels[digits.target == i % 10][i // 10 * 20 :]
+        for n in range(images[name]):
+            path = root / "faces" / name / f"{name}_{n + 1:04d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(own[n]).resize((16, 16)).save(path, quality=95)
+    folds = [NAMES[4 * k : 4 * k + 4] for k in range(FOLDS)]
+    write(root / "people.txt", [str(FOLDS), *(line for f in folds for line in people(f, images))])
+    write(root / "peopleDevTrain.txt", people(NAMES[:9], images))
+    write(root / "peopleDevTest.txt", people(NAMES[9:], images))
+    write(root / "pairs.txt", [f"{FOLDS}\t{EACH}", *(line for f in folds for line in pairs(f))])
+    write(root / "pairsDevTrain.txt", [str(EACH), *pairs(NAMES[:9])])
+    write(root / "pairsDevTest.txt", [str(EACH), *pairs(NAMES[9:])])
+    return root
+
+
+def write(path: Path, lines: list[str]) -> None:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def people(names: list[str], images: dict[str, int]) -> list[str]:
+    return [str(len(names)), *(f"{name}\t{images[name]}" for name in names)]
+
+
+def pairs(names: list[str]) -> list[str]:
+    """Four pairs of the first two people that have several images, four of the two."""
+    a, b = [name for name in names if NAMES.index(name) % 4 != 3][:2]
+    same = [f"{a}\t1\t2", f"{a}\t3\t4", f"{b}\t1\t3", f"{b}\t2\t4"]
+    return [*same, *(f"{a}\t{n}\t{b}\t{5 - n}" for n in (1, 2, 3, 4))]
+
+
+@pytest.fixture
+def faces(made: Path, tmp_path: Path) -> Path:
+    """A copy to spoil; the folder of the images."""
+    shutil.copytree(made, tmp_path / "lfw")
+    return tmp_path / "lfw" / "faces"
+
+
+def build(plugins: Plugins, folder: Path, **values: Any) -> Dataset:
+    data: Dataset = plugins.build("datasets", {"name": "core.lfw", "folder": str(folder), **values})
+    return data
+
+
+def sides(data: Dataset) -> dict[str, set[str]]:
+    assert data.splits is not None
+    found: dict[str, set[str]] = {}
+    for label, side in zip(data.labels, data.splits, strict=True):
+        found.setdefault(side, set()).add(label)
+    return found
+
+
+def refused(plugins: Plugins, folder: Path, **values: Any) -> str:
+    with pytest.raises(DataError) as error:
+        build(plugins, folder, **values)
+    return str(error.value)
+
+
+def test_view_1(plugins: Plugins, made: Path) -> None:
+    data = build(plugins, made / "faces")
+    assert len(data) == 9 * 5 + 3 * 1
+    assert data.keys[0] == "Person_00/Person_00_0001.jpg" and data.labels[0] == "Person_00"
+    assert sides(data) == {"train": set(NAMES[:9]), "test": set(NAMES[9:])}
+    assert isinstance(data[0], Image.Image) and data[0].size == (16, 16)
+    found = make_splits(data, Split(validation=0.0))
+    assert found.train_classes == NAMES[:9] and len(found.query) == 2 * 5 + 1
+
+
+@pytest.mark.parametrize("fold", [1, 2, 3])
+def test_view_2(plugins: Plugins, made: Path, fold: int) -> None:
+    data = build(plugins, made / "faces", view="folds", fold=fold)
+    tested = set(NAMES[4 * fold - 4 : 4 * fold])
+    assert len(data) == 48 and sides(data) == {"train": set(NAMES) - tested, "test": tested}
+
+
+def test_the_restricted_views_have_only_images_of_pairs(plugins: Plugins, made: Path) -> None:
+    data = build(plugins, made / "faces", restricted=True)
+    assert sides(data) == {"train": {"Person_00", "Person_01"}, "test": {"Person_09", "Person_10"}}
+    assert len(data) == 16 and not any(key.endswith("_0005.jpg") for key in data.keys)
+    data = build(plugins, made / "faces", view="folds", fold=2, restricted=True)
+    assert sides(data)["test"] == {"Person_04", "Person_05"} and len(data) == 24
+
+
+def test_no_view_needs_no_list(plugins: Plugins, made: Path) -> None:
+    data = build(plugins, made / "faces", view="none")
+    assert len(data) == 48 and data.splits is None
+    assert len(make_splits(data, Split(by="class", test=0.5, validation=0.0)).query) > 10
+
+
+def test_where_the_lists_are(plugins: Plugins, faces: Path, tmp_path: Path) -> None:
+    lists = tmp_path / "elsewhere"
+    lists.mkdir()
+    for name in ("peopleDevTrain.txt", "peopleDevTest.txt"):
+        (faces.parent / name).rename(lists / name)
+    assert "peopleDevTrain.txt and peopleDevTest.txt are in none of" in refused(plugins, faces)
+    assert len(build(plugins, faces, lists=str(lists))) == 48
+    (lists / "peopleDevTest.txt").rename(faces / "peopleDevTest.txt")
+    shutil.copy(lists / "peopleDevTrain.txt", faces)
+    assert len(build(plugins, faces)) == 48
+    assert "people.txt is in none of" in refused(plugins, faces, view="folds", lists=str(lists))
+
+
+def test_every_fault_of_the_folder_and_the_lists_at_once(plugins: Plugins, faces: Path) -> None:
+    (faces / "Person_00" / "Person_00_0002.jpg").unlink()
+    (faces / "Person_09" / "Person_09_0001.jpg").rename(faces / "Person_09" / "portrait.jpg")
+    shutil.copy(faces / "Person_01" / "Person_01_0001.jpg", faces / "Person_01" / "Person_01_0001.png")
+    train = faces.parent / "peopleDevTrain.txt"
+    train.write_text(train.read_text().replace("Person_02\t5", "Person_01\t7"))
+    text = refused(plugins, faces)
+    assert text.splitlines() == [
+        f"{faces} has 6 problems:",
+        "  - 1 image is not called NAME/NAME_0001.jpg: Person_09/portrait.jpg.",
+        "  - there are several files of Person_01/Person_01_0001; which of them is meant cannot be told.",
+        "  - peopleDevTrain.txt: line 2: of Person_00's 5 images 1 are missing: Person_00/Person_00_0002.",
+        "  - peopleDevTrain.txt: line 4: Person_01 is in line 3 already.",
+        "  - peopleDevTrain.txt: line 4: of Person_01's 7 images 2 are missing: Person_01/Person_01_0006, Person_01/Person_01_0007.",
+        "  - peopleDevTest.txt: line 2: of Person_09's 5 images 1 are missing: Person_09/Person_09_0001.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "people.txt: the file ends where the number of folds is expected."),
+        ("ten\n", "people.txt: line 1 is 'ten' where the number of folds is expected."),
+        ("2\n1\nPerson_00\t5\n", "people.txt: the file ends where fold 2's number of people is expected."),
+        ("1\n2\nPerson_00\t5\n", "people.txt: fold 1 should have 2 people; after 1 the file ends."),
+        ("2\n2\nPerson_00\t5\n1\nPerson_01\t5\n", "fold 1 should have 2 people; after 1 line 4 is '1', not 'NAME images'."),
+        ("1\n1\nPerson_00\t5\nPerson_01\t5\n", "people.txt: 1 lines follow the last person that is counted, from line 4 on."),
+        ("1\n1\nPerson_00\t5\n", "people.txt: it has one fold"),
+        ("2\n1\nPerson_00\t5\n1\nPerson_00\t5\n", "people.txt: line 5: Person_00 is in line 3 already."),
+        ("2\n1\nPerson_00\t5\n1\nNobody\t1\n", "line 5: of Nobody's 1 images 1 are missing: Nobody/Nobody_0001."),
+    ],
+)  # fmt: skip
+def test_a_list_of_people_that_is_wrong(plugins: Plugins, faces: Path, text: str, says: str) -> None:
+    (faces.parent / "people.txt").write_text(text)
+    assert says in refused(plugins, faces, view="folds")
+
+
+def test_lists_that_do_not_fit_the_view(plugins: Plugins, faces: Path) -> None:
+    lists = faces.parent
+    assert "fold = 4: people.txt has 3 folds." in refused(plugins, faces, view="folds", fold=4)
+    assert "view is 'none'" in refused(plugins, faces, view="none", restricted=True)
+    with pytest.raises((DataError, RecipeError), match="fold"):
+        build(plugins, faces, view="folds", fold=0)
+    assert "is not a folder" in refused(plugins, faces / "none")
+    shutil.copy(lists / "peopleDevTrain.txt", lists / "peopleDevTest.txt")
+    assert "put people on both sides, to train and to test: Person_00, Person_01" in refused(plugins, faces)
+    shutil.copy(lists / "pairs.txt", lists / "pairsDevTest.txt")
+    text = refused(plugins, faces, restricted=True)
+    assert "pairsDevTest.txt: line 1 must state one number of pairs." in text
+    shutil.copy(lists / "pairsDevTrain.txt", lists / "pairs.txt")
+    assert "pairs.txt: line 1 must state folds" in refused(plugins, faces, view="folds", restricted=True)
+    broken = (lists / "pairsDevTrain.txt").read_text().replace("Person_00\t1\t2", "Person_00\t1\t9")
+    (lists / "pairsDevTrain.txt").write_text(broken)
+    text = refused(plugins, faces, restricted=True)
+    assert "pairsDevTrain.txt: line 2: the image Person_00/Person_00_0009: there is no such item" in text
+
+
+def test_skip_bad(plugins: Plugins, faces: Path) -> None:
+    (faces / "Person_00" / "Person_00_0002.jpg").write_text("no image")
+    data = build(plugins, faces, skip_bad=True)
+    assert len(data) == 47 and "Person_00/Person_00_0002.jpg" not in data.keys
+    assert data.splits is not None and len(data.splits) == 47
+    with pytest.raises(DataError, match="skip_bad = true"):
+        build(plugins, faces)[1]
+
+
+def test_trained_on_one_view_and_verified_by_the_lists_of_both(
+    cli: Callable[..., Any], made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("faces.toml").write_text(
+        f'name = "faces"\n[data]\nname = "core.lfw"\nfolder = "{made / "faces"}"\nview = "folds"\nfold = 3\n'
+        "[split]\nvalidation = 0.0\n[sampler]\nclasses = 4\nitems = 2\nbatches = 4\n"
+        '[backbone]\nname = "core.convnet"\nsize = 16\nwidth = 4\ndepth = 2\n[head]\nembedding_size = 8\n'
+        '[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n',
+        encoding="utf-8",
+    )
+    assert cli("train", "faces.toml").code == 0
+    verify = ("evaluate", "runs/faces", "--protocol", "verification", "--json", "--pairs")
+    done = cli(*verify, made / "pairs.txt")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["pairs"] == {
+        "same": 12, "different": 12, "items": 24, "folds": 3, "folds_share": "nothing", "file": str(made / "pairs.txt"),
+    }  # fmt: skip
+    assert found["notes"][0].startswith("16 of 24 pairs") and found["notes"][0].endswith(
+        "without such pairs: 3."
+    )
+    done = cli(*verify, made / "pairsDevTest.txt", "--folds", 2)
+    assert done.code == 0 and json.loads(done.out)["pairs"]["folds"] == 2
+    wrong = tmp_path / "pairs.txt"
+    wrong.write_text(
+        (made / "pairs.txt")
+        .read_text()
+        .replace("3\t4\n", "3\t5\n", 1)
+        .replace("Person_00\t1\t2", "Nobody\t1\t2")
+    )
+    done = cli(*verify, wrong)
+    assert done.code == 2 and done.out == ""
+    assert "states 3 × 5 same and as many different pairs, 30 lines; 24 follow." in done.err
+    assert "line 2: the image Nobody/Nobody_0001: there is no such item" in done.err

@@ -1,0 +1,318 @@
+"""`retrieval evaluate --protocol verification` on real runs: with and without a combiner, a learner, a bundle, and by command."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from retrieval.encode import encode
+from retrieval.errors import DataError
+from retrieval.evaluate import verification_run
+from retrieval.evaluate.verification import Verification, verification
+from retrieval.evaluate.verification_run import pair_distances, verification_table, verify_run
+from retrieval.export.runs import export_run
+from retrieval.recipe import check_recipe
+from retrieval.train.run import Run, load_run
+from retrieval.train.trainer import train
+
+TOOLBOX = str(Path(__file__).parents[1] / "train" / "toolbox.py")
+RECIPE: dict[str, Any] = {
+    "name": "test",
+    "plugins": [TOOLBOX],
+    "data": {"name": "toolbox.digits"},
+    "split": {"by": "class"},
+    "sampler": {"classes": 4, "items": 4, "batches": 3},
+    "backbone": {"name": "toolbox.net"},
+    "head": {"embedding_size": 16},
+    "loss": {"name": "toolbox.deadly"},
+    "train": {"epochs": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One quick run of each kind."""
+    folder = tmp_path_factory.mktemp("runs")
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "combiner": {"combiner": {"name": "toolbox.local"}},
+        "learner": {"learner": {"name": "core.pca", "components": 8}, "loss": None, "sampler": None},
+    }
+    kinds["learner"] |= {"backbone": {"name": "toolbox.net", "frozen": True}, "head": None, "train": None}
+    for name, tables in kinds.items():
+        made = {k: v for k, v in {**RECIPE, **tables}.items() if v is not None}
+        train(folder / name, *check_recipe(made))
+    return {name: folder / name for name in kinds}
+
+
+@pytest.fixture
+def fresh(runs: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a run."""
+
+    def copy(name: str) -> Path:
+        shutil.copytree(runs[name], tmp_path / name)
+        return tmp_path / name
+
+    return copy
+
+
+def written_pairs(folder: Path) -> list[dict[str, str]]:
+    with (folder / "verification-test-pairs.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def by_matrix(run: Run, rows: list[dict[str, str]]) -> list[float]:
+    """The pairs' distances, taken out of the whole matrix of the model's distances."""
+    items = np.arange(len(run.dataset))
+    codes = encode(run.model, run.dataset, items)
+    with torch.inference_mode():
+        matrix = run.model.distances(codes, codes).double().numpy()
+    place = {key: i for i, key in enumerate(run.dataset.keys)}
+    return [float(matrix[place[row["first"]], place[row["second"]]]) for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["plain", "combiner", "learner"])
+def test_figures_are_those_of_the_models_own_distances(
+    fresh: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = load_run(fresh(kind))
+    monkeypatch.setattr(verification_run, "_NUMBERS_PER_CALL", 160)  # a few pairs at a time
+    results = verify_run(run, baseline=True)
+    rows = written_pairs(run.path)
+    distances = by_matrix(run, rows)
+    np.testing.assert_allclose([float(row["distance"]) for row in rows], distances, rtol=2e-5, atol=1e-6)
+    labels = dict(zip(run.dataset.keys, run.dataset.labels, strict=True))
+    held = {run.dataset.keys[i] for i in run.splits.query}
+    for row in rows:
+        assert (labels[row["first"]] == labels[row["second"]]) == (row["same"] == "1")
+        assert {row["first"], row["second"]} <= held
+    same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
+    expected = verification([float(row["distance"]) for row in rows], same, folds)
+    assert results["figures"]["trained"] == expected.values
+    assert list(results["folds"]["trained"]["accuracy"].values()) == expected.accuracy.tolist()
+    wanted = ["trained", "raw pixels", "backbone features" if kind == "learner" else "untrained"]
+    assert list(results["figures"]) == wanted
+    assert len({json.dumps(figures) for figures in results["figures"].values()}) == 3
+    assert (results["pairs"]["folds"], results["pairs"]["folds_share"]) == (10, "items")
+    assert results["pairs"]["same"] == results["pairs"]["different"] >= 300 and results["notes"] == []
+
+
+def test_what_is_written(fresh: Callable[[str], Path]) -> None:
+    run = load_run(fresh("plain"))
+    results = verify_run(run, draw=400, seed=3, baseline=True)
+    kept = json.loads((run.path / "verification-test.json").read_text(encoding="utf-8"))
+    assert kept == json.loads(json.dumps(results))
+    assert not list(run.path.glob("*.tmp"))
+    with (run.path / "verification-test-roc.csv").open(encoding="utf-8", newline="") as file:
+        points = [row for row in csv.DictReader(file) if row["contestant"] == "raw pixels"]
+    far, tar = ([float(point[name]) for point in points] for name in ("far", "tar"))
+    assert (far[0], tar[0], far[-1], tar[-1]) == (0, 0, 1, 1)
+    assert np.trapezoid(tar, far) == pytest.approx(kept["figures"]["raw pixels"]["auc"], abs=1e-12)
+    picture = (run.path / "verification-test-roc.svg").read_text(encoding="utf-8")
+    assert picture.rstrip().endswith("</svg>")
+    assert f"raw pixels (AUC {kept['figures']['raw pixels']['auc']:.4f})" in picture
+    text = verification_table(kept)
+    assert text.splitlines()[0].split() == ["trained", "raw", "pixels", "untrained"]
+    assert (
+        "200 same and 200 different pairs" in text and "in 10 folds which share classes but no item" in text
+    )
+    # the pairs that were written are a list that can be read, for this run or another one
+    again = verify_run(run, pairs=run.path / "verification-test-pairs.csv")
+    assert again["figures"]["trained"] == kept["figures"]["trained"]
+    assert again["pairs"]["file"].endswith("pairs.csv")
+
+
+def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path]) -> None:
+    run = load_run(fresh("plain"))
+    results = verify_run(run, draw=200, baseline=True)
+    rows = written_pairs(run.path)
+    place = {key: i for i, key in enumerate(run.dataset.keys)}
+    distances = []
+    for row in rows:
+        x, y = (
+            np.asarray(run.dataset[place[row[name]]], dtype=np.float64).ravel()
+            for name in ("first", "second")
+        )
+        distances.append(float(np.linalg.norm(x / np.linalg.norm(x) - y / np.linalg.norm(y))))
+    same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
+    assert results["figures"]["raw pixels"] == pytest.approx(
+        verification(distances, same, folds).values, abs=1e-9
+    )
+    # the weights before the first step, as a run of no learning rate would keep them
+    from retrieval.train.build import build_model
+
+    torch.manual_seed(run.recipe.seed)
+    model = build_model(run.recipe, run.plugins, run.dataset).eval()
+    codes = encode(model, run.dataset, np.arange(len(run.dataset)))
+    first, second = (np.array([place[row[name]] for row in rows]) for name in ("first", "second"))
+    start = verification(pair_distances(model, codes, first, second), same, folds).values
+    assert results["figures"]["untrained"] == pytest.approx(start, abs=1e-9)
+
+
+def test_each_item_is_encoded_once(fresh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(fresh("combiner"))
+    asked: list[int] = []
+
+    def counted(*args: Any, **options: Any) -> torch.Tensor:
+        asked.extend(args[2].tolist())
+        return encode(*args, **options)
+
+    monkeypatch.setattr(verification_run, "encode", counted)
+    results = verify_run(run)
+    assert len(asked) == len(set(asked)) == results["pairs"]["items"] < 600
+
+
+@pytest.mark.parametrize("kind", ["plain", "combiner"])
+def test_a_bundle_agrees(fresh: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    run = load_run(fresh(kind))
+    export_run(run, tmp_path / "bundle")
+    figures = verify_run(run, draw=400, bundle=tmp_path / "bundle")["figures"]
+    assert figures["bundle"] == pytest.approx(
+        figures["trained"], abs=0.011
+    )  # a pair or two may change places
+    assert figures["bundle"]["auc"] == pytest.approx(figures["trained"]["auc"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"query_vectors": True}, {"subspaces": True}, {"rescorer": True}],
+    ids=lambda kind: "".join(kind) or "plain",
+)
+def test_a_bundles_distances_by_loops(
+    fresh: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, bool]
+) -> None:
+    spec = importlib.util.spec_from_file_location(
+        "makers", Path(__file__).parents[1] / "serving" / "makers.py"
+    )
+    assert spec is not None and spec.loader is not None
+    makers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(makers)
+    folder = makers.make_bundle(tmp_path / "bundle", **kind)
+    run = load_run(fresh("plain"))
+    seen: dict[str, Any] = {}
+
+    def encoded(bundle: Any, of: Run, items: Any) -> dict[str, Any]:
+        seen["items"], seen["codes"] = items, own_encoded(bundle, of, items)
+        codes: dict[str, Any] = seen["codes"]
+        return codes
+
+    def judged(distances: Any, same: Any, folds: Any) -> Verification:
+        seen["distances"] = distances  # the bundle's come last
+        return verification(distances, same, folds)
+
+    own_encoded = verification_run.encoded
+    monkeypatch.setattr(verification_run, "encoded", encoded)
+    monkeypatch.setattr(verification_run, "verification", judged)
+    verify_run(run, draw=100, folds=5, bundle=folder)
+    got, found = seen["codes"], seen["distances"]
+    place = {run.dataset.keys[item]: i for i, item in enumerate(seen["items"])}
+    expected = []
+    for row in written_pairs(run.path):
+        a, b = place[row["first"]], place[row["second"]]
+        if kind == {"rescorer": True}:
+            expected.append(
+                sum(abs(x - y) for x, y in zip(got["code"][a].tolist(), got["code"][b].tolist(), strict=True))
+            )
+            continue
+        squares = [
+            (x - y) ** 2 for x, y in zip(got["query"][a].tolist(), got["vector"][b].tolist(), strict=True)
+        ]
+        parts = (squares[:6], squares[6:]) if kind == {"subspaces": True} else (squares,)
+        expected.append(min(sum(part) ** 0.5 for part in parts))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_pairs_with_items_that_trained_are_told(fresh: Callable[[str], Path], tmp_path: Path) -> None:
+    run = load_run(fresh("plain"))
+    names: dict[str, list[str]] = {}
+    for key, label in zip(run.dataset.keys, run.dataset.labels, strict=True):
+        names.setdefault(label, []).append(key)
+    lines = ["first,second,same,fold"]
+    for fold, (a, b) in {"seen": ("0", "1"), "new": ("8", "9"), "both": ("1", "9")}.items():
+        for i in range(0, 12, 2):
+            lines += [f"{names[a][i]},{names[a][i + 1]},1,{fold}", f"{names[a][i]},{names[b][i]},0,{fold}"]
+    lines[-1] = lines[-1].replace(",0,", ",1,")  # a 1 and a 9, called the same
+    path = tmp_path / "list.csv"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    results = verify_run(run, pairs=path)
+    assert results["notes"] == [
+        "1 pairs are called the same, or different, against the data's labels.",
+        "24 of 36 pairs have an item that trained or chose this model, so these are not figures on held-out items; folds "
+        "without such pairs: new.",
+    ]
+    assert set(results["folds"]["trained"]["accuracy"]) == {"seen", "new", "both"}
+    assert all(note in verification_table(results) for note in results["notes"])
+
+
+def test_a_run_without_the_items_and_a_full_disk(
+    fresh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = load_run(fresh("plain"))
+    before = sorted(path.name for path in run.path.iterdir())
+
+    def full(self: Path, data: bytes) -> int:
+        if self.name.endswith("pairs.csv.tmp"):
+            raise OSError(28, "No space left on device")
+        with self.open("wb") as file:
+            return file.write(data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        verify_run(run, draw=200)
+    assert sorted(path.name for path in run.path.iterdir()) == before
+    run.splits.__dict__["validation"] = np.empty(0, np.int64)
+    with pytest.raises(DataError, match="has no validation items"):
+        verify_run(run, side="validation")
+
+
+def test_the_command_on_digits_from_end_to_end(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("digits.toml").write_text(
+        'name = "digits"\n[data]\nname = "core.digits"\n[split]\nby = "class"\ntest = 0.4\n'
+        '[sampler]\nclasses = 4\nitems = 4\nbatches = 5\n[backbone]\nname = "core.convnet"\nsize = 8\nwidth = 4\ndepth = 1\n'
+        '[head]\nembedding_size = 8\n[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n',
+        encoding="utf-8",
+    )
+    assert cli("train", "digits.toml").code == 0
+    evaluate = ("evaluate", "runs/digits", "--protocol", "verification")
+    done = cli(*evaluate, "--baseline", "--draw", 400, "--folds", 2)
+    assert done.code == 0
+    assert "tar_at_far_0.01" in done.out and "tar_at_far_0.001" not in done.out
+    assert "200 same and 200 different pairs" in done.out and "in 2 folds which share no class" in done.out
+    assert done.out.splitlines()[-1] == "ROC curve: runs/digits/verification-test-roc.svg"
+    found = json.loads(cli(*evaluate, "--split", "validation", "--json").out)
+    assert found["split"] == "validation" and 0 < found["figures"]["trained"]["eer"] < 1
+    assert Path("runs/digits/verification-validation.json").is_file()
+
+    Path("wrong.csv").write_text(
+        "first,second,same\ndigits/1,digits/1,1\ndigits/2,digits/9999,1\n", encoding="utf-8"
+    )
+    done = cli(*evaluate, "--pairs", "wrong.csv")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.splitlines() == [
+        "Error: wrong.csv has 3 problems:",
+        "  - line 2: 'digits/1' is paired with itself.",
+        "  - line 3: 'digits/9999': there is no such item (the data's have keys such as 'digits/0').",
+        "  - all 2 pairs are the same: both kinds are needed.",
+    ]
+    for wrong, says in {
+        ("--pairs", "x.csv", "--draw", "20"): "--pairs and --draw exclude each other",
+        ("--metric", "map", "--clusters"): "--metric, --clusters belong to --protocol retrieval",
+        ("--pairs", "runs/digits/verification-test-pairs.csv", "--folds", "3"): "states its own 2 folds",
+        ("--pairs", "gone.csv"): "gone.csv does not exist",
+        ("--draw", "999998"): "999,998 pairs cannot be drawn",
+    }.items():
+        done = cli(*evaluate, *wrong)
+        assert done.code == 2 and says in " ".join(done.err.split()) and "Traceback" not in done.err
+    done = cli("evaluate", "runs/digits", "--draw", 20, "--seed", 1)
+    assert done.code == 2 and "--draw, --seed belong to --protocol verification" in " ".join(done.err.split())
