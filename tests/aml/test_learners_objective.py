@@ -259,7 +259,7 @@ def test_no_start_finds_less() -> None:
             return loss
 
         descent.step(closure)
-        assert float(value()) > learner.objective_ - 1e-7 * learner.objective_
+        assert value().item() > learner.objective_ - 1e-7 * learner.objective_
 
 
 def test_eigenvalues_are_lifted_only_where_they_must_be() -> None:
