@@ -1,0 +1,318 @@
+"""The combiners in training: K = 1 is the plain case, each part on its own, the log, resume, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pytorch_metric_learning import losses
+from retrieval.errors import RecipeError
+from retrieval.evaluate.protocol import evaluate_run
+from retrieval.plugins import Plugins
+from retrieval.recipe import Recipe, check_recipe
+from retrieval.train import checkpoint
+from retrieval.train.run import Run, load_run
+from retrieval.train.trainer import train
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from retrieval_daml.discriminator import Discriminator
+from retrieval_daml.uniform import UniformMetrics
+
+TOOLBOX = str(Path(__file__).parents[1] / "train" / "toolbox.py")
+Make = Callable[..., tuple[Recipe, Plugins]]
+Both = pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """A checked recipe on the digits' pixels as vectors, changed by tables."""
+    digits = load_digits()
+    file = tmp_path / "digits.npz"
+    np.savez(file, features=digits.data[:600] / 16.0, labels=digits.target[:600])
+
+    def build(**tables: Any) -> tuple[Recipe, Plugins]:
+        base: dict[str, Any] = {
+            "data": {"name": "core.features", "file": str(file)},
+            "split": {"by": "class"},
+            "sampler": {"classes": 4, "items": 4, "batches": 4},
+            "backbone": {"name": "core.features"},
+            "head": {"embedding_size": 12},
+            "combiner": {"name": "daml.discriminator", "metrics": 3, "hidden": 8},
+            "loss": {"name": "pml.triplet_margin"},
+            "optimizer": {"lr": 0.01},
+            "train": {"epochs": 2},
+        }
+        return check_recipe({k: v for k, v in (base | tables).items() if v is not None})
+
+    return build
+
+
+def fit(folder: Path, made: tuple[Recipe, Plugins], name: str = "run", **options: Any) -> Run:
+    return train(folder / name, *made, **options)
+
+
+def last(run: Run) -> dict[str, Tensor]:
+    return dict(checkpoint.load(run.last)["model"])
+
+
+def log(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+
+
+# --- K = 1 -----------------------------------------------------------------------------------------------
+
+
+@Both
+@pytest.mark.parametrize("loss", ["pml.triplet_margin", "daml.contrastive", "anml.danml"])
+def test_one_metric_is_the_plain_case_bit_for_bit(name: str, loss: str, make: Make, tmp_path: Path) -> None:
+    one = fit(tmp_path, make(combiner={"name": name, "metrics": 1}, loss={"name": loss}), "one")
+    plain = fit(tmp_path, make(combiner=None, loss={"name": loss}), "plain")
+    ours, theirs = last(one), last(plain)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    for key in ("loss", "validation_map_at_r", "validation_recall_at_1"):
+        assert [line[key] for line in log(one)] == [line[key] for line in log(plain)]
+    figures = [evaluate_run(load_run(run.path))["figures"]["trained"] for run in (one, plain)]
+    assert figures[0] == figures[1]
+
+
+@Both
+def test_one_metric_with_a_generator_too(name: str, make: Make, tmp_path: Path) -> None:
+    generator = {"name": "toolbox.mover"}
+    found = [
+        fit(tmp_path, make(combiner=combiner, generator=generator, plugins=[TOOLBOX]), str(i))
+        for i, combiner in enumerate([{"name": name, "metrics": 1}, None])
+    ]
+    states = [checkpoint.load(run.last) for run in found]
+    for part in ("model", "modules"):
+        flat = [checkpoint._flatten(state[part], "", tensors := {}) and tensors for state in states]
+        assert flat[0].keys() == flat[1].keys() and len(flat[0]) > 0
+        assert all(torch.equal(flat[0][key], flat[1][key]) for key in flat[0])
+
+
+def test_one_metric_called_from_python_is_lp_distance_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    for combiner in (Discriminator(6, 12, 1), UniformMetrics(12, 1)):
+        head = combiner.build_head(6)
+        codes = head(torch.randn(40, 6)).detach()
+        labels = torch.arange(40) % 5
+        found = []
+        for distance in (combiner, None):
+            leaf = codes.clone().requires_grad_()
+            loss = losses.TripletMarginLoss(**({"distance": distance} if distance else {}))(leaf, labels)
+            loss.backward()
+            found.append((loss, leaf.grad))
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+        assert combiner.exact and not list(combiner.parameters())
+
+
+# --- whose objective, whose weights ----------------------------------------------------------------------
+
+
+def test_the_objective_joins_the_loss_where_the_combiner_trains_and_only_there(
+    make: Make, tmp_path: Path
+) -> None:
+    from accelerate import Accelerator
+    from retrieval.train.run import build_run
+    from retrieval.train.trainer import Trainer
+
+    made = make(combiner={"name": "daml.discriminator", "metrics": 3, "hidden": 8, "mu": 0.5, "rho": 3.0})
+    checkpoint.seed_everything(0)
+    run = build_run(tmp_path, *made)
+    combiner = run.model.combiner
+    assert isinstance(combiner, Discriminator) and run.objective is not None
+    torch.nn.init.normal_(combiner.out.weight)
+    trainer = Trainer(run, Accelerator(cpu=True))
+    inputs, labels = next(iter(trainer.batches.epoch(0)))
+    codes = run.model(inputs)[1]
+    alone, own = run.objective.loss(codes, labels), combiner.objective(codes, labels, None)[0]
+    assert own is not None and abs(own.item()) > 1e-4
+    phase = trainer.phase
+    both = trainer.step(inputs, labels, phase)
+    assert both.metric is not None and both.metric.item() == pytest.approx((alone + own).item(), abs=1e-6)
+    assert both.figures["combiner_loss"] == pytest.approx(own.item(), abs=1e-6)
+    without = trainer.step(inputs, labels, phase.model_copy(update={"train": ["head"]}))
+    assert without.metric is not None and torch.equal(without.metric, alone)
+    assert "load_1" in without.figures and "combiner_loss" not in without.figures
+
+
+def test_what_the_head_shares_with_the_discriminator_is_the_discriminators(
+    make: Make, tmp_path: Path
+) -> None:
+    """Algorithm 2: the local metrics first, Γ = 1/K and still; then the discriminator alone."""
+    metric = {"name": "metric", "epochs": 1, "train": ["head"]}
+    weights = {"name": "weights", "epochs": 1, "train": ["combiner"]}
+    start, first = last_of_none(make, tmp_path), last(fit(tmp_path, make(phase=[metric]), "first"))
+    both = last(fit(tmp_path, make(phase=[metric, weights]), "both"))
+    own = {"combiner.flows.weight", "combiner.flows.bias", "combiner.out.weight", "combiner.out.bias"}
+    shared = {"head.flows.weight", "head.flows.bias"}
+    embedding = {"head.embedding.0.weight", "head.embedding.0.bias"}
+    assert both.keys() == own | shared | embedding
+    assert all(torch.equal(start[key], first[key]) for key in own | shared)
+    assert not any(torch.equal(start[key], first[key]) for key in embedding)
+    assert all(torch.equal(first[key], both[key]) for key in embedding)
+    assert not any(torch.equal(first[key], both[key]) for key in own | shared)
+    assert torch.equal(both["head.flows.weight"], both["combiner.flows.weight"])
+    assert log(fit(tmp_path, make(phase=[metric]), "again"))[-1]["load_1"] == pytest.approx(1 / 3)
+
+
+def last_of_none(make: Make, tmp_path: Path) -> dict[str, Tensor]:
+    from retrieval.train.run import build_run
+
+    checkpoint.seed_everything(0)
+    return {k: v.clone() for k, v in build_run(tmp_path / "none", *make()).model.state_dict().items()}
+
+
+@pytest.mark.parametrize("still", ["combiner", "head"])
+def test_with_a_zero_rate_a_side_stays_bit_identical(still: str, make: Make, tmp_path: Path) -> None:
+    start = last_of_none(make, tmp_path)
+    after = last(fit(tmp_path, make(optimizer={"lr": 0.01, "lr_factor": {still: 0.0}})))
+    moved = {key for key in start if not torch.equal(start[key], after[key])}
+    assert moved == {key for key in start if ("combiner" in key or "flows" in key) == (still == "head")}
+
+
+def test_a_combiner_without_objective_trains_as_before(make: Make, tmp_path: Path) -> None:
+    """Uniform weights add nothing to the loss: by hand, one step at a time, the same weights."""
+    run = fit(
+        tmp_path, make(combiner={"name": "daml.uniform", "metrics": 3}, optimizer={"name": "SGD", "lr": 0.1})
+    )
+    assert not any("combiner_loss" in line or "load_1" in line or "warnings" in line for line in log(run))
+
+    from accelerate import Accelerator
+    from retrieval.train.run import build_run
+    from retrieval.train.trainer import Trainer
+
+    made = make(combiner={"name": "daml.uniform", "metrics": 3}, optimizer={"name": "SGD", "lr": 0.1})
+    checkpoint.seed_everything(made[0].seed)
+    again = build_run(tmp_path / "by-hand", *made)
+    trainer = Trainer(again, Accelerator(cpu=True))
+    assert again.objective is not None
+    parameters = list(again.model.parameters())
+    for epoch in range(2):
+        for inputs, labels in trainer.batches.epoch(epoch):
+            loss = again.objective.loss(again.model(inputs)[1], labels)
+            gradients = torch.autograd.grad(loss, parameters)
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.add_(gradient, alpha=-0.1)  # as torch's SGD
+    after = last(run)
+    assert all(torch.equal(after[key], value) for key, value in again.model.state_dict().items())
+
+
+# --- the log ---------------------------------------------------------------------------------------------
+
+
+def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(make: Make, tmp_path: Path) -> None:
+    """The paper's μ, without balance, leaves one metric in use."""
+    lines: list[str] = []
+    paper = {"name": "daml.discriminator", "metrics": 3, "hidden": 8, "mu": 1e5, "rho": 0.0}
+    optimizer = {"lr": 0.05}
+    run = fit(tmp_path, make(combiner=paper, optimizer=optimizer, train={"epochs": 4}), report=lines.append)
+    for line in log(run):
+        loads = [line[f"load_{k}"] for k in (1, 2, 3)]
+        assert sum(loads) == pytest.approx(1, abs=1e-5)
+        assert [k for k, load in enumerate(loads, 1) if load < 0.05] == [
+            int(warning.split()[2]) for warning in line.get("warnings", [])
+        ]
+        for k, load in enumerate(loads, 1):
+            low, high = line[f"gamma_{k}_p10"], line[f"gamma_{k}_p90"]
+            assert 0 <= low <= line[f"gamma_{k}_p50"] <= high <= 1 and low - 0.2 <= load <= high + 0.2
+    assert max(log(run)[-1][f"load_{k}"] for k in (1, 2, 3)) > 0.9
+    said = [line for line in lines if line.startswith("warning: local metric")]
+    assert len(said) == sum(len(line.get("warnings", [])) for line in log(run)) >= 2
+    balanced = {"name": "daml.discriminator", "metrics": 3, "hidden": 8}
+    quiet = fit(tmp_path, make(combiner=balanced, optimizer=optimizer, train={"epochs": 4}), "balanced")
+    assert all(abs(line[f"load_{k}"] - 1 / 3) < 0.1 for line in log(quiet) for k in (1, 2, 3))
+    assert not any("warnings" in line for line in log(quiet))
+
+
+# --- resume ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_stops_amid_a_phase_goes_on_bit_for_bit(make: Make, tmp_path: Path) -> None:
+    import retrieval.train.trainer as module
+
+    phases = [
+        {"name": "metric", "epochs": 1, "train": ["head"], "synthetic": False},
+        {"name": "weights", "epochs": 1, "train": ["combiner", "generator"]},
+        {"name": "all", "epochs": 1},
+    ]
+    made = make(
+        plugins=[TOOLBOX],
+        generator={"name": "toolbox.mover"},
+        phase=phases,
+        train={"checkpoint_every": 1},
+        schedule={"name": "cosine"},
+    )
+    whole = fit(tmp_path, made, "whole")
+    states = checkpoint.load(whole.last)
+    for stop in (2, 6, 11):  # in each phase
+        real, calls = module.Trainer._train_batch, [0]
+
+        def stopping(self: Any, *given: Any, real: Any = real, calls: Any = calls, stop: int = stop) -> Any:
+            calls[0] += 1
+            if calls[0] == stop:
+                raise KeyboardInterrupt
+            return real(self, *given)
+
+        module.Trainer._train_batch = stopping  # type: ignore[method-assign]
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                fit(tmp_path, made, f"stopped-{stop}")
+        finally:
+            module.Trainer._train_batch = real  # type: ignore[method-assign]
+        again = checkpoint.load(fit(tmp_path, made, f"stopped-{stop}", resume=True).last)
+        for part in ("model", "modules", "optimizers", "random"):
+            mine: dict[str, Tensor] = {}
+            theirs: dict[str, Tensor] = {}
+            assert checkpoint._flatten(again[part], "", mine) == checkpoint._flatten(states[part], "", theirs)
+            assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+        runs = [tmp_path / name / "metrics.jsonl" for name in (f"stopped-{stop}", "whole")]
+        loads = [[json.loads(line)["load_2"] for line in run.read_text().splitlines()] for run in runs]
+        assert loads[0] == loads[1]
+
+
+# --- refusals and odd batches ----------------------------------------------------------------------------
+
+
+@Both
+def test_a_loss_without_distance_is_refused_with_what_to_use(name: str, make: Make) -> None:
+    with pytest.raises(RecipeError) as refused:
+        make(combiner={"name": name}, loss={"name": "pml.arc_face"})
+    assert f"[combiner] {name} needs a loss that takes a `distance`, and pml.arc_face takes none" in str(
+        refused.value
+    )
+    assert "Use one that does" in str(refused.value)
+
+
+def test_negative_weights_and_uneven_parts_are_refused_in_the_recipe(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="mu"):
+        make(combiner={"name": "daml.discriminator", "mu": -1.0})
+    made = make(combiner={"name": "daml.discriminator", "metrics": 5})
+    with pytest.raises(RecipeError, match="5 local metrics cannot share an embedding of 12 columns"):
+        fit(tmp_path, made)
+
+
+@Both
+def test_a_batch_without_triplets_trains_on(name: str, make: Make, tmp_path: Path) -> None:
+    made = make(
+        combiner={"name": name, "metrics": 3},
+        sampler={"classes": 4, "items": 1, "batches": 3},
+        loss={"name": "daml.triplet"},
+    )
+    assert all(math.isfinite(line["loss"]) for line in log(fit(tmp_path, made)))
+
+
+@Both
+@pytest.mark.parametrize("loss", ["daml.contrastive", "daml.triplet", "daml.lifted", "daml.npair"])
+def test_the_papers_losses_train_it(name: str, loss: str, make: Make, tmp_path: Path) -> None:
+    run = fit(tmp_path, make(combiner={"name": name, "metrics": 3}, loss={"name": loss}))
+    first, second = log(run)
+    assert second["loss"] < first["loss"]
