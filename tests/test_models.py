@@ -28,7 +28,7 @@ def test_the_recipe_is_valid_and_named_like_its_folder(folder: Path) -> None:
 def test_the_card_has_measured_results_and_the_command_that_made_them(folder: Path) -> None:
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert re.search(r"\| *(recall_at_1|map_at_r|Recall@1)", card), "no table of figures"
-    assert re.search(r"\b0?\.\d{2,}", card), "no figure"
+    assert re.search(r"(?<![\d.])0?\.\d{2,}", card), "no figure"
     commands = re.findall(r"^(?:    )?((?:retrieval|python) .+)$", card, re.MULTILINE)
     assert any(
         f"models/{folder.name}" in c or "benchmarks/" in c or "retrieval demo" in c for c in commands
