@@ -153,7 +153,8 @@ def _kind_problems(same: NDArray[np.bool_], others: bool) -> list[str]:
         return [] if others else ["it lists no pair."]
     if same.all() or not same.any():
         word = "the same" if same.all() else "different"
-        return [f"all {len(same):,} pairs are {word}: both kinds are needed."]
+        what = f"all {len(same):,} pairs are" if len(same) > 1 else "the only pair is"
+        return [f"{what} {word}: both kinds are needed."]
     return []
 
 
@@ -357,6 +358,6 @@ def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]
             return found, problems
     if left := list(lines):
         problems.append(
-            f"{len(left):,} lines follow the last person that is counted, from line {left[0][0]} on."
+            f"line {left[0][0]} is after the last person that is counted ({len(left):,} too many in all)."
         )
     return found, problems

@@ -44,7 +44,7 @@ def draw_pairs(
     problems = []
     if wanted < 2:
         problems.append(
-            f"{wanted} folds are too few: the threshold of a fold is chosen on the others, so there must be two at least."
+            f"folds = {wanted} is too few: the threshold of a fold is chosen on the others, so there must be two at least."
         )
     elif count is not None and (count < 2 * wanted or count % (2 * wanted)):
         problems.append(
@@ -58,7 +58,7 @@ def draw_pairs(
     each = PER_FOLD if count is None else count // (2 * max(wanted, 1))
     if not problems and (wanted < 2 or (min(most) < wanted * (each if count is not None else 1))):
         problems.append(
-            f"{most[0]:,} pairs of one class and {most[1]:,} of two classes are all there are; "
+            f"there are no more pairs than {most[0]:,} of one class and {most[1]:,} of two classes; "
             f"{wanted if wanted > 1 else 2} folds "
             f"{f'of {each:,} of each kind ' if count is not None else ''}need more. Draw fewer, or in fewer folds."
         )

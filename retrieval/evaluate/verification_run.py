@@ -214,14 +214,14 @@ def _results(
     alike = labels[pairs.first] == labels[pairs.second]
     notes = []
     if wrong := int((alike != pairs.same).sum()):
-        notes.append(f"{wrong:,} pairs are called the same, or different, against the data's labels.")
+        notes.append(f"Of {wrong:,} pairs the list says the same, or different, against the data's labels.")
     seen = run.splits.train if side == "validation" else np.union1d(run.splits.train, run.splits.validation)
     known = np.isin(pairs.first, seen) | np.isin(pairs.second, seen)
     if known.any():
         clean = [name for k, name in enumerate(pairs.folds) if not known[fold == k].any()]
         notes.append(
             f"{int(known.sum()):,} of {len(pairs):,} pairs have an item that trained or chose this model, so these are not "
-            f"figures on held-out items; folds without such pairs: {', '.join(clean) or 'none'}."
+            f"figures of held-out items; folds without such pairs: {', '.join(clean) or 'none'}."
         )
     return {
         "protocol": "verification", "run": str(run.path), "split": side,

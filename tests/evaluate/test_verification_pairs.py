@@ -111,7 +111,7 @@ def test_a_csv_file_that_cannot_be_used(tmp_path: Path, text: str, says: str) ->
             LFW.replace("Bo\t1\t2", "Bo\t1\t1").replace("Cy\t2\t3", "Cy\t2\t9").replace("Ann_Lee\t1\t3", "Ann_Lee") + "x\n",
             ["has 5 problems", "line 1 states 2", "line 6: 'NAME", "line 10: 'NAME", "line 2: the image", "line 3: the image"],
         ),
-        ("3\nBo\t1\t2\n", ["line 1 states 1 × 3 same", "all 1 pairs are the same"]),
+        ("3\nBo\t1\t2\n", ["line 1 states 1 × 3 same", "the only pair is the same"]),
     ],
 )  # fmt: skip
 def test_an_lfw_list_that_cannot_be_used(tmp_path: Path, text: str, says: list[str]) -> None:
@@ -188,12 +188,12 @@ def test_few_items_are_shared_by_folds_but_no_pair_is() -> None:
 @pytest.mark.parametrize(
     ("sizes", "options", "says"),
     [
-        ([5, 5], {"count": 60}, "20 pairs of one class and 25 of two classes are all there are; 10 folds of 3 of each kind need more"),
+        ([5, 5], {"count": 60}, "no more pairs than 20 of one class and 25 of two classes; 10 folds of 3 of each kind need more"),
         ([5, 5], {"count": 30}, "30 pairs cannot be drawn, half of them same, in 10 equal folds: take a multiple of 20"),
-        ([5, 5], {"folds": 1}, "1 folds are too few"),
+        ([5, 5], {"folds": 1}, "folds = 1 is too few"),
         ([9], {}, "they are of one class, so no two differ"),
         ([1, 1, 1], {}, "no class has two items, so no two are the same"),
-        ([2, 1], {}, "1 pairs of one class and 2 of two classes are all there are; 2 folds need more"),
+        ([2, 1], {}, "no more pairs than 1 of one class and 2 of two classes; 2 folds need more"),
         ([1], {"count": 7}, "3 problems"),
     ],
 )  # fmt: skip
