@@ -26,7 +26,11 @@ PAIRS = 10_000
 SEARCHED = 500
 MODELS = {
     "discriminator (μ = .02, ρ = 5)": ["combiner.name=daml.discriminator"],
-    "discriminator, sharp (μ = 1, ρ = 5)": ["combiner.name=daml.discriminator", "combiner.mu=1.0"],
+    "discriminator, sharp (μ = 3, ρ = 5, start 2)": [
+        "combiner.name=daml.discriminator",
+        "combiner.mu=3.0",
+        "combiner.start=2.0",
+    ],
     "uniform, mean of distances": ["combiner.name=daml.uniform"],
 }
 RECIPE = """

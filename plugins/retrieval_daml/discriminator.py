@@ -43,7 +43,7 @@ class Discriminator(LocalMetrics):
     D(x, y) = Σ_k γ_k(x, y) ‖e_k(x) − e_k(y)‖ of unit embeddings e_k (Eq 14); Γ = softmax(½ (h[x; y] + h[y; x])) with
     h[x; y] = V relu(A x + B y + c) + v on features x, y: two layers, 2F → H → K (Eq 13), which cannot tell the order of the two. An
     item's code holds A x + c₁ and B x + c₂, so that a server needs no features, and pairs cost H, not F. V and v start at zero: until
-    a phase trains the combiner, Γ = 1/K (Algorithm 2, line 1). `objective` is μ J_dis + ρ ‖mean Γ − 1/K‖²
+    a phase trains the combiner, Γ = 1/K (Algorithm 2, line 1), unless `start` says otherwise. `objective` is μ J_dis + ρ ‖mean Γ − 1/K‖²
     with J_dis = −mean ‖Γ − 1/K‖² over the batch's pairs (Eq 16, with its 1/K), between −(1 − 1/K) and 0. With K = 1 there is nothing to
     weigh, and all is bit for bit as without a combiner.
 
@@ -61,6 +61,7 @@ class Discriminator(LocalMetrics):
         hidden: Annotated[int, Field(ge=1)] = 128,
         mu: Weight = 0.02,
         rho: Weight = 5.0,
+        start: Weight = 0.0,
         candidates: Annotated[int, Field(ge=1)] | None = None,
     ) -> None:
         """Build.
@@ -70,11 +71,13 @@ class Discriminator(LocalMetrics):
             hidden: H, width of the network's hidden layer; the paper takes that of the features. An indexed item keeps 2 H numbers.
             mu: μ, weight of J_dis: larger makes each pair's weights more uneven.
             rho: ρ, weight of the balance: larger keeps each metric's mean weight nearer to 1/K.
+            start: standard deviation of V at the start. 0 makes Γ = 1/K, where J_dis has no gradient: only the loss moves Γ from there. Take 1 to
+                see what uneven weights do.
             candidates: how many candidates a server rescores by default; none: 200, or 500 where the weights are sharp (mean largest weight
                 above 0.6, measured at export).
         """
         super().__init__(embedding_size, metrics, "daml.discriminator")
-        for name, value in (("mu", mu), ("rho", rho)):
+        for name, value in (("mu", mu), ("rho", rho), ("start", start)):
             if not value >= 0:
                 raise RecipeError([f"[combiner] daml.discriminator {name}: must be at least 0, not {value}."])
         self.mu, self.rho, self.hidden = mu, rho, hidden
@@ -82,7 +85,7 @@ class Discriminator(LocalMetrics):
         if metrics > 1:
             self.flows = nn.Linear(features, 2 * hidden)
             self.out = nn.Linear(hidden, metrics)
-            nn.init.zeros_(self.out.weight)
+            nn.init.normal_(self.out.weight, std=start)
             nn.init.zeros_(self.out.bias)
 
     def build_head(self, features: int) -> nn.Module:

@@ -196,6 +196,15 @@ def test_weights_start_even_and_are_learned_from_there() -> None:
     assert torch.equal(combiner.weights(codes, codes), torch.full((6, 6, 4), 0.25))
     combiner.compute_mat(codes, codes).mean().backward()
     assert combiner.out.weight.grad is not None and combiner.out.weight.grad.abs().max() > 0
+    # from even weights J_dis alone leads nowhere: its gradient is zero
+    combiner.zero_grad()
+    value = combiner.objective(codes.detach(), torch.arange(6), None)[0]
+    assert value is not None
+    value.backward()
+    assert all(p.grad is None or p.grad.abs().max() < 1e-7 for p in combiner.parameters())
+    uneven = Discriminator(F, D, 4, H, start=1.0)
+    codes = uneven.build_head(F)(items(6).float())
+    assert (uneven.weights(codes, codes) - 0.25).abs().max() > 0.05
 
 
 # --- order and gradients ---------------------------------------------------------------------------------
@@ -313,7 +322,7 @@ def test_metrics_that_do_not_divide_the_embedding_are_refused(name: str, metrics
         assert "1, 2, 3, 4, 6, 12" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["mu", "rho"])
+@pytest.mark.parametrize("name", ["mu", "rho", "start"])
 def test_negative_weights_are_refused(name: str) -> None:
     for value in (-0.1, math.nan):
         with pytest.raises(RecipeError, match=name):

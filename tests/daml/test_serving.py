@@ -1,0 +1,258 @@
+"""DAMML served: a trained model on the digits, exported, indexed and searched; every answer beside torch's and plain loops."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from retrieval.bundle import Bundle
+from retrieval.contracts import Combiner
+from retrieval.evaluate.protocol import evaluate_run
+from retrieval.export.runs import export_run
+from retrieval.index.build import build_index
+from retrieval.index.store import Index
+from retrieval.recipe import check_recipe
+from retrieval.train.run import Run, load_run
+from retrieval.train.trainer import train
+from sklearn.datasets import load_digits
+
+from retrieval_daml.discriminator import Discriminator
+
+DISCRIMINATOR = {"name": "daml.discriminator", "metrics": 4, "hidden": 16}
+COMBINERS = {
+    "soft": DISCRIMINATOR,
+    "sharp": DISCRIMINATOR | {"mu": 3.0, "start": 2.0},
+    "uniform": {"name": "daml.uniform", "metrics": 4},
+    "squares": {"name": "daml.uniform", "metrics": 4, "power": 2},
+}
+
+
+class Served:
+    """A trained run, its bundle and its index of the held-out digits."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        digits = load_digits()
+        vectors = (digits.data / 16.0).astype(np.float32)
+        np.savez(folder / "digits.npz", features=vectors, labels=digits.target)
+        made = check_recipe(
+            {
+                "data": {"name": "core.features", "file": str(folder / "digits.npz")},
+                "split": {"by": "item", "test": 0.6, "validation": 0.0},
+                "sampler": {"classes": 8, "items": 6, "batches": 25},
+                "backbone": {"name": "core.features"},
+                "head": {"embedding_size": 32},
+                "combiner": COMBINERS[name],
+                "loss": {"name": "daml.triplet"},
+                "optimizer": {"lr": 0.01},
+                "train": {"epochs": 3},
+            }
+        )
+        train(folder / "run", *made)
+        self.run: Run = load_run(folder / "run")
+        assert self.run.model.combiner is not None
+        self.combiner: Combiner = self.run.model.combiner
+        _, self.manifest = export_run(self.run)
+        self.items: NDArray[np.float32] = vectors[self.run.splits.query]
+        np.savez(
+            folder / "gallery.npz",
+            features=self.items,
+            labels=digits.target[self.run.splits.query],
+            keys=np.array([str(row) for row in range(len(self.items))]),
+        )
+        self.index_path = folder / "index"
+        build_index(
+            folder / "run" / "bundle",
+            [folder / "gallery.npz"],
+            self.index_path,
+            backend="flat",
+            progress=False,
+        )
+        with torch.no_grad():
+            self.codes = self.run.model(torch.from_numpy(self.items))[1]
+            self.distances = self.combiner.compute_mat(self.codes, self.codes).numpy()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model by the name of its combiner, made once."""
+    made: dict[str, Served] = {}
+
+    def get(name: str) -> Served:
+        if name not in made:
+            made[name] = Served(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+def test_the_bundle_holds_what_the_discriminator_needs(served: Any) -> None:
+    soft = served("soft")
+    manifest = soft.manifest
+    assert manifest.vector == 32 and manifest.code == 32 + 2 * 16 and not manifest.distance.exact
+    assert manifest.rescorer.file == "rescorer.onnx" and manifest.distance.name == "Discriminator"
+    assert manifest.rescorer.items == len(soft.items) > 1000
+    bundle = Bundle.open(soft.run.path / "bundle", threads=1)
+    encoded = bundle.encode(soft.items[:50])
+    assert np.abs(encoded.vector - soft.codes[:50, :32].numpy()).max() < 1e-5
+    # the vector is the unit embeddings side by side, the code goes on with both flows of the item
+    assert np.allclose(np.linalg.norm(encoded.vector.reshape(50, 4, 8), axis=2), 1, atol=1e-5)
+    assert np.abs(encoded.code - soft.codes[:50].numpy()).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["soft", "sharp", "uniform"])
+def test_onnx_gives_the_distances_of_plain_loops(served: Any, name: str) -> None:
+    """From the item's vector to its distance in float64, with the trained weights, and no code of the plugin."""
+    made = served(name)
+    state = {k: v.double().tolist() for k, v in made.run.model.state_dict().items()}
+
+    def affine(weight: Any, bias: Any, x: list[float]) -> list[float]:
+        return [
+            sum(w * v for w, v in zip(row, x, strict=True)) + b for row, b in zip(weight, bias, strict=True)
+        ]
+
+    first = "head.embedding.0" if name != "uniform" else "head.0"
+
+    def local(x: list[float], y: list[float]) -> list[float]:
+        parts = []
+        for v in (x, y):
+            e = affine(state[f"{first}.weight"], state[f"{first}.bias"], v)
+            blocks = [e[k : k + 8] for k in range(0, 32, 8)]
+            parts.append([[c / math.hypot(*b) for c in b] for b in blocks])
+        return [math.dist(a, b) for a, b in zip(*parts, strict=True)]
+
+    def gamma(x: list[float], y: list[float]) -> list[float]:
+        if name == "uniform":
+            return [0.25] * 4
+        logits = [0.0] * 4
+        for pair in ((x, y), (y, x)):
+            a = affine(state["combiner.flows.weight"], state["combiner.flows.bias"], pair[0])[:16]
+            b = affine(state["combiner.flows.weight"], state["combiner.flows.bias"], pair[1])[16:]
+            hidden = [max(0.0, p + q) for p, q in zip(a, b, strict=True)]
+            out = affine(state["combiner.out.weight"], state["combiner.out.bias"], hidden)
+            logits = [total + value / 2 for total, value in zip(logits, out, strict=True)]
+        exponentials = [math.exp(value - max(logits)) for value in logits]
+        return [value / sum(exponentials) for value in exponentials]
+
+    bundle = Bundle.open(made.run.path / "bundle", threads=1)
+    encoded = bundle.encode(made.items)
+    found = bundle.rescore(encoded.code[:3], encoded.code[100:140])
+    for i in range(3):
+        for j in range(40):
+            x, y = made.items[i].tolist(), made.items[100 + j].tolist()
+            expected = sum(g * d for g, d in zip(gamma(x, y), local(x, y), strict=True))
+            assert found[i, j] == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("name", ["soft", "sharp", "uniform"])
+def test_an_index_ranks_as_torch_does(served: Any, name: str) -> None:
+    made = served(name)
+    with Index.open(made.index_path, threads=1) as index:
+        encoded = index.bundle.encode(made.items[::20])
+        answers = index.search(encoded, 10, candidates=len(made.items))
+        for row, hits in zip(range(0, len(made.items), 20), answers, strict=True):
+            keys = [int(hit.key) for hit in hits]
+            distances = made.distances[row]
+            assert [hit.distance for hit in hits] == pytest.approx(distances[keys].tolist(), abs=1e-3)
+            expected = np.argsort(distances, kind="stable")[:10]
+            for rank, (mine, theirs) in enumerate(zip(keys, expected, strict=True)):
+                # the same item, or one that is as near up to float32's last digits
+                assert mine == theirs or abs(distances[mine] - distances[theirs]) < 2e-5, rank
+
+
+@pytest.mark.parametrize("name", ["soft", "sharp", "uniform"])
+def test_five_hundred_candidates_keep_the_exhaustive_first_ten(served: Any, name: str) -> None:
+    made = served(name)
+    size = len(made.items)
+    expected = {}
+    euclidean = np.linalg.norm(made.codes[:, None, :32].double() - made.codes[None, :, :32].double(), axis=2)
+    exact = made.distances.astype(np.float64)
+    np.fill_diagonal(exact, np.inf)
+    np.fill_diagonal(euclidean, np.inf)
+    asked = np.unique(np.linspace(0, size - 1, 512).round().astype(int))
+    for number in (50, 200, 500):
+        kept = []
+        for row in asked:
+            candidates = set(np.argsort(euclidean[row], kind="stable")[:number].tolist())
+            kept.append(len(candidates & set(np.argsort(exact[row], kind="stable")[:10].tolist())) / 10)
+        expected[str(number)] = sum(kept) / len(kept)
+    overlap = made.manifest.rescorer.overlap
+    assert {key: overlap[key] for key in expected} == pytest.approx(expected, abs=2e-3)
+    assert overlap["500"] >= 0.95
+    assert overlap["50"] <= overlap["200"] <= overlap["500"]
+    results = evaluate_run(made.run, bundle=made.run.path / "bundle", metrics=["recall_at_1", "recall_at_10"])
+    stated = results["candidates"]["overlap_at_10"]
+    assert stated == pytest.approx(
+        expected | {k: v for k, v in stated.items() if k not in expected}, abs=0.02
+    )
+    assert results["figures"]["bundle"]["recall_at_1"] == pytest.approx(
+        results["figures"]["trained"]["recall_at_1"], abs=0.02
+    )
+
+
+def test_the_number_of_candidates_is_chosen_by_how_sharp_the_weights_are(served: Any) -> None:
+    found = {}
+    for name in ("soft", "sharp"):
+        made = served(name)
+        combiner = made.combiner
+        assert isinstance(combiner, Discriminator)
+        with torch.no_grad():
+            gamma = combiner.weights(made.codes, made.codes).amax(-1).numpy()
+        mean = gamma[~np.eye(len(gamma), dtype=bool)].mean()
+        assert combiner.sharpness(made.codes) == pytest.approx(mean, abs=0.02)
+        found[name] = mean
+        assert made.manifest.rescorer.candidates == (500 if mean > 0.6 else 200)
+    assert found["soft"] < 0.6 < found["sharp"]
+    fixed = Discriminator(64, 32, 4, 16, candidates=77)
+    assert fixed.choose_candidates(fixed.build_head(64)(torch.randn(9, 64))) == 77
+
+
+def test_squares_of_equal_weight_need_no_rescorer(served: Any) -> None:
+    made = served("squares")
+    assert made.manifest.distance.exact and made.manifest.rescorer is None and made.manifest.code is None
+    with Index.open(made.index_path, threads=1) as index:
+        hits = index.search(index.bundle.encode(made.items[:5]), 10)
+    for row, found in enumerate(hits):
+        distances = np.sort(made.distances[row])[:10]
+        # FAISS reports √Σ d², which is √K times the mean
+        assert [hit.distance / 2 for hit in found] == pytest.approx(distances.tolist(), abs=1e-3)
+
+
+def test_a_thousand_candidates_are_rescored_in_one_call(served: Any) -> None:
+    made = served("soft")
+    bundle = Bundle.open(made.run.path / "bundle", threads=1)
+    encoded = bundle.encode(made.items)
+    distances = bundle.rescore(encoded.code[:1], encoded.code[:1000])
+    assert distances.shape == (1, 1000)
+    assert np.abs(distances[0] - made.distances[0, :1000])[1:].max() < 1e-4
+
+
+def test_the_command_line_searches_it(served: Any, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+    from retrieval.cli import app as main
+
+    made = served("soft")
+    np.savez(tmp_path / "query.npz", features=made.items[7:8], labels=["?"])
+    done = CliRunner().invoke(
+        main,
+        [
+            "search",
+            str(made.index_path),
+            str(tmp_path / "query.npz"),
+            "-k",
+            "3",
+            "--candidates",
+            "300",
+            "--json",
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    (answer,) = json.loads(done.output)
+    assert answer["results"][0]["key"] == "7"
+    expected = np.argsort(made.distances[7], kind="stable")[:3].tolist()
+    assert [int(hit["key"]) for hit in answer["results"]] == expected
