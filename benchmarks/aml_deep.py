@@ -1,0 +1,243 @@
+"""Do AML's adversarial negatives help a deep loss? `aml.confusion` beside the same losses without it, and `aml.geometric_mean`.
+
+Fashion-MNIST reduced to 2,000 images a class; 0–4 train, 5–9 are searched; a small convolutional net, 64 dimensions, three epochs of
+60 batches. Three arms for each loss, with the same seeds, weights and order of batches:
+
+- plain: the loss on real items;
+- not moved: the triplets that the generator is given, with their real negatives in the generator's place (β = 10⁹). Without a
+  miner these are each positive pair with one random negative, and not all triplets;
+- confusion: the same with the adversarial negatives.
+
+Parameters are chosen on the training classes alone: the net trains on 0, 1, 3 and is judged on 2, 4; one seed, highest MAP@R. First
+the loss's own, without a generator; then, with those, β and `real_weight`, so the third arm has had more tries than the first. Then
+three other seeds train on 0–4, and the test classes are looked at once.
+
+    python benchmarks/aml_deep.py --work FOLDER            # goes on where it stopped
+    python benchmarks/aml_deep.py --work FOLDER --report benchmarks/results/aml_deep.md
+
+About 15 minutes of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from retrieval.data.idx import read_idx
+from retrieval.evaluate.protocol import evaluate_run
+from retrieval.recipe import check_recipe
+from retrieval.train.trainer import train
+
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+PER_CLASS = 2000
+SEEDS = (0, 1, 2)
+CHOOSING_SEED = 100
+METRICS = ["recall_at_1", "recall_at_8", "map_at_r"]
+SHOWN = ("R@1", "R@8", "MAP@R")
+STILL = 1e9
+
+Tables = dict[str, Any]
+
+
+def triplet(miner: bool) -> list[Tables]:
+    made: list[Tables] = []
+    for margin in (0.05, 0.2, 0.5):
+        made.append({"loss": {"name": "pml.triplet_margin", "margin": margin}})
+        if miner:
+            made[-1]["miner"] = {
+                "name": "pml.triplet_margin",
+                "margin": margin,
+                "type_of_triplets": "semihard",
+            }
+    return made
+
+
+def danml() -> list[Tables]:
+    return [
+        {"loss": {"name": "anml.danml", "gamma1": g1, "gamma2": g2, "positive_threshold": p, "negative_threshold": p}}
+        for g1, g2, p in ((1.0, 25.0, 0.5), (2.0, 30.0, 0.5), (2.0, 30.0, 0.65))
+    ]  # fmt: skip
+
+
+def geometric_mean(alphas: tuple[float, ...], betas: tuple[float, ...]) -> list[Tables]:
+    return [
+        {"loss": {"name": "aml.geometric_mean", "alpha": alpha, "beta": beta, "ridge": ridge}}
+        for alpha in alphas
+        for beta in betas
+        for ridge in (0.001, 0.01, 0.1)
+    ]
+
+
+LOSSES = {"triplet": triplet(False), "triplet, semi-hard miner": triplet(True), "DANML": danml()}
+GENERATORS: list[Tables] = [
+    {"generator": {"name": "aml.confusion", "beta": beta}, "train": {"real_weight": weight}}
+    for beta in (0.5, 2.0, 8.0)
+    for weight in (0.0, 1.0)
+]
+DEEP = {
+    "Eq 7 (geometric_mean, α = 0)": geometric_mean((0.0,), (1.0,)),
+    "Eq 11 (geometric_mean)": geometric_mean((1.0,), (1.0, 10.0)),
+}
+
+
+def prepare(work: Path) -> None:
+    """Write the reduced sets: all classes, and the training classes alone for choosing."""
+    for name, kept in (("all", range(10)), ("choose", range(5))):
+        folder = work / name
+        if folder.exists():
+            continue
+        images = read_idx(FASHION / "train-images-idx3-ubyte.gz", 3)
+        labels = read_idx(FASHION / "train-labels-idx1-ubyte.gz", 1)
+        rows = np.concatenate([np.flatnonzero(labels == c)[:PER_CLASS] for c in kept])
+        temporary = work / f"{name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for prefix, part in (("train", rows[1:]), ("t10k", rows[:1])):  # the recipes split by class
+            for kind, array in (("images-idx3-ubyte", images[part]), ("labels-idx1-ubyte", labels[part])):
+                header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+                (temporary / f"{prefix}-{kind}").write_bytes(header + array.astype(np.uint8).tobytes())
+        temporary.replace(folder)
+
+
+def recipe(work: Path, tables: Tables, seed: int, choose: bool) -> Tables:
+    """Return the recipe of one run; `choose`: on the training classes alone."""
+    made: Tables = {
+        "name": "aml-deep", "seed": seed, "optimizer": {"lr": 1e-3}, "evaluate": {"metrics": METRICS},
+        "data": {"name": "core.fashion_mnist", "folder": str(work / ("choose" if choose else "all"))},
+        "backbone": {"name": "core.convnet", "size": 28, "width": 16}, "head": {"embedding_size": 64},
+        "sampler": {"classes": 3 if choose else 5, "items": 16, "batches": 60},
+        "split": {"by": "class", "test": ["2", "4"] if choose else list("56789"), "validation": 0.0},
+    }  # fmt: skip
+    made |= tables
+    made["train"] = {"epochs": 3, "device": "cpu", "channels_last": True} | tables.get("train", {})
+    return made
+
+
+class Results:
+    """What is done already, one JSON object a line.
+
+    Args:
+        work: the folder of it.
+    """
+
+    def __init__(self, work: Path) -> None:
+        self.work, self.file = work, work / "results.jsonl"
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        self.done = {entry["key"]: entry for entry in map(json.loads, lines)}
+
+    def run(self, tables: Tables, seed: int, choose: bool = False) -> dict[str, Any]:
+        """Return a run's figures; train it if that was not done."""
+        table = recipe(self.work, tables, seed, choose)
+        key = json.dumps(table, sort_keys=True).replace(str(self.work), "")
+        if key not in self.done:
+            folder = self.work / "run"
+            shutil.rmtree(folder, ignore_errors=True)
+            start = time.process_time()
+            with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+                run = train(folder, *check_recipe(table))
+                seconds = time.process_time() - start
+                figures = evaluate_run(run)["figures"]["trained"]
+            entry = {"key": key, "figures": figures, "seconds": seconds}
+            with self.file.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+            self.done[key] = entry
+            print(
+                tables, f"seed {seed}: R@1 {figures['recall_at_1']:.4f}, MAP@R {figures['map_at_r']:.4f}, {seconds:.1f} s",
+                flush=True,
+            )  # fmt: skip
+        return self.done[key]
+
+    def choose(self, candidates: list[Tables]) -> Tables:
+        """Return the candidate with the highest MAP@R on held-out training classes."""
+        found = [self.run(each, CHOOSING_SEED, True)["figures"]["map_at_r"] for each in candidates]
+        return candidates[int(np.argmax(found))]
+
+
+def measure(results: Results) -> dict[str, dict[str, Any]]:
+    """Return each arm: what was chosen, and each seed's run."""
+    arms: dict[str, Tables] = {}
+    for name, candidates in LOSSES.items():
+        plain = results.choose(candidates)
+        confusion = results.choose([plain | generator for generator in GENERATORS])
+        still = confusion | {"generator": {"name": "aml.confusion", "beta": STILL}}
+        arms |= {f"{name}: plain": plain, f"{name}: not moved": still, f"{name}: confusion": confusion}
+    arms |= {name: results.choose(candidates) for name, candidates in DEEP.items()}
+    return {
+        name: {"chosen": tables, "runs": [results.run(tables, seed) for seed in SEEDS]}
+        for name, tables in arms.items()
+    }
+
+
+def spread(values: Any) -> str:
+    values = 100 * np.asarray(values)
+    return f"{values.mean():.1f} ± {values.std(ddof=1):.1f}"
+
+
+def chosen(tables: Tables) -> str:
+    """Return an arm's parameters as a reader wants them."""
+    values = {k: v for k, v in tables["loss"].items() if k != "name"}
+    beta = tables.get("generator", {}).get("beta")
+    if beta is not None:
+        values |= {"β": "∞" if beta == STILL else beta, "real_weight": tables["train"]["real_weight"]}
+    return ", ".join(f"{k} {v}" for k, v in values.items())
+
+
+def report(arms: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the report."""
+    yield "# Adversarial negatives for deep losses (AML)\n"
+    yield "Made by `python benchmarks/aml_deep.py`, which says what is trained and how parameters were chosen. Fashion-MNIST, classes 0–4"
+    yield "train and 5–9 are searched. Figures in %, mean ± standard deviation of three seeds; differences are of the same seed.\n"
+    yield f"| loss | parameters chosen | {' | '.join(SHOWN)} | training, CPU s |"
+    yield "| --- " * 6 + "|"
+    for name, arm in arms.items():
+        figures = [spread([run["figures"][metric] for run in arm["runs"]]) for metric in METRICS]
+        seconds = np.mean([run["seconds"] for run in arm["runs"]])
+        yield f"| {name} | {chosen(arm['chosen'])} | {' | '.join(figures)} | {seconds:.1f} |"
+    yield f"\n| from | to | {' | '.join(f'difference in {metric}' for metric in SHOWN)} |"
+    yield "| --- " * 5 + "|"
+    pairs = [(f"{name}: {x}", f"{name}: confusion") for name in LOSSES for x in ("plain", "not moved")]
+    pairs += [tuple(DEEP)]  # type: ignore[list-item]
+    for before, after in pairs:
+        differences = [
+            spread(
+                [
+                    b["figures"][metric] - a["figures"][metric]
+                    for a, b in zip(arms[before]["runs"], arms[after]["runs"], strict=True)
+                ]
+            )
+            for metric in METRICS
+        ]
+        yield f"| {before} | {after} | {' | '.join(differences)} |"
+    yield ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, required=True, help="folder of what is done and of reduced sets")
+    parser.add_argument("--report", type=Path, help="write the report here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    work = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    prepare(work)
+    text = "\n".join(report(measure(Results(work))))
+    print(text)
+    if options.report:
+        temporary = options.report.with_suffix(".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(options.report)
+
+
+if __name__ == "__main__":
+    main()
