@@ -40,8 +40,13 @@ def __getattr__(name: str) -> Any:
 def retrieval_learners() -> Factories:
     """Metrics learned from a stream of triplets: OAHU, the warm start, and four linear methods."""
     from retrieval_oahu.learner import OAHU
+    from retrieval_oahu.lego import LEGO
+    from retrieval_oahu.oasis import OASIS
+    from retrieval_oahu.opml import OPML
+    from retrieval_oahu.rdml import RDML
+    from retrieval_oahu.warm import Warm
 
-    return {"oahu": OAHU}
+    return {"lego": LEGO, "oahu": OAHU, "oasis": OASIS, "opml": OPML, "rdml": RDML, "warm": Warm}
 
 
 @hookimpl

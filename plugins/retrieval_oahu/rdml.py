@@ -1,0 +1,59 @@
+"""RDML: regularised distance metric learning."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from retrieval_oahu.linear import Floats, MatrixLearner, add_outer
+
+
+class RDML(MatrixLearner):
+    """A perceptron of pairs: those on the wrong side of distance 1 add or subtract their difference's outer product.
+
+    Jin, Wang & Zhou, "Regularized Distance Metric Learning: Theory and Algorithm", NeurIPS 2009. A similar pair is wrong when
+    farther than the mean squared distance, a dissimilar one when nearer. The step of a similar pair is cut short where M would
+    cease to be positive definite, by the paper's bound 1 / (xᵀ M⁻¹ x), so that no projection is needed.
+
+    Args:
+        learning_rate: λ.
+        seeds: how many random triplets `fit` draws.
+        closure: how many triplets that follow from those it adds.
+        seed: seed of `fit`'s triplets.
+
+    Attributes:
+        matrix_: (F, F) M, of features divided by `unit_`.
+        inverse_: (F, F) its inverse.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Annotated[float, Field(gt=0)] = 0.1,
+        seeds: Annotated[int, Field(ge=0)] = 5000,
+        closure: Annotated[int, Field(ge=0)] = 5000,
+        seed: int = 0,
+    ) -> None:
+        self.learning_rate = learning_rate
+        self.seeds = seeds
+        self.closure = closure
+        self.seed = seed
+
+    def _start(self, features: int) -> None:
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate is {self.learning_rate} and must be above 0.")
+        self.inverse_ = np.eye(features)
+
+    def _pair(self, apart: Floats, alike: bool) -> bool:
+        now = float(apart @ self.matrix_ @ apart)
+        if now <= 0 or (now < 1 if alike else now > 1):
+            return False
+        step = -self.learning_rate if alike else self.learning_rate
+        moved = self.inverse_ @ apart
+        room = float(apart @ moved)
+        if alike:
+            step = max(step, -0.99 / room)
+        add_outer(self.matrix_, step, apart, apart)
+        add_outer(self.inverse_, -step / (1 + step * room), moved, moved)  # Sherman and Morrison
+        return True
