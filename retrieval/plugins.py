@@ -105,10 +105,10 @@ class Plugins:
             return known[name]
         plugin = name.partition(".")[0]
         if "." in name and plugin not in {s.plugin for s in self.sources}:
-            hint = (
-                did_you_mean(name, known)
-                or f" No plugin '{plugin}' is loaded (loaded: {', '.join(sorted(s.plugin for s in self.sources))})."
-            )
+            loaded = ", ".join(sorted(s.plugin for s in self.sources))
+            hint = f" No plugin '{plugin}' is loaded (loaded: {loaded}).{did_you_mean(name, known)}"
+        elif namesakes := sorted(full for full in known if full.endswith(f".{name}")):
+            hint = f" Did you mean {' or '.join(repr(full) for full in namesakes)}?"
         else:
             hint = did_you_mean(name, known)
             for kind_of in KINDS if not hint else ():

@@ -249,7 +249,11 @@ def find(plugins: Plugins, kind: str, name: str) -> str:
 def test_an_unknown_name_suggests_the_closest() -> None:
     plugins = load_plugins()
     assert "Did you mean 'pml.multi_similarity'?" in find(plugins, "losses", "pml.multi_similarty")
-    assert "Did you mean 'pml.contrastive'?" in find(plugins, "losses", "contrastive")
+    assert "'pml.circle'?" in find(plugins, "losses", "circle")
+    several = find(plugins, "losses", "contrastive")
+    assert all(f"'{plugin}.contrastive'" in several for plugin in ("daml", "pml")), several
+    unloaded = find(plugins, "losses", "pmll.multi_similarity")
+    assert "No plugin 'pmll' is loaded" in unloaded and "Did you mean 'pml.multi_similarity'?" in unloaded
     assert "'core.digits' is a dataset" in find(plugins, "losses", "core.digits")
     assert "retrieval plugins list --kind losses" in find(plugins, "losses", "pml.zzzzz")
     assert "No plugin 'zz' is loaded" in find(plugins, "losses", "zz.zzzzz")
