@@ -46,7 +46,8 @@ def retrieval_miners() -> Factories:  # type: ignore[empty-body]
 
 @hookspec
 def retrieval_generators() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[generator]` is looked up. Each factory gives a `retrieval.Generator`."""
+    """Called when a recipe's `[generator]` is looked up. Each factory gives a `retrieval.Generator`, whose
+    `bind` is called with the model's head before training."""
 
 
 @hookspec
