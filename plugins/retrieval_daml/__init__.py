@@ -6,10 +6,13 @@ Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrieval import hookimpl
 from retrieval.hookspecs import Factories
+
+if TYPE_CHECKING:
+    import click
 
 _HOME = {
     "ContrastiveLoss": "contrastive",
@@ -62,3 +65,11 @@ def retrieval_combiners() -> Factories:
     from retrieval_daml.uniform import UniformMetrics
 
     return {"discriminator": Discriminator, "uniform": UniformMetrics}
+
+
+@hookimpl
+def retrieval_commands(app: click.Group) -> None:
+    """`retrieval daml-report RUN`: panels of an adversarial run."""
+    from retrieval_daml.command import daml_report
+
+    app.add_command(daml_report)

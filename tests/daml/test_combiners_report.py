@@ -1,0 +1,120 @@
+"""`retrieval daml-report`: what the panels show is what the run holds."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from matplotlib.figure import Figure
+from retrieval.cli import app
+from retrieval.recipe import check_recipe
+from retrieval.train import checkpoint
+from retrieval.train.run import load_run
+from retrieval.train.trainer import train
+from sklearn.datasets import load_digits
+
+from retrieval_daml import report
+
+
+def make(folder: Path, **tables: Any) -> Path:
+    digits = load_digits()
+    np.savez(folder / "digits.npz", features=digits.data[:500] / 16.0, labels=digits.target[:500])
+    base: dict[str, Any] = {
+        "data": {"name": "core.features", "file": str(folder / "digits.npz")},
+        "split": {"by": "class", "validation": 0.0},
+        "sampler": {"classes": 4, "items": 4, "batches": 4},
+        "backbone": {"name": "core.features"},
+        "head": {"embedding_size": 12},
+        "combiner": {"name": "daml.discriminator", "metrics": 3, "hidden": 8},
+        "generator": {"name": "daml.hard_negative"},
+        "loss": {"name": "daml.triplet"},
+        "phase": [
+            {"name": "metric", "epochs": 1, "train": ["head"], "synthetic": False},
+            {"name": "all", "epochs": 2},
+        ],
+    }
+    train(folder / "run", *check_recipe({k: v for k, v in (base | tables).items() if v is not None}))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def adversarial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("adversarial"))
+
+
+def test_the_command_writes_every_panel(adversarial: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["daml-report", str(adversarial), "--output", str(tmp_path / "panels")])
+    assert done.exit_code == 0, done.output
+    names = ["losses", "gamma", "synthetic", "map"]
+    assert done.output.split() == [str(tmp_path / "panels" / f"{name}.svg") for name in names]
+    for name in names:
+        tree = ElementTree.parse(tmp_path / "panels" / f"{name}.svg")
+        assert tree.getroot().tag.endswith("svg")
+    assert sorted(path.name for path in (tmp_path / "panels").iterdir()) == sorted(
+        f"{name}.svg" for name in names
+    )
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "panels").iterdir()}
+    report.write_report(adversarial, tmp_path / "again")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == kept
+
+
+def test_the_curves_are_the_logs_figures(adversarial: Path) -> None:
+    epochs = [json.loads(line) for line in (adversarial / "metrics.jsonl").read_text().splitlines()]
+    figure = Figure()
+    report.draw_losses(figure, epochs)
+    left, right = figure.axes
+    assert list(left.lines[0].get_xdata()) == [1, 2, 3]
+    expected = [epoch["loss"] - epoch.get("combiner_loss", 0.0) for epoch in epochs]
+    assert "combiner_loss" not in epochs[0] and "combiner_loss" in epochs[1]
+    assert list(left.lines[0].get_ydata()) == pytest.approx(expected)
+    shown = list(right.lines[0].get_ydata())
+    assert np.isnan(shown[0]) and shown[1:] == [epoch["generator_loss"] for epoch in epochs[1:]]
+    figure = Figure()
+    report.draw_gamma(figure, epochs)
+    assert len(figure.axes) == 3
+    for k, axes in enumerate(figure.axes, 1):
+        assert list(axes.lines[1].get_ydata()) == [epoch[f"load_{k}"] for epoch in epochs]
+        assert list(axes.lines[0].get_ydata()) == [epoch[f"gamma_{k}_p50"] for epoch in epochs]
+
+
+def test_the_samples_are_the_runs_own(adversarial: Path) -> None:
+    run = load_run(adversarial)
+    random = torch.get_rng_state()
+    samples = report.look(run)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert len(np.unique(samples.labels)) == 5 and samples.codes.shape == (100, 12 + 16)
+    assert np.isin(samples.labels, run.splits.labels[run.splits.train]).all()
+    assert samples.made is not None and samples.made_labels is not None
+    assert samples.made.shape == (150, 28) and samples.made_labels.shape == (150,)
+    # the generator of the last checkpoint, not a new one: the real samples' distances are those of the metric's own codes
+    state = checkpoint.load(run.last)
+    assert state["modules"]["generator"]
+    assert samples.real is not None and samples.synthetic is not None
+    assert samples.real.shape == samples.synthetic.shape == (100 * 19,)
+    assert np.abs(samples.real - samples.synthetic).max() > 1e-6
+    combiner = run.model.combiner
+    assert combiner is not None
+    with torch.no_grad():
+        distances = combiner.compute_mat(samples.codes, samples.codes).numpy()
+    other = samples.labels[:, None] != samples.labels[None]
+    assert (
+        distances[other].min() - 1e-4 <= samples.real.min()
+        and samples.real.max() <= distances[other].max() + 1e-4
+    )
+
+
+def test_a_plain_run_has_fewer_panels_and_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    plain = make(tmp_path, combiner=None, generator=None, phase=[{"name": "train", "epochs": 1}])
+    assert [path.name for path in report.write_report(plain)] == ["losses.svg", "map.svg"]
+    assert (plain / "report" / "map.svg").is_file()
+    done = CliRunner().invoke(app, ["daml-report", str(tmp_path / "nothing")])
+    assert done.exit_code != 0 and "is no run" in str(done.exception)
+    (plain / "metrics.jsonl").write_text("")
+    done = CliRunner().invoke(app, ["daml-report", str(plain)])
+    assert done.exit_code != 0 and "has no epoch yet" in str(done.exception)
