@@ -10,6 +10,7 @@ import pytest
 import torch
 from pytorch_metric_learning.reducers import SumReducer
 from retrieval.errors import DataError
+from retrieval.plugins import load_plugins
 from retrieval.recipe import check_recipe
 from retrieval.train.trainer import train
 from scipy.linalg import sqrtm
@@ -211,6 +212,13 @@ class TestReachesTheLearnersOptimum:
         weight = trained(x, y, GeometricMeanLoss(0.0, 1.0, 0.0, "fixed"))
         expected = GMML(t=0.5).fit(x, y).get_mahalanobis_matrix()
         np.testing.assert_allclose(weight.T @ weight, expected, rtol=1e-5, atol=1e-6)
+        reached = float(GeometricMeanLoss(0.0, 1.0, 0.0)(torch.from_numpy(x) @ weight.T, torch.from_numpy(y)))
+        a, b = (
+            sum(np.outer(x[i] - x[j], x[i] - x[j]) for i, j in zip(*kind, strict=True)) / len(kind[0])
+            for kind in (every_pair(y.tolist())[:2], every_pair(y.tolist())[2:])
+        )
+        root = sqrtm(a).real
+        assert reached == pytest.approx(2 * float(np.trace(sqrtm(root @ b @ root).real)), rel=1e-8)
 
     @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (5.0, 0.5), (0.2, 20.0)])
     def test_aml(self, alpha: float, beta: float) -> None:
@@ -334,6 +342,15 @@ class TestOddBatches:
         assert value.isfinite() and embeddings.grad is not None and embeddings.grad.isfinite().all()
         with pytest.raises(DataError, match=r"12 embeddings of 40 dimensions .* set ridge above 0"):
             GeometricMeanLoss(ridge=0.0)(embeddings, LABELS)
+
+    def test_a_memory_of_earlier_batches(self) -> None:
+        """The covariance is then of batch and memory; gradients reach the batch."""
+        memory = {"name": "pml.cross_batch_memory", "loss": {"name": "aml.geometric_mean"}, "memory_size": 24}
+        loss = load_plugins().build("losses", memory, {"embedding_size": 3, "classes": 4})
+        for seed in range(4):
+            embeddings = batch(seed=seed).float().requires_grad_()
+            loss(embeddings, LABELS).backward()
+            assert embeddings.grad is not None and embeddings.grad.isfinite().all() and embeddings.grad.any()
 
     def test_a_sum_of_pairs(self) -> None:
         pairs = every_pair(LABELS.tolist())
