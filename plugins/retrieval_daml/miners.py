@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from retrieval.contracts import TripletIndices
 from torch import Tensor, nn
 
@@ -19,13 +20,19 @@ class OnePerClass(nn.Module):
 
     Args:
         anchors: "all" items of the batch, or "one" random item of each class, as N-pair has it.
+        negatives: how many other classes an anchor is given, at random; 0: every one.
     """
 
-    def __init__(self, anchors: Literal["all", "one"] = "all") -> None:
+    def __init__(
+        self, anchors: Literal["all", "one"] = "all", negatives: Annotated[int, Field(ge=0)] = 0
+    ) -> None:
         super().__init__()
         if anchors not in ("all", "one"):
             raise ValueError(f'anchors is {anchors!r} and must be "all" or "one"')
+        if negatives < 0:
+            raise ValueError(f"negatives is {negatives} and must be at least 0")
         self.anchors = anchors
+        self.negatives = negatives
 
     @torch.no_grad()
     def forward(
@@ -45,7 +52,11 @@ class OnePerClass(nn.Module):
         at, cls = matches.nonzero(as_tuple=True)  # at most one class an anchor
         rest = count[cls] - 1 if own else count[cls]
         at, cls, rest = at[rest > 0], cls[rest > 0], rest[rest > 0]
-        which, other = (~matches[at]).nonzero(as_tuple=True)
+        differs = ~matches[at]
+        if 0 < self.negatives < differs.shape[1] - 1:
+            chosen = torch.multinomial(differs.double(), self.negatives)
+            differs = torch.zeros_like(differs).scatter_(1, chosen, True)
+        which, other = differs.nonzero(as_tuple=True)
         a = anchors[at[which]]
         step = _below(rest[which])
         if own:  # no item is its own positive
@@ -87,16 +98,17 @@ class SemiHard(nn.Module):
         ref_labels: Tensor | None = None,
     ) -> TripletIndices:
         """Return triplets; see `retrieval.Miner`."""
-        query = full_precision(embeddings)
-        own = ref_emb is None or ref_labels is None
-        reference = query if own else full_precision(ref_emb)
-        others = labels if own else ref_labels
+        query = reference = full_precision(embeddings)
+        others = labels
+        if ref_emb is not None and ref_labels is not None:
+            reference, others = full_precision(ref_emb), ref_labels
         same = labels[:, None] == others
         with torch.autocast(device_type=query.device.type, enabled=False):
             matrix = Measure(self.distance, query, reference).all_squared()
-        a, p = (
-            same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device) if own else same
-        ).nonzero(as_tuple=True)
+        positive = same.clone()
+        if reference is query:
+            positive.fill_diagonal_(False)
+        a, p = positive.nonzero(as_tuple=True)
         gap = matrix[a] - matrix[a, p][:, None]
         fits = (gap > 0) & (gap < self.margin) & ~same[a]
         found = fits.any(1)

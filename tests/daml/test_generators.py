@@ -1,0 +1,266 @@
+"""The generators: every term against plain loops in float64 and finite differences, invariances, parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning.utils import loss_and_miner_utils
+from retrieval.errors import RecipeError
+from retrieval.model import build_head
+from retrieval.plugins import load_plugins
+from torch import Tensor, nn
+
+from retrieval_daml.generators import PRESETS, HardNegativeGenerator, HardPositiveGenerator
+from retrieval_daml.miners import OnePerClass, SemiHard
+
+F, T = 4, 6
+A, P, N = (
+    torch.randn(T, F, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in (1, 2, 3)
+)
+HEAD = build_head(F, 3, normalize=False).double()
+for parameter in HEAD.parameters():
+    nn.init.normal_(parameter, generator=torch.Generator().manual_seed(7))
+
+GENERATORS: list[tuple[type[Any], dict[str, Any]]] = [
+    (HardNegativeGenerator, {}),
+    (HardNegativeGenerator, {"preset": "paper", "margin": 0.3}),
+    (HardNegativeGenerator, {"form": "contrastive"}),
+    (HardNegativeGenerator, {"residual": False}),
+    (HardNegativeGenerator, {"normalize": False, "lambda_reg": 3.0, "lambda_adv": 7.0}),
+    (HardNegativeGenerator, {"residual": False, "normalize": False, "margin": -0.5}),
+    (HardPositiveGenerator, {}),
+    (HardPositiveGenerator, {"preset": "paper", "margin": 0.2}),
+    (HardPositiveGenerator, {"normalize": False, "residual": False, "lambda_adv": 2.0}),
+]
+
+
+def made(cls: type[Any], args: dict[str, Any]) -> Any:
+    generator = cls(F, **args).double()
+    for seed, parameter in enumerate(generator.parameters()):  # a residual one begins at zero
+        nn.init.normal_(parameter, std=0.4, generator=torch.Generator().manual_seed(seed))
+    return generator
+
+
+def distance(x: Tensor, y: Tensor) -> Tensor:
+    return ((HEAD(x) - HEAD(y)).square().sum(1) + 1e-12).sqrt()
+
+
+def plain(module: Any, x: list[float]) -> list[float]:
+    w, b = module.weight.tolist(), module.bias.tolist()
+    return [sum(c * v for c, v in zip(row, x, strict=True)) + e for row, e in zip(w, b, strict=True)]
+
+
+def squared(x: list[float], y: list[float]) -> float:
+    return sum((a - b) ** 2 for a, b in zip(x, y, strict=True))
+
+
+def forward_by_loops(generator: Any, a: list[float], p: list[float], n: list[float]) -> list[float]:
+    positive = isinstance(generator, HardPositiveGenerator)
+    source = p if positive else n
+    second = a if getattr(generator, "form", "") == "contrastive" else p
+    hidden = [max(0.0, v) for v in plain(generator.network[0], a + second + n)]
+    out = plain(generator.network[2], hidden)
+    if generator.residual:
+        out = [s + v for s, v in zip(source, out, strict=True)]
+    if generator.normalize:
+        length = math.sqrt(squared(source, [0.0] * F) / squared(out, [0.0] * F))
+        out = [v * length for v in out]
+    return out
+
+
+def objective_by_loops(generator: Any, anchors: Any, positives: Any, negatives: Any) -> float:
+    total = 0.0
+    for a, p, n in zip(anchors.tolist(), positives.tolist(), negatives.tolist(), strict=True):
+        x = forward_by_loops(generator, a, p, n)
+        code = {name: plain(HEAD[0], v) for name, v in {"a": a, "p": p, "n": n, "x": x}.items()}
+        if isinstance(generator, HardPositiveGenerator):
+            gap = squared(code["n"], code["a"]) - squared(code["x"], code["a"]) - generator.margin
+            hard, reg = -squared(x, a), squared(x, p)
+        else:
+            own = 0.0 if generator.form == "contrastive" else squared(code["p"], code["a"])
+            gap = squared(code["x"], code["a"]) - own - generator.margin
+            hard, reg = squared(x, a), squared(x, n)
+        total += hard + generator.lambda_reg * reg + generator.lambda_adv * max(0.0, gap)
+    return total / len(anchors)
+
+
+@pytest.mark.parametrize(("cls", "args"), GENERATORS)
+def test_output_and_objective_by_loops_and_gradient_by_differences(
+    cls: type[Any], args: dict[str, Any]
+) -> None:
+    generator = made(cls, args)
+    synthetic = generator(A, P, N)
+    for row in range(T):
+        expected = forward_by_loops(generator, A[row].tolist(), P[row].tolist(), N[row].tolist())
+        assert synthetic[row].tolist() == pytest.approx(expected, rel=1e-9)
+    value = generator.objective(A, P, N, synthetic, distance)
+    assert value.item() == pytest.approx(objective_by_loops(generator, A, P, N), rel=1e-9)
+    value.backward()
+    for parameter in generator.parameters():
+        gradient = parameter.grad
+        index = gradient.abs().flatten().argmax()
+        ends = []
+        for step in (1e-6, -1e-6):
+            with torch.no_grad():
+                parameter.view(-1)[index] += step
+                ends.append(objective_by_loops(generator, A, P, N))
+                parameter.view(-1)[index] -= step
+        assert gradient.view(-1)[index].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5)
+
+
+@pytest.mark.parametrize(("cls", "args"), GENERATORS)
+def test_the_terms_add_up(cls: type[Any], args: dict[str, Any]) -> None:
+    generator = made(cls, args)
+    synthetic = generator(A, P, N)
+    hard, reg, adv = generator.terms(A, P, N, synthetic, distance)
+    total = generator.objective(A, P, N, synthetic, distance)
+    assert total.item() == pytest.approx(
+        (hard + generator.lambda_reg * reg + generator.lambda_adv * adv).item()
+    )
+    assert reg > 0 and adv >= 0
+    assert (hard < 0) == (cls is HardPositiveGenerator)
+
+
+@pytest.mark.parametrize(("cls", "args"), GENERATORS)
+def test_the_order_of_triplets_does_not_matter(cls: type[Any], args: dict[str, Any]) -> None:
+    generator, order = made(cls, args), torch.randperm(T, generator=torch.Generator().manual_seed(0))
+    synthetic, shuffled = generator(A, P, N), generator(A[order], P[order], N[order])
+    torch.testing.assert_close(shuffled, synthetic[order])
+    torch.testing.assert_close(
+        generator.objective(A[order], P[order], N[order], shuffled, distance),
+        generator.objective(A, P, N, synthetic, distance),
+    )
+    again = generator.objective(
+        *(x.repeat(2, 1) for x in (A, P, N, synthetic)), distance
+    )  # a mean, not a sum
+    torch.testing.assert_close(again, generator.objective(A, P, N, synthetic, distance))
+
+
+def test_a_residual_generator_begins_with_the_real_samples() -> None:
+    torch.testing.assert_close(HardNegativeGenerator(F).double()(A, P, N), N)
+    torch.testing.assert_close(HardPositiveGenerator(F).double()(A, P, N), P)
+    assert not torch.allclose(HardNegativeGenerator(F, residual=False).double()(A, P, N), N)
+
+
+@pytest.mark.parametrize("cls", [HardNegativeGenerator, HardPositiveGenerator])
+def test_normalised_output_keeps_the_length_of_what_it_replaces(cls: type[Any]) -> None:
+    source = N if cls is HardNegativeGenerator else P
+    torch.testing.assert_close(made(cls, {})(A, P, N).norm(dim=1), source.norm(dim=1))
+    unit = [x / x.norm(dim=1, keepdim=True) for x in (A, P, N)]
+    torch.testing.assert_close(made(cls, {})(*unit).norm(dim=1), torch.ones(T, dtype=torch.float64))
+
+
+def test_the_contrastive_form_sees_no_positive() -> None:
+    generator = made(HardNegativeGenerator, {"form": "contrastive"})
+    one, other = generator(A, P, N), generator(A, 2 * P, N)
+    assert torch.equal(one, other)
+    assert torch.equal(
+        generator.objective(A, P, N, one, distance), generator.objective(A, 3 * P, N, one, distance)
+    )
+
+
+def test_without_the_adversarial_term_the_optimum_lies_between_anchor_and_negative() -> None:
+    """(a + λ₁ n)/(1 + λ₁), as the first two terms alone have it: with the paper's λ₁ the midpoint."""
+    for reg in (1.0, 4.0):
+        generator = HardNegativeGenerator(F, lambda_reg=reg, lambda_adv=0.0)
+        x = N.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(generator.objective(A, P, N, x, distance), x)
+        assert gradient.abs().max() > 0
+        best = ((A + reg * N) / (1 + reg)).requires_grad_()
+        (gradient,) = torch.autograd.grad(generator.objective(A, P, N, best, distance), best)
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-12, rtol=0)
+
+
+def test_layers_are_those_of_the_paper() -> None:
+    widths = [tuple(p.shape) for p in HardNegativeGenerator(1024).parameters() if p.ndim == 2]
+    assert widths == [(1024, 3072), (1024, 1024)]
+
+
+def test_presets() -> None:
+    assert PRESETS["paper"] == (1.0, 50.0)
+    assert PRESETS["default"] == (50.0, 50.0)
+    generator = HardNegativeGenerator(F, preset="paper", lambda_reg=2.0)
+    assert (generator.lambda_reg, generator.lambda_adv) == (2.0, 50.0)
+
+
+@pytest.mark.parametrize("name", ["daml.hard_negative", "daml.hard_positive"])
+@pytest.mark.parametrize("value", [{"lambda_reg": -1.0}, {"lambda_adv": -0.1}, {"preset": "papr"}])
+def test_wrong_parameters_are_refused_in_a_recipe(name: str, value: dict[str, Any]) -> None:
+    problems = load_plugins().check("generators", {"name": name, **value}, "[generator]")
+    assert len(problems) == 1
+    assert next(iter(value)) in problems[0]
+
+
+@pytest.mark.parametrize("cls", [HardNegativeGenerator, HardPositiveGenerator])
+@pytest.mark.parametrize("value", [{"lambda_reg": -1.0}, {"lambda_adv": math.nan}, {"margin": math.inf}])
+def test_wrong_parameters_are_refused_in_code(cls: type[Any], value: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(value))} is"):
+        cls(F, **value)
+
+
+def test_hard_positives_without_bound_are_refused() -> None:
+    with pytest.raises(RecipeError, match="lambda_reg is 1, and without normalize it must be above 1"):
+        load_plugins().build(
+            "generators",
+            {"name": "daml.hard_positive", "preset": "paper", "normalize": False},
+            {"features": F},
+        )
+
+
+Y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])
+
+
+@pytest.mark.parametrize("anchors", ["all", "one"])
+@pytest.mark.parametrize("negatives", [0, 1, 2])
+def test_one_triplet_for_each_anchor_and_other_class(anchors: Any, negatives: int) -> None:
+    codes = torch.randn(len(Y), 3)
+    seen: set[tuple[int, int, int]] = set()
+    for _ in range(60):
+        a, p, n = OnePerClass(anchors, negatives)(codes, Y)[:3]
+        assert (Y[a] == Y[p]).all() and (a != p).all() and (Y[a] != Y[n]).all()
+        pairs = list(zip(a.tolist(), Y[n].tolist(), strict=True))
+        assert len(set(pairs)) == len(pairs)  # a class once
+        with_positive = 9 if anchors == "all" else 3  # class 3 has no positive
+        assert len(pairs) == with_positive * (negatives or 3)
+        assert len(set(a.tolist())) == with_positive
+        seen |= set(zip(a.tolist(), p.tolist(), n.tolist(), strict=True))
+    assert {a for a, _, _ in seen} == set(range(9))
+    assert {n for _, _, n in seen} == set(range(10))
+    assert {p for a, p, _ in seen if a == 5} == {6, 7, 8}
+
+
+def test_one_per_class_from_a_reference_set() -> None:
+    ref_labels = torch.tensor([5, 3, 3, 0])
+    a, p, n = OnePerClass()(torch.randn(len(Y), 3), Y, torch.randn(4, 3), ref_labels)[:3]
+    assert (ref_labels[p] == Y[a]).all() and (ref_labels[n] != Y[a]).all()
+    assert sorted(set(a.tolist())) == [0, 1, 2, 9]
+    assert len(a) == 4 * 2
+
+
+def test_semi_hard_negatives_are_farther_than_the_positive_by_less_than_the_margin() -> None:
+    codes = torch.nn.functional.normalize(torch.randn(len(Y), 3, generator=torch.Generator().manual_seed(0)))
+    allowed = {
+        (a, p, n)
+        for a, p, n in zip(
+            *(t.tolist() for t in loss_and_miner_utils.get_all_triplets_indices(Y)), strict=True
+        )
+        if 0
+        < squared(codes[a].tolist(), codes[n].tolist()) - squared(codes[a].tolist(), codes[p].tolist())
+        < 0.8
+    }
+    seen: set[tuple[int, int, int]] = set()
+    for _ in range(200):
+        a, p, n = SemiHard(0.8)(codes, Y)[:3]
+        picked = list(zip(a.tolist(), p.tolist(), n.tolist(), strict=True))
+        assert len({x[:2] for x in picked}) == len(picked) == len({x[:2] for x in allowed})
+        seen |= set(picked)
+    assert seen == allowed
+
+
+@pytest.mark.parametrize("value", [{"margin": 0.0}, {"margin": math.nan}])
+def test_semi_hard_needs_a_margin(value: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be a number above 0"):
+        SemiHard(**value)

@@ -1,0 +1,304 @@
+"""The paper's losses against plain loops in float64, their gradients against finite differences, any distance, odd batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance, SNRDistance
+from retrieval.contracts import Combiner
+from retrieval.errors import DataError, RecipeError
+from retrieval.plugins import load_plugins
+from torch import Tensor, nn
+
+from retrieval_daml.losses import LOSSES
+from retrieval_daml.npair import pairs_by_round
+
+Y = torch.tensor([0, 0, 1, 1, 2, 2, 0, 1, 3])
+REF_Y = torch.tensor([1, 0, 2, 2, 0, 1, 4])
+G = torch.Generator().manual_seed(0)
+X = torch.randn(len(Y), 5, generator=G, dtype=torch.float64)
+X /= X.norm(dim=1, keepdim=True)
+REF = torch.randn(len(REF_Y), 5, generator=G, dtype=torch.float64)
+REF /= REF.norm(dim=1, keepdim=True)
+
+Lists = tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int, int]]]
+
+
+class Weighted(Combiner):
+    """A distance of weighted differences, with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 5, dtype=torch.float64))
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return ((self.weight * (query_emb[:, None] - ref_emb)).square().sum(2) + 1e-12).sqrt()
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return ((self.weight * (query_emb - ref_emb)).square().sum(1) + 1e-12).sqrt()
+
+
+def euclid(x: list[float], y: list[float]) -> float:
+    return math.sqrt(sum((a - b) ** 2 for a, b in zip(x, y, strict=True)))
+
+
+def weighted(x: list[float], y: list[float]) -> float:
+    w = [0.5, 0.75, 1.0, 1.25, 1.5]
+    return math.sqrt(sum((c * (a - b)) ** 2 for a, b, c in zip(x, y, w, strict=True)))
+
+
+def all_lists(query: Tensor, reference: Tensor | None) -> Lists:
+    """Every pair and triplet by label."""
+    y = query.tolist()
+    z = y if reference is None else reference.tolist()
+    positive = [
+        (i, j)
+        for i in range(len(y))
+        for j in range(len(z))
+        if y[i] == z[j] and (reference is not None or i != j)
+    ]
+    negative = [(i, j) for i in range(len(y)) for j in range(len(z)) if y[i] != z[j]]
+    return positive, negative, [(a, p, n) for a, p in positive for b, n in negative if a == b]
+
+
+def by_loops(name: str, lists: Lists, x: Any, z: Any, own: bool, d: Any = euclid, **args: Any) -> float:
+    """The loss from its formula."""
+    positive, negative, triplets = lists
+    margin = args.get("margin", 1.0)
+
+    def similar(i: int, j: int) -> float:
+        if d is euclid:
+            return sum(a * b for a, b in zip(x[i], z[j], strict=True))
+        return 1 - float(d(x[i], z[j])) ** 2 / 2
+
+    if name == "contrastive":
+        near = [d(x[i], z[j]) ** 2 for i, j in positive]
+        far = [max(0.0, margin - d(x[i], z[j]) ** 2) for i, j in negative]
+        return float(sum(near) / len(near) + sum(far) / len(far))
+    if name == "triplet":
+        each = [max(0.0, d(x[a], z[p]) ** 2 - d(x[a], z[n]) ** 2 + margin) for a, p, n in triplets]
+        return sum(each) / len(each)
+    if name == "npair":
+        scale = args.get("scale", 16.0)
+        each = [
+            math.log(
+                1 + sum(math.exp(scale * (similar(a, n) - similar(a, p))) for b, n in negative if b == a)
+            )
+            for a, p in positive
+        ]
+        return sum(each) / len(each)
+    each = []
+    for i, j in positive:
+        push = [margin - d(x[i], z[n]) for b, n in negative if b == i]
+        if own and j < len(x):
+            push += [margin - d(x[j], z[n]) for b, n in negative if b == j]
+        if not push:
+            each.append(0.0)
+        elif args.get("form") == "original":
+            each.append(max(0.0, math.log(sum(math.exp(v) for v in push)) + d(x[i], z[j])) ** 2 / 2)
+        else:
+            each.append(max(0.0, max(push) + d(x[i], z[j])) / 2)
+    return sum(each) / len(each)
+
+
+CASES = [
+    ("contrastive", {}),
+    ("contrastive", {"margin": 1.7}),
+    ("triplet", {}),
+    ("triplet", {"margin": 0.3}),
+    ("lifted", {}),
+    ("lifted", {"form": "original"}),
+    ("lifted", {"form": "original", "margin": 0.2}),
+    ("npair", {"scale": 1.0}),
+    ("npair", {}),
+]
+
+
+def expected_pairs(name: str, query: Tensor, reference: Tensor | None) -> Lists:
+    if name != "npair":
+        return all_lists(query, reference)
+    # a class's items 2r and 2r + 1 are a pair; or the k-th item of a class in the batch and in the reference set
+    y, z = query.tolist(), (query if reference is None else reference).tolist()
+    rounds: dict[int, list[tuple[int, int]]] = {}
+    for c in sorted(set(y)):
+        here, there = [i for i, v in enumerate(y) if v == c], [i for i, v in enumerate(z) if v == c]
+        both = (
+            list(zip(here[::2], here[1::2], strict=False))
+            if reference is None
+            else list(zip(here, there, strict=False))
+        )
+        for r, pair in enumerate(both):
+            rounds.setdefault(r, []).append(pair)
+    positive = [pair for r in rounds.values() for pair in r]
+    negative = [(a, n) for r in rounds.values() for a, _ in r for b, n in r if a != b]
+    return positive, negative, []
+
+
+@pytest.mark.parametrize(("name", "args"), CASES)
+@pytest.mark.parametrize("reference", [False, True], ids=["batch", "reference"])
+def test_value_and_gradient_without_a_miner(name: str, args: dict[str, Any], reference: bool) -> None:
+    loss = LOSSES[name](**args)
+    lists = expected_pairs(name, Y, REF_Y if reference else None)
+    x, z = X.clone().requires_grad_(), (REF if reference else X).clone().requires_grad_()
+    value = loss(x, Y, None, z, REF_Y) if reference else loss(x, Y)
+    expected = by_loops(name, lists, X.tolist(), z.tolist(), not reference, **args)
+    assert value.item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    value.backward()
+    assert x.grad is not None
+    for i, k in ((0, 0), (3, 2), (8, 4)):
+        ends = []
+        for step in (1e-6, -1e-6):
+            moved = X.clone()
+            moved[i, k] += step
+            other = REF if reference else moved
+            ends.append(by_loops(name, lists, moved.tolist(), other.tolist(), not reference, **args))
+        assert x.grad[i, k].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-6)
+
+
+TRIPLETS = (torch.tensor([0, 0, 2, 3, 0]), torch.tensor([1, 6, 3, 2, 1]), torch.tensor([9, 10, 11, 12, 13]))
+"""As the host gives them with a generator: the reference set is the batch, then the synthetic negatives."""
+
+
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_value_with_synthetic_negatives_after_the_batch(name: str, args: dict[str, Any]) -> None:
+    z = torch.cat([X, REF])
+    value = LOSSES[name](**args)(X, Y, TRIPLETS, z, torch.cat([Y, REF_Y]))
+    rows = list(zip(*(t.tolist() for t in TRIPLETS), strict=True))
+    positive = sorted({(a, p) for a, p, _ in rows})
+    lists: Lists = (positive, [(a, n) for a, _, n in rows], rows)
+    assert value.item() == pytest.approx(
+        by_loops(name, lists, X.tolist(), z.tolist(), True, **args), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_a_combiner_measures_and_is_trained(name: str, args: dict[str, Any]) -> None:
+    combiner = Weighted()
+    loss = LOSSES[name](distance=combiner, **args)
+    value = loss(X, Y)
+    lists = expected_pairs(name, Y, None)
+    assert value.item() == pytest.approx(
+        by_loops(name, lists, X.tolist(), X.tolist(), True, weighted, **args), rel=1e-6
+    )
+    value.backward()
+    assert combiner.weight.grad is not None and combiner.weight.grad.abs().sum() > 0
+    few = (
+        torch.tensor([0, 2]),
+        torch.tensor([1, 3]),
+        torch.tensor([2, 8]),
+    )  # few pairs are measured one by one
+    triplets = [(0, 1, 2), (2, 3, 8)]
+    lists = ([(0, 1), (2, 3)], [(0, 2), (2, 8)], triplets)
+    value = loss(X, Y, few)
+    assert value.item() == pytest.approx(
+        by_loops(name, lists, X.tolist(), X.tolist(), True, weighted, **args), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_distances_that_mean_the_same_give_the_same(name: str) -> None:
+    """Of unit vectors: Euclidean with or without normalising, squared, cosine, inner product."""
+    same: list[Any] = [
+        LpDistance(normalize_embeddings=False), LpDistance(), LpDistance(power=2), CosineSimilarity(),
+        DotProductSimilarity(normalize_embeddings=False),
+    ]  # fmt: skip
+    values = [LOSSES[name](distance=distance)(X, Y).item() for distance in same]
+    assert values == pytest.approx([values[0]] * len(same), rel=1e-9)
+    assert LOSSES[name](distance=LpDistance(p=1))(X, Y).item() != pytest.approx(values[0], rel=1e-3)
+    assert math.isfinite(LOSSES[name](distance=SNRDistance())(X, Y).item())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_by_one_and_by_the_matrix_agree(name: str) -> None:
+    """The same pairs of a batch, few of many references or all of few."""
+    few = (torch.tensor([0, 1]), torch.tensor([1, 0]), torch.tensor([2, 3]))
+    alone = LOSSES[name]()(X[:4], Y[:4], few)
+    many = LOSSES[name]()(
+        X[:4], Y[:4], few, torch.cat([X[:4], torch.randn(90, 5, dtype=torch.float64)]), torch.zeros(94)
+    )
+    assert many.item() == pytest.approx(alone.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_pairs_listed_twice_count_once_and_order_does_not_matter(name: str) -> None:
+    if name == "triplet":
+        pytest.skip("a triplet listed twice is two triplets")
+    pairs = (torch.tensor([0, 2, 0]), torch.tensor([1, 3, 6]), torch.tensor([0, 2]), torch.tensor([2, 8]))
+    twice = tuple(torch.cat([x.flip(0), x]) for x in pairs)
+    assert LOSSES[name]()(X, Y, twice).item() == pytest.approx(LOSSES[name]()(X, Y, pairs).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("labels", [range(9), [0] * 9], ids=["distinct", "one class"])
+def test_a_batch_without_negatives_or_positives(name: str, labels: Any) -> None:
+    x = X.clone().requires_grad_()
+    value = LOSSES[name]()(x, torch.tensor(list(labels)))
+    value.backward()
+    assert x.grad is not None and torch.isfinite(x.grad).all()
+    if name != "contrastive":  # of one class it draws together, of many it pushes apart
+        assert value.item() == 0 and not x.grad.any()
+    none = torch.zeros(0, dtype=torch.long)
+    assert LOSSES[name]()(x, Y, (none, none, none), REF, REF_Y).item() == 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_autocast_changes_nothing(name: str) -> None:
+    x = X.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = LOSSES[name]()(x, Y)
+    assert value.dtype == torch.float32
+    assert value.item() == LOSSES[name]()(x, Y).item()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_far_apart_and_equal_embeddings_have_finite_gradients(name: str) -> None:
+    for x in (X * 1e3, X[:1].repeat(len(X), 1)):
+        leaf = x.clone().requires_grad_()
+        LOSSES[name]()(leaf, Y).backward()
+        assert leaf.grad is not None and torch.isfinite(leaf.grad).all()
+
+
+def test_pairs_by_round_take_one_of_each_class() -> None:
+    a, p, b, n = pairs_by_round(torch.tensor([0, 0, 1, 1, 0, 0, 2]), None)
+    assert list(zip(a.tolist(), p.tolist(), strict=True)) == [(0, 1), (4, 5), (2, 3)]
+    assert sorted(zip(b.tolist(), n.tolist(), strict=True)) == [(0, 3), (2, 1)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda loss: loss(X * math.nan, Y), DataError, "embeddings hold NaN"),
+        (
+            lambda loss: loss(X, Y, None, REF / 0, REF_Y),
+            DataError,
+            "ref_emb hold NaN or infinite numbers: 7 of 7",
+        ),
+        (lambda loss: loss(X, None), ValueError, "labels are missing"),
+        (lambda loss: loss(X, Y, None, REF, None), ValueError, "ref_labels are missing"),
+        (lambda loss: loss(X, Y, TRIPLETS), ValueError, "from 9 to 13, and there are 9 items: was it"),
+        (lambda loss: loss(X, Y, TRIPLETS[:2]), ValueError, "not 2 tensors"),
+        (lambda loss: loss(X, Y, (TRIPLETS[0], TRIPLETS[1][:2], TRIPLETS[2])), ValueError, "as many anchors"),
+    ],
+)
+def test_what_does_not_fit_is_said(name: str, call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call(LOSSES[name]())
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"name": "daml.npair", "scale": 0.0}, "greater than 0|above 0"),
+        ({"name": "daml.lifted", "form": "squared"}, "printed|original"),
+    ],
+)
+def test_wrong_parameters_are_refused(values: dict[str, Any], words: str) -> None:
+    plugins = load_plugins()
+    problems = plugins.check("losses", values, "[loss]")
+    assert len(problems) == 1
+    with pytest.raises((RecipeError, ValueError), match=words):
+        LOSSES[values["name"].split(".")[1]](**{k: v for k, v in values.items() if k != "name"})
