@@ -1,6 +1,8 @@
-"""LANML and PNCA on the pixels of digits, beside raw pixels, PCA, NCA and Fisher's discriminants: the figures of models/digits-lanml.
+"""LANML, PNCA, GMML and AML on the pixels of digits, beside raw pixels, PCA, NCA and Fisher's discriminants: the figures of
+models/digits-lanml and models/digits-gmml.
 
     python benchmarks/digits_learners.py --output FOLDER            # goes on where it stopped
+    python benchmarks/digits_learners.py --learners aml.gmml aml.aml
 
 scikit-learn's digits, half of each class held out, a fifth of the other half for choosing: the candidates below by MAP@R there,
 mean over three seeds (of the split). Then each learner's choice is asked about the held-out half of each
@@ -38,6 +40,14 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
     "anml.pnca": [
         {"alpha": alpha, "n_components": width} for alpha in (0.1, 0.3, 1.0) for width in (9, 16, 32)
     ],
+    "aml.gmml": [
+        {"t": t, "regularization": weight} for t in (0.0, 0.2, 0.4, 0.6, 0.8) for weight in (0.0, 0.03)
+    ],
+    "aml.aml": [
+        {"t": t, "alpha": alpha, "regularization": 0.03}
+        for t in (0.2, 0.4, 0.6, 0.8)
+        for alpha in (1.0, 10.0)
+    ],
 }
 
 
@@ -61,11 +71,12 @@ def main() -> None:
     arguments.add_argument(
         "--output", type=Path, default=Path(tempfile.gettempdir()) / "retrieval-digits-learners"
     )
+    arguments.add_argument("--learners", nargs="*", default=list(CANDIDATES), choices=list(CANDIDATES))
     options = arguments.parse_args()
     torch.set_num_threads(1)
     rows: dict[str, list[dict[str, float]]] = {"raw pixels": []}
-    for name, candidates in CANDIDATES.items():
-        means = []
+    for name in options.learners:
+        candidates, means = CANDIDATES[name], []
         for i, given in enumerate(candidates):
             runs = [fitted(options.output / f"{name}-{i}-{seed}", name, given, seed) for seed in SEEDS]
             found = [json.loads((run / "summary.json").read_text())["validation"]["map_at_r"] for run in runs]
@@ -77,7 +88,7 @@ def main() -> None:
         for seed in SEEDS:
             folder = options.output / f"{name}-{best}-{seed}"
             if not (folder / "evaluation-test.json").is_file():
-                evaluate_run(load_run(folder), metrics=METRICS, baseline=name == "core.pca")
+                evaluate_run(load_run(folder), metrics=METRICS, baseline=name == options.learners[0])
             figures = json.loads((folder / "evaluation-test.json").read_text())["figures"]
             rows[title].append(figures["trained"])
             rows["raw pixels"] += [figures["raw pixels"]] if "raw pixels" in figures else []
