@@ -316,3 +316,19 @@ def test_the_papers_losses_train_it(name: str, loss: str, make: Make, tmp_path: 
     run = fit(tmp_path, make(combiner={"name": name, "metrics": 3}, loss={"name": loss}))
     first, second = log(run)
     assert second["loss"] < first["loss"]
+
+
+def test_the_combiner_of_the_docs_trains_exports_and_warns(make: Make, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "daml.md").read_text(encoding="utf-8")
+    body = page.split(":caption: my_parts.py", 1)[1].split("```", 1)[0]
+    (tmp_path / "my_parts.py").write_text(body, encoding="utf-8")
+    combiner = {"name": "my_parts.learned", "parts": 3, "evenness": 2.0}
+    run = fit(tmp_path, make(plugins=[str(tmp_path / "my_parts.py")], combiner=combiner))
+    weights = [log(run)[-1][f"weight_{k}"] for k in (1, 2, 3)]
+    assert sum(weights) == pytest.approx(1, abs=1e-5) and "combiner_loss" in log(run)[-1]
+    assert not torch.equal(last(run)["combiner.logits"], torch.zeros(3))
+    (sentence,) = run.model.combiner.warnings({"weight_1": 0.01, "weight_2": 0.99, "loss": 0.0})  # type: ignore[union-attr]
+    assert sentence == "weight_1 is 0.010."
+    from retrieval.export.runs import export_run
+
+    assert export_run(load_run(run.path))[1].rescorer is not None
