@@ -1,0 +1,65 @@
+"""GMML and AML in a recipe: train, export to one ONNX graph, index, search."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from retrieval.bundle import Bundle
+from retrieval.plugins import load_plugins
+from retrieval.train.run import load_run
+from sklearn.datasets import load_digits
+
+VECTORS = """
+[data]
+name = "core.features"
+file = "{file}"
+[split]
+by = "item"
+test = 0.5
+[backbone]
+name = "core.features"
+[learner]
+"""
+
+LEARNERS = {
+    "gmml": 'name = "aml.gmml"\nt = 0.3\nregularization = 0.5\nprior = "covariance"\n',
+    "aml": 'name = "aml.aml"\nalpha = 5.0\nbeta = 0.5\nn_pairs = "paper"\nstandardize = true\nregularization = 0.1\n',
+}
+
+
+@pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
+def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+    def run(*words: str | Path) -> str:
+        outcome = cli(*words)
+        assert outcome.code == 0, outcome.err
+        return str(outcome.out)
+
+    digits = load_digits()
+    x, y = digits.data.astype(np.float32), digits.target.astype(str)
+    np.savez(tmp_path / "digits.npz", features=x, labels=y)
+    (tmp_path / "recipe.toml").write_text(VECTORS.format(file=tmp_path / "digits.npz") + learner)
+    run("train", tmp_path / "recipe.toml", "--output", tmp_path / "run")
+    run("export", tmp_path / "run", "-o", tmp_path / "bundle", "--exporter", "torchscript")
+    assert [path.name for path in (tmp_path / "bundle").glob("*.onnx")] == ["encoder.onnx"]
+
+    # the run's weights are what fitting on the run's training items gives
+    loaded = load_run(tmp_path / "run")
+    made = load_plugins().build("learners", dict(loaded.recipe.learner or {}), {"features": 64})
+    train = loaded.splits.train
+    made.fit(x[train].astype(np.float64), y[train])
+    expected = made.transform(x[:100].astype(np.float64))
+    found = Bundle.open(tmp_path / "bundle", threads=1).encode(x[:100]).vector
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+
+    test = np.setdiff1d(np.arange(len(x)), train)
+    np.savez(tmp_path / "gallery.npz", features=x[train], labels=y[train])
+    np.savez(tmp_path / "queries.npz", features=x[test[:60]])
+    run("index", tmp_path / "bundle", tmp_path / "gallery.npz", "-o", tmp_path / "index")
+    answers = json.loads(run("search", tmp_path / "index", tmp_path / "queries.npz", "-k", "3", "--json"))
+    first = [answer["results"][0]["label"] for answer in answers]
+    assert np.mean(np.array(first) == y[test[:60]]) > 0.9
