@@ -31,7 +31,8 @@ class OASIS(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
 
     Args:
         aggressiveness: C, the largest step.
-        margin: by how much a positive should be more similar than a negative.
+        margin: by how much a positive should be more similar than a negative; 0.01 on unit vectors is what the paper's 1 is on vectors of
+            length 10, such as images of some hundred pixels.
         seeds: how many random triplets `fit` draws.
         closure: how many triplets that follow from those it adds.
         seed: seed of `fit`'s triplets.
@@ -45,7 +46,7 @@ class OASIS(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
     def __init__(
         self,
         aggressiveness: Annotated[float, Field(gt=0)] = 0.1,
-        margin: Annotated[float, Field(gt=0)] = 1.0,
+        margin: Annotated[float, Field(gt=0)] = 0.01,
         seeds: Annotated[int, Field(ge=0)] = 5000,
         closure: Annotated[int, Field(ge=0)] = 5000,
         seed: int = 0,

@@ -10,6 +10,12 @@ from pydantic import Field
 from retrieval_oahu.linear import Floats, MatrixLearner, add_outer
 
 
+SHARE = 0.9
+"""How much of a direction a similar pair may take away."""
+REFRESH = 1000
+"""Changes between two inversions: the inverse is kept by rank-one updates, whose rounding adds up."""
+
+
 class RDML(MatrixLearner):
     """A perceptron of pairs: those on the wrong side of distance 1 add or subtract their difference's outer product.
 
@@ -44,6 +50,7 @@ class RDML(MatrixLearner):
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate is {self.learning_rate} and must be above 0.")
         self.inverse_ = np.eye(features)
+        self.changes_ = 0
 
     def _pair(self, apart: Floats, alike: bool) -> bool:
         now = float(apart @ self.matrix_ @ apart)
@@ -53,7 +60,10 @@ class RDML(MatrixLearner):
         moved = self.inverse_ @ apart
         room = float(apart @ moved)
         if alike:
-            step = max(step, -0.99 / room)
+            step = max(step, -SHARE / room)
         add_outer(self.matrix_, step, apart, apart)
         add_outer(self.inverse_, -step / (1 + step * room), moved, moved)  # Sherman and Morrison
+        self.changes_ += 1
+        if self.changes_ % REFRESH == 0:
+            self.inverse_ = np.ascontiguousarray(np.linalg.inv(self.matrix_))
         return True
