@@ -30,7 +30,7 @@ class Hedge(Combiner):
 
     def __init__(
         self,
-        embedding_size: Count = 64,
+        embedding: Count = 50,
         depth: Annotated[int, Field(ge=0)] = 5,
         hidden: Count = 100,
         beta: Annotated[float, Field(gt=0, lt=1)] = 0.99,
@@ -40,7 +40,7 @@ class Hedge(Combiner):
         super().__init__()
         refuse_range("beta", beta, 0, 1)
         refuse_range("smoothing", smoothing, 0, 1, closed=True)
-        self.embedding, self.depth, self.hidden = embedding_size, depth, hidden
+        self.embedding, self.depth, self.hidden = embedding, depth, hidden
         self.beta, self.smoothing, self.rule = beta, smoothing, rule
         self.spaces = depth + 1
         self.register_buffer("alpha", torch.full((self.spaces,), 1 / self.spaces, dtype=torch.float64))
@@ -115,7 +115,7 @@ class HedgeScore(Hedge):
     and `retrieval evaluate` measure √(Σ α_l D_l²). With `oahu.abtl` the weights adapt during training.
 
     Args:
-        embedding_size: width E of each space's embedding.
+        embedding: width E of each space's embedding.
         depth: L, the number of hidden layers.
         hidden: units in each.
         beta: β, what a weight is multiplied with at a loss of 1.
@@ -127,14 +127,14 @@ class HedgeScore(Hedge):
 
     def __init__(
         self,
-        embedding_size: Count = 64,
+        embedding: Count = 50,
         depth: Annotated[int, Field(ge=0)] = 5,
         hidden: Count = 100,
         beta: Annotated[float, Field(gt=0, lt=1)] = 0.99,
         smoothing: Annotated[float, Field(gt=0, le=1)] = 0.1,
         rule: Rule = "exp",
     ) -> None:
-        super().__init__(embedding_size, depth, hidden, beta, smoothing, rule)
+        super().__init__(embedding, depth, hidden, beta, smoothing, rule)
         self._weights_changed()
 
     def _weights_changed(self) -> None:
@@ -153,7 +153,7 @@ class HedgeSum(Hedge):
     not Eq 27 of the paper (`oahu.hedge`), and no approximation of it.
 
     Args:
-        embedding_size: width E of each space's embedding.
+        embedding: width E of each space's embedding.
         depth: L, the number of hidden layers.
         hidden: units in each.
         beta: β, what a weight is multiplied with at a loss of 1.
@@ -163,14 +163,14 @@ class HedgeSum(Hedge):
 
     def __init__(
         self,
-        embedding_size: Count = 64,
+        embedding: Count = 50,
         depth: Annotated[int, Field(ge=0)] = 5,
         hidden: Count = 100,
         beta: Annotated[float, Field(gt=0, lt=1)] = 0.99,
         smoothing: Annotated[float, Field(gt=0, le=1)] = 0.1,
         rule: Rule = "exp",
     ) -> None:
-        super().__init__(embedding_size, depth, hidden, beta, smoothing, rule)
+        super().__init__(embedding, depth, hidden, beta, smoothing, rule)
 
     def query_vectors(self, codes: Tensor) -> Tensor:
         """Return the unit embeddings times the weights, side by side."""

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from retrieval_oahu.linear import Floats, MatrixLearner, add_outer
 
-
 SHARE = 0.9
 """How much of a direction a similar pair may take away."""
 REFRESH = 1000

@@ -1,0 +1,321 @@
+"""ABTL as a deep loss, the two ways to search, and an OAHU model from recipe to server and back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from retrieval.bundle import Bundle
+from retrieval.export import export_model
+from retrieval.index.build import build_index
+from retrieval.index.merging import best_score
+from retrieval.index.store import Index
+from retrieval.model import Model
+from retrieval.plugins import load_plugins
+from retrieval.train.run import load_run
+from sklearn.datasets import load_digits
+
+from retrieval_oahu import ABTL, OAHU, OASIS, HedgeScore, HedgeSum, Spaces, Warm
+
+_spec = importlib.util.spec_from_file_location("oahu_loops", Path(__file__).with_name("loops.py"))
+assert _spec is not None and _spec.loader is not None
+loops: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(loops)
+
+SMALL: dict[str, Any] = {"depth": 2, "hidden": 16, "embedding": 6, "seeds": 300, "closure": 300}
+DIGITS = load_digits()
+X, Y = DIGITS.data[:400].astype(np.float32), DIGITS.target[:400]
+QUERIES = DIGITS.data[400:412].astype(np.float32)
+LABELS = torch.tensor([0, 0, 0, 1, 1, 2])
+
+
+def batch(width: int = 4) -> torch.Tensor:
+    made = torch.randn(6, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return made.requires_grad_()
+
+
+def triplets(labels: list[int]) -> list[tuple[int, int, int]]:
+    n = range(len(labels))
+    return [
+        (a, p, q)
+        for a in n
+        for p in n
+        for q in n
+        if a != p and labels[a] == labels[p] and labels[a] != labels[q]
+    ]
+
+
+@pytest.mark.parametrize("tau", [0.1, 0.5, 1.9])
+@pytest.mark.filterwarnings("ignore:tau is")
+def test_abtl_and_its_gradient_are_those_of_a_loop(tau: float) -> None:
+    def distances(rows: list[list[float]]) -> list[tuple[float, float]]:
+        unit = [[v / sum(c * c for c in row) ** 0.5 for v in row] for row in rows]
+        return [
+            (loops.distance(unit[a], unit[p]), loops.distance(unit[a], unit[n]))
+            for a, p, n in triplets(LABELS.tolist())
+        ]
+
+    x = batch()
+    fixed = [loops.thresholds(*pair, tau) for pair in distances(x.tolist())]
+
+    def mean(rows: list[list[float]]) -> float:
+        values = [loops.local_loss(*d, *t) for d, t in zip(distances(rows), fixed, strict=True)]
+        return sum(values) / len(values)
+
+    value = ABTL(tau)(x, LABELS)
+    value.backward()
+    assert value.item() == pytest.approx(mean(x.tolist()), abs=1e-12)
+    assert x.grad is not None
+    for row in range(6):
+        for column in range(4):
+            sides = []
+            for sign in (1, -1):
+                moved = x.tolist()
+                moved[row][column] += sign * 1e-6
+                sides.append(mean(moved))
+            assert x.grad[row, column].item() == pytest.approx((sides[0] - sides[1]) / 2e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("kind", [HedgeScore, HedgeSum])
+def test_with_the_combiner_it_is_the_weighted_sum_and_moves_the_weights(kind: Any) -> None:
+    combiner = kind(embedding=2, depth=1, beta=0.5)
+    combiner.get_buffer("alpha").copy_(torch.tensor([0.3, 0.7]))
+    loss = ABTL(0.4, distance=combiner)
+    x = torch.nn.functional.normalize(batch().detach().view(6, 2, 2), dim=2).flatten(1).requires_grad_()
+    value = loss(x, LABELS)
+    means = []
+    for level in range(2):
+        rows = x.detach()[:, 2 * level : 2 * level + 2].tolist()
+        each = []
+        for a, p, n in triplets(LABELS.tolist()):
+            d = loops.distance(rows[a], rows[p]), loops.distance(rows[a], rows[n])
+            each.append(loops.local_loss(*d, *loops.thresholds(*d, 0.4)))
+        means.append(sum(each) / len(each))
+    assert value.item() == pytest.approx(0.3 * means[0] + 0.7 * means[1], abs=1e-6)
+    assert combiner.alpha.tolist() == pytest.approx(loops.hedge([0.3, 0.7], means, 0.5, 0.1, "exp"), abs=1e-6)
+    value.backward()
+    assert x.grad is not None and x.grad.abs().sum() > 0
+    before = combiner.alpha.clone()
+    loss.eval()
+    loss(x, LABELS)
+    with torch.no_grad():
+        loss.train()
+        loss(x, LABELS)
+    assert torch.equal(before, combiner.alpha)  # only training moves them
+    other = kind(embedding=2, depth=1)
+    other.load_state_dict(combiner.state_dict())
+    if kind is HedgeScore:
+        assert [s.weight for s in other.subspaces] == pytest.approx(before.tolist())
+
+
+def test_a_similarity_is_refused_and_so_is_nan() -> None:
+    from pytorch_metric_learning.distances import CosineSimilarity
+    from retrieval.errors import DataError
+
+    with pytest.raises(ValueError, match="needs a distance"):
+        ABTL(distance=CosineSimilarity())
+    with pytest.raises(ValueError, match="tau"):
+        ABTL(2.0)
+    with pytest.warns(UserWarning, match="2/3"):
+        ABTL(1.5)
+    with pytest.raises(DataError, match="NaN"):
+        ABTL()(torch.full((6, 4), torch.nan), LABELS)
+
+
+def learned(search: str, **options: Any) -> OAHU:
+    return OAHU(**{**SMALL, "search": search, **options}).fit(X, Y)
+
+
+def exported(learner: Any, folder: Path) -> Bundle:
+    head, combiner = learner.to_model_parts()
+    features = load_plugins().build("backbones", {"name": "core.features"}, {"features": 64})
+    export_model(Model(features, head, combiner), X, folder, name="b", exporter="torchscript")
+    return Bundle.open(folder, threads=1)
+
+
+def indexed(bundle: Bundle, folder: Path) -> Index:
+    np.savez(folder / "items.npz", features=X, labels=Y.astype(str))
+    build_index(bundle, [folder / "items.npz"], folder / "index", backend="flat", progress=False)
+    return Index.open(folder / "index", threads=1)
+
+
+@pytest.mark.parametrize("k", [1, 5, 17])
+def test_served_answers_are_eq_27_exactly(k: int, tmp_path: Path) -> None:
+    learner = learned("score")
+    bundle = exported(learner, tmp_path / "bundle")
+    assert bundle.manifest.merge == "score" and len(bundle.manifest.subspaces) == 3
+    assert [s.weight for s in bundle.manifest.subspaces] == pytest.approx(learner.alpha_.tolist())
+    with indexed(bundle, tmp_path) as index:
+        references = learner.spaces(X).embeddings.transpose(1, 0, 2).tolist()
+        answers = index.search(bundle.encode(QUERIES), k)
+        for hits, query in zip(
+            answers, learner.spaces(QUERIES).embeddings.transpose(1, 0, 2).tolist(), strict=True
+        ):
+            expected = loops.retrieve(query, references, learner.alpha_.tolist(), k)
+            scores = [float(np.exp(-hit.distance)) for hit in hits]
+            assert scores == pytest.approx([score for _, score in expected], abs=1e-4)
+            found = {hit.id for hit in hits}
+            assert len(found & {row for row, _ in expected}) >= k - 1  # the last may be a tie in float32
+
+
+def test_best_score_is_that_of_a_loop() -> None:
+    rng = np.random.default_rng(0)
+    d = rng.uniform(0, 2, (3, 30))
+    d[1] = 1.0  # all equally far
+    weights = [0.2, 0.3, 0.5]
+    found = best_score(d, 4, weights)
+    for item in range(30):
+        best = 0.0
+        for row, weight in zip(d.tolist(), weights, strict=True):
+            own = sorted(range(30), key=lambda i, row=row: (row[i], i))[:4]
+            if item in own:
+                least, most = row[own[0]], row[own[-1]]
+                best = max(
+                    best, weight * np.exp(-(row[item] - least) / (most - least) if most > least else 0)
+                )
+        assert np.exp(-found[item]) == pytest.approx(best)
+
+
+def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_path: Path) -> None:
+    learner = learned("sum")
+    bundle = exported(learner, tmp_path / "one")
+    assert not bundle.manifest.subspaces and bundle.manifest.query_vectors
+
+    def expected(present: OAHU) -> Any:
+        d = present.spaces(QUERIES).embeddings[:, :, None] - present.spaces(X).embeddings[:, None]
+        return np.einsum("l,lqne->qn", present.alpha_, d.astype(np.float64) ** 2)
+
+    with indexed(bundle, tmp_path) as index:
+        items = np.array([index.vector(row) for row in range(len(X))])
+        assert np.allclose(
+            items, learner.spaces(X).embeddings.transpose(1, 0, 2).reshape(len(X), -1), atol=1e-5
+        )
+        learner.alpha_ = np.array([0.7, 0.1, 0.2])  # as further triplets would
+        other = exported(learner, tmp_path / "two")
+        assert np.allclose(other.encode(X).vector, bundle.encode(X).vector, atol=1e-6)
+        answers = index.search(other.encode(QUERIES), 5)
+        truth = expected(learner)
+        for hits, row in zip(answers, truth, strict=True):
+            got = [row[hit.id] for hit in hits]
+            assert got == pytest.approx(np.sort(row)[:5].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("search", ["score", "sum"])
+def test_the_three_uses_work_from_a_bundle(search: str, tmp_path: Path) -> None:
+    learner = learned(search)
+    bundle = exported(learner, tmp_path / "bundle")
+    items, queries = (Spaces.of_bundle(bundle, x, 3) for x in (X, QUERIES))
+    assert np.allclose(items.alpha, learner.alpha_, atol=1e-5)
+    mine = learner.spaces(X)
+    assert (queries.predict(items, Y, 5) == learner.predict(QUERIES, mine, Y, 5)).all()
+    rows, scores = queries.retrieve(items, 5)
+    assert np.allclose(scores, learner.retrieve(QUERIES, mine, 5)[1], atol=1e-4)
+    assert (rows[:, 0] == learner.retrieve(QUERIES, mine, 5)[0][:, 0]).mean() > 0.9
+    p = queries.similar(items[:12], 0.3)
+    assert np.allclose(p, learner.similar(QUERIES, X[:12], 0.3), atol=1e-5)
+    if search == "sum":
+        with pytest.raises(ValueError, match="how many equal spaces"):
+            Spaces.of_bundle(bundle, X)
+
+
+def test_trained_exported_trained_on_and_exported_again(tmp_path: Path) -> None:
+    from retrieval_oahu import from_labels, in_chunks, with_closure
+
+    learner = OAHU(**SMALL, search="score").prepare(X)
+    chunks = in_chunks(with_closure(from_labels(Y)), X, 50)  # it never ends
+    seen = []
+    for number in range(3):
+        learner.save(tmp_path / "live.safetensors")
+        learner = OAHU.load(tmp_path / "live.safetensors")
+        for _ in range(4):
+            learner.partial_fit(next(chunks))
+        bundle = exported(learner, tmp_path / f"bundle{number}")
+        vectors = bundle.encode(QUERIES).vector
+        assert np.allclose(
+            vectors, learner.spaces(QUERIES).embeddings.transpose(1, 0, 2).reshape(12, -1), atol=1e-4
+        )
+        assert [s.weight for s in bundle.manifest.subspaces] == pytest.approx(learner.alpha_.tolist())
+        seen.append(vectors)
+    assert learner.n_triplets_ == 600 and np.abs(seen[0] - seen[2]).max() > 0.01
+
+
+def test_oasis_and_warm_are_served_too(tmp_path: Path) -> None:
+    for name, learner in (
+        ("oasis", OASIS(seeds=300, closure=0)),
+        ("warm", Warm(components=20, seeds=300, closure=0)),
+    ):
+        learner.fit(X, Y)
+        (tmp_path / name).mkdir()
+        bundle = exported(learner, tmp_path / name / "bundle")
+        with indexed(bundle, tmp_path / name) as index:
+            answers = index.search(bundle.encode(QUERIES), 5)
+        if isinstance(learner, OASIS):
+            rank = -(learner.queries(QUERIES) @ learner.transform(X).T)
+        else:
+            rank = ((learner.transform(QUERIES)[:, None] - learner.transform(X)) ** 2).sum(2)
+        for hits, row in zip(answers, rank, strict=True):
+            assert [row[hit.id] for hit in hits] == pytest.approx(np.sort(row)[:5].tolist(), rel=1e-3)
+
+
+RECIPE = """
+[data]
+name = "core.features"
+file = "{file}"
+[split]
+by = "item"
+test = 0.3
+[backbone]
+name = "core.features"
+"""
+LEARNER = '[learner]\nname = "oahu.oahu"\ndepth = 2\nhidden = 16\nembedding = 8\nseeds = 400\nclosure = 400\nsearch = "{search}"\n'
+DEEP = """
+[sampler]
+classes = 5
+items = 4
+batches = 10
+[combiner]
+name = "oahu.{combiner}"
+depth = 2
+hidden = 16
+embedding = 8
+[loss]
+name = "oahu.abtl"
+[train]
+epochs = 1
+"""
+
+
+@pytest.mark.parametrize(
+    "part", [LEARNER.format(search="score"), DEEP.format(combiner="hedge"), DEEP.format(combiner="hedge_sum")],
+    ids=["learner", "hedge", "hedge_sum"],
+)  # fmt: skip
+def test_from_recipe_to_answers(part: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+    def run(*words: str | Path) -> str:
+        outcome = cli(*words)
+        assert outcome.code == 0, outcome.err
+        return str(outcome.out)
+
+    np.savez(tmp_path / "digits.npz", features=X / 16, labels=Y.astype(str))
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(file=tmp_path / "digits.npz") + part)
+    run("train", tmp_path / "recipe.toml", "--output", tmp_path / "run")
+    model = load_run(tmp_path / "run").model
+    assert model.combiner is not None
+    alpha = model.combiner.get_buffer("alpha")
+    assert alpha.sum().item() == pytest.approx(1) and alpha.std() > 1e-5  # the hedge has moved
+    run("export", tmp_path / "run", "-o", tmp_path / "bundle", "--exporter", "torchscript")
+    assert not (tmp_path / "bundle" / "rescorer.onnx").exists()
+    manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
+    if manifest["subspaces"]:
+        assert [s["weight"] for s in manifest["subspaces"]] == pytest.approx(alpha.tolist())
+    np.savez(tmp_path / "queries.npz", features=X[:30] / 16)
+    run("index", tmp_path / "bundle", tmp_path / "digits.npz", "-o", tmp_path / "index")
+    answers = json.loads(run("search", tmp_path / "index", tmp_path / "queries.npz", "-k", "3", "--json"))
+    labels = np.array([[r["label"] for r in answer["results"]] for answer in answers])
+    assert (labels[:, 0] == Y[:30].astype(str)).all()  # each finds itself
+    assert (labels == Y[:30, None].astype(str)).mean() > 0.6
