@@ -17,7 +17,7 @@ from retrieval_aml.moments import (
     moments_of_drawn_pairs,
     moments_of_pairs,
 )
-from retrieval_aml.spd import components, lifted, symmetric
+from retrieval_aml.spd import completed, components, lifted, spread_of, symmetric
 
 Floats = NDArray[np.floating[Any]]
 
@@ -105,8 +105,10 @@ class PairLearner(LinearMap):
         self.n_similar_, self.n_dissimilar_ = moments.n_similar, moments.n_dissimilar
         features = x.shape[1]
         with threadpool_limits(1 if features <= ONE_THREAD else None, user_api="blas"):
-            similar, dissimilar = self._regularized(moments, x)
-            self.components_ = components(self._learn(similar, dissimilar)) / scale
+            a, b = self._regularized(moments, x)
+            spread, still = spread_of(a + b)
+            half = spread @ self._learn(*_definite(spread.T @ a @ spread, spread.T @ b @ spread))
+            self.components_ = components(completed(half, still)) / scale
         self.mean_ = mean
         self.scale_ = scale
         return self
@@ -115,20 +117,17 @@ class PairLearner(LinearMap):
         return deviations(x) if self.standardize else np.ones(x.shape[1])
 
     def _regularized(self, moments: Moments, x: Floats) -> tuple[Floats, Floats]:
-        """Return A + λM₀⁻¹ and B + λM₀, their eigenvalues lifted above 0 where they are not."""
+        """Return A + λM₀⁻¹ and B + λM₀."""
         a, b = moments.similar, moments.dissimilar
         if self.regularization > 0:
             prior = self._prior(x)
             a = symmetric(a + self.regularization * np.linalg.inv(prior))
             b = symmetric(b + self.regularization * prior)
-        features = len(a)
-        units = np.trace(a) / features, np.trace(b) / features
-        if not max(units) > 0:
+        if not (np.trace(a) > 0 or np.trace(b) > 0):
             raise ValueError(
                 "No pair's two points differ, so there is nothing to learn a distance from. Are all features constant?"
             )
-        # points that differ in pairs of one kind only leave the other kind's moment 0
-        return lifted(a, units[0] or units[1]), lifted(b, units[1] or units[0])
+        return a, b
 
     def _prior(self, x: Floats) -> Floats:
         features = x.shape[1]
@@ -194,6 +193,13 @@ def _checked_pairs(pairs: ArrayLike, similar: ArrayLike) -> tuple[Floats, NDArra
                 "similar must hold true and false, 1 and 0, or 1 and -1: 1 for pairs that are similar."
             )
     return both, flags > 0
+
+
+def _definite(a: Floats, b: Floats) -> tuple[Floats, Floats]:
+    """Return both moments, eigenvalues lifted above 0 where they are not."""
+    units = np.trace(a) / len(a), np.trace(b) / len(b)
+    # points that differ in pairs of one kind only leave the other kind's moment 0
+    return lifted(symmetric(a), units[0] or units[1]), lifted(symmetric(b), units[1] or units[0])
 
 
 def _refuse_missing(moments: Moments) -> None:

@@ -39,8 +39,9 @@ class GMML(PairLearner):
             given as they come. The result depends on the features' scales, so use it where their units differ.
         seed: of the drawing of pairs.
 
-    A moment with eigenvalues of 0 (a constant feature, fewer items than features) has them raised to 1e-10 of its mean
-    eigenvalue, so that M is always positive definite.
+    Directions in which no pair differs (a constant feature) take no part; M has its own geometric mean there. Where pairs of one
+    kind never differ (fewer items than features), that moment's eigenvalues are raised to 1e-10 of their mean. So M is
+    always positive definite.
 
     Example:
         >>> from sklearn.datasets import load_wine

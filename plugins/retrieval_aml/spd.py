@@ -63,6 +63,34 @@ def lifted(m: Floats, unit: float) -> Floats:
     return symmetric((vectors * np.maximum(values, least)) @ vectors.T)
 
 
+def spread_of(m: Floats) -> tuple[Floats, Floats]:
+    """Return orthonormal columns for where M has any spread (F, R), and for the rest (F, F − R); the identity if R = F.
+
+    Spread is an eigenvalue above `FLOOR` × the mean of all.
+
+    Args:
+        m: (F, F) symmetric, positive semi-definite up to rounding, not 0.
+    """
+    values, vectors = np.linalg.eigh(m)
+    there = values > FLOOR * np.trace(m) / len(m)
+    if there.all():
+        return np.eye(len(m)), np.empty((len(m), 0))
+    return vectors[:, there], vectors[:, ~there]
+
+
+def completed(half: Floats, still: Floats) -> Floats:
+    """Return the factor (F, F) of a metric that is HHᵀ where it was learned, and its geometric mean elsewhere.
+
+    Args:
+        half: (F, R) H.
+        still: (F, F − R) orthonormal columns for directions that H does not reach.
+    """
+    if not still.shape[1]:
+        return half
+    values = np.linalg.svd(half, compute_uv=False)
+    return np.hstack([half, still * np.exp(np.log(values).mean())])
+
+
 def components(half: Floats) -> Floats:
     """Return C (F, F) with CᵀC = HHᵀ: eigenvectors times roots of their eigenvalues, the largest first, signs fixed."""
     values, vectors = eigen_of_factor(half)

@@ -405,3 +405,17 @@ def test_fits_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("t", [0.1, 0.5, 0.9])
+def test_where_no_pair_differs_the_metric_is_its_own_geometric_mean(t: float, wine: Any) -> None:
+    """Without that, t = .1 would make M a hundred million times larger there, for the first new item that does differ."""
+    x, y = wine
+    turn = np.linalg.qr(np.random.default_rng(0).normal(size=(15, 15)))[0]
+    still = turn[:, 13:]
+    for learner in (GMML(t), AML(3.0, 1.0, t)):
+        plain = learner.fit(x, y).get_mahalanobis_matrix()
+        found = learner.fit(np.pad(x, ((0, 0), (0, 2))) @ turn.T, y).get_mahalanobis_matrix()
+        unit = np.exp(np.linalg.slogdet(plain)[1] / 13)
+        np.testing.assert_allclose(still.T @ found @ still, unit * np.eye(2), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(turn[:, :13].T @ found @ turn[:, :13], plain, rtol=1e-4, atol=1e-5)
