@@ -15,8 +15,10 @@ _HOME = {
     "NCA": "learners",
     "PCA": "learners",
     "Pixels": "pixels",
+    "cifar10": "more_small",
     "digits": "small",
     "efficientnet_lite0": "timm_models",
+    "emnist": "more_small",
     "fashion_mnist": "small",
     "features": "vectors",
     "image_folder": "folders",
@@ -53,16 +55,19 @@ def retrieval_backbones() -> Factories:
 
 @hookimpl
 def retrieval_datasets() -> Factories:
-    """Digits, Fashion-MNIST, and the user's own folders, manifests, faces and vectors."""
+    """Digits, Fashion-MNIST, EMNIST, CIFAR-10, and the user's own folders, manifests, faces and vectors."""
     from retrieval_core.folders import image_folder
     from retrieval_core.lfw import lfw_people
     from retrieval_core.manifests import manifest
+    from retrieval_core.more_small import cifar10, emnist
     from retrieval_core.small import digits, fashion_mnist
     from retrieval_core.vectors import features
 
     return {
+        "cifar10": cifar10,
         "csv": manifest,
         "digits": digits,
+        "emnist": emnist,
         "fashion_mnist": fashion_mnist,
         "features": features,
         "image_folder": image_folder,
