@@ -7,7 +7,7 @@ evenly. All by recipes of this framework.
 Sets, both with disjoint classes:
 
 - glyphs: 1,200 Han characters in twelve font families (`benchmarks/glyphs.py` says which Debian packages it needs), 600 to
-  train, 600 to search. Frozen EfficientNet-Lite0 features (96 pixels), reduced to 256 principal components of the
+  train, 600 to search. Frozen EfficientNet-Lite0 features (96 pixels), reduced to 128 principal components of the
   training classes and to unit length; the head is linear, 64 dimensions.
 - Fashion-MNIST: 1,000 images a class, 0–4 train, 5–9 are searched, the same features and head.
 
@@ -49,34 +49,38 @@ from torch import nn
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 PER_CLASS = 1000
 SIZE = 96
-STRENGTH = 2.0
-COMPONENTS = 256
+COMPONENTS = 128
 SEEDS = (0, 1, 2)
 CHOOSING_SEED = 100
 METRICS = ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "map_at_r"]
 SETS = ("glyphs", "fashion")
 
 LOSSES: dict[str, list[dict[str, Any]]] = {
-    "contrastive": [{"name": "daml.contrastive", "margin": m} for m in (0.5, 1.0)],
-    "triplet": [{"name": "daml.triplet", "margin": m} for m in (0.2, 1.0)],
-    "lifted": [{"name": "daml.lifted", "margin": m} for m in (0.5, 1.0)],
-    "N-pair": [{"name": "daml.npair", "scale": s} for s in (8.0, 16.0)],
+    "contrastive": [{"name": "daml.contrastive", "margin": m} for m in (0.5, 1.0, 2.0)],
+    "triplet": [{"name": "daml.triplet", "margin": m} for m in (0.2, 0.5, 1.0)],
+    "lifted": [{"name": "daml.lifted", "margin": m} for m in (0.2, 0.5, 1.0)],
+    "N-pair": [{"name": "daml.npair", "scale": s} for s in (8.0, 16.0, 32.0)],
 }
-"""Each loss with its candidates."""
+"""Each loss with its candidates, the same in every row."""
 
-RATES = (1e-3, 3e-3)
-"""Every candidate's learning rates."""
+TRIPLETS: dict[str, dict[str, Any]] = {
+    "contrastive": {"negatives": 3},
+    "triplet": {"negatives": 3},
+    "lifted": {},
+    "N-pair": {"anchors": "one"},
+}
+"""How many negatives an anchor is given: three at random, or one of every other class of the batch."""
 
 METHODS = (
     "plain",
-    "semi-hard",
     "DAML",
+    "semi-hard",
     "DAML + semi-hard",
-    "DAML, mined after",
     "DAML joint",
-    "DAML + real",
-    "DAML (paper's λ)",
     "hard positives",
+    "DAML + real",
+    "DAML, mined after",
+    "DAML (paper's λ)",
 )
 COMBINED = tuple(f"DAMML {kind} K = {k}" for kind in ("discriminator", "uniform") for k in (2, 4, 8))
 
@@ -84,9 +88,9 @@ PAPER = {"contrastive": 9.6, "triplet": 15.5, "lifted": 12.6, "N-pair": 6.2}
 """DAML's gain in Recall@1 on Cars196 in the paper's Table V."""
 
 
-def prepare(work: Path) -> None:
+def prepare(work: Path, sets: list[str]) -> None:
     """Write the sets: frozen features, reduced on training classes; all, and the training classes alone for choosing."""
-    for name in SETS:
+    for name in sets:
         if (work / f"{name}-choose.npz").exists():
             continue
         x, y, training, fitted = glyph_features(work) if name == "glyphs" else fashion_features(work)
@@ -110,7 +114,7 @@ Featured = tuple[NDArray[Any], NDArray[Any], NDArray[np.bool_], NDArray[np.bool_
 
 def glyph_features(work: Path) -> Featured:
     plugins = load_plugins([str(Path(__file__).with_name("glyphs.py"))])
-    x, y = encoded(plugins, plugins.build("datasets", {"name": "glyphs.han", "strength": STRENGTH}, {}))
+    x, y = encoded(plugins, plugins.build("datasets", {"name": "glyphs.han"}, {}))
     order = np.random.default_rng(0).permutation(np.unique(y))  # neighbours in Unicode share a radical
     (work / "glyphs-classes.json").write_text(json.dumps(order.tolist()))
     return x, y, np.isin(y, order[:600]), np.isin(y, order[:480])
@@ -146,23 +150,16 @@ def encoded(plugins: Any, dataset: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     return np.asarray(found.arrays, dtype=np.float64), np.array(dataset.labels)
 
 
-def candidates(loss: str) -> Iterator[dict[str, Any]]:
-    """Yield a loss's tables of choices: the loss's own, and the learning rate."""
-    for table, lr in itertools.product(LOSSES[loss], RATES):
-        yield {"loss": table, "lr": lr}
-
-
 def recipe(
-    work: Path, data: str, loss: str, method: str, choice: dict[str, Any], seed: int, choose: bool
+    work: Path, data: str, loss: str, method: str, loss_table: dict[str, Any], seed: int, choose: bool
 ) -> dict[str, Any]:
     """Return the recipe of one run; `choose`: on the training classes alone."""
-    margin = float(choice["loss"].get("margin", 1.0))
     made: dict[str, Any] = {
-        "name": "daml", "seed": seed, "loss": choice["loss"],
+        "name": "daml", "seed": seed, "loss": loss_table,
         "data": {"name": "core.features", "file": str(work / f"{data}{'-choose' if choose else ''}.npz")},
         "backbone": {"name": "core.features"},
         "head": {"embedding_size": 64},
-        "optimizer": {"lr": choice["lr"]},
+        "optimizer": {"lr": 1e-3},
         "evaluate": {"metrics": METRICS, "clusters": not choose},
         "split": {"by": "class", "test": held_out(work, data, choose), "validation": 0.0},
     }  # fmt: skip
@@ -172,21 +169,17 @@ def recipe(
     else:
         made["sampler"] = {"classes": 3 if choose else 5, "items": 16, "batches": steps // 4}
     made["train"] = {"device": "cpu", "epochs": 4}
+    # the same triplets with real negatives and with synthetic ones: as the paper has them for each loss
+    made["miner"] = {"name": "daml.one_per_class", **TRIPLETS[loss]}
     if "semi-hard" in method or "mined after" in method:
-        # a distance's margin has no unit in common with squared distances: half of what unit vectors can differ by
-        made["miner"] = {
-            "name": "daml.semi_hard",
-            "margin": margin if loss in ("contrastive", "triplet") else 1.0,
-        }
-    elif loss in ("lifted", "N-pair"):
-        made["miner"] = {"name": "daml.one_per_class", "anchors": "all" if loss == "lifted" else "one"}
+        made["miner"] = {"name": "daml.semi_hard", "margin": 1.0}
     if method in ("plain", "semi-hard"):
         return made
     if method.startswith("DAMML"):
         _, kind, _, _, count = method.split()
         made["combiner"] = {"name": f"daml.{kind}", "metrics": int(count)}
         made["head"] = {"embedding_size": 64}
-    generator: dict[str, Any] = {"name": "daml.hard_negative", "margin": margin}
+    generator: dict[str, Any] = {"name": "daml.hard_negative"}
     if method == "hard positives":
         generator["name"] = "daml.hard_positive"
     elif loss == "contrastive":
@@ -231,15 +224,22 @@ class Results:
         self.done = {entry["key"]: entry for entry in map(json.loads, lines)}
 
     def run(
-        self, work: Path, data: str, loss: str, method: str, choice: dict[str, Any], seed: int, choose: bool
+        self,
+        work: Path,
+        data: str,
+        loss: str,
+        method: str,
+        loss_table: dict[str, Any],
+        seed: int,
+        choose: bool,
     ) -> dict[str, Any]:
         """Return a run's figures; train it if that was not done."""
-        key = json.dumps([data, loss, method, choice, seed, choose], sort_keys=True)
+        key = json.dumps([data, loss, method, loss_table, seed, choose], sort_keys=True)
         if key not in self.done:
             folder = work / "run"
             shutil.rmtree(folder, ignore_errors=True)
             start = time.process_time()
-            table = recipe(work, data, loss, method, choice, seed, choose)
+            table = recipe(work, data, loss, method, loss_table, seed, choose)
             with contextlib.redirect_stderr(io.StringIO()):  # progress bars
                 run = train(folder, *check_recipe(table))
                 trained = time.process_time() - start
@@ -249,7 +249,7 @@ class Results:
                 file.write(json.dumps(entry) + "\n")
             self.done[key] = entry
             print(
-                data, loss, method, choice["loss"], choice["lr"], "choosing" if choose else f"seed {seed}",
+                data, method, loss_table, "choosing" if choose else f"seed {seed}",
                 f"R@1 {figures['recall_at_1']:.4f} MAP@R {figures['map_at_r']:.4f}, {trained:.1f} s", flush=True,
             )  # fmt: skip
         return self.done[key]
@@ -263,12 +263,12 @@ def measure(
     for data in sets:
         table[data] = {}
         judge = "recall_at_1" if data == "glyphs" else "map_at_r"
-        for loss, method in itertools.product(losses, methods):
+        for method, loss in itertools.product(methods, losses):
             if "hard positives" in method and loss not in ("triplet",):
                 continue  # equation 19 is for triplets
             found = [
                 (results.run(work, data, loss, method, choice, CHOOSING_SEED, True)["figures"][judge], choice)
-                for choice in candidates(loss)
+                for choice in LOSSES[loss]
             ]
             best = max(found, key=lambda pair: pair[0])
             runs = [results.run(work, data, loss, method, best[1], seed, False) for seed in SEEDS]
@@ -295,7 +295,7 @@ def report(table: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
         yield f"## {'Glyphs, 600 classes' if data == 'glyphs' else 'Fashion-MNIST, classes 5–9'}\n"
         yield "| loss | method | chosen | R@1 | gain | paper's gain | R@2 | R@4 | R@8 | NMI | F1 | training, CPU s |"
         yield "| --- " * 12 + "|"
-        for row in rows.values():
+        for row in sorted(rows.values(), key=lambda row: list(LOSSES).index(row["loss"])):
             figures = {
                 name: [run["figures"][name] for run in row["runs"]] for name in row["runs"][0]["figures"]
             }
@@ -309,13 +309,13 @@ def report(table: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
                     ]
                 )
             paper = f"+{PAPER[row['loss']]}" if row["method"] == "DAML" else ""
-            own = ", ".join(f"{k} {v:g}" for k, v in row["choice"]["loss"].items() if k != "name")
+            own = ", ".join(f"{k} {v:g}" for k, v in row["choice"].items() if k != "name")
             cells = [
                 spread(figures[name]) for name in ("recall_at_2", "recall_at_4", "recall_at_8", "nmi", "f1")
             ]
             seconds = np.mean([run["seconds"] for run in row["runs"]])
             yield (
-                f"| {row['loss']} | {row['method']} | {own}, rate {row['choice']['lr']:g} | {spread(figures['recall_at_1'])} | {gain} | "
+                f"| {row['loss']} | {row['method']} | {own} | {spread(figures['recall_at_1'])} | {gain} | "
                 f"{paper} | {' | '.join(cells)} | {seconds:.1f} |"
             )
         yield ""
@@ -335,7 +335,7 @@ def main() -> None:
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("RETRIEVAL_CACHE", str(work / "cache"))
-    prepare(work)
+    prepare(work, options.sets)
     table = measure(Results(work / "results.jsonl"), work, options.sets, options.losses, options.methods)
     text = "\n".join(report(table))
     print(text)
