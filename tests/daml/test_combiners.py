@@ -12,6 +12,7 @@ import torch
 from retrieval.errors import RecipeError, RetrievalError
 from retrieval.plugins import load_plugins
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import retrieval_daml.blocks as blocks
 from retrieval_daml.discriminator import Discriminator
@@ -346,3 +347,39 @@ def test_low_loads_are_warned_of() -> None:
     assert combiner.warnings({}) == []
     assert Discriminator(F, D, 1).objective(torch.randn(4, D), torch.arange(4), None) == (None, {})
     assert combiner.objective(torch.randn(1, D + 256), torch.arange(1), None) == (None, {})
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor has that any operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, Tensor):
+                # an expanded tensor holds fewer numbers than it has elements
+                self.numbers = max(
+                    self.numbers, min(each.numel(), each.untyped_storage().size() // each.element_size())
+                )
+        return made
+
+
+@pytest.mark.parametrize("shape", [(300, 400), (20, 5_000), (5_000, 20)])
+def test_no_tensor_of_pairs_times_width_is_made_forward_or_backward(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    hidden = 64
+    combiner = Discriminator(8, 16, 4, hidden, start=1.0)
+    with torch.no_grad():
+        head = combiner.build_head(8)
+        codes = [head(torch.randn(rows, 8)) for rows in shape]
+    for each in codes:
+        each.requires_grad_()
+    inputs = max(each.numel() for each in codes)
+    with Largest() as largest:
+        combiner.compute_mat(*codes).mean().backward()
+    assert largest.numbers <= max(blocks.BLOCK, shape[0] * shape[1], inputs)
+    assert largest.numbers * 4 < shape[0] * shape[1] * hidden
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in codes)
