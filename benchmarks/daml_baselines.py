@@ -236,7 +236,7 @@ class Results:
         """Return a run's figures; train it if that was not done."""
         key = json.dumps([data, loss, method, loss_table, seed, choose], sort_keys=True)
         if key not in self.done:
-            folder = work / "run"
+            folder = work / f"run-{os.getpid()}"
             shutil.rmtree(folder, ignore_errors=True)
             start = time.process_time()
             table = recipe(work, data, loss, method, loss_table, seed, choose)
