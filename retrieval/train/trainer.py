@@ -372,8 +372,15 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """Write the checkpoint to resume from."""
+        """Write the checkpoint to resume from; one that holds NaN would replace a good one, and is refused."""
         if self.main:
+            for name, parameters in self._parts.items():
+                if not all(bool(torch.isfinite(p).all()) for p in parameters):
+                    raise DataError(
+                        f"Training stopped at step {self.progress.total} (epoch {self.progress.epoch + 1}): weights of the {name} "
+                        f"became NaN or infinite. The last good checkpoint is {self.run.last}. Try a smaller learning rate or "
+                        f"[train] clip_norm."
+                    )
             checkpoint.save(self.run.last, self._state())
 
     def _save_best(self) -> None:

@@ -349,13 +349,23 @@ def test_a_batch_without_triplets_trains_nothing(
     assert all(torch.allclose(before[k], after[k], rtol=1e-3) for k in before)
 
 
-def test_a_generator_that_becomes_nan_stops_with_the_steps_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [
+        (1e12, r"step \d+ \(epoch 1\): .*generator"),
+        (1e38, r"step 1 \(epoch 1\): weights of the generator became NaN"),
+    ],
+    ids=["output", "weights"],
+)
+def test_a_generator_that_becomes_nan_stops_with_the_steps_number(
+    tmp_path: Path, rate: float, words: str
+) -> None:
     recipe = made(
         generator={"name": "daml.hard_negative", "residual": False, "normalize": False},
-        generator_optimizer={"name": "SGD", "lr": 1e12},
+        generator_optimizer={"name": "SGD", "lr": rate},
         train={"epochs": 3, "device": "cpu", "checkpoint_every": 1},
     )
-    with pytest.raises(DataError, match=r"Training stopped at step \d+ \(epoch 1\).*last good checkpoint is"):
+    with pytest.raises(DataError, match=rf"Training stopped at {words}.*last good checkpoint is"):
         train(tmp_path / "run", *recipe)
     kept = weights(tmp_path / "run")
     assert all(torch.isfinite(value).all() for value in kept.values())
