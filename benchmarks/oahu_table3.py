@@ -21,14 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from oahu_report import POINTS, draw, report
+
 Floats = NDArray[Any]
 REPEATS = 3
 QUERIES = 4000
-POINTS = (0, 10, 30, 100, 300, 1000, 3000, 10_000)
-PAPER = {
-    "LEGO": (0.35, 0.64, 0.58), "RDML": (0.22, 0.78, 0.47), "OASIS": (0.21, 0.79, 0.14), "OPML": (0.23, 0.78, 0.30),
-    "OAHU": (0.18, 0.81, 1.00),
-}  # fmt: skip
 
 
 def learners() -> dict[str, Callable[[int], Any]]:
@@ -45,6 +42,7 @@ def learners() -> dict[str, Callable[[int], Any]]:
         "OAHU, untrained": lambda seed: OAHU(seeds=0, closure=0, seed=seed),
         "OAHU, η .01 τ 1.9": lambda seed: OAHU(learning_rate=0.01, tau=1.9, seed=seed),
         "oahu.warm": lambda seed: Warm(seed=seed),
+        "oahu.warm, unit length": lambda seed: Warm(unit_length=True, seed=seed),
     }
 
 
@@ -129,18 +127,18 @@ def jobs() -> Iterator[tuple[Job, Callable[[], list[dict[str, Any]]]]]:
             )
     for repeat in range(REPEATS):
         dev, queries = split(repeat)
-        for name in ("LEGO", "RDML", "OASIS", "OAHU", "oahu.warm"):
-            if name != "oahu.warm" and repeat:
+        for name in ("LEGO", "RDML", "OASIS", "OAHU", "oahu.warm", "oahu.warm, unit length"):
+            if not name.startswith("oahu.warm") and repeat:
                 continue
             yield (
                 ("curve", name, repeat),
                 lambda n=name, r=repeat, d=dev, q=queries: curve_rows(n, r, x, y, d, q),
             )
-        for name in ("Euclid", "OAHU", "OAHU, η .01 τ 1.9", "oahu.warm"):
+        for name in ("Euclid", "OAHU", "OAHU, η .01 τ 1.9", "oahu.warm", "oahu.warm, unit length"):
             yield ("retrieval", name, repeat), lambda n=name, r=repeat: retrieval_rows(n, r, x, y)
     features: list[Any] = []
     for repeat in range(REPEATS):
-        for name in ("Euclid", "OAHU, η .01 τ 1.9", "oahu.warm"):
+        for name in ("Euclid", "OAHU, η .01 τ 1.9", "oahu.warm", "oahu.warm, unit length"):
             yield ("features", name, repeat), lambda n=name, r=repeat: feature_rows(n, r, features, x, y)
 
 
@@ -184,7 +182,7 @@ def curve_rows(
     learner = learners()[name](repeat).prepare(x[dev])
     rows = np.random.default_rng(repeat).permutation(triplet_rows(y[dev], repeat))
     found, before = [], 0
-    asked = queries if name == "oahu.warm" else queries[:2000]
+    asked = queries if name.startswith("oahu.warm") else queries[:2000]
     for point in POINTS:
         learner.learn_from(
             x[dev[rows[start : min(start + 256, point)]]] for start in range(before, point, 256)
@@ -192,7 +190,7 @@ def curve_rows(
         before = point
         e = scores(y[asked], classified(learner, x[dev], y[dev], x[asked]))["error"]
         row: dict[str, Any] = {"triplets": point, "error": e}
-        if name == "oahu.warm":
+        if name.startswith("oahu.warm"):
             row["euclid"] = (
                 scores(y[asked], classified(None, x[dev], y[dev], x[asked]))["error"]
                 if not found
@@ -284,129 +282,6 @@ def efficientnet(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     return np.concatenate(found), y[chosen]
 
 
-def mean_std(values: list[float], digits: int = 3) -> str:
-    """Return "mean ± deviation", or a dash."""
-    if not values:
-        return "–"
-    return f"{np.mean(values):.{digits}f} ± {np.std(values):.{digits}f}".replace("0.", ".")
-
-
-def report(rows: list[dict[str, Any]], figure: str) -> str:
-    """Return the result's page."""
-    of = lambda part, name: [r for r in rows if r["part"] == part and r["method"] == name]  # noqa: E731
-    names = list(dict.fromkeys(r["method"] for r in rows if r["part"] == "table"))
-    lines = [
-        "# OAHU and its baselines on Fashion-MNIST", "",
-        "5-nearest-neighbour classification of 4,000 unseen images among 35,000, after 5,000 random triplets and 5,000 that follow",
-        "from them; mean ± standard deviation of three repeats. In brackets what the paper's Table 3 prints. `benchmarks/oahu_table3.py` states the protocol.",
-        "", "| | error | macro-F1 | utilisation | error, 1,000 references | error, 100 references | AUC of pairs | seconds to learn |",
-        "| --- " * 8 + "|",
-    ]  # fmt: skip
-    for name in names:
-        mine = of("table", name)
-        printed = [f" [{v:.2f}]".replace("0.", ".") for v in PAPER[name]] if name in PAPER else [""] * 3
-        cells = [
-            mean_std([r["error"] for r in mine]) + printed[0], mean_std([r["f1"] for r in mine]) + printed[1],
-            mean_std([r["utilization"] for r in mine if "utilization" in r], 2).replace("nan ± nan", "–") + printed[2],
-            mean_std([r["error_1000"] for r in mine]), mean_std([r["error_100"] for r in mine]),
-            mean_std([r["auc"] for r in mine]), f"{np.mean([r['fit_seconds'] for r in mine]):.1f}",
-        ]  # fmt: skip
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += [
-        "", "**The paper's ranking reverses.** Its OAHU beats every baseline; here plain Euclidean distance beats OAHU, the trained network is worse than",
-        "the same network before training, and the linear baselines stay near Euclid. What OAHU is good at is telling pairs apart and classifying",
-        "from few references. LEGO's and RDML's pairs are both pairs of each triplet; OPML makes its own triplets in one pass over the 35,000.",
-        "", "## Error against the number of triplets", "", f"![Error and weights along the stream]({figure})", "",
-    ]  # fmt: skip
-    curves = [n for n in dict.fromkeys(r["method"] for r in rows if r["part"] == "curve") if n != "oahu.warm"]
-    lines += [
-        "| triplets | " + " | ".join([*curves, "oahu.warm", "Euclid − oahu.warm, least of three"]) + " |",
-        "| --- " * (len(curves) + 3) + "|",
-    ]
-    warm = of("curve", "oahu.warm")
-    for point in POINTS:
-        cells = [
-            mean_std([r["error"] for r in of("curve", n) if r["triplets"] == point]).split(" ±")[0]
-            for n in curves
-        ]
-        here = [r for r in warm if r["triplets"] == point]
-        gain = min((r["euclid"] - r["error"] for r in here), default=float("nan"))
-        lines.append(
-            f"| {point:,} | "
-            + " | ".join([*cells, mean_std([r["error"] for r in here]), f"{gain:+.4f}"])
-            + " |"
-        )
-    lines += [
-        "", "LEGO, RDML, OASIS and OAHU: one repeat, 2,000 queries. `oahu.warm`: three repeats of 4,000 against Euclid on the same; the last column is its gain",
-        "in the worst of them.", "", "## Retrieval, class-disjoint", "",
-        "Learned on five classes, searched in 5,000 images of the other five, each asking for the others. The two ways to search an OAHU model:", "",
-        "| | Recall@1 | Recall@5 | Recall@10 | Precision@10 |", "| --- " * 5 + "|",
-    ]  # fmt: skip
-    found = [r for r in rows if r["part"] == "retrieval"]
-    for title in dict.fromkeys(r["title"] for r in found):
-        mine = [r for r in found if r["title"] == title]
-        lines.append(
-            f"| {title} | "
-            + " | ".join(mean_std([r[k] for r in mine]) for k in ("r1", "r5", "r10", "p10"))
-            + " |"
-        )
-    overlaps = [r["overlap"] for r in found if "overlap" in r]
-    lines += [
-        "", f"Their first ten answers agree by {mean_std(overlaps, 2)}: neither is an approximation of the other.",
-        "", "## Convolutional features of unseen classes", "",
-        "EfficientNet-Lite0 (ImageNet) on 10,000 of the images at 64 × 64 pixels. Triplets of five classes, 5-NN error within the other five (three",
-        "choices of the five):", "", "| triplets | Euclid | oahu.warm | OAHU, η .01 τ 1.9 | Euclid − oahu.warm, by choice |", "| --- " * 5 + "|",
-    ]  # fmt: skip
-    base = {r["repeat"]: r["error"] for r in of("features", "Euclid")}
-    for point in POINTS:
-        here = [r for r in of("features", "oahu.warm") if r["triplets"] == point]
-        other = [r["error"] for r in of("features", "OAHU, η .01 τ 1.9") if r["triplets"] == point]
-        gains = ", ".join(f"{base[r['repeat']] - r['error']:+.4f}" for r in here if r["repeat"] in base)
-        lines.append(
-            f"| {point:,} | {mean_std(list(base.values()))} | {mean_std([r['error'] for r in here])} | {mean_std(other)} | {gains} |"
-        )
-    lines += [
-        "",
-        f"Measured in {sum(r.get('cpu', 0) for r in rows) / 60:.0f} minutes of CPU time, one thread, with two cores shared by other work.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw error and weights along the stream."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.8))
-    curves = [r for r in rows if r["part"] == "curve"]
-    for name in dict.fromkeys(r["method"] for r in curves):
-        mine = [r for r in curves if r["method"] == name]
-        at = sorted({r["triplets"] for r in mine})
-        left.plot(
-            at,
-            [np.mean([r["error"] for r in mine if r["triplets"] == t]) for t in at],
-            marker=".",
-            label=name,
-        )
-    euclid = [r["error"] for r in rows if r["part"] == "table" and r["method"] == "Euclid"]
-    left.axhline(float(np.mean(euclid)), color="grey", linestyle=":", label="Euclid")
-    left.set(xscale="symlog", xlabel="triplets", ylabel="5-NN error")
-    left.legend(fontsize=7)
-    for axes, name, title in ((middle, "OAHU", "E{}"), (right, "oahu.warm", "s = .{}")):
-        for row in curves:
-            if row["method"] == name and "weights" in row and not row["repeat"]:
-                weights = np.array(row["weights"])
-                axes.stackplot(
-                    row["weights_at"], weights.T, labels=[title.format(i) for i in range(weights.shape[1])]
-                )
-        axes.set(title=f"weights of {name}", xlabel="triplets", ylim=(0, 1))
-        axes.legend(fontsize=7, loc="upper right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     """Measure what is missing, and write the page and the figure."""
     parser = argparse.ArgumentParser(
@@ -414,6 +289,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "oahu_table3.md")
     parser.add_argument("--parts", nargs="*", default=["table", "curve", "retrieval", "features"])
+    parser.add_argument("--methods", nargs="*", default=None, help="only these")
+    parser.add_argument("--repeats", nargs="*", type=int, default=range(REPEATS), help="only these")
     parser.add_argument("--report", action="store_true", help="only write the page, from what was measured")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="tau is")
@@ -421,7 +298,9 @@ def main() -> None:
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     done = {(r["part"], r["method"], r["repeat"]) for r in rows}
     for job, measure in () if arguments.report else jobs():
-        if job in done or job[0] not in arguments.parts:
+        if job in done or job[0] not in arguments.parts or job[2] not in arguments.repeats:
+            continue
+        if arguments.methods is not None and job[1] not in arguments.methods:
             continue
         started = time.process_time()
         part, method, repeat = job

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 from retrieval.linear import LinearMap
 
 from retrieval_oahu.history import recorded
+from retrieval_oahu.network import unit
 from retrieval_oahu.online import OnlineLearner
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Floats = NDArray[np.floating[Any]]
 
@@ -35,6 +39,8 @@ class Warm(LinearMap, OnlineLearner):
     Args:
         components: how many principal components are kept; none, or as many as there are features or more: all, which
             is exactly Euclid at the start.
+        unit_length: whether codes are scaled to length 1 after the map, which is often a little better; it then starts as the
+            cosine of centred principal components instead of as Euclid.
         prior: for how many similar pairs the identity counts in A.
         ridge: what is added to A, as a share of its mean eigenvalue; small variances are noise.
         seeds: how many random triplets `fit` draws.
@@ -57,7 +63,8 @@ class Warm(LinearMap, OnlineLearner):
 
     def __init__(
         self,
-        components: Annotated[int, Field(ge=1)] | None = 100,
+        components: Annotated[int, Field(ge=1)] | None = 80,
+        unit_length: bool = False,
         prior: Annotated[float, Field(gt=0)] = 20.0,
         ridge: Annotated[float, Field(gt=0)] = 0.1,
         seeds: Annotated[int, Field(ge=0)] = 5000,
@@ -65,6 +72,7 @@ class Warm(LinearMap, OnlineLearner):
         seed: int = 0,
     ) -> None:
         self.components = components
+        self.unit_length = unit_length
         self.prior = prior
         self.ridge = ridge
         self.seeds = seeds
@@ -125,7 +133,7 @@ class Warm(LinearMap, OnlineLearner):
                 self._gather(triplet)
                 continue
             apart = (triplet[:1] - triplet[1:]) @ self.basis_.T
-            squares = (apart @ self.directions_) ** 2 @ self.scales_
+            squares = self._squares(triplet, apart)
             wrong = (squares[0] > squares[1]) + 0.5 * (squares[0] == squares[1])
             self.errors_ += wrong
             self.moment_ += np.outer(apart[0], apart[0])
@@ -148,6 +156,35 @@ class Warm(LinearMap, OnlineLearner):
         if moved:
             self._mix()
         return used
+
+    def _squares(self, triplet: Floats, apart: Floats) -> Floats:
+        """Return each expert's squared distances (2, N) from the anchor to the positive and to the negative."""
+        squares: Floats
+        if not self.unit_length:
+            squares = (apart @ self.directions_) ** 2 @ self.scales_
+            return squares
+        codes = (triplet - self.mean_) @ self.basis_.T @ self.directions_
+        lengths = np.sqrt(codes**2 @ self.scales_)
+        products = (codes[:1] * codes[1:]) @ self.scales_
+        scale = lengths[:1] * lengths[1:]
+        squares = 2 - 2 * np.divide(products, scale, out=np.zeros_like(scale), where=scale > 0)
+        return squares
+
+    def transform(self, X: ArrayLike) -> Floats:
+        """Return codes (N, C) of features (N, F), whose Euclidean distances are the learned ones."""
+        codes = super().transform(X)
+        return unit(codes) if self.unit_length else codes
+
+    def to_model_parts(self) -> tuple[nn.Module, None]:
+        """Return the head, float32, with the numbers of `transform`; distances are Euclidean."""
+        head, _ = super().to_model_parts()
+        if self.unit_length:
+            from torch import nn
+
+            from retrieval_oahu.bilinear import UnitLength
+
+            head = nn.Sequential(head, UnitLength())
+        return head, None
 
     def _gather(self, triplet: Floats) -> None:
         """Take three vectors into the covariance, and set the basis once there are enough."""

@@ -222,6 +222,20 @@ def test_warm_finds_its_components_in_the_stream() -> None:
     assert learner.components_.shape == (3, 6) and learner.learned_ == 50 and not learner.products_.size
 
 
+def test_warm_at_unit_length_counts_errors_on_the_sphere() -> None:
+    triplets = stream(100)
+    learner = Warm(components=None, unit_length=True).prepare(clouds()[0])
+    twin = Warm(components=None).prepare(clouds()[0])
+    codes = learner.transform(clouds()[0])
+    assert np.allclose(np.linalg.norm(codes, axis=1), 1)
+    first = learner.transform(triplets[0])  # before the first triplet every expert is the identity
+    wrong = ((first[0] - first[1]) ** 2).sum() > ((first[0] - first[2]) ** 2).sum()
+    assert (learner.partial_fit(triplets[:1]).errors_ == wrong).all()
+    learner.partial_fit(triplets[1:])
+    twin.partial_fit(triplets)
+    assert np.allclose(learner.moment_, twin.moment_) and (learner.errors_ != twin.errors_).any()
+
+
 @pytest.mark.parametrize(
     ("learner", "words"),
     [
