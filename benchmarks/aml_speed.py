@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "aml_speed.md")
     out = parser.parse_args().out
     lines = [
-        "# AML's speed",
+        "# Speed of AML and GMML",
         "",
         "CPU seconds of one fit, one thread; `benchmarks/aml_speed.py` states the protocol.",
         "",

@@ -184,7 +184,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
     names = [name for name in SETS if any(row["set"] == name for row in rows)]
     lines = [
-        '# Table 1 of "Adversarial Metric Learning", measured',
+        "# Table 1 of Adversarial Metric Learning, measured",
         "",
         "Error of 5-nearest-neighbour classification, mean ± standard deviation over random 80/20 splits: 20 (letter 5; LMNN 5; ITML",
         "on letter 2). Every choice is made on the training part. `benchmarks/aml_table1.py` states the protocol.",

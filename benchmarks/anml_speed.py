@@ -96,7 +96,7 @@ def report(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
         return f"{more}{theirs['seconds'] / ours['seconds']:.1f}"
 
     lines = [
-        "# LANML's speed and memory",
+        "# Speed and memory of LANML",
         "",
         "CPU seconds of one fit (iterations), one thread; `benchmarks/anml_speed.py` states the protocol.",
         "",

@@ -232,7 +232,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             yield f"{np.mean(values):.1f} ± {np.std(values):.1f}" if values else "–"
 
     lines = [
-        '# Table 2 of "Adaptive Neighborhood Metric Learning", measured',
+        "# Table 2 of the ANML paper, measured",
         "",
         "Accuracy of k-nearest-neighbour classification in %, mean ± standard deviation over random 70/30 splits (10; 3 for letter and",
         "penbased). `benchmarks/anml_table2.py` states the protocol.",
