@@ -26,6 +26,8 @@ from oahu_report import POINTS, draw, report
 Floats = NDArray[Any]
 REPEATS = 3
 QUERIES = 4000
+CACHE: Path | None = None
+"""Where features of the images are kept from run to run."""
 
 
 def learners() -> dict[str, Callable[[int], Any]]:
@@ -271,6 +273,8 @@ def efficientnet(x: Floats, y: Floats) -> tuple[Floats, Floats]:
         torch.tensor(v).view(1, -1, 1, 1) for v in (model.preprocessing.mean, model.preprocessing.std)
     )
     chosen = np.random.default_rng(7).permutation(70_000)[:10_000]
+    if CACHE is not None and CACHE.exists():
+        return np.load(CACHE), y[chosen]
     found = []
     with torch.inference_mode():
         for start in range(0, len(chosen), 100):
@@ -279,7 +283,14 @@ def efficientnet(x: Floats, y: Floats) -> tuple[Floats, Floats]:
                 -1, 3, -1, -1
             )
             found.append(model((image - mean) / std).numpy())
+    if CACHE is not None:
+        np.save(CACHE, np.concatenate(found))
     return np.concatenate(found), y[chosen]
+
+
+def identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a row is of."""
+    return tuple(row.get(key) for key in ("part", "method", "repeat", "triplets", "title"))
 
 
 def main() -> None:
@@ -292,10 +303,15 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=None, help="only these")
     parser.add_argument("--repeats", nargs="*", type=int, default=range(REPEATS), help="only these")
     parser.add_argument("--report", action="store_true", help="only write the page, from what was measured")
+    parser.add_argument("--cache", type=Path, help="an .npy file to keep the images' features in")
     arguments = parser.parse_args()
+    global CACHE
+    CACHE = arguments.cache
     warnings.filterwarnings("ignore", message="tau is")
     kept = arguments.out.with_suffix(".jsonl")
-    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    # two runs at a time may have measured one thing twice
+    rows = list({identity(row): row for row in map(json.loads, lines)}.values())
     done = {(r["part"], r["method"], r["repeat"]) for r in rows}
     for job, measure in () if arguments.report else jobs():
         if job in done or job[0] not in arguments.parts or job[2] not in arguments.repeats:

@@ -8,11 +8,9 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from pytorch_metric_learning.distances import LpDistance
-from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval.errors import DataError
-from retrieval.factory import Part
+from retrieval.loss import CheckedLoss, Distance, Reducer
 from torch import Tensor, nn
 
 from retrieval_oahu.combiners import Hedge
@@ -22,7 +20,7 @@ _MANY = 200_000
 """Triplets of a batch that are looked at; of more, so many are drawn."""
 
 
-class ABTL(BaseMetricLossFunction):
+class ABTL(CheckedLoss):
     """Adaptive-bound triplet loss: positives are drawn below a bound, negatives pushed beyond one, that depend on where they are.
 
     d_sim = τ (e^D − 1) / (e² − 1) and d_dis = 2 − τ + τ (1 − e^−D) / (1 − e^−2) are taken from the distances as they are and are
@@ -39,8 +37,8 @@ class ABTL(BaseMetricLossFunction):
     def __init__(
         self,
         tau: Annotated[float, Field(gt=0, lt=2)] = 0.1,
-        distance: Annotated[nn.Module | None, Part("distances")] = None,
-        reducer: Annotated[nn.Module | None, Part("reducers")] = None,
+        distance: Distance = None,
+        reducer: Reducer = None,
     ) -> None:
         refuse_range("tau", tau, 0, 2)
         warn_tau(tau)
@@ -60,13 +58,7 @@ class ABTL(BaseMetricLossFunction):
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor
     ) -> Any:
-        """Return one loss a triplet; called by `forward`.
-
-        Raises:
-            DataError: an embedding is NaN or infinite.
-        """
-        if not (embeddings.isfinite().all() and ref_emb.isfinite().all()):
-            raise DataError("The embeddings hold NaN or infinity: the model has probably diverged.")
+        """Return one loss a triplet, as pytorch-metric-learning's reducers read them."""
         indices = indices_utils.convert_to_triplets(
             indices_tuple, labels, ref_labels, t_per_anchor="all" if len(labels) <= 64 else 100
         )
@@ -76,13 +68,8 @@ class ABTL(BaseMetricLossFunction):
         a, p, n = indices
         if not len(a):
             return self.zero_losses()
-        with torch.autocast(device_type=embeddings.device.type, enabled=False):
-            x, r = _full(embeddings), _full(ref_emb)
-            losses = (
-                self._hedged(x, r, a, p, n)
-                if isinstance(self.distance, Hedge)
-                else self._plain(x, r, a, p, n)
-            )
+        of = self._hedged if isinstance(self.distance, Hedge) else self._plain
+        losses = of(embeddings, ref_emb, a, p, n)
         return {"loss": {"losses": losses, "indices": (a, p, n), "reduction_type": "triplet"}}
 
     def _plain(self, x: Tensor, r: Tensor, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
@@ -113,7 +100,3 @@ def abtl(positive: Tensor, negative: Tensor, tau: float) -> Tensor:
     attractive = ((positive - near) / (2 - near)).relu()
     repulsive = (1 - negative / far).relu()
     return (attractive + repulsive) / 2
-
-
-def _full(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -29,7 +29,7 @@ SETTLE = 500
 class Warm(LinearMap, OnlineLearner):
     """A warm start: Euclid before the first triplet, better after some hundred, chosen by a hedge that Euclid itself is part of.
 
-    In the space of the principal components, A is the running second moment of the differences between similar items. Each
+    In the space of the first principal components, A is the running second moment of the differences between similar items. Each
     expert s measures with M_s = A^−s, on the geodesic from the identity (s = 0, Euclid) to the Mahalanobis distance of
     differences within classes (s = 1); s ends at 1/2. The metric is their average, weighed by Hedge with the loss that counts:
     whether an expert, as it was before the triplet, put the negative nearer than the positive. Weights are e^(−√(8 ln N / t) · errors), which needs no
@@ -37,10 +37,11 @@ class Warm(LinearMap, OnlineLearner):
     geodesic is that of Zadeh, Hosseini & Sra, "Geometric Mean Metric Learning" (ICML 2016), between other ends; the average of the experts is one linear map.
 
     Args:
-        components: how many principal components are kept; none, or as many as there are features or more: all, which
-            is exactly Euclid at the start.
-        unit_length: whether codes are scaled to length 1 after the map, which is often a little better; it then starts as the
-            cosine of centred principal components instead of as Euclid.
+        components: how many principal components are learned on; none, or as many as there are features or more: all.
+        rest: whether the rest of the features stays as it is beside them, so that the start is exactly Euclid and nothing of classes
+            that come later is lost; if not, codes are `components` wide.
+        unit_length: whether codes are scaled to length 1 after the map, which is often better; it then starts as the cosine of
+            centred features instead of as Euclid.
         prior: for how many similar pairs the identity counts in A.
         ridge: what is added to A, as a share of its mean eigenvalue; small variances are noise.
         seeds: how many random triplets `fit` draws.
@@ -64,6 +65,7 @@ class Warm(LinearMap, OnlineLearner):
     def __init__(
         self,
         components: Annotated[int, Field(ge=1)] | None = 80,
+        rest: bool = True,
         unit_length: bool = False,
         prior: Annotated[float, Field(gt=0)] = 20.0,
         ridge: Annotated[float, Field(gt=0)] = 0.1,
@@ -72,6 +74,7 @@ class Warm(LinearMap, OnlineLearner):
         seed: int = 0,
     ) -> None:
         self.components = components
+        self.rest = rest
         self.unit_length = unit_length
         self.prior = prior
         self.ridge = ridge
@@ -117,12 +120,21 @@ class Warm(LinearMap, OnlineLearner):
         values, self.directions_ = np.linalg.eigh(self.moment_ / mean + share * np.eye(width))
         values = np.maximum(values, 0.0) / (1 + share) + self.ridge
         scales = values[:, None] ** -np.array(POWERS)
-        self.scales_ = scales / scales.mean(axis=0)
+        # similar items stay as far apart on the whole, so that what is learned keeps its measure beside the rest
+        energy = values - self.ridge
+        self.scales_ = scales / (energy @ scales / energy.sum())
         self._mix()
 
     def _mix(self) -> None:
-        rows = self.directions_ * np.sqrt(self.scales_ @ self.alpha_)
-        self.components_ = rows.T @ self.basis_
+        roots = np.sqrt(self.scales_ @ self.alpha_)
+        if self._keeps_rest():
+            turned = self.directions_.T @ self.basis_
+            self.components_ = np.eye(self.basis_.shape[1]) + turned.T @ ((roots - 1)[:, None] * turned)
+        else:
+            self.components_ = (self.directions_ * roots).T @ self.basis_
+
+    def _keeps_rest(self) -> bool:
+        return self.rest and len(self.basis_) < self.basis_.shape[1]
 
     def _learn(self, triplets: Floats) -> int:
         used = 0
@@ -161,11 +173,18 @@ class Warm(LinearMap, OnlineLearner):
         """Return each expert's squared distances (2, N) from the anchor to the positive and to the negative."""
         squares: Floats
         if not self.unit_length:
+            # what lies outside the components is the same for all experts
             squares = (apart @ self.directions_) ** 2 @ self.scales_
+            if self._keeps_rest():
+                full = triplet[:1] - triplet[1:]
+                squares += ((full**2).sum(axis=1) - (apart**2).sum(axis=1))[:, None]
             return squares
-        codes = (triplet - self.mean_) @ self.basis_.T @ self.directions_
-        lengths = np.sqrt(codes**2 @ self.scales_)
-        products = (codes[:1] * codes[1:]) @ self.scales_
+        centred = triplet - self.mean_
+        codes = centred @ self.basis_.T
+        outside = centred @ centred.T - codes @ codes.T if self._keeps_rest() else np.zeros((3, 3))
+        codes = codes @ self.directions_
+        lengths = np.sqrt(np.maximum(codes**2 @ self.scales_ + np.diag(outside)[:, None], 0.0))
+        products = (codes[:1] * codes[1:]) @ self.scales_ + outside[0, 1:, None]
         scale = lengths[:1] * lengths[1:]
         squares = 2 - 2 * np.divide(products, scale, out=np.zeros_like(scale), where=scale > 0)
         return squares

@@ -170,9 +170,15 @@ def test_opml_makes_one_pass() -> None:
 
 def test_warm_is_euclid_before_the_first_triplet() -> None:
     x = clouds()[0]
-    for learner in (Warm(components=None), Warm(components=6), Warm(components=100)):
+    for learner in (
+        Warm(components=None),
+        Warm(components=6),
+        Warm(),
+        Warm(components=2),
+        Warm(components=3),
+    ):
         assert np.allclose(learner.prepare(x).get_mahalanobis_matrix(), np.eye(6), atol=1e-12)
-    few = Warm(components=3).prepare(x)
+    few = Warm(components=3, rest=False).prepare(x)
     centred = x - x.mean(0)
     _, _, directions = np.linalg.svd(centred, full_matrices=False)
     assert np.allclose(few.get_mahalanobis_matrix(), directions[:3].T @ directions[:3])
@@ -190,7 +196,8 @@ def test_warm_is_that_of_a_loop() -> None:
         a = (total / mean + share * np.eye(6)) / (1 + share) + 0.2 * np.eye(6)
         values, vectors = np.linalg.eigh(a)
         found = [vectors @ np.diag(values**-s) @ vectors.T for s in POWERS]
-        return [m / (np.trace(m) / 6) for m in found]
+        free = a - 0.2 * np.eye(6)
+        return [m / (np.trace(m @ free) / np.trace(free)) for m in found]
 
     errors, present = np.zeros(len(POWERS)), metrics(0)
     for number, (a, p, n) in enumerate(triplets, start=1):
@@ -210,7 +217,7 @@ def test_warm_is_that_of_a_loop() -> None:
 
 def test_warm_finds_its_components_in_the_stream() -> None:
     x, y = clouds()
-    learner = Warm(components=3)
+    learner = Warm(components=3, rest=False)
     triplets = next(in_chunks(itertools.islice(from_labels(y), SETTLE + 50), x, SETTLE + 50))
     learner.partial_fit(triplets[: SETTLE - 1])
     assert np.array_equal(learner.components_, np.eye(6))
@@ -222,18 +229,26 @@ def test_warm_finds_its_components_in_the_stream() -> None:
     assert learner.components_.shape == (3, 6) and learner.learned_ == 50 and not learner.products_.size
 
 
-def test_warm_at_unit_length_counts_errors_on_the_sphere() -> None:
+@pytest.mark.parametrize("rest", [True, False])
+@pytest.mark.parametrize("unit_length", [True, False])
+def test_warm_counts_errors_where_its_codes_lie(rest: bool, unit_length: bool) -> None:
     triplets = stream(100)
-    learner = Warm(components=None, unit_length=True).prepare(clouds()[0])
-    twin = Warm(components=None).prepare(clouds()[0])
-    codes = learner.transform(clouds()[0])
-    assert np.allclose(np.linalg.norm(codes, axis=1), 1)
-    first = learner.transform(triplets[0])  # before the first triplet every expert is the identity
-    wrong = ((first[0] - first[1]) ** 2).sum() > ((first[0] - first[2]) ** 2).sum()
-    assert (learner.partial_fit(triplets[:1]).errors_ == wrong).all()
-    learner.partial_fit(triplets[1:])
-    twin.partial_fit(triplets)
-    assert np.allclose(learner.moment_, twin.moment_) and (learner.errors_ != twin.errors_).any()
+    x = clouds()[0]
+    learner = Warm(components=3, rest=rest, unit_length=unit_length).prepare(x).partial_fit(triplets[:64])
+    codes = learner.transform(x)
+    assert codes.shape[1] == (6 if rest else 3)
+    if unit_length:
+        assert np.allclose(np.linalg.norm(codes, axis=1), 1)
+    wrong = np.zeros(len(POWERS))
+    for expert in range(len(POWERS)):  # each expert alone, by its codes
+        alone = copy.deepcopy(learner)
+        alone.alpha_ = np.eye(len(POWERS))[expert]
+        alone._mix()
+        for triplet in triplets[64:100]:
+            a, p, n = alone.transform(triplet)
+            wrong[expert] += ((a - p) ** 2).sum() > ((a - n) ** 2).sum()
+    before = learner.errors_.copy()
+    assert np.array_equal(learner.partial_fit(triplets[64:]).errors_ - before, wrong)
 
 
 @pytest.mark.parametrize(
