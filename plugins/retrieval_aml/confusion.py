@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 from retrieval.contracts import Generator
+from retrieval.loss import full_precision
 from retrieval.model import Normalize
 from torch import Tensor, nn
 
@@ -71,7 +72,7 @@ class Confusion(Generator):
         body = _before_scaling(self._head[0])
         if body is not None and len(anchor):
             with _undisturbed(body):
-                u, v = (_full_precision(body(x)) for x in (anchor, negative))
+                u, v = (full_precision(body(x)) for x in (anchor, negative))
             share = self._on_sphere(u, v).to(anchor.dtype)
         return negative + share * (anchor - negative)
 
@@ -92,10 +93,6 @@ def _before_scaling(head: nn.Module) -> nn.Sequential | None:
     if isinstance(head, nn.Sequential) and len(head) and isinstance(head[-1], Normalize):
         return head[:-1]
     return None
-
-
-def _full_precision(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 @contextmanager

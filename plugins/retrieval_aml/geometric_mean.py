@@ -6,20 +6,18 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
 from retrieval.errors import DataError
-from retrieval.factory import Part
+from retrieval.loss import CheckedLoss, Reducer, listed_pairs, nothing
 from torch import Tensor, nn
 
 from retrieval_aml.scale import best_scale
 
-Reducer = Annotated[nn.Module | None, Part("reducers")]
 Squares = dict[str, dict[str, Any]]
 
 
-class GeometricMeanLoss(BaseMetricLossFunction):
+class GeometricMeanLoss(CheckedLoss):
     """Similar pairs near by the metric, dissimilar ones near by its inverse, and the same of their adversarial pairs.
 
     Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 11 (Eq 7 and Eq 9; Eq 12 corrected), with the network in the
@@ -74,37 +72,6 @@ class GeometricMeanLoss(BaseMetricLossFunction):
     def _sub_loss_names(self) -> list[str]:
         return ["pos_loss", "neg_loss"]
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None = None,
-        indices_tuple: Any = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-    ) -> Tensor:
-        """Return the loss, a scalar; see `retrieval.Loss`.
-
-        Raises:
-            ValueError: shapes, labels or indices do not fit.
-            DataError: an embedding is NaN or infinite, or the covariance is singular and `ridge` is 0.
-        """
-        query = _checked(embeddings, "embeddings")
-        own = ref_emb is None or ref_emb is embeddings
-        reference = None if own else _checked(ref_emb, "ref_emb")
-        if own and indices_tuple is None:
-            ref_labels = None
-        if labels is None and indices_tuple is None:
-            raise ValueError("labels are missing: without a miner's indices they say which pairs are similar")
-        if not own and ref_labels is None and indices_tuple is None:
-            raise ValueError(
-                "ref_labels are missing: without a miner's indices they say which pairs are similar"
-            )
-        with torch.autocast(device_type=query.device.type, enabled=False):
-            total: Tensor = super().forward(
-                query, labels, indices_tuple, reference, None if own else ref_labels
-            )
-        return total
-
     def compute_loss(
         self,
         embeddings: Tensor,
@@ -114,7 +81,11 @@ class GeometricMeanLoss(BaseMetricLossFunction):
         ref_labels: Tensor | None,
     ) -> Squares:
         """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
-        found = _pairs(indices_tuple, labels, ref_labels, (len(embeddings), len(ref_emb)))
+        found = (
+            indices_utils.get_all_pairs_indices(labels, None if ref_emb is embeddings else ref_labels)
+            if indices_tuple is None
+            else listed_pairs(indices_tuple, (len(embeddings), len(ref_emb)), embeddings.device)
+        )
         queries = len(embeddings)
         items = embeddings if ref_emb is embeddings else torch.cat([embeddings, ref_emb])
         mean = items.mean(0)
@@ -126,7 +97,7 @@ class GeometricMeanLoss(BaseMetricLossFunction):
         kinds = (found[0].numel() > 0, found[2].numel() > 0)
         one_sided = self.scale == "free" and not all(kinds)
         if one_sided or not any(kinds) or not bool(spread > rounding):
-            return _nothing(embeddings, ref_emb)
+            return dict.fromkeys(("pos_loss", "neg_loss"), nothing(embeddings, ref_emb))
         identity = torch.eye(size, dtype=items.dtype, device=items.device)
         metric = covariance + self.ridge * spread * identity
         eigenvalues, eigenvectors = torch.linalg.eigh(metric.detach())
@@ -140,7 +111,7 @@ class GeometricMeanLoss(BaseMetricLossFunction):
             moments = _mean_square_by_column(items.detach() @ eigenvectors, queries, found[:2])
             weight = dissimilar.detach().mean()
             if not (float(moments.sum()) > 0 and float(weight) > 0):
-                return _nothing(embeddings, ref_emb)
+                return dict.fromkeys(("pos_loss", "neg_loss"), nothing(embeddings, ref_emb))
             t = best_scale(moments, eigenvalues, weight, self.alpha, self.beta)
         similar = _squares(items, queries, found[:2])
         if self.alpha:
@@ -158,25 +129,6 @@ def _part(losses: Tensor, pairs: tuple[Tensor, Tensor], kind: str) -> dict[str, 
     if losses.numel() == 0:  # a reducer's mean of nothing would be NaN
         return {"losses": losses.sum(), "indices": None, "reduction_type": "already_reduced"}
     return {"losses": losses, "indices": pairs, "reduction_type": kind}
-
-
-def _pairs(
-    indices: Any, labels: Tensor | None, ref_labels: Tensor | None, shape: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return anchors and positives, anchors and negatives: a miner's, or all pairs."""
-    if indices is not None and len(indices) not in (3, 4):
-        raise ValueError(
-            f"a miner gives (anchor, positive, negative) or (anchor, positive, anchor, negative), not {len(indices)} tensors"
-        )
-    a1, p, a2, n = indices_utils.convert_to_pairs(indices, labels, ref_labels)
-    for anchors, others in ((a1, p), (a2, n)):
-        for each, size in ((anchors, shape[0]), (others, shape[1])):
-            if each.numel() and not 0 <= int(each.min()) <= int(each.max()) < size:
-                raise ValueError(
-                    f"a miner's indices go from {int(each.min())} to {int(each.max())}, and there are {size} items: was it "
-                    f"given the same batch and reference set?"
-                )
-    return a1, p, a2, n
 
 
 def _squares(x: Tensor, queries: int, pairs: tuple[Tensor, ...]) -> Tensor:
@@ -206,20 +158,3 @@ def _check_regular(eigenvalues: Tensor, items: int, ridge: float) -> None:
             f"The covariance of {items} embeddings of {size} dimensions cannot be inverted with ridge = {ridge:g}: set ridge above "
             f"0 (its default is 0.1), or give it more items than dimensions."
         )
-
-
-def _nothing(embeddings: Tensor, ref_emb: Tensor) -> Squares:
-    zero = embeddings.sum() * 0 + ref_emb.sum() * 0
-    return {
-        name: {"losses": zero, "indices": None, "reduction_type": "already_reduced"}
-        for name in ("pos_loss", "neg_loss")
-    }
-
-
-def _checked(x: Any, name: str) -> Tensor:
-    if not isinstance(x, Tensor) or x.ndim != 2 or not x.is_floating_point():
-        raise ValueError(f"{name} must be a matrix of floating-point numbers, a row an item")
-    if not bool(torch.isfinite(x).all()):
-        wrong = int((~torch.isfinite(x)).any(1).sum())
-        raise DataError(f"{name} hold NaN or infinite numbers: {wrong} of {len(x)} items")
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

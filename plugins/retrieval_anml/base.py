@@ -8,16 +8,12 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
-from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
-from retrieval.errors import DataError
-from retrieval.factory import Part
+from retrieval.loss import CheckedLoss, nothing
 from torch import Tensor, nn
 
 from retrieval_anml.gap import Rule, gap_of_cosines, gap_of_similarities
 from retrieval_anml.pairs import LabelPairs, ListedPairs, Pairs
 
-Distance = Annotated[nn.Module | None, Part("distances")]
-Reducer = Annotated[nn.Module | None, Part("reducers")]
 Outer = Literal["logistic", "identity", "hinge"]
 Threshold = float | Literal["none"] | None
 """A similarity, or none: "none" is for recipes, as TOML cannot write it."""
@@ -52,11 +48,6 @@ def is_cosine(distance: Any) -> bool:
     if type(distance) is LpDistance:
         return distance.power in (1, 2)
     return type(distance) in (CosineSimilarity, DotProductSimilarity) and distance.power == 1
-
-
-def full_precision(x: Tensor) -> Tensor:
-    """Return half-precision numbers in float32; others as they are."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def check_gammas(gamma1: float, gamma2: float) -> None:
@@ -107,49 +98,17 @@ def outer_loss(x: Tensor, outer: str) -> Tensor:
     return x.relu() if outer == "hinge" else x
 
 
-class SimilarityLoss(BaseMetricLossFunction):
-    """A loss of similarities, in float32 or float64 whatever autocast says.
+class SimilarityLoss(CheckedLoss):
+    """A loss of similarities.
 
     Args:
         distance: how two embeddings are compared; the cosine by default.
         reducer: how the losses become one number; the mean by default.
     """
 
-    def __init__(self, distance: nn.Module | None = None, reducer: nn.Module | None = None) -> None:
-        super().__init__(distance=distance, reducer=reducer)
-
     def get_default_distance(self) -> nn.Module:
         """Return the cosine similarity."""
         return CosineSimilarity()  # type: ignore[no-any-return]
-
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None = None,
-        indices_tuple: Any = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-    ) -> Tensor:
-        """Return the loss, a scalar; see `retrieval.Loss`.
-
-        Raises:
-            ValueError: shapes, labels or indices do not fit.
-            DataError: an embedding is NaN or infinite.
-        """
-        query = full_precision(embeddings)
-        reference = None if ref_emb is None or ref_emb is embeddings else full_precision(ref_emb)
-        _check_embeddings(query, "embeddings")
-        if reference is not None:
-            _check_embeddings(reference, "ref_emb")
-        else:
-            ref_labels = None
-        if labels is not None or indices_tuple is None:
-            labels = _checked_labels(labels, query, "labels")
-        if reference is not None and (ref_labels is not None or indices_tuple is None):
-            ref_labels = _checked_labels(ref_labels, reference, "ref_labels")
-        with torch.autocast(device_type=query.device.type, enabled=False):
-            total: Tensor = super().forward(query, labels, indices_tuple, reference, ref_labels)
-        return total
 
     def pairs(
         self, labels: Tensor | None, indices_tuple: Any, embeddings: Tensor, ref_emb: Tensor, ref_labels: Any
@@ -170,37 +129,6 @@ class SimilarityLoss(BaseMetricLossFunction):
 def by_element(losses: Tensor) -> dict[str, dict[str, Any]]:
     """Return one loss an anchor (B,) as pytorch-metric-learning's reducers read it."""
     if len(losses) == 0:
-        return nothing(losses[:, None])
+        return {"loss": nothing(losses)}
     indices = torch.arange(len(losses), device=losses.device)
     return {"loss": {"losses": losses, "indices": indices, "reduction_type": "element"}}
-
-
-def nothing(*embeddings: Tensor) -> dict[str, dict[str, Any]]:
-    """Return a loss of 0 with a gradient of 0, as pytorch-metric-learning's reducers read it."""
-    zero = sum((each.sum() * 0 for each in embeddings), embeddings[0].new_zeros(()))
-    return {"loss": {"losses": zero, "indices": None, "reduction_type": "already_reduced"}}
-
-
-def _check_embeddings(x: Tensor, name: str) -> None:
-    if x.ndim != 2:
-        raise ValueError(f"{name} must be a matrix, a row an item, and this has the shape {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise ValueError(f"{name} must be floating-point numbers, not {x.dtype}")
-    if not bool(torch.isfinite(x).all()):
-        raise DataError(
-            f"{name} hold NaN or infinite numbers: {int((~torch.isfinite(x)).any(1).sum())} of {len(x)} items"
-        )
-
-
-def _checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
-    if labels is None:
-        raise ValueError(f"{name} are missing: without a miner's indices they say which pairs are positive")
-    if not isinstance(labels, Tensor):
-        raise ValueError(
-            f"{name} must be a tensor of whole numbers, one a class, not a {type(labels).__name__}; number labels that are text"
-        )
-    if labels.shape != items.shape[:1]:
-        raise ValueError(
-            f"{name} must be one number an item: they have the shape {tuple(labels.shape)}, and there are {len(items)} items"
-        )
-    return labels.to(items.device)

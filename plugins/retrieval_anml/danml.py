@@ -6,13 +6,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 from retrieval.factory import traits
+from retrieval.loss import Distance, Reducer
 from torch import Tensor
 
 from retrieval_anml.base import (
-    Distance,
     Outer,
     Positive,
-    Reducer,
     SimilarityLoss,
     Threshold,
     by_element,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from retrieval.loss import Distance, Reducer
 from torch import Tensor
 
 from retrieval_anml.base import (
-    Distance,
     Positive,
-    Reducer,
     SimilarityLoss,
     Threshold,
     by_element,

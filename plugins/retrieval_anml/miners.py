@@ -10,9 +10,8 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.miners import BaseMiner
+from retrieval.loss import Distance, full_precision
 from torch import Tensor, nn
-
-from retrieval_anml.base import Distance, full_precision
 
 
 class PairMiner(BaseMiner):

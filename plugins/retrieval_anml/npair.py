@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from pytorch_metric_learning.distances import DotProductSimilarity
+from retrieval.loss import Distance, Reducer, nothing
 from torch import Tensor, nn
 
-from retrieval_anml.base import Distance, Positive, Reducer, SimilarityLoss, nothing, similarities
+from retrieval_anml.base import Positive, SimilarityLoss, similarities
 from retrieval_anml.pairs import ListedPairs
 
 
@@ -66,7 +67,7 @@ class ImprovedNPairLoss(SimilarityLoss):
                 embeddings, labels, ref_emb, None if ref_emb is embeddings else ref_labels
             )
         if len(anchor) == 0:
-            return nothing(embeddings, ref_emb)
+            return {"loss": nothing(embeddings, ref_emb)}
         return {"loss": {"losses": losses, "indices": (anchor, positive), "reduction_type": "pos_pair"}}
 
     def _rounds(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from retrieval.loss import listed_pairs
 from torch import Tensor
 
 
@@ -74,7 +75,7 @@ class ListedPairs:
 
     def __init__(self, indices: Any, shape: tuple[int, int], device: torch.device) -> None:
         self.shape = shape
-        anchor, positive, other, negative = as_pairs(indices, shape, device)
+        anchor, positive, other, negative = listed_pairs(indices, shape, device)
         self.positive = _columns(anchor, positive, shape)
         self.negative = _columns(other, negative, shape)
 
@@ -84,39 +85,6 @@ class ListedPairs:
 
 
 Pairs = LabelPairs | ListedPairs
-
-
-def as_pairs(
-    indices: Any, shape: tuple[int, int], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a miner's indices as anchors, positives, anchors again, negatives.
-
-    Args:
-        indices: (anchor, positive, negative) or (anchor, positive, anchor, negative).
-        shape: B and R.
-        device: where the embeddings are.
-
-    Raises:
-        ValueError: they are not three or four index tensors of matching length, or an index is out of range.
-    """
-    if len(indices) not in (3, 4):
-        raise ValueError(
-            f"a miner gives (anchor, positive, negative) or (anchor, positive, anchor, negative), not {len(indices)} tensors"
-        )
-    found = [torch.as_tensor(each, device=device).long() for each in indices]
-    pairs = (found[0], found[1], found[-2] if len(found) == 4 else found[0], found[-1])
-    for anchors, others in (pairs[:2], pairs[2:]):
-        if anchors.shape != others.shape or anchors.ndim != 1:
-            raise ValueError(
-                f"a miner's indices must be as many anchors as others, not {tuple(anchors.shape)} and {tuple(others.shape)}"
-            )
-        for each, size in zip((anchors, others), shape, strict=True):
-            if each.numel() and not 0 <= int(each.min()) <= int(each.max()) < size:
-                raise ValueError(
-                    f"a miner's indices go from {int(each.min())} to {int(each.max())}, and there are {size} items: was it "
-                    f"given the same batch and reference set?"
-                )
-    return pairs
 
 
 def _columns(anchors: Tensor, others: Tensor, shape: tuple[int, int]) -> Columns:

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from retrieval.factory import traits
+from retrieval.loss import Distance, Reducer
 from torch import Tensor, nn
 
 from retrieval_anml.base import (
-    Distance,
     Outer,
     Positive,
-    Reducer,
     SimilarityLoss,
     Threshold,
     by_element,

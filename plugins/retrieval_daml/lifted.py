@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from retrieval.loss import Distance, Reducer, nothing
 from torch import Tensor
 
-from retrieval_daml.base import Distance, Measure, PaperLoss, Reducer, nothing
+from retrieval_daml.base import Measure, PaperLoss
 
 
 class LiftedLoss(PaperLoss):

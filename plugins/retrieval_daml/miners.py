@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from retrieval.contracts import TripletIndices
+from retrieval.loss import Distance, full_precision
 from torch import Tensor, nn
 
-from retrieval_daml.base import Distance, Measure, default_distance, full_precision
+from retrieval_daml.base import Measure, default_distance
 
 
 class OnePerClass(nn.Module):

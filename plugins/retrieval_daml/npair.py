@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from pytorch_metric_learning.distances import DotProductSimilarity
+from retrieval.loss import Distance, Pairs, Reducer, nothing
 from torch import Tensor, nn
 
-from retrieval_daml.base import Distance, Measure, Pairs, PaperLoss, Positive, Reducer, nothing
+from retrieval_daml.base import Measure, PaperLoss, Positive
 
 
 class NPairLoss(PaperLoss):

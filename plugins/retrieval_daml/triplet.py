@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from retrieval.loss import Distance, Reducer, nothing
 from torch import Tensor
 
-from retrieval_daml.base import Distance, Measure, PaperLoss, Reducer, nothing, triplets
+from retrieval_daml.base import Measure, PaperLoss, triplets
 
 
 class TripletLoss(PaperLoss):

@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "rules": {"errors", "factory", "plugins"},
     "contracts": {"errors", "images"},
     "model": {"contracts", "images"},
+    "loss": {"errors", "factory"},
     "linear": set(),
     "linear_head": set(),
     "data": {"errors", "images", "contracts", "data"},
