@@ -174,7 +174,9 @@ def export_model(
                 distance=Distance(
                     name="Euclidean" if model.combiner is None else type(model.combiner).__name__, exact=exact
                 ),
-                subspaces=tuple(Subspace(name=s.name, start=s.start, stop=s.stop, weight=s.weight) for s in subspaces),
+                subspaces=tuple(
+                    Subspace(name=s.name, start=s.start, stop=s.stop, weight=s.weight) for s in subspaces
+                ),
                 merge="min" if model.combiner is None else model.combiner.merge,
                 rescorer=entry,
                 variants=made,
