@@ -55,8 +55,8 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += [
         "", "**The paper's ranking reverses.** Its OAHU beats every baseline; here plain Euclidean distance beats OAHU, the trained network is worse than",
-        "the same network before training, and the linear baselines stay near Euclid. What OAHU is good at is telling pairs apart and classifying",
-        "from few references. LEGO's and RDML's pairs are both pairs of each triplet; OPML makes its own triplets in one pass over the 35,000.",
+        "the same network before training, and the linear baselines but OASIS stay near Euclid. OAHU does help to tell pairs apart and to classify from",
+        "few references, against Euclid; LEGO, which is linear, does too. LEGO's and RDML's pairs are both pairs of each triplet; OPML makes its own triplets in one pass over the 35,000.",
         "", "## Error against the number of triplets", "", f"`{figure}` beside this page draws it, with the weights along the stream; so does the page of OAHU.", "",
     ]  # fmt: skip
     every = dict.fromkeys(r["method"] for r in rows if r["part"] == "curve")
