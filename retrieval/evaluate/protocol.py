@@ -15,7 +15,7 @@ from retrieval.encode import encode, pixels
 from retrieval.errors import DataError
 from retrieval.evaluate.evaluation import Evaluation, evaluate
 from retrieval.evaluate.metrics import metric
-from retrieval.evaluate.neighbors import exact_neighbors
+from retrieval.evaluate.served import nearest_in_each, served_neighbors
 from retrieval.train.features import backbone_features
 from retrieval.train.run import Run, write_json
 
@@ -144,7 +144,7 @@ def _served(
     deepest = max((m.depth for m in metrics.values() if isinstance(m.depth, int)), default=OVERLAP_AT)
     k = min(len(theirs) - (exclude is not None), max(deepest, OVERLAP_AT))
     if rescorer is None:
-        rows, _ = exact_neighbors(ours["query"], others["vector"], k, exclude=exclude)
+        rows = served_neighbors(ours["query"], others["vector"], k, bundle.manifest, exclude)
     else:
         rows, overlaps = _rescored(bundle, ours, others, exclude, k, rescorer.candidates)
         results["candidates"] = {"overlap_at_10": overlaps, "default": rescorer.candidates}
@@ -183,16 +183,15 @@ def _rescored(
 
     The exhaustive ranking costs as many distances as there are items: it is made for `OVERLAP_QUERIES` of the queries.
     """
-    size = len(others["vector"])
+    size, asked = len(others["vector"]), len(ours["query"])
     counts = sorted({min(c, size) for c in (50, 200, 500, candidates)})
-    proposed, _ = exact_neighbors(
-        ours["query"], others["vector"], min(counts[-1], size - (exclude is not None)), exclude=exclude
-    )
-    rows = np.full((len(proposed), k), -1, dtype=np.int64)
+    deepest = min(counts[-1], size - (exclude is not None))
+    proposed = nearest_in_each(ours["query"], others["vector"], deepest, bundle.manifest.subspaces, exclude)
+    rows = np.full((asked, k), -1, dtype=np.int64)
     kept = dict.fromkeys(counts, 0.0)
-    sampled = np.linspace(0, len(proposed) - 1, min(len(proposed), OVERLAP_QUERIES)).round().astype(np.int64)
-    for i, mine in enumerate(proposed):
-        code, some = ours["code"][i : i + 1], mine[:candidates]
+    sampled = np.linspace(0, asked - 1, min(asked, OVERLAP_QUERIES)).round().astype(np.int64)
+    for i in range(asked):
+        code, some = ours["code"][i : i + 1], np.unique(proposed[:, i, :candidates])
         ordered = some[np.argsort(bundle.rescore(code, others["code"][some])[0], kind="stable")][:k]
         rows[i, : len(ordered)] = ordered
     for i in sampled:
@@ -206,7 +205,7 @@ def _rescored(
             distances[exclude[i]] = np.inf
         truth = np.argsort(distances, kind="stable")[: min(OVERLAP_AT, k)]
         for c in counts:
-            mine = proposed[i][:c]
+            mine = np.unique(proposed[:, i, :c])
             ordered = mine[np.argsort(distances[mine], kind="stable")][: len(truth)]
             kept[c] += len(np.intersect1d(ordered, truth)) / len(truth)
     return rows, {str(c): value / len(sampled) for c, value in kept.items()}

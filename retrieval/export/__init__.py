@@ -140,6 +140,7 @@ def export_model(
             )
             largest = max(largest, export.worst.value)
         subspaces = () if model.combiner is None else model.combiner.subspaces
+        merge = "min" if model.combiner is None else model.combiner.merge
         made = {}
         for variant in dict.fromkeys(variants):
             steps.next(f"making the {variant} variant")
@@ -156,7 +157,7 @@ def export_model(
                 onnx_outputs(session(graph), list(export.outputs), items)
                 for graph in (encoder, content, *graphs)
             )
-            made[variant] = measure(file, before, afters, labels, rescore, subspaces)
+            made[variant] = measure(file, before, afters, labels, rescore, subspaces, merge)
             (folder / file).write_bytes(content)
         steps.next("opening the bundle")
         code = export.outputs.get("code")
@@ -177,7 +178,7 @@ def export_model(
                 subspaces=tuple(
                     Subspace(name=s.name, start=s.start, stop=s.stop, weight=s.weight) for s in subspaces
                 ),
-                merge="min" if model.combiner is None else model.combiner.merge,
+                merge=merge,
                 rescorer=entry,
                 variants=made,
                 verified=Verified(tolerance=tolerance, largest_difference=largest, items=len(items)),

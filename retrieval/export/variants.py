@@ -15,6 +15,7 @@ from retrieval.contracts import Subspace
 from retrieval.errors import BundleError
 from retrieval.export.graph import first_line, quiet
 from retrieval.export.verify import Floats, merged_distances
+from retrieval.index.merging import best_score
 from retrieval.manifest import Cosine, Recall, Variant
 
 VariantName = Literal["fp16", "int8"]
@@ -23,6 +24,9 @@ _HEAVY = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 """What int8 makes faster; everything before the first and after the last of them stays float32."""
 
 _CALIBRATION_BATCH = 8
+
+SCORED = 10
+"""How many answers are asked for where an answer's place depends on it: what a search gives by default."""
 
 
 def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -223,6 +227,7 @@ def measure(
     labels: NDArray[Any] | None,
     rescore: Callable[[Floats, Floats], Floats] | None,
     subspaces: Sequence[Subspace],
+    merge: Literal["min", "score"] = "min",
 ) -> Variant:
     """Return a variant's drift: cosine between its vectors and the encoder's, and Recall@1 of both on the same items.
 
@@ -233,6 +238,7 @@ def measure(
         labels: (N,); None leaves Recall@1 out.
         rescore: codes (Q, C), (N, C) → distances (Q, N), where the bundle has a rescorer.
         subspaces: of the combiner.
+        merge: of the combiner.
 
     Raises:
         BundleError: the variant gives NaN or infinity.
@@ -247,7 +253,8 @@ def measure(
     recall = None
     if labels is not None:
         firsts = [
-            recall_at_1(distances_of(outputs, rescore, subspaces), labels) for outputs in (before, after)
+            recall_at_1(distances_of(outputs, rescore, subspaces, merge), labels)
+            for outputs in (before, after)
         ]
         if firsts[0] is not None and firsts[1] is not None:
             recall = Recall(before=firsts[0], after=firsts[1])
@@ -269,8 +276,18 @@ def distances_of(
     outputs: Mapping[str, Floats],
     rescore: Callable[[Floats, Floats], Floats] | None,
     subspaces: Sequence[Subspace],
+    merge: Literal["min", "score"] = "min",
 ) -> NDArray[np.floating[Any]]:
-    """Return the distances (N, N) that a bundle orders its answers by, each item as the query once."""
+    """Return the distances (N, N) that a bundle orders its answers by, each item as the query once.
+
+    With merge "score" they are those of a list of `SCORED` answers, from which the item itself is left out.
+    """
+    if rescore is None and merge == "score":
+        query, vector = outputs.get("query", outputs["vector"]), outputs["vector"]
+        spaces = np.stack([merged_distances(query, vector, [space]) for space in subspaces])
+        spaces[:, np.arange(len(vector)), np.arange(len(vector))] = np.inf
+        k, weights = min(SCORED, len(vector) - 1), [space.weight for space in subspaces]
+        return np.stack([best_score(spaces[:, row], k, weights) for row in range(len(vector))])
     if rescore is None:
         return merged_distances(outputs.get("query", outputs["vector"]), outputs["vector"], subspaces)
     codes = outputs["code"]

@@ -1,0 +1,117 @@
+"""The figures of a bundle that is searched by Eq 27, and of its variants, are of Eq 27 and of no other ranking."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from retrieval.bundle import Bundle
+from retrieval.contracts import Subspace
+from retrieval.evaluate.protocol import encoded, evaluate_run
+from retrieval.evaluate.served import nearest_in_each, served_neighbors
+from retrieval.export.variants import SCORED, distances_of, measure, recall_at_1
+from retrieval.train.run import load_run
+from sklearn.datasets import load_digits
+
+_spec = importlib.util.spec_from_file_location("oahu_loops", Path(__file__).with_name("loops.py"))
+assert _spec is not None and _spec.loader is not None
+loops: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(loops)
+
+RECIPE = """
+[data]
+name = "core.features"
+file = "{file}"
+[split]
+by = "item"
+test = 0.5
+[backbone]
+name = "core.features"
+[learner]
+name = "oahu.oahu"
+depth = 2
+hidden = 16
+embedding = 4
+learning_rate = 0.05
+seeds = 400
+closure = 400
+search = "score"
+"""
+
+
+def ranking(query: Any, vectors: Any, left_out: int | None, alpha: list[float], k: int) -> list[int]:
+    """Return the rows that a plain loop over Eq 27 finds, best first."""
+    width = vectors.shape[1] // len(alpha)
+    kept = [row for row in range(len(vectors)) if row != left_out]
+    parts = lambda v: [v[i * width : (i + 1) * width].tolist() for i in range(len(alpha))]  # noqa: E731
+    return [kept[row] for row, _ in loops.retrieve(parts(query), [parts(vectors[r]) for r in kept], alpha, k)]
+
+
+def test_a_bundles_figures_are_of_eq_27(cli: Callable[..., Any], tmp_path: Path) -> None:
+    digits = load_digits()
+    np.savez(tmp_path / "d.npz", features=digits.data[:300] / 16, labels=digits.target[:300].astype(str))
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(file=tmp_path / "d.npz"))
+    for words in (("train", tmp_path / "recipe.toml", "--output", tmp_path / "run"),
+                  ("export", tmp_path / "run", "-o", tmp_path / "bundle", "--exporter", "torchscript")):  # fmt: skip
+        assert cli(*words).code == 0
+    run = load_run(tmp_path / "run")
+    metrics = ["recall_at_1", "recall_at_10"]
+    found = evaluate_run(run, metrics=metrics, bundle=tmp_path / "bundle")["figures"]["bundle"]
+    bundle = Bundle.open(tmp_path / "bundle", threads=1)
+    assert bundle.manifest.merge == "score"
+    query, labels = run.splits.query, run.splits.labels
+    gallery = run.splits.gallery
+    ours = encoded(bundle, run, query)["vector"].astype(np.float64)
+    others = ours if gallery is None else encoded(bundle, run, gallery)["vector"].astype(np.float64)
+    theirs = labels[query if gallery is None else gallery]
+    alpha = [space.weight for space in bundle.manifest.subspaces]
+    rows = [
+        ranking(v, others, number if gallery is None else None, alpha, 10) for number, v in enumerate(ours)
+    ]
+    right = theirs[np.array(rows)] == labels[query][:, None]
+    assert found == pytest.approx({"recall_at_1": right[:, 0].mean(), "recall_at_10": right.any(1).mean()})
+    # the whole vector's Euclidean order is another one
+    exclude = np.arange(len(ours)) if gallery is None else None
+    whole = nearest_in_each(ours, others, 10, (), exclude)[0]
+    assert (theirs[whole[:, 0]] == labels[query]).mean() != found["recall_at_1"]
+
+
+@pytest.mark.parametrize("merge", ["min", "score"])
+def test_served_neighbours_are_those_of_a_loop(merge: str) -> None:
+    rng = np.random.default_rng(0)
+    x, q = rng.standard_normal((40, 6)), rng.standard_normal((5, 6))
+    alpha = [0.6, 0.3, 0.1]
+    spaces = tuple(Subspace(str(i), 2 * i, 2 * i + 2, w) for i, w in enumerate(alpha))
+    manifest: Any = SimpleNamespace(subspaces=spaces, merge=merge)
+    exclude = np.array([3, 0, 39, -1, 7])
+    found = served_neighbors(q, x, 6, manifest, exclude)
+    for query, row, left_out in zip(q, found, exclude.tolist(), strict=True):
+        if merge == "score":
+            expected = ranking(query, x, left_out, alpha, 6)
+        else:
+            kept = [r for r in range(40) if r != left_out]
+            nearest = {
+                r: min(float(np.hypot(*(query - x[r])[s.start : s.stop])) for s in spaces) for r in kept
+            }
+            expected = sorted(kept, key=lambda r: nearest[r])[:6]
+        assert row.tolist() == expected
+
+
+def test_a_variants_drift_is_of_eq_27() -> None:
+    rng = np.random.default_rng(1)
+    labels = np.repeat(np.arange(6), 5)
+    x = rng.standard_normal((30, 6)) + rng.standard_normal((6, 6))[labels]
+    alpha = [0.2, 0.7, 0.1]
+    spaces = [Subspace(str(i), 2 * i, 2 * i + 2, w) for i, w in enumerate(alpha)]
+    first = [ranking(v, x, row, alpha, SCORED)[0] for row, v in enumerate(x)]
+    share = float(np.mean(labels[first] == labels))
+    outputs = {"vector": x}
+    assert recall_at_1(distances_of(outputs, None, spaces, "score"), labels) == pytest.approx(share)
+    assert recall_at_1(distances_of(outputs, None, spaces, "min"), labels) != pytest.approx(share)
+    variant = measure("f", outputs, [outputs], labels, None, spaces, "score")
+    assert variant.recall_at_1 is not None and variant.recall_at_1.after == pytest.approx(share)
