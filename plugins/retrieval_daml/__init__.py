@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ContrastiveLoss": "contrastive",
     "Discriminator": "discriminator",
+    "DisturbedNegative": "disturbed",
     "HardNegativeGenerator": "generators",
     "HardPositiveGenerator": "generators",
     "LiftedLoss": "lifted",
@@ -37,9 +38,10 @@ def __getattr__(name: str) -> Any:
 @hookimpl
 def retrieval_generators() -> Factories:
     """Generators of synthetic samples that are hard for the metric being learned."""
+    from retrieval_daml.disturbed import DisturbedNegative
     from retrieval_daml.generators import GENERATORS
 
-    return GENERATORS
+    return {**GENERATORS, "disturbed_negative": DisturbedNegative}
 
 
 @hookimpl

@@ -70,7 +70,7 @@ class OnePerClass(nn.Module):
 
 
 class SemiHard(nn.Module):
-    """For each positive pair a random negative that is farther than the positive, but by less than a margin.
+    """For each positive pair a negative that is farther than the positive, but by less than a margin: a random one, or the nearest.
 
     Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", Table
     IX: D(p, a)² < D(n, a)² < D(p, a)² + margin. A pair without such a negative gives no triplet. One triplet a pair at most
@@ -78,11 +78,20 @@ class SemiHard(nn.Module):
 
     Args:
         margin: a difference of squared distances; that of the loss.
+        pick: which of a pair's semi-hard negatives: "random", or "hardest", the nearest of them.
         distance: how two embeddings are compared; the Euclidean distance, without normalising, by default.
     """
 
-    def __init__(self, margin: float = 1.0, distance: Distance = None) -> None:
+    def __init__(
+        self,
+        margin: float = 1.0,
+        pick: Literal["random", "hardest"] = "random",
+        distance: Distance = None,
+    ) -> None:
         super().__init__()
+        if pick not in ("random", "hardest"):
+            raise ValueError(f'pick is {pick!r} and must be "random" or "hardest"')
+        self.pick = pick
         if not 0 < margin < float("inf"):
             raise ValueError(
                 f"margin is {margin:g} and must be a number above 0: below it no negative is semi-hard"
@@ -116,6 +125,8 @@ class SemiHard(nn.Module):
         a, p, fits = a[found], p[found], fits[found]
         if len(a) == 0:
             return a, p, a
+        if self.pick == "hardest":
+            return a, p, matrix[a].masked_fill(~fits, float("inf")).argmin(1)
         return a, p, torch.multinomial(fits.float(), 1).squeeze(1)
 
 
