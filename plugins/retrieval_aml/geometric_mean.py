@@ -47,7 +47,7 @@ class GeometricMeanLoss(CheckedLoss):
         self,
         alpha: Annotated[float, Field(ge=0)] = 1.0,
         beta: Annotated[float, Field(gt=0)] = 1.0,
-        ridge: Annotated[float, Field(ge=0)] = 0.1,
+        ridge: Annotated[float, Field(ge=0)] = 0.01,
         scale: Literal["free", "fixed"] = "free",
         reducer: Reducer = None,
     ) -> None:
@@ -156,5 +156,5 @@ def _check_regular(eigenvalues: Tensor, items: int, ridge: float) -> None:
     if float(eigenvalues[0]) <= size * torch.finfo(eigenvalues.dtype).eps * float(eigenvalues[-1]):
         raise DataError(
             f"The covariance of {items} embeddings of {size} dimensions cannot be inverted with ridge = {ridge:g}: set ridge above "
-            f"0 (its default is 0.1), or give it more items than dimensions."
+            f"0 (its default is 0.01), or give it more items than dimensions."
         )
