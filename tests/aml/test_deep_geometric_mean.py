@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -298,12 +299,10 @@ class TestTrainableFeatures:
             "name": "deep", "data": {"name": "core.digits"}, "split": {"by": "class", "validation": 0.2},
             "sampler": {"classes": 4, "items": 8, "batches": 20}, "head": {"embedding_size": 8},
             "backbone": {"name": "core.convnet", "size": 8, "width": 4, "channels": 1},
-            "loss": {"name": "aml.geometric_mean"}, "train": {"epochs": 3, "device": "cpu"}, "optimizer": {"lr": 3e-3},
+            "loss": {"name": "aml.geometric_mean", "ridge": 0.1}, "train": {"epochs": 3, "device": "cpu"}, "optimizer": {"lr": 3e-3},
         })  # fmt: skip
         lines: list[str] = []
         train(tmp_path / "run", *made, report=lines.append)
-        import json
-
         losses = [
             json.loads(x)["loss"] for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         ]
@@ -317,7 +316,7 @@ class TestOddBatches:
         free = GeometricMeanLoss()(embeddings, numbers)
         free.backward()
         assert float(free.detach()) == 0 and embeddings.grad is not None and not embeddings.grad.any()
-        fixed = float(GeometricMeanLoss(scale="fixed")(embeddings.detach(), numbers))
+        fixed = float(GeometricMeanLoss(ridge=0.1, scale="fixed")(embeddings.detach(), numbers))
         expected = eq_11(embeddings.detach().numpy(), every_pair(labels), 1.0, 1.0, 0.1)
         assert fixed == pytest.approx(expected, rel=1e-10)
 
@@ -354,7 +353,7 @@ class TestOddBatches:
 
     def test_a_sum_of_pairs(self) -> None:
         pairs = every_pair(LABELS.tolist())
-        value = GeometricMeanLoss(0.0, scale="fixed", reducer=SumReducer())(batch(), LABELS)
+        value = GeometricMeanLoss(0.0, ridge=0.1, scale="fixed", reducer=SumReducer())(batch(), LABELS)
         e = batch().numpy()
         parts = [eq_11(e, (*pairs[:2], [], []), 0.0, 1.0, 0.1), eq_11(e, ([], [], *pairs[2:]), 0.0, 1.0, 0.1)]
         assert float(value) == pytest.approx(len(pairs[0]) * parts[0] + len(pairs[2]) * parts[1], rel=1e-10)
