@@ -25,19 +25,19 @@ class DisturbedNegative(Generator):
     The metric is fooled as by a trained generator, but by a search among copies of n that know nothing of the anchor, so that
     their label stays as right as the disturbance is blind to classes. There are no parameters, and no gradient flows through x̃.
     It is meant for the hardest real negatives (`daml.semi_hard` with `pick = "hardest"`), and helps most where training
-    classes are few.
+    classes are few; where they are many, with the real negatives beside it (`[train] real_weight = 1`).
 
     Args:
         by: "noise" or "classmates".
         step: how much is added, in lengths of n or of the difference; 0 leaves the real negative.
-        tries: how many copies are drawn of each negative; 1 looks at no distance.
+        tries: how many copies are drawn of each negative, each a pass of the head; 1 looks at no distance.
     """
 
     def __init__(
         self,
         by: Literal["noise", "classmates"] = "noise",
         step: Annotated[float, Field(ge=0)] = 1.0,
-        tries: Annotated[int, Field(ge=1)] = 4,
+        tries: Annotated[int, Field(ge=1)] = 16,
     ) -> None:
         super().__init__()
         if by not in ("noise", "classmates"):
@@ -81,7 +81,8 @@ class DisturbedNegative(Generator):
         else:
             other = torch.randperm(len(anchor), device=anchor.device)
             added = anchor[other] - positive[other]
-        return nn.functional.normalize(negative + self.step * added) * length
+        made: Tensor = nn.functional.normalize(negative + self.step * added) * length
+        return made
 
     def _codes(self, features: Tensor) -> Tensor:
         if not self._head:
