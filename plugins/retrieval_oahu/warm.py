@@ -72,6 +72,7 @@ class Warm(LinearMap, OnlineLearner):
     weights_: Floats
     weights_at_: NDArray[np.int64]
     errors_: Floats
+    basis_: Floats
     left_: bool
 
     def __init__(
