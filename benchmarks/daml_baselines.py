@@ -108,10 +108,9 @@ UNTUNED: list[tuple[str, dict[str, Any]]] = [
     ("contrastive", {"name": "daml.contrastive", "margin": 0.5}),
     ("contrastive", {"name": "daml.contrastive", "margin": 1.0}),
     ("triplet", {"name": "daml.triplet", "margin": 1.0}),
-    ("lifted", {"name": "daml.lifted", "margin": 1.0}),
-    ("N-pair", {"name": "daml.npair", "scale": 8.0}),
 ]
-"""What the losses are without choosing: with the generator's margin, and for the contrastive loss also half of it."""
+"""What the losses are without choosing: with the generator's margin, and for the contrastive loss also half of it. The lifted
+loss has chosen just that margin, and N-pair the scale that it comes with."""
 
 STEPS = (100, 200, 400)
 """Candidates of the set of few classes, where training too long is the danger."""
