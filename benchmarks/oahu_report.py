@@ -8,11 +8,17 @@ from typing import Any
 import numpy as np
 
 POINTS = (0, 10, 30, 100, 300, 1000, 3000, 10_000)
-WARM = ("oahu.warm", "oahu.warm, unit length")
+WARM = ("oahu.warm",)
+WARM_EXPERTS = ["Euclid", "s = 0, unit length", "s = ¼", "s = ½", "s = ¾", "s = 1"]
 PAPER = {
     "LEGO": (0.35, 0.64, 0.58), "RDML": (0.22, 0.78, 0.47), "OASIS": (0.21, 0.79, 0.14), "OPML": (0.23, 0.78, 0.30),
     "OAHU": (0.18, 0.81, 1.00),
 }  # fmt: skip
+
+FEATURES = (
+    ("features", "EfficientNet-Lite0 features of unseen classes", "EfficientNet-Lite0 (ImageNet) on 10,000 of the images at 64 × 64 pixels."),
+    ("convnet", "Convolutional features of unseen classes", "The net of `models/fashion-mnist`, trained by its recipe on the five classes of the stream only, on the same 10,000 images."),
+)  # fmt: skip
 
 
 def warm_columns() -> list[str]:
@@ -57,13 +63,25 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
         "", "**The paper's ranking reverses.** Its OAHU beats every baseline; here plain Euclidean distance beats OAHU, the trained network is worse than",
         "the same network before training, and the linear baselines but OASIS stay near Euclid. OAHU does help to tell pairs apart and to classify from",
         "few references, against Euclid; LEGO, which is linear, does too. LEGO's and RDML's pairs are both pairs of each triplet; OPML makes its own triplets in one pass over the 35,000.",
+    ]  # fmt: skip
+    few = [r for r in rows if r["part"] == "few"]
+    lines += [
+        "", "The column of 100 references is of one draw of them a repeat. Ten draws in each of the three repeats:", "", "| | error, 100 references | mean of each repeat |", "| --- | --- | --- |",
+    ]  # fmt: skip
+    for name in dict.fromkeys(r["method"] for r in few):
+        each = [r["errors"] for r in few if r["method"] == name]
+        means = ", ".join(mean_std([float(np.mean(e))]).split(" ±")[0] for e in each)
+        lines.append(f"| {name} | {mean_std([e for one in each for e in one])} | {means} |")
+    lines += [
+        "", "An earlier prototype of tuned OAHU erred .236. What sets these apart, looked for on validation images only: neither k (1, 3, 5, 10: .26 to .30) nor references of equally many a class (by .003 at most),",
+        "but the trained network: ten seeds gave .243 to .285, .261 on average, each the mean of several draws. The three networks measured here lie at the upper end of that and beyond, which no difference of protocol that was tried explains. The prototype's Euclid had an AUC of .746, which here is that of standardised pixels (.75; raw ones .80).",
         "", "## Error against the number of triplets", "", f"`{figure}` beside this page draws it, with the weights along the stream; so does the page of OAHU.", "",
     ]  # fmt: skip
     every = dict.fromkeys(r["method"] for r in rows if r["part"] == "curve")
     curves = [n for n in every if not n.startswith("oahu.warm")]
     lines += [
         "| triplets | " + " | ".join([*curves, *warm_columns()]) + " |",
-        "| --- " * (len(curves) + 5) + "|",
+        "| --- " * (len(curves) + 3) + "|",
     ]
     for point in POINTS:
         cells = [
@@ -78,7 +96,7 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
             ]
         lines.append(f"| {point:,} | " + " | ".join(cells) + " |")
     lines += [
-        "", "LEGO, RDML, OASIS and OAHU: one repeat, 2,000 queries. `oahu.warm`: three repeats of 4,000, and its gain on Euclid in each.", "", "## Retrieval, class-disjoint", "",
+        "", "LEGO, RDML, OASIS, OPML (given these triplets) and OAHU: one repeat, 2,000 queries. `oahu.warm`: three repeats of 4,000, and its gain on Euclid in each.", "", "## Retrieval, class-disjoint", "",
         "Learned on five classes, searched in 5,000 images of the other five, each asking for the others. The two ways to search an OAHU model:", "",
         "| | Recall@1 | Recall@5 | Recall@10 | Precision@10 |", "| --- " * 5 + "|",
     ]  # fmt: skip
@@ -93,21 +111,29 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
     overlaps = [r["overlap"] for r in found if "overlap" in r]
     lines += [
         "", f"Their first ten answers agree by {mean_std(overlaps, 2)}: neither is an approximation of the other.",
-        "", "## Convolutional features of unseen classes", "",
-        "EfficientNet-Lite0 (ImageNet) on 10,000 of the images at 64 × 64 pixels. Triplets of five classes, 5-NN error within the other five (three",
-        "choices of the five):", "", "| triplets | Euclid | OAHU, η .01 τ 1.9 | " + " | ".join(warm_columns()) + " |", "| --- " * 7 + "|",
     ]  # fmt: skip
-    base = {r["repeat"]: r["error"] for r in of("features", "Euclid")}
-    for point in POINTS:
-        other = [r["error"] for r in of("features", "OAHU, η .01 τ 1.9") if r["triplets"] == point]
-        cells = [mean_std(list(base.values())), mean_std(other)]
-        for name in WARM:
-            here = [r for r in of("features", name) if r["triplets"] == point and r["repeat"] in base]
+    for part, title, about in FEATURES:
+        lines += ["", f"## {title}", "", about, "Triplets of five classes, 5-NN error within the other five (three choices of the five).", ""]  # fmt: skip
+        lines += ["| triplets | Euclid | OAHU, η .01 τ 1.9 | " + " | ".join(warm_columns()) + " |", "| --- " * 5 + "|"]  # fmt: skip
+        base = {r["repeat"]: r["error"] for r in of(part, "Euclid")}
+        for point in POINTS:
+            other = [r["error"] for r in of(part, "OAHU, η .01 τ 1.9") if r["triplets"] == point]
+            cells = [mean_std(list(base.values())), mean_std(other)]
+            here = [r for r in of(part, WARM[0]) if r["triplets"] == point and r["repeat"] in base]
             cells += [
                 mean_std([r["error"] for r in here]),
                 gains_of([base[r["repeat"]] - r["error"] for r in here]),
             ]
-        lines.append(f"| {point:,} | " + " | ".join(cells) + " |")
+            lines.append(f"| {point:,} | " + " | ".join(cells) + " |")
+    base = {r["repeat"]: r["error"] for r in of("choices", "Euclid")}
+    after = {r["repeat"]: r["error"] for r in of("choices", WARM[0]) if r["triplets"] == POINTS[-1]}
+    gains = [base[n] - error for n, error in after.items()]
+    worst = [min((base[r["repeat"]] - r["error"] for r in of("choices", WARM[0])), default=0.0)]
+    lines += [
+        "", "The gain on EfficientNet-Lite0's features depends on which classes are known. After those three, nine more choices were drawn at random and measured, with nothing changed in between:",
+        f"`oahu.warm` gains {gains_of(gains)} after 10,000 triplets, {np.mean(gains or [0.0]):+.4f} on average (standard error {np.std(gains or [0.0]) / max(len(gains) - 1, 1) ** 0.5:.4f}), where Euclid",
+        f"errs {mean_std(list(base.values()))}; {gains_of(worst)} is the worst of all points of their streams.",
+    ]  # fmt: skip
     lines += [
         "",
         f"Measured in {sum(r.get('cpu', 0) for r in rows) / 60:.0f} minutes of CPU time, one thread, with two cores shared by other work.",
@@ -135,16 +161,19 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         )
     euclid = [r["error"] for r in rows if r["part"] == "table" and r["method"] == "Euclid"]
     left.axhline(float(np.mean(euclid)), color="grey", linestyle=":", label="Euclid")
-    left.set(xscale="symlog", xlabel="triplets", ylabel="5-NN error")
+    left.set(xscale="symlog", xlim=(0, POINTS[-1] * 1.1), xlabel="triplets", ylabel="5-NN error")
     left.legend(fontsize=7)
-    for axes, name, title in ((middle, "OAHU", "E{}"), (right, "oahu.warm", "s = .{}")):
+    for axes, name, title in ((middle, "OAHU", "E{}"), (right, "oahu.warm", None)):
         for row in curves:
             if row["method"] == name and "weights" in row and not row["repeat"]:
                 weights = np.array(row["weights"])
                 axes.stackplot(
-                    row["weights_at"], weights.T, labels=[title.format(i) for i in range(weights.shape[1])]
-                )
-        axes.set(title=f"weights of {name}", xlabel="triplets", ylim=(0, 1))
-        axes.legend(fontsize=7, loc="upper right")
+                    row["weights_at"], weights.T,
+                    labels=[title.format(i) for i in range(weights.shape[1])] if title else WARM_EXPERTS,
+                )  # fmt: skip
+        axes.set(
+            title=f"weights of {name}", xlabel="triplets", ylim=(0, 1), xscale="symlog", xlim=(0, POINTS[-1])
+        )
+        axes.legend(fontsize=7, loc="lower left")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

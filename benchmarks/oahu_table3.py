@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/oahu_table3.py
 
 Each figure goes to a .jsonl beside the result as soon as it is measured, and a second run goes on from there. Some 15 minutes of CPU
-time. Protocol: every choice (constants of the baselines, experts and components of `oahu.warm`) was made on half of the images' development parts of
-two other splits; the queries are 4,000 images a repeat that lie in neither of those parts, and nobody looked at them before. 35,000 of
+time. Protocol: every choice (constants of the baselines, experts, components and ridge of `oahu.warm`) was made on the development parts of
+two other splits, and for features on other images and other choices of classes than those measured; the queries are 4,000 images a repeat that lie in neither of those parts. 35,000 of
 the other images are the development part, as in the paper: they give the triplets and are the references.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,7 +45,6 @@ def learners() -> dict[str, Callable[[int], Any]]:
         "OAHU, untrained": lambda seed: OAHU(seeds=0, closure=0, seed=seed),
         "OAHU, η .01 τ 1.9": lambda seed: OAHU(learning_rate=0.01, tau=1.9, seed=seed),
         "oahu.warm": lambda seed: Warm(seed=seed),
-        "oahu.warm, unit length": lambda seed: Warm(unit_length=True, seed=seed),
     }
 
 
@@ -129,19 +129,41 @@ def jobs() -> Iterator[tuple[Job, Callable[[], list[dict[str, Any]]]]]:
             )
     for repeat in range(REPEATS):
         dev, queries = split(repeat)
-        for name in ("LEGO", "RDML", "OASIS", "OAHU", "oahu.warm", "oahu.warm, unit length"):
+        for name in ("LEGO", "RDML", "OASIS", "OPML", "OAHU", "oahu.warm"):
             if not name.startswith("oahu.warm") and repeat:
                 continue
             yield (
                 ("curve", name, repeat),
                 lambda n=name, r=repeat, d=dev, q=queries: curve_rows(n, r, x, y, d, q),
             )
-        for name in ("Euclid", "OAHU", "OAHU, η .01 τ 1.9", "oahu.warm", "oahu.warm, unit length"):
+        for name in ("Euclid", "OAHU", "OAHU, η .01 τ 1.9", "oahu.warm"):
             yield ("retrieval", name, repeat), lambda n=name, r=repeat: retrieval_rows(n, r, x, y)
+        for name in ("Euclid", "LEGO", "OAHU", "OAHU, η .01 τ 1.9", "oahu.warm"):
+            yield ("few", name, repeat), lambda n=name, r=repeat, d=dev, q=queries: few_rows(n, r, x, y, d, q)
     features: list[Any] = []
     for repeat in range(REPEATS):
-        for name in ("Euclid", "OAHU, η .01 τ 1.9", "oahu.warm", "oahu.warm, unit length"):
-            yield ("features", name, repeat), lambda n=name, r=repeat: feature_rows(n, r, features, x, y)
+        for name in ("Euclid", "OAHU, η .01 τ 1.9", "oahu.warm"):
+            yield (
+                ("features", name, repeat),
+                lambda n=name, r=repeat: feature_rows(
+                    n, r, features or features.extend(efficientnet(x, y)) or features, y
+                ),
+            )
+    for repeat, learned in enumerate(further_choices()):
+        for name in ("Euclid", "oahu.warm"):
+            yield (
+                ("choices", name, repeat),
+                lambda n=name, r=repeat, c=learned: feature_rows(
+                    n, r, features or features.extend(efficientnet(x, y)) or features, y, c
+                ),
+            )
+    for repeat in range(REPEATS):
+        own: list[Any] = []
+        for name in ("Euclid", "OAHU, η .01 τ 1.9", "oahu.warm"):
+            yield (
+                ("convnet", name, repeat),
+                lambda n=name, r=repeat, o=own: feature_rows(n, r, o or o.extend(convnet(r, x, y)) or o, y),
+            )
 
 
 def table_rows(
@@ -175,6 +197,18 @@ def table_rows(
         d = ((learner.transform(one) - learner.transform(other)) ** 2).sum(1)
     row["auc"] = float(roc_auc_score(y[queries[a]] == y[queries[b]], -d))
     return [row]
+
+
+def few_rows(
+    name: str, repeat: int, x: Floats, y: Floats, dev: Floats, queries: Floats
+) -> list[dict[str, Any]]:
+    """Error with each of ten draws of 100 references."""
+    learner = None if name == "Euclid" else learners()[name](repeat).fit(x[dev], y[dev])
+    errors = []
+    for draw_ in range(10):
+        some = np.random.default_rng(400 + draw_).permutation(dev)[:100]
+        errors.append(scores(y[queries], classified(learner, x[some], y[some], x[queries]))["error"])
+    return [{"errors": errors}]
 
 
 def curve_rows(
@@ -237,12 +271,30 @@ def retrieved(title: str, rows: Floats, labels: Floats) -> dict[str, Any]:
     }
 
 
-def feature_rows(name: str, repeat: int, kept: list[Any], x: Floats, y: Floats) -> list[dict[str, Any]]:
-    """5-NN error on EfficientNet-Lite0 features of classes that were not trained on, along the stream."""
-    if not kept:
-        kept += efficientnet(x, y)
+LEARNED = [(0, 2, 4, 6, 8), (1, 3, 5, 7, 9), (0, 1, 2, 3, 4)]
+"""The classes that triplets are of; the others are searched."""
+CHOSEN_ON = [(0, 1, 5, 6, 7), (2, 3, 4, 8, 9), (0, 2, 3, 5, 9), (1, 4, 6, 7, 8)]
+"""The same on other images, for choosing `oahu.warm`'s form."""
+
+
+def further_choices() -> list[tuple[int, ...]]:
+    """Return nine random choices of five classes, none of `LEARNED` or of those that anything was chosen on, or their other halves."""
+    known = {*LEARNED, *CHOSEN_ON}
+    known |= {tuple(c for c in range(10) if c not in some) for some in known}
+    rng, found = np.random.default_rng(500), list[tuple[int, ...]]()
+    while len(found) < 9:
+        some = tuple(sorted(rng.permutation(10)[:5].tolist()))
+        if some not in known and some not in found:
+            found.append(some)
+    return found
+
+
+def feature_rows(
+    name: str, repeat: int, kept: list[Any], y: Floats, learned: tuple[int, ...] | None = None
+) -> list[dict[str, Any]]:
+    """5-NN error on features of classes that were not trained on, along the stream."""
     f, labels = kept
-    learned = [(0, 2, 4, 6, 8), (1, 3, 5, 7, 9), (0, 1, 2, 3, 4)][repeat]
+    learned = learned or LEARNED[repeat]
     seen = np.isin(labels, learned)
     train, test = np.flatnonzero(seen), np.flatnonzero(~seen)
     learner = None if name == "Euclid" else learners()[name](repeat).prepare(f[train])
@@ -288,6 +340,28 @@ def efficientnet(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     return np.concatenate(found), y[chosen]
 
 
+def convnet(repeat: int, x: Floats, y: Floats) -> tuple[Floats, Floats]:
+    """Return features (N, 64) of the same 10,000 images by the net of models/fashion-mnist, trained on the stream's classes only."""
+    import torch
+    from retrieval.recipe import read_recipe
+    from retrieval.train.run import load_run
+    from retrieval.train.trainer import train
+
+    torch.set_num_threads(1)
+    unseen = [str(c) for c in range(10) if c not in LEARNED[repeat]]
+    recipe = Path(__file__).parents[1] / "models" / "fashion-mnist" / "recipe.toml"
+    made, plugins = read_recipe(recipe, [f"split.test={json.dumps(unseen)}", f"seed={repeat}"])
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        train(run, made, plugins, report=lambda _: None)
+        net = load_run(run).model.backbone.eval()
+    chosen = np.random.default_rng(7).permutation(70_000)[:10_000]
+    mean, std = (np.array(v, np.float32)[0] for v in (net.preprocessing.mean, net.preprocessing.std))
+    images = torch.from_numpy((x[chosen].reshape(-1, 1, 28, 28) - mean) / std)
+    with torch.inference_mode():
+        return torch.cat([net(part) for part in images.split(500)]).numpy(), y[chosen]
+
+
 def identity(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return what a row is of."""
     return tuple(row.get(key) for key in ("part", "method", "repeat", "triplets", "title"))
@@ -299,9 +373,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "oahu_table3.md")
-    parser.add_argument("--parts", nargs="*", default=["table", "curve", "retrieval", "features"])
+    parser.add_argument(
+        "--parts", nargs="*", default=["table", "curve", "retrieval", "features", "convnet", "few", "choices"]
+    )
     parser.add_argument("--methods", nargs="*", default=None, help="only these")
-    parser.add_argument("--repeats", nargs="*", type=int, default=range(REPEATS), help="only these")
+    parser.add_argument("--repeats", nargs="*", type=int, default=range(9), help="only these")
     parser.add_argument("--report", action="store_true", help="only write the page, from what was measured")
     parser.add_argument("--cache", type=Path, help="an .npy file to keep the images' features in")
     arguments = parser.parse_args()
