@@ -108,9 +108,12 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
             + " | ".join(mean_std([r[k] for r in mine]) for k in ("r1", "r5", "r10", "p10"))
             + " |"
         )
-    overlaps = [r["overlap"] for r in found if "overlap" in r]
+    agreement = ", ".join(
+        f"{mean_std([r['overlap'] for r in found if 'overlap' in r and r['method'] == name], 2)} ({name})"
+        for name in dict.fromkeys(r["method"] for r in found if "overlap" in r)
+    )
     lines += [
-        "", f"Their first ten answers agree by {mean_std(overlaps, 2)}: neither is an approximation of the other.",
+        "", f"Their first ten answers agree by {agreement}: neither is an approximation of the other.",
     ]  # fmt: skip
     for part, title, about in FEATURES:
         lines += ["", f"## {title}", "", about, "Triplets of five classes, 5-NN error within the other five (three choices of the five).", ""]  # fmt: skip

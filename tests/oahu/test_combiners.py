@@ -248,9 +248,11 @@ def test_trained_exported_trained_on_and_exported_again(tmp_path: Path) -> None:
 def test_oasis_and_warm_are_served_too(tmp_path: Path) -> None:
     for name, learner in (
         ("oasis", OASIS(seeds=300, closure=0)),
-        ("warm", Warm(components=20, seeds=300, closure=0)),
+        ("warm", Warm(components=20, seeds=1500, closure=0)),
+        ("euclid", Warm(components=20, seeds=10, closure=0)),
     ):
         learner.fit(X, Y)
+        assert getattr(learner, "left_", None) is {"warm": True, "euclid": False}.get(name)
         (tmp_path / name).mkdir()
         bundle = exported(learner, tmp_path / name / "bundle")
         with indexed(bundle, tmp_path / name) as index:
