@@ -174,7 +174,7 @@ class Combiner(BaseDistance):
             distance's order. Otherwise export adds a rescorer, which orders the candidates by `compute_mat`.
         subspaces: several ranges of columns with candidates of their own; empty: the whole vector is one.
         merge: how candidates of several sub-spaces become one list when there is no rescorer: "min" keeps an item's
-            smallest Euclidean distance; "score" is `retrieval.index.merging.best_score`: each sub-space scores its own k
+            smallest Euclidean distance; "score" is `retrieval.merging.best_score`: each sub-space scores its own k
             nearest, and an item keeps its best. Those answers are not the order of any distance of two codes, so
             `compute_mat` then serves training and exact evaluation only.
         candidates: how many candidates a rescorer is given by default, unless `choose_candidates` says otherwise.

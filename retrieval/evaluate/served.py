@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.evaluate.neighbors import exact_neighbors
-from retrieval.index.merging import best_score, nearest_of
+from retrieval.merging import best_score, nearest_of
 
 if TYPE_CHECKING:
     from retrieval.manifest import Manifest, Subspace

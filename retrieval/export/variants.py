@@ -15,8 +15,8 @@ from retrieval.contracts import Subspace
 from retrieval.errors import BundleError
 from retrieval.export.graph import first_line, quiet
 from retrieval.export.verify import Floats, merged_distances
-from retrieval.index.merging import best_score
 from retrieval.manifest import Cosine, Recall, Variant
+from retrieval.merging import best_score
 
 VariantName = Literal["fp16", "int8"]
 

@@ -17,8 +17,8 @@ from retrieval.errors import DataError, StoreError
 from retrieval.index.backends import Floats, IndexBackend, Rows, checked_search, make_backend
 from retrieval.index.files import SUMS, check_sums, damaged
 from retrieval.index.items import Item, Items
-from retrieval.index.merging import best_score, nearest_of
 from retrieval.manifest import FileName, Part, Sha256, parse_json, problems_of, sha256_of
+from retrieval.merging import best_score, nearest_of
 
 FORMAT = 1
 _BLOCK = 256  # queries at a time: bounds the memory of measuring candidates
@@ -200,7 +200,7 @@ class Index:
         """Return the nearest items of each query, nearest first; equal distances by id.
 
         Without a rescorer the distance is Euclidean, measured on the stored vectors (with sub-spaces, what the bundle's
-        merge makes of them: `retrieval.index.merging`). With one, it is the rescorer's.
+        merge makes of them: `retrieval.merging`). With one, it is the rescorer's.
 
         Args:
             queries: what the bundle's encoder gave, or vectors (Q, P) or (P,) where there is no rescorer.

@@ -14,8 +14,8 @@ import torch
 from retrieval.bundle import Bundle
 from retrieval.export import export_model
 from retrieval.index.build import build_index
-from retrieval.index.merging import best_score
 from retrieval.index.store import Index
+from retrieval.merging import best_score
 from retrieval.model import Model
 from retrieval.plugins import load_plugins
 from retrieval.train.run import load_run
