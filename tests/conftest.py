@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+
+# Ctrl-C is ignored in what a shell starts in the background, and so by all that it starts; tests send it
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)
