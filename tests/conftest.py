@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-
 # Ctrl-C is ignored in what a shell starts in the background, and so by all that it starts; tests send it
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
