@@ -161,17 +161,6 @@ class HedgeSum(Hedge):
         rule: how losses discount weights, as for `oahu.oahu`.
     """
 
-    def __init__(
-        self,
-        embedding: Count = 50,
-        depth: Annotated[int, Field(ge=0)] = 5,
-        hidden: Count = 100,
-        beta: Annotated[float, Field(gt=0, lt=1)] = 0.99,
-        smoothing: Annotated[float, Field(gt=0, le=1)] = 0.1,
-        rule: Rule = "exp",
-    ) -> None:
-        super().__init__(embedding, depth, hidden, beta, smoothing, rule)
-
     def query_vectors(self, codes: Tensor) -> Tensor:
         """Return the unit embeddings times the weights, side by side."""
         return (self.embeddings(codes) * self._row("alpha", codes)[:, None]).flatten(1)
