@@ -222,10 +222,8 @@ def test_one_by_one_and_by_the_matrix_agree(name: str) -> None:
     assert many.item() == pytest.approx(alone.item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"triplet"}))  # a triplet listed twice is two triplets
 def test_pairs_listed_twice_count_once_and_order_does_not_matter(name: str) -> None:
-    if name == "triplet":
-        pytest.skip("a triplet listed twice is two triplets")
     pairs = (torch.tensor([0, 2, 0]), torch.tensor([1, 3, 6]), torch.tensor([0, 2]), torch.tensor([2, 8]))
     twice = tuple(torch.cat([x.flip(0), x]) for x in pairs)
     assert LOSSES[name]()(X, Y, twice).item() == pytest.approx(LOSSES[name]()(X, Y, pairs).item(), rel=1e-12)
