@@ -97,7 +97,7 @@ def main() -> None:
             inputs, labels = next(iter(plain.batches.epoch(0)))
             assert len(labels) == BATCH
             for of in (plain, daml):
-                of._set_modes()
+                of.sides.set_modes()
                 step(of, inputs, labels)
             pairs = [(step(plain, inputs, labels), step(daml, inputs, labels)) for _ in range(options.steps)]
             made = int(daml._train_batch(inputs, labels, daml.phase)["triplets"])

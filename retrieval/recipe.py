@@ -154,7 +154,11 @@ class Phase(Section):
         description="The parts that train; the others keep their weights (and batch statistics) as they are.",
     )
     lr: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Learning rate of this phase, instead of `[optimizer] lr`."
+        None,
+        description="Learning rate of this phase, instead of `[optimizer] lr`: the generator's too, unless it has a `[generator_optimizer]`.",
+    )
+    generator_lr: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="The generator's learning rate in this phase, instead of what its optimiser says."
     )
     synthetic: bool = Field(
         True, description="Whether the generator's negatives enter the loss in this phase."

@@ -57,7 +57,13 @@ def check_together(recipe: Recipe, plugins: Plugins, present: Iterable[str]) -> 
             for name in ("combiner", "miner", "generator")
             if name in present
         ]
-    return problems + _loss(recipe, plugins) + _generator(recipe, present) + _training(recipe, present)
+    return (
+        problems
+        + _loss(recipe, plugins)
+        + _generator(recipe, present)
+        + _rates(recipe, present)
+        + _training(recipe, present)
+    )
 
 
 def _loss(recipe: Recipe, plugins: Plugins) -> list[str]:
@@ -149,11 +155,50 @@ def _generator(recipe: Recipe, present: set[str]) -> list[str]:
     return problems
 
 
+def _rates(recipe: Recipe, present: set[str]) -> list[str]:
+    """Learning rates that would reach nothing."""
+    problems = []
+    own = recipe.generator_optimizer
+    if own is not None:
+        problems += [
+            f"[generator_optimizer] lr_factor.{part}: it steps the generator alone. Set it in [optimizer] lr_factor."
+            for part in own.lr_factor
+            if part != "generator"
+        ]
+        if "generator" in recipe.optimizer.lr_factor:
+            problems.append(
+                "[optimizer] lr_factor.generator: the generator has a [generator_optimizer]. Set its lr there."
+            )
+    for phase in recipe.phase:
+        where = f"[[phase]] {phase.name}:"
+        if phase.lr and phase.train == ["generator"] and own is not None:
+            problems.append(
+                f"{where} lr is instead of [optimizer] lr, and here only the generator trains, which has a [generator_optimizer]. "
+                "Use generator_lr."
+            )
+        if phase.generator_lr and "generator" not in present:
+            problems.append(f"{where} generator_lr is of no use without a [generator]. Remove it.")
+        elif phase.generator_lr and "generator" not in phase.train:
+            problems.append(
+                f'{where} generator_lr is of no use, for the generator does not train. Remove it, or add "generator" to train.'
+            )
+    return problems
+
+
 def _training(recipe: Recipe, present: set[str]) -> list[str]:
     """Head, augmentation, phases and validation."""
     problems = []
-    if "combiner" in present and recipe.head.identity:
-        problems.append("[head] identity: a [combiner] brings its own head. Remove one of the two.")
+    if "combiner" in present:
+        changed = {
+            "identity": recipe.head.identity,
+            "hidden": bool(recipe.head.hidden),
+            "normalize": not recipe.head.normalize,
+        }
+        problems += [
+            f"[head] {name}: a [combiner] brings its own head. Remove one of the two."
+            for name, is_set in changed.items()
+            if is_set
+        ]
     if recipe.augmentation.active and (recipe.frozen or "learner" in present):
         once = "[backbone] frozen = true" if recipe.frozen else "a [learner]"
         problems.append(

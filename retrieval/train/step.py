@@ -101,8 +101,12 @@ class Step:
         miner, after = self.objective.miner, self.mines_after
         a, p, n = choose_triplets(None if after else indices, labels)
         losses.figures["triplets"] = int(a.numel())
-        if a.numel() == 0:  # a batch without triplets trains nothing, but every graph must exist
-            losses.metric = codes.sum() * 0.0 if trains_metric else None
+        real_weight = self.real_weight if phase.synthetic else 1.0
+        if a.numel() == 0:  # a batch without triplets trains no synthetic sample, but every graph must exist
+            if trains_metric:
+                losses.metric = codes.sum() * 0.0
+                if real_weight:
+                    losses.metric = losses.metric + real_weight * self._loss(codes, labels, indices)
             return
         fa, fp, fn = (features[i] if self.joint else features[i].detach() for i in (a, p, n))
         synthetic = generator(fa, fp, fn)
@@ -122,8 +126,8 @@ class Step:
             metric: Tensor = self.objective.loss(
                 codes, labels, chosen, ref_emb=extended.codes, ref_labels=extended.labels
             )
-            if self.real_weight:
-                metric = metric + self.real_weight * self._loss(codes, labels, indices)
+            if real_weight:
+                metric = metric + real_weight * self._loss(codes, labels, indices)
             losses.metric = metric
         if "generator" in phase.train and any(True for _ in generator.parameters()):
             losses.generator = generator.objective(fa, fp, fn, synthetic, self.model.feature_distance)

@@ -9,28 +9,26 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch import Tensor
 from tqdm import tqdm
 
 from retrieval.data.loading import TrainBatches
 from retrieval.data.raw import RawInputs
-from retrieval.errors import DataError, RecipeError
+from retrieval.errors import DataError
 from retrieval.plugins import Plugins
-from retrieval.recipe import Phase, Recipe, Trainable
+from retrieval.recipe import Phase, Recipe
 from retrieval.train import checkpoint
 from retrieval.train.build import Objective
 from retrieval.train.features import frozen_dataset
-from retrieval.train.optim import StepSchedule, build_optimizer
 from retrieval.train.run import Run, build_run, create_folder, describe, load_weights, write_json
+from retrieval.train.sides import Sides
 from retrieval.train.step import Step
 from retrieval.train.surroundings import (
     Interrupted,
@@ -59,6 +57,8 @@ class Progress:
     """Validations since the best."""
     sums: dict[str, float] = field(default_factory=dict)
     """Sums of this epoch's figures so far."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Steps that had each of them: a batch without triplets has no generator's objective."""
 
 
 class Trainer:
@@ -115,70 +115,11 @@ class Trainer:
         """The current phase."""
         return self.recipe.phases[self.progress.phase]
 
-    def parts(self) -> dict[Trainable, list[Parameter]]:
-        """Return each part's parameters, each parameter once."""
-        model, objective = self.run.model, self.objective
-        modules: dict[Trainable, Sequence[nn.Module | None]] = {
-            "backbone": [] if self.recipe.frozen else [model.backbone],
-            "head": [model.head],
-            "combiner": [model.combiner],
-            "loss": [objective.loss, objective.miner],
-            "generator": [objective.generator],
-        }
-        seen: set[int] = set()
-        found: dict[Trainable, list[Parameter]] = {name: [] for name in modules}
-        # what a head shares with its combiner is the combiner's: the first to name a parameter has it
-        for name in sorted(modules, key=lambda name: name != "combiner"):
-            for parameter in (p for m in modules[name] if m is not None for p in m.parameters()):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    found[name].append(parameter)
-        return found
-
     def _enter_phase(self) -> None:
-        """Set up optimisers and schedules, and what trains; a phase starts with fresh optimisers."""
-        self._parts = parts = self.parts()
-        phase = self.phase
-        for name, parameters in parts.items():
-            for parameter in parameters:
-                parameter.requires_grad_(name in phase.train)
-        self.run.model.backbone.requires_grad_("backbone" in phase.train and not self.recipe.frozen)
-        steps = phase.epochs * len(self.batches)
-        metric: dict[Trainable, list[Parameter]] = {
-            name: p for name, p in parts.items() if name in phase.train and name != "generator"
-        }
-        self.optimizers: dict[str, Any] = {}
-        self.schedules: dict[str, StepSchedule] = {}
-        if any(metric.values()):
-            self._add("metric", build_optimizer(self.recipe.optimizer, metric, phase.lr), steps)
-        if "generator" in phase.train and parts["generator"]:
-            section = self.recipe.generator_optimizer or self.recipe.optimizer
-            self._add("generator", build_optimizer(section, {"generator": parts["generator"]}), steps)
-        if not self.optimizers:
-            raise RecipeError(
-                [f"[[phase]] {phase.name}: none of {', '.join(phase.train)} has parameters to train."]
-            )
-
-    def _add(self, name: str, optimizer: Optimizer, steps: int) -> None:
-        self.schedules[name] = StepSchedule(self.recipe.schedule, optimizer, steps)
-        self.optimizers[name] = (
-            self.accelerator.prepare_optimizer(optimizer) if name == "metric" else optimizer
+        """Set up what trains; a phase starts with fresh optimisers."""
+        self.sides = Sides(
+            self.run.model, self.objective, self.recipe, self.phase, len(self.batches), self.accelerator
         )
-
-    def _set_modes(self) -> None:
-        """A part that does not train keeps its batch statistics too."""
-        model, objective = self.run.model, self.objective
-        train = self.phase.train
-        model.train()
-        model.backbone.train("backbone" in train and not self.recipe.frozen)
-        model.head.train("head" in train)
-        for module, trains in (
-            (objective.loss, True),
-            (objective.miner, True),
-            (objective.generator, "generator" in train),
-        ):
-            if module is not None:
-                module.train(trains)
 
     # --- the loop ----------------------------------------------------------------------------------------
 
@@ -223,13 +164,14 @@ class Trainer:
         world, rank = int(self.accelerator.num_processes), int(self.accelerator.process_index)
         every = self.recipe.train.checkpoint_every
         started, first = time.perf_counter(), progress.step
-        self._set_modes()
+        self.sides.set_modes()
         for inputs, labels in self.batches.epoch(progress.epoch, start=progress.step, rank=rank, world=world):
             figures = self._train_batch(
                 inputs.to(self.run.device, non_blocking=True), labels.to(self.run.device), phase
             )
             for name, value in figures.items():
                 progress.sums[name] = progress.sums.get(name, 0.0) + value
+                progress.counts[name] = progress.counts.get(name, 0) + 1
             progress.step += 1
             progress.total += 1
             bar.update()
@@ -248,13 +190,12 @@ class Trainer:
         self._average_buffers()
         seconds = time.perf_counter() - started
         size = self.recipe.sampler.classes * self.recipe.sampler.items
-        metrics = {name: value / progress.step for name, value in progress.sums.items()}
+        metrics = {name: value / progress.counts[name] for name, value in progress.sums.items()}
         metrics["images_per_second"] = (progress.step - first) * size / max(seconds, 1e-9)
         return metrics
 
     def _train_batch(self, inputs: Tensor, labels: Tensor, phase: Phase) -> dict[str, float]:
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
+        self.sides.zero_grad()
         where = f"at step {self.progress.total + 1} (epoch {self.progress.epoch + 1})"
         try:
             losses = self.step(inputs, labels, phase)
@@ -271,10 +212,8 @@ class Trainer:
                         f"Training stopped {where}: {name.replace('_', ' ')} is {figures[name]}. The last good checkpoint is "
                         f'{self.run.last}. Try a smaller learning rate, [train] clip_norm, or precision = "no".'
                     )
-        self.step.backward(losses, self._parts, self.recipe.train.clip_norm)
-        for name, optimizer in self.optimizers.items():
-            optimizer.step()
-            self.schedules[name].step()
+        self.step.backward(losses, self.sides.parts, self.recipe.train.clip_norm)
+        self.sides.step()
         return figures
 
     def _average_buffers(self) -> None:
@@ -295,8 +234,7 @@ class Trainer:
     def _end_epoch(self, metrics: dict[str, float], board: Any) -> None:
         """Validate, log, save."""
         progress, train = self.progress, self.recipe.train
-        for schedule in self.schedules.values():
-            schedule.epoch_end()
+        self.sides.end_epoch()
         improved = False
         last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
         if self.validates and ((progress.epoch + 1) % train.validate_every == 0 or last_of_phase):
@@ -309,7 +247,7 @@ class Trainer:
                 progress.stale += 1
         record: dict[str, Any] = {
             "phase": self.phase.name, "epoch": progress.epoch, "step": progress.total,
-            "lr": {name: optimizer.param_groups[0]["lr"] for name, optimizer in self.optimizers.items()}, **metrics,
+            "lr": self.sides.rates(), **metrics,
         }  # fmt: skip
         combiner = self.run.model.combiner
         if combiner is not None and (warnings := list(combiner.warnings(metrics))):
@@ -332,7 +270,7 @@ class Trainer:
         progress.epoch += 1
         progress.phase_epoch += 1
         progress.step = 0
-        progress.sums = {}
+        progress.sums, progress.counts = {}, {}
         if improved and self.main:
             self._save_best()
         self.save()
@@ -364,8 +302,7 @@ class Trainer:
         return {
             "model": self.run.model.state_dict(),
             "modules": {name: module.state_dict() for name, module in modules.items() if module is not None},
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
-            "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
+            **self.sides.state_dict(),
             "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {},
             "random": checkpoint.random_state(),
             "progress": asdict(self.progress),
@@ -374,7 +311,7 @@ class Trainer:
     def save(self) -> None:
         """Write the checkpoint to resume from; one that holds NaN would replace a good one, and is refused."""
         if self.main:
-            for name, parameters in self._parts.items():
+            for name, parameters in self.sides.parts.items():
                 if not all(bool(torch.isfinite(p).all()) for p in parameters):
                     raise DataError(
                         f"Training stopped at step {self.progress.total} (epoch {self.progress.epoch + 1}): weights of the {name} "
@@ -409,10 +346,7 @@ class Trainer:
                 module = modules[name]
                 assert module is not None
                 module.load_state_dict(values)
-            for name, values in state["optimizers"].items():
-                self.optimizers[name].load_state_dict(values)
-            for name, values in state["schedules"].items():
-                self.schedules[name].load_state_dict(values)
+            self.sides.load_state_dict(state)
             if state["scaler"] and self.accelerator.scaler is not None:
                 self.accelerator.scaler.load_state_dict(state["scaler"])
         except (KeyError, TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:

@@ -144,7 +144,7 @@ def test_gradients_are_those_of_the_couplings_objectives(
     for parameter in metric + generator:
         parameter.grad = None
     again = of.step(inputs, labels, of.phase)
-    of.step.backward(again, of.parts(), None)
+    of.step.backward(again, of.sides.parts, None)
     for parameter, gradient in zip(metric + generator, expected, strict=True):
         if coupling == "separate":
             assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
@@ -341,7 +341,7 @@ def test_a_batch_without_triplets_trains_nothing(
     before = {
         k: v.clone() for k, v in of.run.model.state_dict().items() if "running" not in k and "num_b" not in k
     }
-    of._set_modes()
+    of.sides.set_modes()
     figures = of._train_batch(inputs, torch.tensor(labels), of.phase)
     assert figures["triplets"] == 0 and figures["loss"] == 0
     after = of.run.model.state_dict()

@@ -109,7 +109,7 @@ metrics = ["recall_at_1", "map_at_s"]
         ({"phase": [{"epochs": 0}]}, "[[phase]] 0.epochs: should be an integer (≥ 1), not 0."),
         ({"phase": [{"train": ["heads"]}]}, '[[phase]] 0.train.0: should be "backbone" or "head" or "combiner" or "loss" or "generator", not "heads". Did you mean \'head\'?'),
         ({"phase": [{"train": []}]}, "[[phase]] train: train must name at least one part."),
-        ({"phase": [{"epoch": 1}]}, "[[phase]] 0.epoch: unknown key (known: name, epochs, train, lr, synthetic). Did you mean 'epochs'?"),
+        ({"phase": [{"epoch": 1}]}, "[[phase]] 0.epoch: unknown key (known: name, epochs, train, lr, generator_lr, synthetic). Did you mean 'epochs'?"),
         ({"phase": {"epochs": 1}}, "[[phase]]: should be a list of table, not { epochs = 1 }."),
         ({"train": {"precision": "bf61"}}, '[train] precision: should be "no" or "bf16" or "fp16", not "bf61". Did you mean \'bf16\'?'),
         ({"train": {"device": None}}, '[train] device: should be "auto" or "cpu" or "cuda", not none.'),
@@ -135,6 +135,7 @@ def test_one_mistake_is_one_sentence(
 
 COMBINER = {"combiner": {"name": "everything.cosine"}}
 GENERATOR = {"generator": {"name": "everything.middle"}}
+OWN = {**GENERATOR, "generator_optimizer": {"lr": 0.5}}
 FIXED = {"loss": {"name": "everything.fixed"}}
 
 
@@ -154,6 +155,8 @@ def several(*losses: str) -> dict[str, Any]:
         ({"miner": {"name": "everything.all_pairs"}, **FIXED}, ["[miner] everything.all_pairs", "everything.fixed has no use for them", "everything.margin"]),
         ({**COMBINER, "loss": {"name": "everything.margin", "scale": 1, "distance": "everything.euclidean"}}, ["[loss] distance: [combiner] everything.cosine is the distance already"]),
         ({**COMBINER, "head": {"identity": True}}, ["[head] identity: a [combiner] brings its own head"]),
+        ({**COMBINER, "head": {"hidden": [8]}}, ["[head] hidden: a [combiner] brings its own head"]),
+        ({**COMBINER, "head": {"normalize": False}}, ["[head] normalize: a [combiner] brings its own head"]),
         ({"learner": {"name": "everything.centre"}}, ["either a [loss] or a [learner], not both"]),
         ({"loss": None}, ["either a [loss] or a [learner]; it has neither"]),
         ({"loss": None, "learner": {"name": "everything.centre"}, "miner": {"name": "everything.all_pairs"}}, ["[miner] goes with a [loss]"]),
@@ -162,6 +165,11 @@ def several(*losses: str) -> dict[str, Any]:
         ({"backbone": {"name": "everything.same", "frozen": True}, "phase": [{"train": ["backbone"]}]}, ["[[phase]] train: trains only the backbone", "frozen = true"]),
         ({"phase": [{"train": ["generator"]}]}, ["trains only a generator, and the recipe has no [generator]"]),
         ({"generator_optimizer": {"lr": 1}}, ["[generator_optimizer] is of no use without a [generator]"]),
+        ({**OWN, "optimizer": {"lr_factor": {"generator": 2, "head": 3}}}, ["[optimizer] lr_factor.generator", "[generator_optimizer]"]),
+        ({**GENERATOR, "generator_optimizer": {"lr_factor": {"generator": 2, "head": 3}}}, ["[generator_optimizer] lr_factor.head", "[optimizer] lr_factor"]),
+        ({**OWN, "phase": [{"train": ["generator"], "lr": 0.1}]}, ["[[phase]] train: lr is instead of [optimizer] lr", "Use generator_lr"]),
+        ({"phase": [{"generator_lr": 0.1}]}, ["[[phase]] train: generator_lr is of no use without a [generator]"]),
+        ({**OWN, "phase": [{"train": ["head"], "generator_lr": 0.1}]}, ["[[phase]] train: generator_lr", "the generator does not train", 'add "generator" to train']),
         ({"train": {"real_weight": 1}}, ["[train] real_weight is of no use without a [generator]"]),
         ({"train": {"coupling": "joint"}}, ["[train] coupling is of no use without a [generator]"]),
         ({"train": {"patience": 3}, "split": {"by": "class", "validation": 0}}, ["[train] patience needs a validation part", "[split] validation above 0"]),
@@ -182,6 +190,12 @@ def test_what_cannot_go_together(
         {**COMBINER, **several("margin", "margin")},
         {**GENERATOR, **several("margin")},
         {**GENERATOR, "train": {"real_weight": 1, "coupling": "joint"}, "generator_optimizer": {"lr": 1}},
+        {**OWN, "phase": [{"train": ["generator"], "generator_lr": 0.1}, {"lr": 0.1, "generator_lr": 0.2}]},
+        {
+            **GENERATOR,
+            "optimizer": {"lr_factor": {"generator": 2}},
+            "phase": [{"train": ["generator"], "lr": 0.1}],
+        },
         {"miner": {"name": "everything.all_pairs"}},
         {"augmentation": {"horizontal_flip": 0.5}},
         {"backbone": {"name": "everything.same", "frozen": True}, "augmentation": {}},

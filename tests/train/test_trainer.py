@@ -102,7 +102,7 @@ def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_
     for parameter in metric_side + generator_side:
         parameter.grad = None
     again = trainer.step(inputs, labels, trainer.phase)
-    trainer.step.backward(again, trainer.parts(), None)
+    trainer.step.backward(again, trainer.sides.parts, None)
     for parameter, gradient in zip(metric_side, expected_metric, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
@@ -128,6 +128,30 @@ def test_a_phase_trains_its_parts_only_and_keeps_the_others_batch_statistics(
     assert changed == {"model.head.0.weight", "model.head.0.bias"}
 
 
+def test_each_part_is_in_training_mode_where_it_trains_and_only_there(make: Make, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from retrieval.train.run import build_run
+    from retrieval.train.trainer import Trainer
+
+    parts = ["backbone", "head", "combiner", "generator"]
+    made = make(
+        generator=GENERATOR,
+        combiner={"name": "toolbox.local"},
+        phase=[{"name": part, "epochs": 1, "train": [part]} for part in parts],
+    )
+    checkpoint.seed_everything(0)
+    run = build_run(tmp_path, *made)
+    trainer = Trainer(run, Accelerator(cpu=True))
+    modules = [run.model.backbone, run.model.head, run.model.combiner, run.objective.generator]  # type: ignore[union-attr]
+    for number, part in enumerate(parts):
+        trainer.progress.phase = number
+        trainer._enter_phase()
+        trainer.sides.set_modes()
+        assert [module.training for module in modules] == [each == part for each in parts]  # type: ignore[union-attr]
+        grads = {name for name, group in trainer.sides.parts.items() for p in group if p.requires_grad}
+        assert grads == {part}
+
+
 def test_a_generator_phase_leaves_the_metric_alone(make: Make, tmp_path: Path) -> None:
     made = make(generator=GENERATOR, phase=[{"name": "generator", "epochs": 1, "train": ["generator"]}])
     changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
@@ -149,6 +173,110 @@ def test_a_losss_own_parameters_train_and_take_their_rates_factor(make: Make, tm
     assert "loss.proxies" in moved(start(tmp_path, moving), weights(fit(tmp_path, moving, "moving")))
     still = make(loss=loss, optimizer={"lr_factor": {"loss": 0.0}})
     assert "loss.proxies" not in moved(start(tmp_path, still), weights(fit(tmp_path, still, "still")))
+
+
+SGD = {"name": "SGD", "lr": 1e-2}
+
+
+@pytest.mark.parametrize(
+    ("tables", "times"),
+    [
+        ({}, (1, 1, 1, 1)),
+        ({"phase": [{"lr": 1e-1}]}, (10, 10, 10, 10)),
+        ({"phase": [{"generator_lr": 2e-1}]}, (1, 1, 1, 20)),
+        ({"phase": [{"lr": 1e-1, "generator_lr": 2e-1}]}, (10, 10, 10, 20)),
+        ({"generator_optimizer": SGD, "phase": [{"lr": 1e-1}]}, (10, 10, 10, 1)),
+        ({"generator_optimizer": SGD, "phase": [{"lr": 1e-1, "generator_lr": 3e-2}]}, (10, 10, 10, 3)),
+        (
+            {"optimizer": SGD | {"lr_factor": {"head": 2.0, "combiner": 3.0, "generator": 4.0}}},
+            (1, 2, 3, 4),
+        ),
+        (
+            {"optimizer": SGD | {"lr_factor": {"head": 2.0, "generator": 4.0}}, "phase": [{"lr": 1e-1}]},
+            (10, 20, 10, 40),
+        ),
+        (
+            {
+                "generator_optimizer": SGD | {"lr_factor": {"generator": 5.0}},
+                "phase": [{"lr": 1e-1, "generator_lr": 2e-2}],
+            },
+            (10, 10, 10, 10),
+        ),
+    ],
+)
+def test_rates_and_factors_reach_what_they_name(
+    make: Make, tmp_path: Path, tables: dict[str, Any], times: tuple[int, ...]
+) -> None:
+    """One step of plain gradient descent: so many times the rate, so many times the way, part by part."""
+    ways = []
+    for changes in ({}, tables):
+        phase = [{"epochs": 1, **changes.get("phase", [{}])[0]}]
+        given = {
+            **STILL,
+            "generator": GENERATOR,
+            "combiner": {"name": "toolbox.local"},
+            "sampler": {"classes": 4, "items": 4, "batches": 1},
+            "optimizer": SGD,
+            **changes,
+            "phase": phase,
+        }
+        made = make(**given)
+        before, after = start(tmp_path, made), weights(fit(tmp_path, made, f"run{len(ways)}"))
+        ways.append({name: after[name].double() - before[name].double() for name in moved(before, after)})
+    assert ways[0].keys() == ways[1].keys()
+    for part, factor in zip(
+        ("model.backbone", "model.head", "model.combiner", "generator"), times, strict=True
+    ):
+        names = [name for name in ways[0] if name.startswith(part)]
+        one, other = (torch.cat([way[name].flatten() for name in names]).norm() for way in ways)
+        assert other / one == pytest.approx(factor, rel=1e-3), part
+
+
+def test_a_figure_is_the_mean_of_the_batches_that_have_it(
+    make: Make, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A batch without triplets has no generator's objective: that is none, not zero."""
+    from retrieval.train.step import Losses, Step
+
+    call, seen = Step.__call__, []
+
+    def every_other(self: Any, inputs: Any, labels: Any, phase: Any) -> Losses:
+        losses = call(self, inputs, labels if len(seen) % 2 else torch.zeros_like(labels), phase)
+        seen.append(None if losses.generator is None else losses.generator.item())
+        return losses
+
+    monkeypatch.setattr(Step, "__call__", every_other)
+    folder = fit(tmp_path, make(generator=GENERATOR, train={"epochs": 1}))
+    (line,) = (json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines())
+    had = [value for value in seen if value is not None]
+    assert len(seen) == 5 and len(had) == 2
+    assert line["generator_loss"] == pytest.approx(sum(had) / 2)
+
+
+@pytest.mark.parametrize(("synthetic", "real_weight"), [(True, 0.0), (True, 0.5), (False, 0.0), (False, 0.5)])
+def test_without_triplets_the_real_samples_count_as_ever(
+    make: Make, tmp_path: Path, synthetic: bool, real_weight: float
+) -> None:
+    from accelerate import Accelerator
+    from retrieval.train.run import build_run
+    from retrieval.train.trainer import Trainer
+
+    made = make(
+        **STILL,
+        generator=GENERATOR,
+        train={"real_weight": real_weight},
+        phase=[{"epochs": 1, "synthetic": synthetic}],
+    )
+    checkpoint.seed_everything(0)
+    trainer = Trainer(build_run(tmp_path, *made), Accelerator(cpu=True))
+    inputs, labels = next(iter(trainer.batches.epoch(0)))
+    one_class = torch.zeros_like(labels)
+    losses = trainer.step(inputs, one_class, trainer.phase)
+    alone = trainer.objective.loss(trainer.run.model(inputs)[1], one_class).item()
+    assert alone > 0 and losses.metric is not None
+    expected = alone * (real_weight if synthetic else 1.0)
+    assert losses.metric.item() == pytest.approx(expected, rel=1e-6)
+    assert losses.metric.requires_grad
 
 
 def test_frozen_features_give_what_the_frozen_backbone_gives(make: Make, tmp_path: Path) -> None:
