@@ -200,21 +200,22 @@ class Trainer:
         try:
             losses = self.step(inputs, labels, phase)
         except DataError as error:
-            raise DataError(
-                f"Training stopped {where}: {error}. The last good checkpoint is {self.run.last}."
-            ) from error
+            raise self._stopped(where, str(error)) from error
         figures = {name: float(value) for name, value in losses.figures.items()}
         for name, value in (("loss", losses.metric), ("generator_loss", losses.generator)):
             if value is not None:
                 figures[name] = float(value.detach())
                 if not math.isfinite(figures[name]):
-                    raise DataError(
-                        f"Training stopped {where}: {name.replace('_', ' ')} is {figures[name]}. The last good checkpoint is "
-                        f'{self.run.last}. Try a smaller learning rate, [train] clip_norm, or precision = "no".'
-                    )
+                    raise self._stopped(where, f"{name.replace('_', ' ')} is {figures[name]}")
         self.step.backward(losses, self.sides.parts, self.recipe.train.clip_norm)
         self.sides.step()
         return figures
+
+    def _stopped(self, where: str, what: str) -> DataError:
+        return DataError(
+            f"Training stopped {where}: {what.rstrip('.')}. The last good checkpoint is {self.run.last}. "
+            'Try a smaller learning rate, [train] clip_norm, or precision = "no".'
+        )
 
     def _average_buffers(self) -> None:
         """Processes see different images, so their batch statistics differ: all go on with the mean."""
@@ -234,6 +235,7 @@ class Trainer:
     def _end_epoch(self, metrics: dict[str, float], board: Any) -> None:
         """Validate, log, save."""
         progress, train = self.progress, self.recipe.train
+        self._refuse_nan()  # before they are judged, and perhaps kept as the best
         self.sides.end_epoch()
         improved = False
         last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
@@ -310,15 +312,15 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint to resume from; one that holds NaN would replace a good one, and is refused."""
+        self._refuse_nan()
         if self.main:
-            for name, parameters in self.sides.parts.items():
-                if not all(bool(torch.isfinite(p).all()) for p in parameters):
-                    raise DataError(
-                        f"Training stopped at step {self.progress.total} (epoch {self.progress.epoch + 1}): weights of the {name} "
-                        f"became NaN or infinite. The last good checkpoint is {self.run.last}. Try a smaller learning rate or "
-                        f"[train] clip_norm."
-                    )
             checkpoint.save(self.run.last, self._state())
+
+    def _refuse_nan(self) -> None:
+        for name, parameters in self.sides.parts.items():
+            if not all(bool(torch.isfinite(p).all()) for p in parameters):
+                where = f"at step {self.progress.total} (epoch {self.progress.epoch + 1})"
+                raise self._stopped(where, f"weights of the {name} became NaN or infinite")
 
     def _save_best(self) -> None:
         checkpoint.save(

@@ -1,11 +1,8 @@
-"""DAML trained by recipes: which objective reaches what, phases, mining before and after, resume, other losses, bad input."""
+"""DAML trained by recipes: which objective reaches what, phases, mining before and after, other losses, bad input."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from retrieval.errors import DataError, RecipeError
-from retrieval.recipe import Recipe, check_recipe, to_toml
+from retrieval.errors import RecipeError
+from retrieval.recipe import check_recipe
 from retrieval.train import checkpoint
 from retrieval.train.run import build_run
 from retrieval.train.synthetic import choose_triplets, extend, mine
@@ -328,7 +325,7 @@ def test_what_cannot_go_together_is_refused(tables: dict[str, Any], words: str) 
         made(**tables)
 
 
-# --- odd batches, NaN, resume --------------------------------------------------------------------------------
+# --- odd batches ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tables", LOSSES, ids=lambda t: t["loss"]["name"])
@@ -349,108 +346,10 @@ def test_a_batch_without_triplets_trains_nothing(
     assert all(torch.allclose(before[k], after[k], rtol=1e-3) for k in before)
 
 
-@pytest.mark.parametrize(
-    ("rate", "words"),
-    [
-        (1e12, r"step \d+ \(epoch 1\): .*generator"),
-        (1e38, r"step 1 \(epoch 1\): weights of the generator became NaN"),
-    ],
-    ids=["output", "weights"],
-)
-def test_a_generator_that_becomes_nan_stops_with_the_steps_number(
-    tmp_path: Path, rate: float, words: str
-) -> None:
-    recipe = made(
-        generator={"name": "daml.hard_negative", "residual": False, "normalize": False},
-        generator_optimizer={"name": "SGD", "lr": rate},
-        train={"epochs": 3, "device": "cpu", "checkpoint_every": 1},
-    )
-    with pytest.raises(DataError, match=rf"Training stopped at {words}.*last good checkpoint is"):
-        train(tmp_path / "run", *recipe)
-    kept = weights(tmp_path / "run")
-    assert all(torch.isfinite(value).all() for value in kept.values())
-
-
-RECIPE: dict[str, Any] = {
-    **BASE,
-    "miner": {"name": "daml.semi_hard"},
-    "optimizer": {"lr_factor": {"head": 10.0}},
-    "generator_optimizer": {"name": "Adam", "lr": 3e-4},
-    "schedule": {"name": "cosine", "warmup": 0.2},
-    "train": {"device": "cpu", "checkpoint_every": 2, "real_weight": 0.5, "mine": "after"},
-    "phase": ALGORITHM,
-}
-DRIVER = """
-import json, os, signal, sys
-from pathlib import Path
-import torch, sklearn.datasets, torch._dynamo, torch.utils.tensorboard
-torch.set_num_threads(1)
-from retrieval.recipe import read_recipe
-from retrieval.train.step import Step
-from retrieval.train.trainer import train
-
-def child(folder, resume, kill_at=0):
-    pid = os.fork()
-    if pid == 0:
-        done = 0
-        call = Step.__call__
-        def counted(self, *args):
-            nonlocal done
-            done += 1
-            if done == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(self, *args)
-        Step.__call__ = counted
-        try:
-            made, plugins = read_recipe(Path(folder) / "recipe.toml" if resume else Path(sys.argv[1]))
-            train(Path(folder), made, plugins, resume=resume)
-        except BaseException as error:
-            print(repr(error), file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-base = Path(sys.argv[2])
-assert child(base / "whole", False) == 0
-for kill_at in json.loads(sys.argv[3]):
-    folder = base / f"step{kill_at}"
-    assert child(folder, False, kill_at) == -9, "was not killed"
-    assert child(folder, True) == 0
-"""
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
-def test_killed_in_any_phase_and_resumed_it_ends_the_same_bit_for_bit(tmp_path: Path) -> None:
-    """In each of the three phases, and on the border between two."""
-    recipe: Recipe = made(**RECIPE)[0]
-    (tmp_path / "recipe.toml").write_text(to_toml(recipe))
-    kills = [3, 5, 11]  # the fifth step is the first of the generator
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(tmp_path / "recipe.toml"), str(tmp_path), json.dumps(kills)],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    whole = checkpoint.load(tmp_path / "whole" / "checkpoints" / "last.safetensors")
-    assert set(whole["optimizers"]) == {"metric", "generator"}
-    for kill in kills:
-        again = checkpoint.load(tmp_path / f"step{kill}" / "checkpoints" / "last.safetensors")
-        for part in ("model", "modules", "optimizers", "schedules", "random", "progress"):
-            assert same(whole[part], again[part]), f"{part} after a kill at step {kill}"
-
-
 def test_two_processes_agree_with_one_on_the_synthetic_batch() -> None:
     """Triplets are drawn by the seeded generator that all processes share."""
     draw: Callable[[], Any] = lambda: choose_triplets(None, torch.tensor([0, 0, 1, 1, 2, 2]))  # noqa: E731
     torch.manual_seed(5)
     one = draw()
     torch.manual_seed(5)
-    assert same(one, draw())
+    assert all(map(torch.equal, one, draw()))

@@ -304,6 +304,25 @@ def test_nan_stops_with_the_steps_number_and_the_last_good_checkpoint(
     assert all(torch.isfinite(v).all() for v in kept["model"].values())
 
 
+def test_weights_that_become_nan_are_never_kept_as_the_best(make: Make, tmp_path: Path) -> None:
+    """In the last step of the first epoch: what was there before is evaluated."""
+    from retrieval.evaluate.protocol import evaluate_run
+
+    made = make(
+        **STILL,
+        sampler={"classes": 4, "items": 4, "batches": 1},
+        optimizer={"name": "SGD", "lr": 1e38, "options": {"weight_decay": 1e38}},
+    )
+    with pytest.raises(DataError, match=r"at step 1 \(epoch 1\): weights of the \w+ became NaN or infinite"):
+        fit(tmp_path, made)
+    files = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert files == ["last.safetensors"]
+    first = start(tmp_path / "again", made)
+    kept = weights(tmp_path / "run")
+    assert all(torch.equal(kept[name], value) for name, value in first.items())
+    assert evaluate_run(load_run(tmp_path / "run"))["figures"]["trained"]["recall_at_1"] > 0
+
+
 def test_a_generator_that_becomes_nan_stops_with_the_steps_number(make: Make, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"at step 3 .*generator's output became NaN"):
         fit(tmp_path, make(generator={"name": "toolbox.mover", "explode_at": 3}))
