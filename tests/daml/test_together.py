@@ -1,0 +1,340 @@
+"""A generator and several weighed metrics in one run: J_gen by loops, gradients, mining, every loss trained, exported and served."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from retrieval.bundle import Bundle
+from retrieval.errors import RecipeError
+from retrieval.export.runs import export_run
+from retrieval.index.build import build_index
+from retrieval.index.store import Index
+from retrieval.plugins import Plugins
+from retrieval.recipe import Recipe, check_recipe
+from retrieval.train import checkpoint
+from retrieval.train.run import build_run, load_run
+from retrieval.train.trainer import Trainer, train
+from sklearn.datasets import load_digits
+
+K, S, H = 3, 4, 6
+Made = tuple[Recipe, Plugins]
+Make = Callable[..., Made]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """A checked recipe on the digits' pixels as vectors, changed by tables."""
+    digits = load_digits()
+    file = tmp_path_factory.mktemp("data") / "digits.npz"
+    np.savez(file, features=(digits.data / 16.0).astype(np.float32), labels=digits.target)
+
+    def build(**tables: Any) -> Made:
+        base: dict[str, Any] = {
+            "data": {"name": "core.features", "file": str(file)},
+            "split": {"by": "item", "test": 0.3, "validation": 0.0},
+            "sampler": {"classes": 4, "items": 4, "batches": 6},
+            "backbone": {"name": "core.features"},
+            "head": {"embedding_size": K * S},
+            "combiner": {"name": "daml.discriminator", "metrics": K, "hidden": H, "start": 1.0},
+            "generator": {"name": "daml.hard_negative"},
+            "loss": {"name": "daml.triplet"},
+            "optimizer": {"lr": 0.01},
+            "train": {"epochs": 2, "device": "cpu"},
+        }
+        return check_recipe({k: v for k, v in (base | tables).items() if v is not None})
+
+    return build
+
+
+def trainer(folder: Path, made: Made) -> Trainer:
+    """Before its first step, with a generator that is not at the identity."""
+    checkpoint.seed_everything(0)
+    run = build_run(folder, *made)
+    assert run.objective is not None and run.objective.generator is not None
+    for parameter in run.objective.generator.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return Trainer(run, Accelerator(cpu=True))
+
+
+# --- J_gen by the learned distance ---------------------------------------------------------------------------
+
+
+def affine(weight: Any, bias: Any, x: list[float]) -> list[float]:
+    return [sum(w * v for w, v in zip(row, x, strict=True)) + b for row, b in zip(weight, bias, strict=True)]
+
+
+def learned(state: dict[str, Any], x: list[float], y: list[float]) -> float:
+    """D of two items' features, from the weights alone."""
+    local = []
+    for k in range(K):
+        units = []
+        for v in (x, y):
+            e = affine(state["head.embedding.0.weight"], state["head.embedding.0.bias"], v)[k * S : k * S + S]
+            units.append([c / math.hypot(*e) for c in e])
+        local.append(math.dist(*units))
+    logits = [0.0] * K
+    for pair in ((x, y), (y, x)):
+        a = affine(state["combiner.flows.weight"], state["combiner.flows.bias"], pair[0])[:H]
+        b = affine(state["combiner.flows.weight"], state["combiner.flows.bias"], pair[1])[H:]
+        hidden = [max(0.0, p + q) for p, q in zip(a, b, strict=True)]
+        out = affine(state["combiner.out.weight"], state["combiner.out.bias"], hidden)
+        logits = [total + value / 2 for total, value in zip(logits, out, strict=True)]
+    total = sum(math.exp(value) for value in logits)
+    return sum(math.exp(value) / total * d for value, d in zip(logits, local, strict=True))
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        {"name": "daml.hard_negative", "margin": 0.1},
+        {"name": "daml.hard_negative", "margin": 0.1, "form": "contrastive"},
+        {"name": "daml.hard_positive", "margin": -0.4},
+    ],
+    ids=["negative", "contrastive", "positive"],
+)
+def test_the_generators_objective_has_the_weighed_distance(
+    make: Make, tmp_path: Path, generator: dict[str, Any]
+) -> None:
+    of = trainer(tmp_path, make(generator=generator, sampler={"classes": 3, "items": 3, "batches": 1}))
+    module = of.objective.generator
+    assert module is not None
+    seen: list[Any] = []
+    module.register_forward_hook(lambda _, given, made: seen.append((*given, made)))
+    losses = of.step(*next(iter(of.batches.epoch(0))), of.phase)
+    ((a, p, n, x),) = seen
+    state = {k: v.double().tolist() for k, v in of.run.model.state_dict().items()}
+    total, used = 0.0, 0
+    for row in zip(*(v.double().tolist() for v in (a, p, n, x)), strict=True):
+        anchor, positive, negative, made = row
+        if generator["name"] == "daml.hard_positive":
+            gap = learned(state, negative, anchor) ** 2 - learned(state, made, anchor) ** 2
+            hard, reg = -(math.dist(made, anchor) ** 2), math.dist(made, positive) ** 2
+        else:
+            own = learned(state, positive, anchor) ** 2 if "form" not in generator else 0.0
+            gap = learned(state, made, anchor) ** 2 - own
+            hard, reg = math.dist(made, anchor) ** 2, math.dist(made, negative) ** 2
+        adversarial = max(0.0, gap - generator["margin"])
+        used += adversarial > 0
+        total += hard + 50 * reg + 50 * adversarial
+    assert used > 0
+    assert losses.generator is not None
+    assert losses.generator.item() == pytest.approx(total / len(a), rel=1e-5)
+
+
+# --- whose gradient reaches whom -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coupling", ["separate", "joint"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_gradients_with_a_combiner_are_those_of_the_couplings_objectives(
+    make: Make, tmp_path: Path, coupling: str, when: str
+) -> None:
+    """Separate: J_m and J_dis for the metric's side, J_gen for the generator, bit for bit. Joint: the sum's for all."""
+    options = {"device": "cpu", "coupling": coupling, "mine": when, "real_weight": 0.5}
+    of = trainer(tmp_path, make(train=options, miner={"name": "daml.semi_hard"}))
+    inputs, labels = next(iter(of.batches.epoch(0)))
+    random = checkpoint.random_state()
+    losses = of.step(inputs, labels, of.phase)
+    assert losses.metric is not None and losses.generator is not None and of.objective.generator is not None
+    sides = {
+        "head": list(of.run.model.head.parameters()),
+        "combiner": list(of.run.model.combiner.parameters()),  # type: ignore[union-attr]
+        "generator": list(of.objective.generator.parameters()),
+    }
+
+    def gradients(value: torch.Tensor, name: str) -> list[Any]:
+        return list(torch.autograd.grad(value, sides[name], retain_graph=True, allow_unused=True))
+
+    for name in sides:
+        assert all(bool(g.any()) for g in gradients(losses.metric, name) if g is not None)
+    from_metric = any(g is not None for g in gradients(losses.metric, "generator"))
+    assert from_metric == (coupling == "joint")
+    total = losses.metric + losses.generator
+    expected = {
+        name: gradients(
+            total if coupling == "joint" else losses.generator if name == "generator" else losses.metric, name
+        )
+        for name in sides
+    }
+    checkpoint.restore_random_state(random)
+    of.sides.zero_grad()
+    of.step.backward(of.step(inputs, labels, of.phase), of.sides.parts, None)
+    for name, parameters in sides.items():
+        for parameter, gradient in zip(parameters, expected[name], strict=True):
+            assert gradient is not None and bool(gradient.any())
+            if coupling == "separate":
+                assert torch.equal(parameter.grad, gradient)
+            else:
+                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_is_added_up_of_synthetic_and_real_samples_and_the_combiners_own(
+    make: Make, tmp_path: Path
+) -> None:
+    values = []
+    for weight in (0.0, 1.0, 2.5):
+        of = trainer(tmp_path, make(train={"device": "cpu", "real_weight": weight}))
+        inputs, labels = next(iter(of.batches.epoch(0)))
+        checkpoint.seed_everything(3)
+        losses = of.step(inputs, labels, of.phase)
+        assert losses.metric is not None
+        values.append(losses.metric.item() - losses.figures["combiner_loss"].item())  # type: ignore[union-attr]
+    codes = of.run.model(inputs)[1]
+    real = of.objective.loss(codes, labels).item()
+    assert values[1] - values[0] == pytest.approx(real, rel=1e-4)
+    assert values[2] - values[0] == pytest.approx(2.5 * real, rel=1e-4)
+    assert of.run.model.combiner is not None
+    own = of.run.model.combiner.objective(codes, labels, None)[0]
+    assert own is not None and losses.figures["combiner_loss"].item() == pytest.approx(own.item(), rel=1e-5)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("replaces", ["negative", "positive"])
+def test_what_is_mined_after_generation_is_semi_hard_by_the_weighed_distance(
+    make: Make, tmp_path: Path, replaces: str
+) -> None:
+    of = trainer(
+        tmp_path,
+        make(
+            generator={"name": f"daml.hard_{replaces}"},
+            miner={"name": "pml.triplet_margin", "margin": 0.2, "type_of_triplets": "semihard"},
+            train={"device": "cpu", "mine": "after"},
+            sampler={"classes": 3, "items": 3, "batches": 1},
+        ),
+    )
+    seen: list[Any] = []
+    forward = of.objective.loss.forward
+
+    def spy(codes: Any, labels: Any, chosen: Any = None, ref_emb: Any = None, ref_labels: Any = None) -> Any:
+        seen.append((codes, labels, chosen, ref_emb, ref_labels))
+        return forward(codes, labels, chosen, ref_emb, ref_labels)
+
+    of.objective.loss.forward = spy
+    of.step(*next(iter(of.batches.epoch(0))), of.phase)
+    ((codes, labels, chosen, ref_emb, ref_labels),) = seen
+    distance = of.run.model.combiner
+    assert distance is not None
+    d = distance.compute_mat(codes.detach(), ref_emb.detach()).tolist()
+    size = len(codes)
+    expected = set()
+    for i in range(size):
+        for j in range(len(ref_emb)):
+            for k in range(len(ref_emb)):
+                wrong = (j >= size and replaces == "negative") or (k >= size and replaces == "positive")
+                labelled = labels[i] == ref_labels[j] and labels[i] != ref_labels[k]
+                if labelled and not wrong and i != j and 0 < d[i][k] - d[i][j] <= 0.2:
+                    expected.add((i, j, k))
+    assert set(zip(*(x.tolist() for x in chosen), strict=True)) == expected
+    assert any((k if replaces == "negative" else j) >= size for _, j, k in expected)
+
+
+# --- K = 1 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"generator": {"name": "daml.hard_negative"}},
+        {
+            "generator": {"name": "daml.hard_negative", "form": "contrastive"},
+            "loss": {"name": "daml.contrastive"},
+            "miner": {"name": "daml.semi_hard"},
+            "train": {"epochs": 2, "device": "cpu", "mine": "after", "real_weight": 0.5},
+        },
+        {
+            "generator": {"name": "daml.hard_positive"},
+            "loss": {"name": "anml.danml"},
+            "train": {"epochs": 2, "device": "cpu", "coupling": "joint"},
+        },
+        {"generator": {"name": "daml.disturbed_negative"}, "miner": {"name": "daml.semi_hard"}},
+    ],
+    ids=["negative", "contrastive, after", "positive, joint", "disturbed"],
+)
+def test_one_metric_is_bit_for_bit_the_run_without_a_combiner(
+    make: Make, tmp_path: Path, name: str, tables: dict[str, Any]
+) -> None:
+    states = []
+    for folder, combiner in (("one", {"name": name, "metrics": 1}), ("plain", None)):
+        train(tmp_path / folder, *make(combiner=combiner, **tables))
+        state = checkpoint.load(tmp_path / folder / "checkpoints" / "last.safetensors")
+        tensors: dict[str, torch.Tensor] = {}
+        skeleton = checkpoint._flatten(
+            {k: state[k] for k in ("model", "modules", "optimizers", "random")}, "", tensors
+        )
+        states.append((skeleton, tensors))
+    (one, ours), (plain, theirs) = states
+    assert one == plain and len(ours) > 10
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    logs = [(tmp_path / folder / "metrics.jsonl").read_text().splitlines() for folder in ("one", "plain")]
+    for mine, other in zip(*logs, strict=True):
+        one, plain = json.loads(mine), json.loads(other)
+        assert {**one, "images_per_second": 0} == {**plain, "images_per_second": 0}
+
+
+# --- trained, exported, served -------------------------------------------------------------------------------
+
+CONTRASTIVE = {"name": "daml.hard_negative", "form": "contrastive"}
+LOSSES: dict[str, dict[str, Any]] = {
+    "daml.contrastive": {"generator": CONTRASTIVE},
+    "daml.triplet": {"miner": {"name": "daml.semi_hard"}},
+    "daml.lifted": {"miner": {"name": "daml.one_per_class"}},
+    "daml.npair": {"miner": {"name": "daml.one_per_class", "anchors": "one"}},
+    "pml.contrastive": {"generator": CONTRASTIVE},
+    "pml.triplet_margin": {"generator": {"name": "daml.hard_positive"}},
+    "pml.margin": {},
+    "anml.danml": {"miner": {"name": "anml.pair_miner"}},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_any_loss_trains_both_and_what_is_served_ranks_as_torch_does(
+    make: Make, tmp_path: Path, loss: str
+) -> None:
+    tables = {"loss": {"name": loss}} | LOSSES[loss]
+    train(tmp_path / "run", *make(**tables))
+    first, last = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert {"loss", "generator_loss", "combiner_loss", "load_1", "synthetic_shift"} <= first.keys()
+    assert math.isfinite(last["loss"]) and math.isfinite(last["generator_loss"])
+    run = load_run(tmp_path / "run")
+    before = build_run(tmp_path / "none", *make(**tables)).model.state_dict()
+    assert not any(torch.equal(value, before[key]) for key, value in run.model.state_dict().items())
+    # one by the exporter that comes first, the others by the quick one
+    _, manifest = export_run(run, exporter="auto" if loss == "daml.triplet" else "torchscript")
+    assert manifest.rescorer is not None and manifest.rescorer.overlap is not None
+    assert manifest.rescorer.overlap["500"] >= 0.95
+    rows = run.splits.query
+    items = run.dataset.arrays[rows]  # type: ignore[index]
+    np.savez(tmp_path / "gallery.npz", features=items, labels=run.splits.labels[rows], keys=rows.astype(str))
+    bundle = tmp_path / "run" / "bundle"
+    build_index(bundle, [tmp_path / "gallery.npz"], tmp_path / "index", backend="flat", progress=False)
+    with torch.no_grad():
+        codes = run.model(torch.from_numpy(items))[1]
+        distances = run.model.distances(codes, codes).numpy()
+    encoded = Bundle.open(bundle, threads=1).encode(items)
+    assert np.abs(encoded.code - codes.numpy()).max() < 1e-4
+    with Index.open(tmp_path / "index", threads=1) as index:
+        asked = range(0, len(items), 15)
+        answers = index.search(index.bundle.encode(items[::15]), 10, candidates=len(items))
+    place = {str(row): at for at, row in enumerate(rows)}
+    for row, hits in zip(asked, answers, strict=True):
+        found = [place[hit.key] for hit in hits]
+        expected = np.argsort(distances[row], kind="stable")[:10]
+        for mine, theirs in zip(found, expected, strict=True):
+            # the same item, or one that is as near up to float32's last digits
+            assert mine == theirs or abs(distances[row, mine] - distances[row, theirs]) < 2e-5
+
+
+@pytest.mark.parametrize("loss", ["pml.circle", "pml.cos_face", "pml.arc_face"])
+def test_what_measures_no_distance_is_refused_with_what_does(make: Make, loss: str) -> None:
+    with pytest.raises(
+        RecipeError, match=rf"needs a loss that takes a `distance`, and {loss} takes none. Use one"
+    ):
+        make(loss={"name": loss})
