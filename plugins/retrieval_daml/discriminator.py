@@ -62,6 +62,7 @@ class Discriminator(LocalMetrics):
         mu: Weight = 0.02,
         rho: Weight = 5.0,
         start: Weight = 0.0,
+        views: bool = False,
         candidates: Annotated[int, Field(ge=1)] | None = None,
     ) -> None:
         """Build.
@@ -73,10 +74,13 @@ class Discriminator(LocalMetrics):
             rho: ρ, weight of the balance: larger keeps each metric's mean weight nearer to 1/K.
             start: standard deviation of V at the start. 0 makes Γ = 1/K, where J_dis has no gradient: only the loss moves Γ from there. Take 1 to
                 see what uneven weights do.
+            views: the features are those of K views of an item side by side, of one width, and metric k sees the k-th view alone, the
+                discriminator all of them. Weights can then leave out a view that is spoilt in either item; metrics that all see everything
+                have become alike in every measurement, and left nothing to weigh.
             candidates: how many candidates a server rescores by default; none: 200, or 500 where the weights are sharp (mean largest weight
                 above 0.6, measured at export).
         """
-        super().__init__(embedding_size, metrics, "daml.discriminator")
+        super().__init__(embedding_size, metrics, "daml.discriminator", views)
         for name, value in (("mu", mu), ("rho", rho), ("start", start)):
             if not value >= 0:
                 raise RecipeError([f"[combiner] daml.discriminator {name}: must be at least 0, not {value}."])

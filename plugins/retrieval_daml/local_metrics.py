@@ -30,6 +30,25 @@ class UnitParts(nn.Module):
         return functional.normalize(split(x.float(), self.parts), dim=-1).flatten(-2)
 
 
+class ViewMaps(nn.Module):
+    """A linear map of its own for each of K views: features (B, F), the views side by side, to (B, D).
+
+    Args:
+        features: F, of all views together.
+        embedding_size: D, of all maps together.
+        views: K; it divides both.
+    """
+
+    def __init__(self, features: int, embedding_size: int, views: int) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(features // views, embedding_size // views) for _ in range(views))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, D) of (B, F)."""
+        parts = x.chunk(len(self.maps), dim=-1)
+        return torch.cat([one(part) for one, part in zip(self.maps, parts, strict=True)], dim=-1)
+
+
 class LocalMetrics(Combiner):
     """Base of a distance D = Σ_k γ_k ‖e_k(x) − e_k(y)‖ of unit embeddings e_k; one local metric is the plain distance.
 
@@ -37,12 +56,13 @@ class LocalMetrics(Combiner):
         embedding_size: width of all K embeddings together.
         metrics: K.
         name: of the factory, for errors.
+        views: whether metric k sees only the k-th of K equal parts of the features.
 
     Raises:
         RecipeError: K does not divide the width.
     """
 
-    def __init__(self, embedding_size: int, metrics: int, name: str) -> None:
+    def __init__(self, embedding_size: int, metrics: int, name: str, views: bool = False) -> None:
         super().__init__()
         if metrics < 1 or embedding_size % metrics:
             divisors = [k for k in range(1, 33) if embedding_size % k == 0]
@@ -54,12 +74,26 @@ class LocalMetrics(Combiner):
                 ]
             )
         self.embedding_size, self.metrics = embedding_size, metrics
+        self.name, self.views = name, views and metrics > 1
         self.exact = self.plain = metrics == 1
 
     def build_head(self, features: int) -> nn.Module:
-        """Return features (B, F) → K unit embeddings side by side (B, D)."""
+        """Return features (B, F) → K unit embeddings side by side (B, D).
+
+        Raises:
+            RecipeError: with `views`, K does not divide F.
+        """
         last: nn.Module = Normalize() if self.metrics == 1 else UnitParts(self.metrics)
-        return nn.Sequential(nn.Linear(features, self.embedding_size), last)
+        if not self.views:
+            return nn.Sequential(nn.Linear(features, self.embedding_size), last)
+        if features % self.metrics:
+            raise RecipeError(
+                [
+                    f"[combiner] {self.name} views: {features} features are not {self.metrics} views of one width side "
+                    "by side. Set metrics to the number of views, or leave views out: then every metric sees all."
+                ]
+            )
+        return nn.Sequential(ViewMaps(features, self.embedding_size, self.metrics), last)
 
     def index_vectors(self, codes: Tensor) -> Tensor:
         """Return the K unit embeddings side by side (N, D)."""
@@ -101,4 +135,4 @@ def widened(*codes: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in codes)
 
 
-__all__ = ["LocalMetrics", "Metrics", "UnitParts", "Weight", "all_pairs", "split", "widened"]
+__all__ = ["LocalMetrics", "Metrics", "UnitParts", "ViewMaps", "Weight", "all_pairs", "split", "widened"]

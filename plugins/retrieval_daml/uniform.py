@@ -27,6 +27,7 @@ class UniformMetrics(LocalMetrics):
         embedding_size: int,
         metrics: Metrics = 4,
         power: Literal[1, 2] = 1,
+        views: bool = False,
         candidates: Annotated[int, Field(ge=1)] = 200,
     ) -> None:
         """Build.
@@ -34,9 +35,10 @@ class UniformMetrics(LocalMetrics):
         Args:
             metrics: K, how many local metrics share the embedding evenly; 1 is the plain Euclidean distance.
             power: p; 1 is the paper's mean of distances, 2 the root of the mean of their squares.
+            views: the features are those of K views of an item side by side, of one width, and metric k sees the k-th view alone.
             candidates: how many candidates a server rescores by default.
         """
-        super().__init__(embedding_size, metrics, "daml.uniform")
+        super().__init__(embedding_size, metrics, "daml.uniform", views)
         self.exponent = power
         self.exact = metrics == 1 or power == 2
         self.candidates = candidates

@@ -28,6 +28,7 @@ DISCRIMINATOR = {"name": "daml.discriminator", "metrics": 4, "hidden": 16}
 COMBINERS = {
     "soft": DISCRIMINATOR,
     "sharp": DISCRIMINATOR | {"mu": 3.0, "start": 2.0},
+    "views": DISCRIMINATOR | {"views": True, "start": 1.0},
     "uniform": {"name": "daml.uniform", "metrics": 4},
     "squares": {"name": "daml.uniform", "metrics": 4, "power": 2},
 }
@@ -105,7 +106,7 @@ def test_the_bundle_holds_what_the_discriminator_needs(served: Any) -> None:
     assert np.abs(encoded.code - soft.codes[:50].numpy()).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["soft", "sharp", "uniform"])
+@pytest.mark.parametrize("name", ["soft", "sharp", "views", "uniform"])
 def test_onnx_gives_the_distances_of_plain_loops(served: Any, name: str) -> None:
     """From the item's vector to its distance in float64, with the trained weights, and no code of the plugin."""
     made = served(name)
@@ -118,10 +119,20 @@ def test_onnx_gives_the_distances_of_plain_loops(served: Any, name: str) -> None
 
     first = "head.embedding.0" if name != "uniform" else "head.0"
 
+    def embedding(v: list[float]) -> list[float]:
+        if name != "views":
+            return affine(state[f"{first}.weight"], state[f"{first}.bias"], v)
+        maps = [f"{first}.maps.{k}" for k in range(4)]
+        parts = (
+            affine(state[f"{one}.weight"], state[f"{one}.bias"], v[16 * k : 16 * k + 16])
+            for k, one in enumerate(maps)
+        )
+        return [value for part in parts for value in part]
+
     def local(x: list[float], y: list[float]) -> list[float]:
         parts = []
         for v in (x, y):
-            e = affine(state[f"{first}.weight"], state[f"{first}.bias"], v)
+            e = embedding(v)
             blocks = [e[k : k + 8] for k in range(0, 32, 8)]
             parts.append([[c / math.hypot(*b) for c in b] for b in blocks])
         return [math.dist(a, b) for a, b in zip(*parts, strict=True)]
@@ -149,7 +160,7 @@ def test_onnx_gives_the_distances_of_plain_loops(served: Any, name: str) -> None
             assert found[i, j] == pytest.approx(expected, abs=2e-5)
 
 
-@pytest.mark.parametrize("name", ["soft", "sharp", "uniform"])
+@pytest.mark.parametrize("name", ["soft", "sharp", "views", "uniform"])
 def test_an_index_ranks_as_torch_does(served: Any, name: str) -> None:
     made = served(name)
     with Index.open(made.index_path, threads=1) as index:
