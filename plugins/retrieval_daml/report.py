@@ -64,9 +64,9 @@ def write_report(path: Path, output: Path | None = None) -> list[Path]:
         DataError: it is no run, has no epoch in its log yet, or the folder cannot be written.
     """
     run = load_run(path)
-    epochs = read_log(run)
     if run.recipe.learner is not None:
         raise DataError(f"{path} is a learner's run: it has no epochs, batches or synthetic samples to draw.")
+    epochs = read_log(run)
     samples = look(run)
     panels: dict[str, Callable[[Any], None]] = {"losses": lambda figure: draw_losses(figure, epochs)}
     if any("load_1" in epoch for epoch in epochs):
@@ -79,18 +79,19 @@ def write_report(path: Path, output: Path | None = None) -> list[Path]:
 
 
 def read_log(run: Run) -> list[dict[str, Any]]:
-    """Return a run's log, an epoch each.
+    """Return a run's log, an epoch each; of one that a crash cut off, what is whole.
 
     Raises:
         DataError: there is none.
     """
-    try:
-        lines = run.metrics_file.read_text(encoding="utf-8").splitlines()
-        epochs = [json.loads(line) for line in lines]
-    except (OSError, ValueError):
-        epochs = []
+    epochs = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in run.metrics_file.read_text(encoding="utf-8").splitlines():
+            epochs.append(json.loads(line))
     if not epochs:
-        raise DataError(f"{run.metrics_file} has no epoch yet: there is nothing to draw. Train first.")
+        raise DataError(
+            f"{run.metrics_file} has no epoch yet: there is nothing to draw. Train on, with --resume where the run was stopped."
+        )
     return epochs
 
 
@@ -116,7 +117,12 @@ def look(run: Run) -> Samples:
         codes = run.model.head(features).float()
         if generator is None:
             return Samples(labels, codes)
-        generator.load_state_dict(state["modules"].get("generator", {}))
+        try:
+            generator.load_state_dict(state["modules"].get("generator", {}))
+        except RuntimeError as error:
+            raise DataError(
+                f"{run.last} holds another generator than the recipe beside it names, or the plugin was changed."
+            ) from error
         generator.eval()
         number = torch.from_numpy(labels)
         a, p, n = choose_triplets(None, number)
@@ -237,7 +243,8 @@ def _write(path: Path, draw: Callable[[Any], None]) -> Path:
             figure.savefig(temporary, format="svg", metadata={"Date": None})
             temporary.replace(path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
     return path
 

@@ -64,7 +64,11 @@ def run_one_batch(recipe: Recipe, plugins: Plugins) -> list[str]:
             if value.requires_grad:
                 torch.autograd.backward(value, retain_graph=True)
             shown.append(f"{name} {float(value.detach()):.4f}")
-        shown += [f"{name} {int(value)}" for name, value in losses.figures.items()]
+        shown += [f"{name} {_short(float(value))}" for name, value in losses.figures.items()]
+        if losses.figures.get("triplets") == 0:
+            lines.append(
+                f"note: in phase '{phase.name}' the batch has no triplet that the generator could change."
+            )
         lines.append(f"one batch of {len(labels)}, phase '{phase.name}': {', '.join(shown)}")
     return [
         *lines,
@@ -99,6 +103,10 @@ def _check_learner(recipe: Recipe, plugins: Plugins) -> list[str]:
         _items(recipe, splits), _model(recipe, Model(backbone, head, combiner)),
         *(f"note: {note}" for note in splits.notes), f"fitted {len(few)} items. The recipe is fine.",
     ]  # fmt: skip
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"
 
 
 def _items(recipe: Recipe, splits: Splits) -> str:

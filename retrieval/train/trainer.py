@@ -39,6 +39,9 @@ from retrieval.train.surroundings import (
 )
 from retrieval.train.validate import validate
 
+NO_TRIPLETS = "no batch had a triplet, so the generator made nothing. It needs [sampler] items of 2 or more, and a [miner] that finds some."
+"""Said at the end of such an epoch."""
+
 
 @dataclass
 class Progress:
@@ -252,7 +255,10 @@ class Trainer:
             "lr": self.sides.rates(), **metrics,
         }  # fmt: skip
         combiner = self.run.model.combiner
-        if combiner is not None and (warnings := list(combiner.warnings(metrics))):
+        warnings = [] if combiner is None else list(combiner.warnings(metrics))
+        if metrics.get("triplets") == 0:
+            warnings.append(NO_TRIPLETS)
+        if warnings:
             record["warnings"] = warnings
         self.run.plugins.hook.retrieval_epoch_end(run=self.run, epoch=progress.epoch, metrics=metrics)
         if self.main:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from matplotlib.figure import Figure
 from retrieval.cli import app
+from retrieval.errors import RetrievalError
 from retrieval.recipe import check_recipe
 from retrieval.train import checkpoint
 from retrieval.train.run import load_run
@@ -22,7 +24,7 @@ from sklearn.datasets import load_digits
 from retrieval_daml import report
 
 
-def make(folder: Path, **tables: Any) -> Path:
+def make(folder: Path, name: str = "run", **tables: Any) -> Path:
     digits = load_digits()
     np.savez(folder / "digits.npz", features=digits.data[:500] / 16.0, labels=digits.target[:500])
     base: dict[str, Any] = {
@@ -39,8 +41,8 @@ def make(folder: Path, **tables: Any) -> Path:
             {"name": "all", "epochs": 2},
         ],
     }
-    train(folder / "run", *check_recipe({k: v for k, v in (base | tables).items() if v is not None}))
-    return folder / "run"
+    train(folder / name, *check_recipe({k: v for k, v in (base | tables).items() if v is not None}))
+    return folder / name
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +120,47 @@ def test_a_plain_run_has_fewer_panels_and_what_is_no_run_is_refused(tmp_path: Pa
     (plain / "metrics.jsonl").write_text("")
     done = CliRunner().invoke(app, ["daml-report", str(plain)])
     assert done.exit_code != 0 and "has no epoch yet" in str(done.exception)
+    fitted = make(
+        tmp_path, "fitted", combiner=None, generator=None, loss=None, phase=None, learner={"name": "core.pca"}
+    )
+    done = CliRunner().invoke(app, ["daml-report", str(fitted)])
+    assert done.exit_code != 0 and "is a learner's run" in str(done.exception)
+
+
+@pytest.mark.parametrize("combiner", [None, {"name": "daml.uniform", "metrics": 3}])
+def test_one_epoch_whose_generator_made_nothing_is_drawn(tmp_path: Path, combiner: Any) -> None:
+    """As after an interruption in the first phase of Algorithm 1."""
+    phases = [{"name": "metric", "epochs": 1, "train": ["head"], "synthetic": False}]
+    run = make(tmp_path, combiner=combiner, phase=phases)
+    names = [path.name for path in report.write_report(run)]
+    assert names == ["losses.svg", "synthetic.svg", "map.svg"]
+
+
+def test_what_a_crash_cut_off_is_left_out(adversarial: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(adversarial, run)
+    whole = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(whole[: len(whole) - 40])
+    epochs = report.read_log(load_run(run))
+    assert epochs == [json.loads(line) for line in whole.splitlines()[:2]]
+    assert len(report.write_report(run, tmp_path / "panels")) == 4
+
+
+def test_what_is_missing_or_wrong_is_said(adversarial: Path, tmp_path: Path) -> None:
+    def refused(run: Path, *options: str) -> str:
+        done = CliRunner().invoke(app, ["daml-report", str(run), *options])
+        assert isinstance(done.exception, RetrievalError), done.output
+        return str(done.exception)
+
+    (tmp_path / "taken").write_text("")
+    assert "losses.svg cannot be written" in refused(adversarial, "--output", str(tmp_path / "taken"))
+    run = tmp_path / "run"
+    shutil.copytree(adversarial, run)
+    recipe = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(recipe.replace("digits.npz", "gone.npz"))
+    assert "gone.npz does not exist" in refused(run)
+    (run / "recipe.toml").write_text(recipe.replace("daml.hard_negative", "daml.disturbed_negative"))
+    assert "holds another generator than the recipe" in refused(run)
+    (run / "recipe.toml").write_text(recipe)
+    (run / "checkpoints" / "last.safetensors").unlink()
+    assert "There is no checkpoint" in refused(run)

@@ -227,7 +227,10 @@ def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(make: Make, tm
     assert max(log(run)[-1][f"load_{k}"] for k in (1, 2, 3)) > 0.9
     said = [line for line in lines if line.startswith("warning: local metric")]
     assert len(said) == sum(len(line.get("warnings", [])) for line in log(run)) >= 2
+    from retrieval.train.check import run_one_batch
+
     balanced = {"name": "daml.discriminator", "metrics": 3, "hidden": 8}
+    assert any("load_1 0.3333," in line for line in run_one_batch(*make(combiner=balanced)))
     quiet = fit(tmp_path, make(combiner=balanced, optimizer=optimizer, train={"epochs": 4}), "balanced")
     assert all(abs(line[f"load_{k}"] - 1 / 3) < 0.1 for line in log(quiet) for k in (1, 2, 3))
     assert not any("warnings" in line for line in log(quiet))

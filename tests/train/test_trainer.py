@@ -253,6 +253,21 @@ def test_a_figure_is_the_mean_of_the_batches_that_have_it(
     assert line["generator_loss"] == pytest.approx(sum(had) / 2)
 
 
+def test_an_epoch_without_triplets_is_warned_of(make: Make, tmp_path: Path) -> None:
+    from retrieval.train.check import run_one_batch
+
+    said: list[str] = []
+    for items in (1, 2):
+        made = make(generator=GENERATOR, sampler={"classes": 4, "items": items, "batches": 2})
+        train(tmp_path / str(items), *made, report=said.append)
+        noted = any("has no triplet that the generator could change" in line for line in run_one_batch(*made))
+        assert noted == (items == 1)
+    warnings = [line for line in said if line.startswith("warning: no batch had a triplet")]
+    assert len(warnings) == 2  # one an epoch of the first
+    lines = [json.loads(x) for x in (tmp_path / "1" / "metrics.jsonl").read_text().splitlines()]
+    assert all("[sampler] items of 2" in line["warnings"][0] for line in lines)
+
+
 @pytest.mark.parametrize(("synthetic", "real_weight"), [(True, 0.0), (True, 0.5), (False, 0.0), (False, 0.5)])
 def test_without_triplets_the_real_samples_count_as_ever(
     make: Make, tmp_path: Path, synthetic: bool, real_weight: float
