@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from retrieval.errors import RecipeError
-from retrieval.recipe import check_recipe
+from retrieval.recipe import check_recipe, read_recipe
 from retrieval.train import checkpoint
 from retrieval.train.run import build_run
 from retrieval.train.synthetic import choose_triplets, extend, mine
@@ -219,6 +219,18 @@ def test_the_phases_of_algorithm_1_train_what_they_say(tmp_path: Path) -> None:
     assert {"loss", "generator_loss", "synthetic_shift", "triplets"} <= lines[2].keys()
 
 
+def test_a_phase_trains_both_while_the_metric_sees_real_samples_only(tmp_path: Path) -> None:
+    """`synthetic = false` where the generator trains too: J_gen for it, the plain loss for the metric, bit for bit."""
+    of = trainer(tmp_path, phase=[{"name": "apart", "epochs": 1, "synthetic": False}])
+    inputs, labels = batch(of)
+    losses = of.step(inputs, labels, of.phase)
+    assert losses.metric is not None and losses.generator is not None
+    assert torch.equal(losses.metric, of.objective.loss(of.run.model(inputs)[1], labels))
+    of.step.backward(losses, of.sides.parts, None)
+    assert of.objective.generator is not None
+    assert all(p.grad is not None and bool(p.grad.any()) for p in of.objective.generator.parameters())
+
+
 def test_new_layers_take_their_rates_factor(tmp_path: Path) -> None:
     """One step of plain gradient descent: ten times the rate, ten times the way."""
     ways = []
@@ -353,3 +365,38 @@ def test_two_processes_agree_with_one_on_the_synthetic_batch() -> None:
     one = draw()
     torch.manual_seed(5)
     assert all(map(torch.equal, one, draw()))
+
+
+# --- the page and the recipes ----------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_generator_of_the_docs_walks_towards_the_anchor_and_trains(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "daml.md").read_text(encoding="utf-8")
+    body = page.split(":caption: my_steps.py", 1)[1].split("```", 1)[0]
+    (tmp_path / "my_steps.py").write_text(body, encoding="utf-8")
+    recipe = made(
+        plugins=[str(tmp_path / "my_steps.py")], generator={"name": "my_steps.towards", "step": 0.01}
+    )
+    train(tmp_path / "run", *recipe)
+    assert log(tmp_path / "run")[0]["synthetic_shift"] == pytest.approx(0.01, rel=1e-3)
+    run = build_run(tmp_path, *recipe)
+    assert run.objective is not None and run.objective.generator is not None
+    a, p, n = torch.randn(3, 6, run.model.backbone.features, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        moved = run.objective.generator(a, p, n)
+        before, after = (run.model.feature_distance(x, a) for x in (n, moved))
+    assert (after < before).all()
+
+
+@pytest.mark.parametrize("name", ["digits-daml", "digits-damml"])
+def test_the_models_recipes_run_in_each_phase(name: str) -> None:
+    from retrieval.train.check import run_one_batch
+
+    recipe, plugins = read_recipe(ROOT / "models" / name / "recipe.toml")
+    lines = run_one_batch(recipe, plugins)
+    assert [line.split("'")[1] for line in lines if line.startswith("one batch")] == [
+        phase.name for phase in recipe.phases
+    ]
+    assert lines[-1].endswith("The recipe is fine.")
