@@ -139,6 +139,26 @@ class Glyphs(Dataset):
         return image
 
 
+class Saved(Dataset):
+    """Drawings that were written before: arrays `images` (N, size, size) and `labels` (N,) of a .npz file.
+
+    Args:
+        file: the file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        with np.load(file, allow_pickle=False) as saved:
+            self.arrays, labels = saved["images"], saved["labels"]
+        self.labels = labels.tolist()
+        self.keys = [f"{label}/{i}" for i, label in enumerate(self.labels)]
+
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        """Return one image (size, size), uint8."""
+        assert self.arrays is not None
+        image: NDArray[Any] = self.arrays[index]
+        return image
+
+
 def _font(name: str, points: int) -> ImageFont.FreeTypeFont:
     file, package = FAMILIES[name]
     try:
@@ -151,4 +171,4 @@ def _font(name: str, points: int) -> ImageFont.FreeTypeFont:
 
 @hookimpl
 def retrieval_datasets() -> Mapping[str, Any]:
-    return {"han": Glyphs}
+    return {"han": Glyphs, "saved": Saved}
