@@ -162,7 +162,7 @@ def draw_losses(figure: Any, epochs: list[dict[str, Any]]) -> None:
         lines += right.plot(x, generator, "s--", color="C1", label="J_gen, the generator")
         right.set_ylabel("J_gen")
     _phases(axes, epochs)
-    axes.legend(handles=lines)
+    axes.legend(handles=lines, loc="upper right")  # "best" takes long with much data, and says so
 
 
 def draw_gamma(figure: Any, epochs: list[dict[str, Any]]) -> None:
@@ -180,7 +180,7 @@ def draw_gamma(figure: Any, epochs: list[dict[str, Any]]) -> None:
         axes.set(title=f"metric {k}", xlabel="epoch", ylim=(0, 1))
         _phases(axes, known)
     panels[0].set_ylabel("weight γ")
-    panels[0].legend()
+    panels[0].legend(loc="upper right")
 
 
 def draw_synthetic(figure: Any, epochs: list[dict[str, Any]], samples: Samples) -> None:
@@ -191,7 +191,7 @@ def draw_synthetic(figure: Any, epochs: list[dict[str, Any]], samples: Samples) 
     left.hist(samples.real, bins, alpha=0.6, label=f"real {samples.replaces}s")
     left.hist(samples.synthetic, bins, alpha=0.6, label="synthetic")
     left.set(xlabel="learned distance to the anchor", ylabel="triplets")
-    left.legend()
+    left.legend(loc="upper right")
     known = [epoch for epoch in epochs if "synthetic_shift" in epoch]
     right.plot([epoch["epoch"] + 1 for epoch in known], [epoch["synthetic_shift"] for epoch in known], "o-")
     right.set(xlabel="epoch", ylabel="mean feature distance, synthetic to real", ylim=(0, None))

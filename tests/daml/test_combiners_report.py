@@ -83,6 +83,10 @@ def test_the_curves_are_the_logs_figures(adversarial: Path) -> None:
     for k, axes in enumerate(figure.axes, 1):
         assert list(axes.lines[1].get_ydata()) == [epoch[f"load_{k}"] for epoch in epochs]
         assert list(axes.lines[0].get_ydata()) == [epoch[f"gamma_{k}_p50"] for epoch in epochs]
+        (band,) = axes.collections
+        edges = {(float(x), float(y)) for x, y in band.get_paths()[0].vertices}
+        for q in (10, 90):
+            assert {(float(i), epoch[f"gamma_{k}_p{q}"]) for i, epoch in enumerate(epochs, 1)} <= edges
 
 
 def test_the_samples_are_the_runs_own(adversarial: Path) -> None:
@@ -109,6 +113,42 @@ def test_the_samples_are_the_runs_own(adversarial: Path) -> None:
         distances[other].min() - 1e-4 <= samples.real.min()
         and samples.real.max() <= distances[other].max() + 1e-4
     )
+
+
+def test_synthetic_samples_are_drawn_beside_the_real_ones_they_replace(adversarial: Path) -> None:
+    run, epochs = load_run(adversarial), report.read_log(load_run(adversarial))
+    samples = report.look(run)
+    assert samples.made is not None and samples.made_labels is not None
+    assert samples.real is not None and samples.synthetic is not None
+    # after a few steps they are still next to the negatives that they were made of, whose label they bear
+    with torch.no_grad():
+        nearest = run.model.distances(samples.made, samples.codes).argmin(1).numpy()
+    assert (samples.labels[nearest] == samples.made_labels).mean() > 0.9
+    figure = Figure()
+    report.draw_synthetic(figure, epochs, samples)
+    left, right = figure.axes
+    heights = [patch.get_height() for patch in left.patches]
+    bins = np.linspace(0, max(samples.real.max(), samples.synthetic.max()), 40)
+    for drawn, values in ((heights[:39], samples.real), (heights[39:], samples.synthetic)):
+        assert drawn == np.histogram(values, bins)[0].tolist()
+    assert list(right.lines[0].get_xdata()) == [2, 3]
+    assert list(right.lines[0].get_ydata()) == [epoch["synthetic_shift"] for epoch in epochs[1:]]
+    figure = Figure()
+    report.draw_map(figure, run, samples)
+    dots, crosses = figure.axes[0].collections[::2], figure.axes[0].collections[1::2]
+    for drawn, labels in ((dots, samples.labels), (crosses, samples.made_labels)):
+        assert [len(points.get_offsets()) for points in drawn] == np.unique(labels, return_counts=True)[
+            1
+        ].tolist()
+    # t-SNE keeps neighbours: of a synthetic sample and an item as of two items
+    where = np.concatenate([points.get_offsets() for points in dots])
+    own = np.repeat(np.arange(5), 20)
+    hits = [
+        own[np.square(where - point).sum(1).argmin()] == number
+        for number, points in enumerate(crosses)
+        for point in points.get_offsets()
+    ]
+    assert np.mean(hits) > 0.7
 
 
 def test_a_plain_run_has_fewer_panels_and_what_is_no_run_is_refused(tmp_path: Path) -> None:
