@@ -111,7 +111,7 @@ class Generator(nn.Module):
     """Makes synthetic features from triplets' features; the head turns them into codes that extend the reference set.
 
     With parameters, the host gives it an optimiser of its own, stepped on `objective` alone. Without (a closed
-    form), `objective` is never called.
+    form), `objective` is never called. The loss's gradient passes through `forward` to the backbone, where that trains.
 
     Attributes:
         replaces: whose place in its triplet a synthetic sample takes, and whose label.

@@ -32,8 +32,8 @@ class Confusion(Generator):
 
         z = (2|n| a + β|a| n) / (2|n| + β|a|),
 
-    exactly for a linear head, to first order for others (hidden layers). It has no parameters, and no gradient flows through the
-    points: only the loss at z's code, to the head. Set `[train] real_weight` to train on the real negatives too: 1 is the
+    exactly for a linear head, to first order for others (hidden layers). It has no parameters. The loss at z's code reaches the head, and
+    through z the features of a and n, with their shares in it as constants. Set `[train] real_weight` to train on the real negatives too: 1 is the
     paper's α = 1 (Eq 4), for real_weight = 1/α.
 
     Args:
@@ -51,9 +51,8 @@ class Confusion(Generator):
         """Take note of the head whose metric is to be misled."""
         self._head = (head,)
 
-    @torch.no_grad()
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return the adversarial negatives (T, F), detached; `positive` has no say.
+        """Return the adversarial negatives (T, F); `positive` has no say.
 
         Raises:
             ValueError: the shapes differ, or no head was bound.
@@ -71,9 +70,9 @@ class Confusion(Generator):
         share = anchor.new_full((len(anchor), 1), 2 / (2 + self.beta))
         body = _before_scaling(self._head[0])
         if body is not None and len(anchor):
-            with _undisturbed(body):
+            with torch.no_grad(), _undisturbed(body):
                 u, v = (full_precision(body(x)) for x in (anchor, negative))
-            share = self._on_sphere(u, v).to(anchor.dtype)
+                share = self._on_sphere(u, v).to(anchor.dtype)
         return negative + share * (anchor - negative)
 
     def _on_sphere(self, u: Tensor, v: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class DisturbedNegative(Generator):
     copy is kept whose code is nearest to the anchor's: Euclidean, by the head as it is now; with a combiner, of its codes.
 
     The metric is fooled as by a trained generator, but by a search among copies of n that know nothing of the anchor, so that
-    their label stays as right as the disturbance is blind to classes. There are no parameters, and no gradient flows through x̃.
+    their label stays as right as the disturbance is blind to classes. There are no parameters; a gradient passes through x̃ to n, with d as a constant.
     It is meant for the hardest real negatives (`daml.semi_hard` with `pick = "hardest"`), and helps most where training
     classes are few; where they are many, with the real negatives beside it (`[train] real_weight = 1`).
 
@@ -55,7 +55,6 @@ class DisturbedNegative(Generator):
         """Take note of the head by which the nearest copy is found."""
         self._head = (head,)
 
-    @torch.no_grad()
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         """Return synthetic negatives (T, F).
 
@@ -77,13 +76,14 @@ class DisturbedNegative(Generator):
     def _copy(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         length = negative.norm(dim=1, keepdim=True)
         if self.by == "noise":
-            added = torch.randn_like(negative) * length / negative.shape[1] ** 0.5
+            added = torch.randn_like(negative) * length.detach() / negative.shape[1] ** 0.5
         else:
             other = torch.randperm(len(anchor), device=anchor.device)
-            added = anchor[other] - positive[other]
+            added = (anchor[other] - positive[other]).detach()
         made: Tensor = nn.functional.normalize(negative + self.step * added) * length
         return made
 
+    @torch.no_grad()
     def _codes(self, features: Tensor) -> Tensor:
         if not self._head:
             raise ValueError(

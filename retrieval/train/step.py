@@ -1,8 +1,9 @@
 """One batch: the loss on real or synthetic samples, and the generator's own objective.
 
 The metric (backbone, head, combiner, loss) and the generator are two sides with an optimiser each. With
-`coupling = "separate"` each side's objective reaches its own parameters only: the metric sees the synthetic
-samples as constants, the generator sees the metric as fixed.
+`coupling = "separate"` each side's objective reaches its own parameters only, wherever else its gradient passes: the
+loss trains the backbone through the synthetic samples too, with the generator's weights held, and the generator's
+objective passes through the metric as it is.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Step:
                 if real_weight:
                     losses.metric = losses.metric + real_weight * self._loss(codes, labels, indices)
             return
-        fa, fp, fn = (features[i] if self.joint else features[i].detach() for i in (a, p, n))
+        fa, fp, fn = (features[i] for i in (a, p, n))
         synthetic = generator(fa, fp, fn)
         if not torch.isfinite(synthetic).all():
             raise DataError("the generator's output became NaN or infinite")
@@ -117,7 +118,7 @@ class Step:
         if trains_metric and not phase.synthetic:
             losses.metric = self._loss(codes, labels, indices)
         elif trains_metric:
-            made = self.model.head(synthetic if self.joint else synthetic.detach()).float()
+            made = self.model.head(synthetic).float()
             extended = extend(codes, labels, made, (a, p, n), generator.replaces)
             chosen: TripletIndices = extended.triplets
             if after and miner is not None:
@@ -144,15 +145,17 @@ class Step:
         """
         metric, generator = losses.metric, losses.generator
         own = [p for p in parts["generator"] if p.requires_grad]
+        rest = [p for name, group in parts.items() if name != "generator" for p in group if p.requires_grad]
         if self.joint and metric is not None and generator is not None:
             metric, generator = metric + generator, None
+            rest += own
         if generator is not None:
             keep = metric is not None and metric.requires_grad
             gradients = torch.autograd.grad(generator, own, retain_graph=keep, allow_unused=True)
             for parameter, gradient in zip(own, gradients, strict=True):
                 parameter.grad = gradient
         if metric is not None and metric.requires_grad:
-            self.accelerator.backward(metric)
+            self.accelerator.backward(metric, inputs=rest)
         metric_side = [
             p for name, group in parts.items() if name != "generator" for p in group if p.grad is not None
         ]

@@ -97,15 +97,16 @@ def test_a_class_that_varies_alike_keeps_its_items() -> None:
     assert ((made - far).norm(dim=1) < (made - near).norm(dim=1)).all()
 
 
-def test_it_has_no_parameters_gives_no_gradient_and_leaves_the_head_alone() -> None:
+def test_it_has_no_parameters_and_leaves_the_head_alone_and_only_the_negative_has_a_gradient() -> None:
     head = nn.Sequential(nn.Linear(F, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
     generator = DisturbedNegative()
     generator.bind(head)
     assert list(generator.parameters()) == [] and list(generator.children()) == []
     before = {k: v.clone() for k, v in head.state_dict().items()}
-    features = A.clone().requires_grad_()
-    made = generator(features, P, N)
-    assert not made.requires_grad
+    triplet = [x.clone().requires_grad_() for x in (A, P, N)]
+    generator(*triplet).square().sum().backward()
+    assert [x.grad is not None and bool(x.grad.any()) for x in triplet] == [False, False, True]
+    assert all(each.grad is None for each in head.parameters())
     assert all(torch.equal(v, before[k]) for k, v in head.state_dict().items())
     assert all(module.training for module in head.modules())
 

@@ -159,8 +159,7 @@ def test_gradients_with_a_combiner_are_those_of_the_couplings_objectives(
 
     for name in sides:
         assert all(bool(g.any()) for g in gradients(losses.metric, name) if g is not None)
-    from_metric = any(g is not None for g in gradients(losses.metric, "generator"))
-    assert from_metric == (coupling == "joint")
+    assert any(g is not None for g in gradients(losses.metric, "generator"))
     assert all(bool(g.any()) for name in ("head", "combiner") for g in gradients(losses.generator, name))
     total = losses.metric + losses.generator
     expected = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -116,7 +117,7 @@ def log(folder: Path) -> list[dict[str, Any]]:
 def test_gradients_are_those_of_the_couplings_objectives(
     tmp_path: Path, tables: dict[str, Any], coupling: str
 ) -> None:
-    """Separate: J_m's for the metric, J_gen's for the generator, bit for bit. Joint: the sum's for all."""
+    """Separate: J_m's for the metric, through what the generator made too, J_gen's for the generator, bit for bit. Joint: the sum's for all."""
     of = trainer(tmp_path, **tables, train={"device": "cpu", "coupling": coupling})
     inputs, labels = batch(of)
     random = checkpoint.random_state()
@@ -129,9 +130,11 @@ def test_gradients_are_those_of_the_couplings_objectives(
     def gradients(value: torch.Tensor, of: list[Any]) -> list[Any]:
         return list(torch.autograd.grad(value, of, retain_graph=True, allow_unused=True))
 
-    reach = [any(g is not None and bool(g.any()) for g in gradients(losses.metric, generator)),
-             any(g is not None and bool(g.any()) for g in gradients(losses.generator, [*of.run.model.backbone.parameters()]))]  # fmt: skip
-    assert reach == [coupling == "joint"] * 2
+    for value, others in (
+        (losses.metric, generator),
+        (losses.generator, [*of.run.model.backbone.parameters()]),
+    ):
+        assert any(g is not None and bool(g.any()) for g in gradients(value, others))
     if coupling == "joint":
         expected = gradients(total, metric + generator)
     else:
@@ -147,6 +150,37 @@ def test_gradients_are_those_of_the_couplings_objectives(
             assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
         else:
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["daml.hard_negative", "daml.hard_positive", "daml.disturbed_negative"])
+def test_the_loss_trains_the_backbone_through_what_was_generated(tmp_path: Path, name: str) -> None:
+    """A triplet: the backbone has the gradient of the loss written out, with the generator's weights as constants."""
+    generator = {"name": name} | ({"tries": 1, "step": 0.0} if "disturbed" in name else {})
+    of = trainer(tmp_path, generator=generator, loss={"name": "daml.triplet", "margin": 3.0})
+    images, labels = batch(of)
+    labels = torch.arange(len(images)) // 2
+    of.run.model.eval()
+    of.objective.miner = lambda *_: tuple(torch.tensor([i]) for i in (0, 1, 2))  # type: ignore[assignment]
+    losses = of.step(images, labels, of.phase)
+    assert losses.metric is not None
+    of.step.backward(losses, of.sides.parts, None)
+    trained = [p.grad.clone() for p in of.run.model.backbone.parameters() if p.grad is not None]
+
+    made = copy.deepcopy(of.objective.generator)
+    assert made is not None
+    made.requires_grad_(False)
+    features, _ = of.run.model(images, False)
+    a, p, n = (features[i : i + 1] for i in range(3))
+    synthetic = made(a, p, n)
+    p, n = (synthetic, n) if made.replaces == "positive" else (p, synthetic)
+    ea, ep, en = (of.run.model.head(x) for x in (a, p, n))
+    value = ((ea - ep).square().sum() - (ea - en).square().sum() + 3.0).relu()
+    assert losses.metric.item() == pytest.approx(value.item(), rel=1e-5)
+    slope, *expected = torch.autograd.grad(value, [features, *of.run.model.backbone.parameters()])
+    assert all(bool(slope[row].any()) for row in range(3)) and not slope[3:].any()
+    assert len(trained) == len(expected)
+    for found, each in zip(trained, expected, strict=True):
+        torch.testing.assert_close(found, each, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("generator", ["daml.hard_negative", "daml.hard_positive"])

@@ -92,10 +92,8 @@ def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_
     losses = trainer.step(inputs, labels, trainer.phase)
     metric_side = [*run.model.parameters()]
     generator_side = [*run.objective.generator.parameters()]  # type: ignore[union-attr]
-    assert all(
-        g is None
-        for g in torch.autograd.grad(losses.metric, generator_side, retain_graph=True, allow_unused=True)
-    )
+    passing = torch.autograd.grad(losses.metric, generator_side, retain_graph=True, allow_unused=True)
+    assert any(g is not None and bool(g.any()) for g in passing)  # and is kept out of the generator below
     expected_metric = torch.autograd.grad(losses.metric, metric_side, retain_graph=True)
     expected_generator = torch.autograd.grad(losses.generator, generator_side, retain_graph=True)
     checkpoint.restore_random_state(random)
