@@ -75,8 +75,8 @@ class Discriminator(LocalMetrics):
             start: standard deviation of V at the start. 0 makes Γ = 1/K, where J_dis has no gradient: only the loss moves Γ from there. Take 1 to
                 see what uneven weights do.
             views: the features are those of K views of an item side by side, of one width, and metric k sees the k-th view alone, the
-                discriminator all of them. Weights can then leave out a view that is spoilt in either item; metrics that all see everything
-                have become alike in every measurement, and left nothing to weigh.
+                discriminator all of them. Weights can then leave out a view that is spoilt in either item. With metrics that all see
+                everything, learned weights were no better than even ones in every measurement.
             candidates: how many candidates a server rescores by default; none: 200, or 500 where the weights are sharp (mean largest weight
                 above 0.6, measured at export).
         """
