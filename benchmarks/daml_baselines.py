@@ -98,13 +98,16 @@ BEYOND = (
 )
 COMBINED = tuple(f"DAMML {kind} K = {k}" for kind in ("discriminator", "uniform") for k in (2, 4, 8))
 
-UNTUNED: list[tuple[str, dict[str, Any]]] = [
-    ("contrastive", {"name": "daml.contrastive", "margin": 0.5}),
-    ("contrastive", {"name": "daml.contrastive", "margin": 1.0}),
-    ("triplet", {"name": "daml.triplet", "margin": 1.0}),
+UNTUNED: list[tuple[str, str, dict[str, Any]]] = [
+    ("glyphs", "contrastive", {"name": "daml.contrastive", "margin": 0.5}),
+    ("glyphs", "contrastive", {"name": "daml.contrastive", "margin": 1.0}),
+    ("glyphs", "triplet", {"name": "daml.triplet", "margin": 1.0}),
+    ("random", "contrastive", {"name": "daml.contrastive", "margin": 1.0}),
+    ("random", "triplet", {"name": "daml.triplet", "margin": 1.0}),
+    ("random", "lifted", {"name": "daml.lifted", "margin": 1.0}),
 ]
-"""What the losses are without choosing: with the generator's margin, and for the contrastive loss also half of it. The lifted
-loss has chosen just that margin, and N-pair the scale that it comes with."""
+"""What the losses are without choosing: with the margin of 1 that the paper gives every loss and the generator, and for the
+contrastive loss also half of it. N-pair has none. On glyphs the lifted loss has chosen just that margin."""
 
 LENGTH = {"glyphs": 400, "random": 1600, "few": 400, "drawn": 320, "fashion": 200}
 """How many batches the metric takes."""
@@ -284,18 +287,17 @@ def measure(
     return table
 
 
-def untuned(results: Results, work: Path, losses: list[str]) -> list[dict[str, Any]]:
-    """Return rows on glyphs of plain and DAML with parameters as they come."""
+def untuned(results: Results, work: Path, sets: list[str], losses: list[str]) -> list[dict[str, Any]]:
+    """Return rows of plain and DAML with parameters as they come."""
     rows = []
-    for loss, table in UNTUNED:
+    for data, loss, table in UNTUNED:
+        if data not in sets or loss not in losses:
+            continue
         with contextlib.suppress(NotDone):
-            made: dict[str, Any] = {"loss": loss, "choice": table}
+            made: dict[str, Any] = {"data": data, "loss": loss, "choice": table}
             for method in ("plain", "DAML"):
-                made[method] = [
-                    results.run(work, "glyphs", loss, method, table, seed, False) for seed in SEEDS
-                ]
-            if loss in losses:
-                rows.append(made)
+                made[method] = [results.run(work, data, loss, method, table, seed, False) for seed in SEEDS]
+            rows.append(made)
     return rows
 
 
@@ -322,9 +324,7 @@ def main() -> None:
     prepare(work, options.sets)
     results = Results(work / "results.jsonl", options.only_done)
     table = measure(results, work, options.sets, options.losses, options.methods)
-    rows = (
-        [] if options.no_untuned or "glyphs" not in options.sets else untuned(results, work, options.losses)
-    )
+    rows = [] if options.no_untuned else untuned(results, work, options.sets, options.losses)
     text = "\n".join(report(table, rows))
     print(text)
     if options.report:
