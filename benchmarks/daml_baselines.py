@@ -92,6 +92,7 @@ METHODS = (
 )
 BEYOND = (
     "hardest semi-hard",
+    "DAML + hardest semi-hard",
     "disturbed + semi-hard",
     "disturbed + hardest semi-hard",
     "disturbed + hardest semi-hard + real",
@@ -123,7 +124,7 @@ def taken(data: str, method: str, loss: str) -> bool:
             method in BEYOND or method in ("plain", "semi-hard", "DAML + semi-hard")
         )
     if method in BEYOND:
-        return data == "glyphs" and loss == "triplet"
+        return loss == "triplet" if data == "glyphs" else data == "drawn" and "disturbed" not in method
     if method in COMBINED:
         return data in ("glyphs", "fashion")
     return data == "glyphs" or method in METHODS[:6]
