@@ -90,6 +90,9 @@ METHODS = (
     "DAML, mined after",
     "DAML (paper's λ)",
 )
+STILL = "not moved"
+"""The control of a net that is trained: DAML's phases and triplets, with real negatives in the synthetic ones' place."""
+
 BEYOND = (
     "hardest semi-hard",
     "DAML + hardest semi-hard",
@@ -123,6 +126,8 @@ def taken(data: str, method: str, loss: str) -> bool:
         return loss == "triplet" and (
             method in BEYOND or method in ("plain", "semi-hard", "DAML + semi-hard")
         )
+    if method == STILL:
+        return data == "drawn"
     if method in BEYOND:
         return loss == "triplet" if data == "glyphs" else data == "drawn" and "disturbed" not in method
     if method in COMBINED:
@@ -172,8 +177,10 @@ def recipe(
         made["miner"]["pick"] = "hardest"
     if method in ("plain", "semi-hard", "hardest semi-hard"):
         return made
-    if "disturbed" in method:  # without parameters: no phase of its own
+    if "disturbed" in method or method == STILL:  # without parameters: no phase of its own
         made["generator"] = {"name": "daml.disturbed_negative"}
+        if method == STILL:
+            made["generator"] |= {"step": 0.0, "tries": 1}
         made["train"]["real_weight"] = 1.0 if method.endswith("+ real") else 0.0
         made["phase"] = [
             {"name": "real", "epochs": 1, "synthetic": False},
@@ -311,7 +318,10 @@ def main() -> None:
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=SETS)
     parser.add_argument("--losses", nargs="*", default=list(LOSSES), choices=list(LOSSES))
     parser.add_argument(
-        "--methods", nargs="*", default=[*METHODS, *BEYOND, *COMBINED], choices=[*METHODS, *BEYOND, *COMBINED]
+        "--methods",
+        nargs="*",
+        default=[*METHODS, STILL, *BEYOND, *COMBINED],
+        choices=[*METHODS, STILL, *BEYOND, *COMBINED],
     )
     parser.add_argument(
         "--only-done", action="store_true", help="report rows that are measured, train nothing"
