@@ -2,8 +2,8 @@
 
 Rows: the loss alone, with semi-hard mining, with DAML, DAML on semi-hard triplets, semi-hard selection after generation, DAML
 with both objectives flowing everywhere (`coupling = "joint"`), hard positives, and DAMML: several metrics, weighted per pair or
-evenly. All by recipes of this framework. Beyond the paper: the nearest semi-hard negative instead of a random one, and
-`daml.disturbed_negative` on either.
+evenly. All by recipes of this framework. Beyond the paper: the nearest semi-hard negative instead of a random one, DAML on it, and
+`daml.disturbed_negative` on either. Where a net is trained, "not moved" is the control: DAML's phases and triplets, real negatives.
 
 Sets, all with disjoint classes (`daml_sets.py`):
 

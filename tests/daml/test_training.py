@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from accelerate import Accelerator
-from retrieval.errors import RecipeError
+from retrieval.errors import DataError, RecipeError
 from retrieval.recipe import check_recipe, read_recipe
 from retrieval.train import checkpoint
 from retrieval.train.run import build_run
@@ -434,3 +435,15 @@ def test_the_models_recipes_run_in_each_phase(name: str) -> None:
         phase.name for phase in recipe.phases
     ]
     assert lines[-1].endswith("The recipe is fine.")
+
+
+def test_a_set_of_one_class_is_refused(tmp_path: Path) -> None:
+    numpy.savez(tmp_path / "one.npz", features=numpy.eye(8, dtype=numpy.float32), labels=["a"] * 8)
+    recipe = made(
+        data={"name": "core.features", "file": str(tmp_path / "one.npz")},
+        backbone={"name": "core.features"},
+        split={"by": "item"},
+    )
+    with pytest.raises(DataError, match="only the class 'a' is left to train on; there must be two at least"):
+        train(tmp_path / "run", *recipe)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
