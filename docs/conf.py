@@ -9,7 +9,7 @@ from typing import Any
 project = "retrieval"
 copyright = "the authors of retrieval, Apache-2.0"
 try:
-    release = importlib.metadata.version("retrieval")
+    release = importlib.metadata.version("embedding-retrieval")
 except importlib.metadata.PackageNotFoundError:
     release = "0"
 

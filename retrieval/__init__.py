@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import PackageNotFoundError, version
 
         try:
-            return version("retrieval")
+            return version("embedding-retrieval")
         except PackageNotFoundError:  # a source tree that was never installed
             return "0"
     if name in _HOME:

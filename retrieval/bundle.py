@@ -269,7 +269,7 @@ def _providers(runtime: Any, device: Device) -> list[str]:
     if device == "cuda" and "CUDAExecutionProvider" not in available:
         raise BundleError(
             "This ONNX Runtime has no CUDA. Install the other one: "
-            "pip uninstall -y onnxruntime && pip install 'retrieval[gpu]'"
+            "pip uninstall -y onnxruntime && pip install 'embedding-retrieval[gpu]'"
         )
     cuda = ["CUDAExecutionProvider"] if device != "cpu" and "CUDAExecutionProvider" in available else []
     return [*cuda, "CPUExecutionProvider"]

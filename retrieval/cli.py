@@ -156,7 +156,7 @@ def _extra_for(module: str) -> str:
         "multipart": "serve",
         "timm": "timm",
     }
-    return f"pip install 'retrieval[{extras.get(root, 'train')}]'."
+    return f"pip install 'embedding-retrieval[{extras.get(root, 'train')}]'."
 
 
 if __name__ == "__main__":

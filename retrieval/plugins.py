@@ -76,7 +76,7 @@ class Plugins:
             missing = (getattr(error, "name", None) or "") if isinstance(error, ModuleNotFoundError) else ""
             if missing.partition(".")[0] in ("torch", "torchvision", "pytorch_metric_learning", "sklearn"):
                 raise MissingDependency(
-                    f"The plugin '{plugin}' needs {missing} for its {kind}. Install it: pip install 'retrieval[train]'."
+                    f"The plugin '{plugin}' needs {missing} for its {kind}. Install it: pip install 'embedding-retrieval[train]'."
                 ) from error
             raise PluginError(f"The plugin '{plugin}' failed in {hook}: {_reason(error)}.") from error
         if not isinstance(made, Mapping):

@@ -58,8 +58,8 @@ def require(module: str, family: tuple[str, ...], extra: str = "cpu") -> Any:
                 f"pip install --force-reinstall {found[0]}"
             ) from fault
         raise MissingDependency(
-            f"{module} is not installed. Install it with: pip install 'retrieval[{extra}]'"
-            + (" (or 'retrieval[gpu]' with a CUDA device)" if extra == "cpu" else "")
+            f"{module} is not installed. Install it with: pip install 'embedding-retrieval[{extra}]'"
+            + (" (or 'embedding-retrieval[gpu]' with a CUDA device)" if extra == "cpu" else "")
         ) from None
 
 

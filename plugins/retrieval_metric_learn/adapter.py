@@ -32,7 +32,7 @@ def adapted(name: str) -> type:
         import metric_learn
     except ImportError as error:
         raise MissingDependency(
-            f"{name} comes from metric-learn, which is not installed. Install it: pip install 'retrieval[metric-learn]'."
+            f"{name} comes from metric-learn, which is not installed. Install it: pip install 'embedding-retrieval[metric-learn]'."
         ) from error
 
     def hand_back(self: Any, X: Any, y: Any = None, type_of_inputs: str = "classic", **checks: Any) -> Any:

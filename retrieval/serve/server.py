@@ -52,7 +52,7 @@ def serve(
             importlib.import_module(module)
         except ImportError:
             raise MissingDependency(
-                f"Serving needs {module.replace('_', '-')}. Install it with: pip install 'retrieval[serve]'"
+                f"Serving needs {module.replace('_', '-')}. Install it with: pip install 'embedding-retrieval[serve]'"
             ) from None
     import uvicorn
 

@@ -18,7 +18,7 @@ def test_every_page_is_in_the_contents(root: Path) -> None:
 
 def test_sphinx_has_no_warning(root: Path, tmp_path: Path) -> None:
     for module in ("sphinx", "myst_parser", "furo"):
-        pytest.importorskip(module, reason="the documentation needs pip install 'retrieval[docs]'")
+        pytest.importorskip(module, reason="the documentation needs pip install 'embedding-retrieval[docs]'")
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-d", str(tmp_path / "trees"), "-b", "html",
          str(root / "docs"), str(tmp_path / "html")], capture_output=True, text=True, timeout=300,

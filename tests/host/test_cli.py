@@ -94,7 +94,7 @@ def test_a_plugin_adds_commands(shout: Path, process: Callable[..., Any]) -> Non
         ("permission", "cannot be used: "),
         (
             "module",
-            "Error: this command needs faiss, which is not installed. Install it: pip install 'retrieval[cpu]'.",
+            "Error: this command needs faiss, which is not installed. Install it: pip install 'embedding-retrieval[cpu]'.",
         ),
         ("error", "Error: The data are wrong."),
     ],

@@ -194,5 +194,5 @@ def test_a_server_without_its_extra_says_what_to_install(index_path, tmp_path):
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 2
-    assert "pip install 'retrieval[serve]'" in run.stderr
+    assert "pip install 'embedding-retrieval[serve]'" in run.stderr
     assert "Traceback" not in run.stderr
