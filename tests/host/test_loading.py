@@ -236,7 +236,11 @@ def test_factory_hooks_that_give_something_else(tmp_path: Path, body: str, words
 def test_a_plugin_without_torch_says_what_to_install(tmp_path: Path, process: Callable[..., Any]) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
     done = process("-m", "retrieval.cli", "plugins", "list", "--kind", "losses", path=tmp_path)
-    assert done.code == 2 and "pip install 'embedding-retrieval[train]'" in done.err and "Traceback" not in done.err
+    assert (
+        done.code == 2
+        and "pip install 'embedding-retrieval[train]'" in done.err
+        and "Traceback" not in done.err
+    )
     assert issubclass(MissingDependency, Exception)
 
 

@@ -63,7 +63,9 @@ def test_every_entry_point_imports_and_every_plugin_has_one(config: ConfigParser
     assert set(points.values()) == {
         name for name in folders() if name.startswith("retrieval_") and "." not in name
     }
-    installed = {e.name: e.value for e in distribution("embedding-retrieval").entry_points if e.group == "retrieval"}
+    installed = {
+        e.name: e.value for e in distribution("embedding-retrieval").entry_points if e.group == "retrieval"
+    }
     assert installed == points, "installed before the last change of setup.cfg: pip install -e . again"
     script = config["options.entry_points"]["console_scripts"].split(" = ")[1].strip()
     module, _, function = script.partition(":")
