@@ -208,4 +208,4 @@ def test_a_wrong_recipe_prints_every_problem_and_exits_2(cli: Callable[..., Any]
 def test_version(cli: Callable[..., Any]) -> None:
     from importlib.metadata import version
 
-    assert cli("--version").out == f"retrieval, version {version('retrieval')}\n"
+    assert cli("--version").out == f"retrieval, version {version('embedding-retrieval')}\n"
