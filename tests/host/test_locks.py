@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from retrieval.errors import RetrievalError, StoreError
@@ -138,17 +140,16 @@ READ_ONLY = textwrap.dedent("""
 
 
 @pytest.mark.skipif(os.name == "nt", reason="permissions of POSIX")
-def test_below_a_read_only_parent_the_lock_lies_in_the_folder(tmp_path):
-    for folder in [*tmp_path.parents][:-2]:
-        if not folder.stat().st_mode & 0o001:
-            folder.chmod(0o755)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out").chmod(0o777)
-    tmp_path.chmod(0o555)
-    run = subprocess.run(
-        [sys.executable, "-c", READ_ONLY, str(tmp_path / "out")], capture_output=True, text=True
-    )
-    tmp_path.chmod(0o755)
-    assert run.stdout.startswith("['.lock']\n"), run.stderr
-    assert "out-new cannot be locked: " in run.stdout
-    assert not list((tmp_path / "out").iterdir())
+def test_below_a_read_only_parent_the_lock_lies_in_the_folder():
+    with tempfile.TemporaryDirectory() as parent:  # pytest's own are for one user only
+        folder = Path(parent, "out")
+        folder.mkdir()
+        folder.chmod(0o777)
+        Path(parent).chmod(0o555)
+        run = subprocess.run(
+            [sys.executable, "-c", READ_ONLY, str(folder)], capture_output=True, text=True, cwd="/"
+        )
+        Path(parent).chmod(0o755)
+        assert run.stdout.startswith("['.lock']\n"), run.stderr
+        assert "out-new cannot be locked: " in run.stdout
+        assert not list(folder.iterdir())
