@@ -76,7 +76,7 @@ def recipe() -> str:
 def bundled() -> Plugins:
     """Return the plugins of this repository, whatever else is installed."""
     return load_plugins(
-        block=[name for name, origin in installed().items() if origin.split()[0] != "retrieval"]
+        block=[name for name, origin in installed().items() if origin.split()[0] != "embedding-retrieval"]
     )
 
 
