@@ -31,6 +31,7 @@ TRAINING = {
 ALLOWED: dict[str, set[str]] = {
     # what every side stands on
     "errors": set(),
+    "locks": {"errors"},
     "hookspecs": set(),
     "values": {"errors"},
     "merging": set(),
@@ -59,14 +60,14 @@ ALLOWED: dict[str, set[str]] = {
         "recipe",
         "train",
     },
-    "train": HOST | TRAINING,
-    "export": HOST | TRAINING | {"images", "manifest", "bundle", "merging"},
+    "train": HOST | TRAINING | {"locks"},
+    "export": HOST | TRAINING | {"images", "locks", "manifest", "bundle", "merging"},
     # the serving side
     "images": {"errors"},
     "runtime": {"errors"},
     "manifest": {"errors", "images"},
     "bundle": {"errors", "images", "manifest", "runtime"},
-    "index": {"errors", "images", "manifest", "bundle", "merging", "runtime", "index"},
+    "index": {"errors", "images", "locks", "manifest", "bundle", "merging", "runtime", "index"},
     "serve": {"errors", "images", "bundle", "index", "runtime", "serve"},
     # what the command line is made of
     "describe": HOST | {"recipe"},
