@@ -43,7 +43,7 @@ def test_bundled_plugins_come_by_entry_points() -> None:
     plugins = load_plugins()
     origins = {source.plugin: source.origin for source in plugins.sources}
     assert {"core", "pml"} <= set(origins)
-    assert origins["core"].startswith("retrieval ")
+    assert origins["core"].startswith("embedding-retrieval ")
     assert installed().keys() == origins.keys()
 
 
