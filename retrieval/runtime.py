@@ -11,8 +11,8 @@ from typing import Any
 from retrieval.errors import MissingDependency
 
 # Each family installs one and the same module: two of them overwrite each other's files.
-_ONNXRUNTIME = ("onnxruntime", "onnxruntime-gpu")
-_FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cu11", "faiss-gpu-cu12")
+ONNXRUNTIME = ("onnxruntime", "onnxruntime-gpu")
+FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "faiss-gpu-cu11", "faiss-gpu-cu12")
 
 
 def quiet_threads() -> None:
@@ -70,7 +70,7 @@ def load_onnxruntime() -> Any:
     Raises:
         MissingDependency: not installed, or installed twice.
     """
-    return require("onnxruntime", _ONNXRUNTIME)
+    return require("onnxruntime", ONNXRUNTIME)
 
 
 @functools.cache
@@ -80,4 +80,4 @@ def load_faiss() -> Any:
     Raises:
         MissingDependency: not installed, or installed twice.
     """
-    return require("faiss", _FAISS)
+    return require("faiss", FAISS)

@@ -323,7 +323,15 @@ class _Export:
 def versions() -> dict[str, str]:
     """Return versions of what makes a bundle."""
     found = {"python": platform.python_version()}
-    for package in ("retrieval", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy"):
+    for package in (
+        "embedding-retrieval",
+        "torch",
+        "onnx",
+        "onnxscript",
+        "onnxruntime",
+        "onnxruntime-gpu",
+        "numpy",
+    ):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -102,7 +102,7 @@ def versions() -> dict[str, str]:
     """Return the versions of what results depend on."""
     found = {"python": platform.python_version()}
     for name in (
-        "retrieval",
+        "embedding-retrieval",
         "torch",
         "torchvision",
         "pytorch-metric-learning",

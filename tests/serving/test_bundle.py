@@ -283,7 +283,7 @@ def test_two_distributions_of_one_module_are_refused(tmp_path, monkeypatch):
 
 def test_a_missing_module_names_the_command(tmp_path, monkeypatch):
     with pytest.raises(
-        MissingDependency, match=r"not_there is not installed.*pip install 'retrieval\[cpu\]'"
+        MissingDependency, match=r"not_there is not installed.*pip install 'embedding-retrieval\[cpu\]'"
     ):
         runtime.require("not_there", ("not-there",))
     distribution(tmp_path, "not-there")

@@ -168,7 +168,7 @@ def test_everything_works_without_torch(
     )
     names = {package["name"].lower() for package in json.loads(listed.stdout)}
     assert "torch" not in names
-    assert {"faiss-cpu", "onnxruntime", "starlette", "retrieval"} <= names
+    assert {"faiss-cpu", "onnxruntime", "starlette", "embedding-retrieval"} <= names
 
     program = light_python.with_name("retrieval")
     found = subprocess.run(
