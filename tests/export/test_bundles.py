@@ -32,7 +32,7 @@ def test_a_convolutional_net_keeps_its_vectors_at_every_batch_size(net, digits, 
     assert manifest.verified.items == 300 and manifest.normalized and manifest.distance.exact
     assert manifest.input.dtype == "uint8" and manifest.input.shape == (1, 16, 16)
     assert manifest.evaluation == {"MAP@R": 0.5} and manifest.code is None and not manifest.query_vectors
-    assert {"python", "torch", "onnx", "onnxruntime", "retrieval"} <= set(manifest.versions)
+    assert {"python", "torch", "onnx", "onnxruntime", "embedding-retrieval"} <= set(manifest.versions)
     graph = onnx.load(tmp_path / "b" / "encoder.onnx")
     assert graph.opset_import[0].version == manifest.opset == 18
     bundle, expected = Bundle.open(tmp_path / "b", threads=1), torch_codes(net, pixels)
