@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,8 @@ class Trainer:
         for note in self.run.splits.notes:
             self.report(f"note: {note}")
         board_folder = self.run.path / "tensorboard" if self.main else None
-        with stopping(self._stop), bar, tensorboard(board_folder, self.progress.total) as board:
+        board_of = tensorboard(board_folder, self.progress.total)
+        with closing(self.batches), stopping(self._stop), bar, board_of as board:
             while self.progress.phase < len(self.recipe.phases):
                 while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
                     self._end_epoch(self._epoch(bar), board)

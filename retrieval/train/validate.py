@@ -33,6 +33,7 @@ def validate(
         batch=run.recipe.evaluate.batch,
         device=run.device,
         from_features=from_features,
+        raw=raw,
     )
     metrics = resolve_metrics(run.recipe.evaluate.metrics, run.plugins, always=("map_at_r",))
     distance = None if run.model.combiner is None else run.model.combiner.compute_mat

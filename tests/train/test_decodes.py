@@ -1,0 +1,73 @@
+"""Images are decoded no more often than they must be, and the processes that decode end with the run."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.data.datasets import FileDataset
+from retrieval.errors import DataError
+from retrieval.train.trainer import train
+
+Make = Callable[..., Any]
+TABLES: dict[str, Any] = {
+    "backbone": {"name": "core.convnet", "size": 8, "width": 4, "depth": 2},
+    "split": {"by": "item", "test": 0.25, "validation": 0.4},
+    "sampler": {"classes": 4, "items": 2, "batches": 2},
+    "head": {"embedding_size": 4},
+}
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> dict[str, Any]:
+    """The `[data]` of 64 small files of four classes."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    for label in range(4):
+        (tmp_path / "photos" / str(label)).mkdir(parents=True)
+        for i, image in enumerate(digits.images[digits.target == label][:16]):
+            pixels = Image.fromarray((image * 15.9).astype(np.uint8))
+            pixels.save(tmp_path / "photos" / str(label) / f"{i:02}.png")
+    return {"name": "core.image_folder", "folder": str(tmp_path / "photos")}
+
+
+def test_four_epochs_decode_each_validation_image_once(
+    make: Make, photos: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: Counter[int] = Counter()
+    real = FileDataset.__getitem__
+
+    def counting(self: FileDataset, index: int) -> Image.Image:
+        decoded[index] += 1
+        return real(self, index)
+
+    monkeypatch.setattr(FileDataset, "__getitem__", counting)
+    run = train(tmp_path / "run", *make(**TABLES, data=photos, train={"epochs": 4}))
+    log = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert sum("validation_map_at_r" in json.loads(line) for line in log) == 4
+    assert len(run.splits.validation) > 8
+    assert {decoded[i] for i in run.splits.validation.tolist()} == {1}
+
+
+def test_the_processes_that_decode_end_with_a_run_that_fails(
+    make: Make, photos: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NAN_AT", "2")
+    before = set(multiprocessing.active_children())
+    crop = {"crop_scale": [0.5, 1.0]}
+    with pytest.raises(
+        DataError, match="loss is nan"
+    ) as caught:  # which keeps the frames, and so the trainer, alive
+        train(
+            tmp_path / "run",
+            *make(**TABLES, data=photos, augmentation=crop, train={"epochs": 1, "workers": 1}),
+        )
+    assert set(multiprocessing.active_children()) == before, caught.value
