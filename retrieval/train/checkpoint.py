@@ -1,45 +1,60 @@
-"""Checkpoints: one safetensors file, whole or not at all, and nothing pickled.
+"""Checkpoints: one safetensors file, whole or not at all, with a checksum of every byte, and nothing pickled.
 
 Any nesting of dicts and lists with tensors and plain values becomes named tensors, and a JSON skeleton in the file's
-header that says where each belongs.
+header that says where each belongs. The header also holds the SHA-256 of the file, taken with zeros in its place: so
+one rename puts tensors and checksum there together.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
 from retrieval.errors import DataError
 
-FORMAT = "retrieval checkpoint 1"
+FORMAT = "retrieval checkpoint 2"
+WITHOUT_CHECKSUM = "retrieval checkpoint 1"
+
+_BLANK = "0" * 64
+# within the header's texts a quotation mark is escaped, and a tensor's entry is no text: it stands there once
+_SUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+
+log = logging.getLogger(__name__)
 
 
-def save(path: Path, state: Any) -> None:
+def save(path: Path, state: Any, previous: Path | None = None) -> None:
     """Write a nested state atomically: a crash at any moment leaves the old file or the new one.
 
     Args:
         path: the file.
         state: dicts (with text or integer keys), lists, tuples, tensors, numbers, text, None.
+        previous: where to keep the file that was there before; None: it is gone.
 
     Raises:
         DataError: the disk is full or the folder cannot be written; the old file is untouched.
     """
     tensors: dict[str, Tensor] = {}
     skeleton = _flatten(state, "", tensors)
+    metadata = {"format": FORMAT, "state": json.dumps(skeleton), "sha256": _BLANK}
     temporary = path.with_name(path.name + ".tmp")
     try:
-        save_file(tensors, temporary, metadata={"format": FORMAT, "state": json.dumps(skeleton)})
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
+        save_file(tensors, temporary, metadata=metadata)
+        _seal(temporary)
+        if previous is not None and path.exists():
+            _keep(path, previous)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
@@ -48,8 +63,12 @@ def save(path: Path, state: Any) -> None:
         ) from error
 
 
-def load(path: Path) -> Any:
+def load(path: Path, advice: str = "Use another checkpoint, or train again.") -> Any:
     """Return the nested state of a file that `save` wrote, on the CPU.
+
+    Args:
+        path: the file.
+        advice: what to do about a damaged file; ends the error's sentence.
 
     Raises:
         DataError: it is missing, damaged or no checkpoint.
@@ -57,18 +76,72 @@ def load(path: Path) -> Any:
     if not path.is_file():
         raise DataError(f"There is no checkpoint {path}.")
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise DataError(
-                    f"{path} is no checkpoint of this program (its format is {metadata.get('format', 'unstated')!r})."
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return _unflatten(json.loads(metadata["state"]), tensors)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} is damaged and cannot be read: {error}. Use another checkpoint, or train again."
-        ) from error
+        content = path.read_bytes()
+        metadata = _verified(content)
+        if metadata.get("format") not in (FORMAT, WITHOUT_CHECKSUM):
+            raise DataError(
+                f"{path} is no checkpoint of this program (its format is {metadata.get('format', 'unstated')!r})."
+            )
+        state = _unflatten(json.loads(metadata["state"]), load_tensors(content))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f"it holds no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{path} is damaged and cannot be read: {reason.rstrip('.')}. {advice}") from error
+    if metadata["format"] == WITHOUT_CHECKSUM:
+        log.warning(
+            "%s was written before checkpoints had checksums: whether it is as it was written cannot be verified.",
+            path,
+        )
+    return state
+
+
+def _seal(path: Path) -> None:
+    """Put the checksum into a file that was written with a blank one, and wait until all is on the disk."""
+    with path.open("rb+") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        found = _SUM.search(header)
+        assert found is not None
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(8 + found.start(1))
+        file.write(digest.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _verified(content: bytes) -> dict[str, Any]:
+    """Return what a file's header says of it besides its tensors.
+
+    Raises:
+        ValueError: the file is not as it was written, or no safetensors file.
+    """
+    end = 8 + int.from_bytes(content[:8], "little")
+    found = _SUM.search(content, 8, min(end, len(content)))
+    if found is not None:
+        digest = hashlib.sha256(memoryview(content)[: found.start(1)])
+        digest.update(_BLANK.encode())
+        digest.update(memoryview(content)[found.end(1) :])
+        if digest.hexdigest().encode() != found[1]:
+            raise ValueError("its content does not have the SHA-256 that it was written with")
+    header = json.loads(content[8:end])
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    if not isinstance(metadata, dict):
+        return {}
+    # only what was written before there were checksums may lack one
+    if (found is None) != (metadata.get("format") == WITHOUT_CHECKSUM) and "state" in metadata:
+        raise ValueError("its checksum is missing or illegible")
+    return metadata
+
+
+def _keep(path: Path, previous: Path) -> None:
+    """Give a file a second name, in the place of what had it; where there are no links, move it there."""
+    link = previous.with_name(previous.name + ".tmp")
+    try:
+        link.unlink(missing_ok=True)
+        link.hardlink_to(path)
+    except OSError:
+        path.replace(previous)
+    else:
+        link.replace(previous)
 
 
 def _flatten(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:

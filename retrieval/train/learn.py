@@ -121,7 +121,7 @@ def load_learned(recipe: Recipe, plugins: Plugins, dataset: Dataset, path: Path)
     Raises:
         DataError: the checkpoint is missing, damaged, or of another recipe.
     """
-    state = checkpoint.load(path)
+    state = checkpoint.load(path, "Train again, with --replace.")
     backbone = build_backbone(recipe, plugins, dataset)
     learner = build_learner(recipe, plugins, backbone.features)
     for name, value in state.get("learner", {}).items():

@@ -4,7 +4,7 @@ recipe.toml             the recipe as it was run, overrides included
 run.json                versions, machine, split sizes
 plugins/                copies of the plugin files that the recipe names
 metrics.jsonl           one line an epoch
-checkpoints/last.safetensors, best.safetensors
+checkpoints/last.safetensors, previous.safetensors, best.safetensors
 summary.json            written last: the run is complete
 """
 
@@ -61,6 +61,11 @@ class Run:
     def last(self) -> Path:
         """The checkpoint to resume from."""
         return self.path / "checkpoints" / "last.safetensors"
+
+    @property
+    def previous(self) -> Path:
+        """The checkpoint that was written before the last one."""
+        return self.path / "checkpoints" / "previous.safetensors"
 
     @property
     def best(self) -> Path:
@@ -197,16 +202,25 @@ def load_run(path: Path) -> Run:
     recipe, plugins = read_recipe(path / "recipe.toml")
     dataset = build_dataset(recipe, plugins)
     splits = make_splits(dataset, recipe.split)
-    best = path / "checkpoints" / "best.safetensors"
-    last = path / "checkpoints" / "last.safetensors"
     if recipe.learner is not None:
         from retrieval.train.learn import load_learned
 
-        model = load_learned(recipe, plugins, dataset, best)
+        model = load_learned(recipe, plugins, dataset, path / "checkpoints" / "best.safetensors")
     else:
         model = build_model(recipe, plugins, dataset)
-        load_weights(model, checkpoint.load(best if best.is_file() else last), best)
+        chosen, advice = _weights_to_use(path)
+        load_weights(model, checkpoint.load(chosen, advice), chosen)
     return Run(path, recipe, plugins, dataset, splits, model.eval())
+
+
+def _weights_to_use(path: Path) -> tuple[Path, str]:
+    """Return the checkpoint that evaluation and export read, and what to do if it is damaged."""
+    names = [f"{name}.safetensors" for name in ("best", "last", "previous")]
+    there = [name for name in names if (path / "checkpoints" / name).is_file()]
+    advice = "Train again, with --replace."
+    if len(there) > 1:
+        advice = f"Remove it to use {there[1]} instead, with the weights of another epoch; or train again, with --replace."
+    return path / "checkpoints" / (there[0] if there else names[0]), advice
 
 
 def load_weights(model: Model, state: Mapping[str, Any], path: Path) -> None:

@@ -322,7 +322,7 @@ class Trainer:
         """Write the checkpoint to resume from; one that holds NaN would replace a good one, and is refused."""
         self._refuse_nan()
         if self.main:
-            checkpoint.save(self.run.last, self._state())
+            checkpoint.save(self.run.last, self._state(), previous=self.run.previous)
 
     def _refuse_nan(self) -> None:
         for name, parameters in self.sides.parts.items():
@@ -336,17 +336,25 @@ class Trainer:
         )
 
     def resume(self) -> None:
-        """Go on from the run's last checkpoint.
+        """Go on from the run's last checkpoint, or from the one before it where there is no last one.
 
         Raises:
             DataError: it is missing, damaged, or of another recipe.
         """
-        state = checkpoint.load(self.run.last)
+        chosen = (
+            self.run.last if self.run.last.is_file() or not self.run.previous.is_file() else self.run.previous
+        )
+        advice = "Train again, with --replace."
+        if chosen == self.run.last and self.run.previous.is_file():
+            advice = (
+                f"Remove it, and --resume goes on from the checkpoint before it ({self.run.previous.name})."
+            )
+        state = checkpoint.load(chosen, advice)
         try:
             self.progress = Progress(**state["progress"])
             if self.progress.phase < len(self.recipe.phases):
                 self._enter_phase()
-            load_weights(self.run.model, state, self.run.last)
+            load_weights(self.run.model, state, chosen)
             modules = {
                 "loss": self.objective.loss,
                 "miner": self.objective.miner,
@@ -361,7 +369,7 @@ class Trainer:
                 self.accelerator.scaler.load_state_dict(state["scaler"])
         except (KeyError, TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
             raise DataError(
-                f"{self.run.last} does not fit this recipe ({error}). Resume with the recipe and plugins that started the run."
+                f"{chosen} does not fit this recipe ({error}). Resume with the recipe and plugins that started the run."
             ) from error
         checkpoint.restore_random_state(state["random"])
         if self.main:
