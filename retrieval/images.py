@@ -8,10 +8,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -21,12 +18,23 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from retrieval.errors import DataError
+from retrieval.screening import Limits as Limits
+from retrieval.screening import screen
 
-MAX_PIXELS = 25_000_000
-MAX_BYTES = 20_000_000
 # Pillow reads dozens of formats, some through other programs (EPS runs Ghostscript): these are all that we ask it for.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 EXTENSIONS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"})
+
+
+def _silence() -> None:
+    """Ignore Pillow's warnings: metadata that it cannot read changes no pixel, and our own limits are stricter.
+
+    Once for the process: swapping the filters around each image would need a lock around each image.
+    """
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+_silence()
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
@@ -152,66 +160,56 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _ORIENTATION = 0x0112
-_silence = threading.Lock()
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Ignore Pillow's warnings: limits of our own are stricter, and metadata that it cannot read changes no pixel.
-
-    `catch_warnings` swaps a global, so decoding threads must not overlap in here; pixels are decoded outside.
-    """
-    with _silence, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def decode(
-    data: bytes | str | os.PathLike[str],
-    *,
-    max_pixels: int = MAX_PIXELS,
-    max_bytes: int = MAX_BYTES,
-    name: str | None = None,
+    data: bytes | str | os.PathLike[str], limits: Limits | None = None, name: str | None = None
 ) -> Image.Image:
     """Return the decoded image (the first frame of several), upright by its EXIF orientation. Safe in threads.
 
     Args:
         data: an encoded image's bytes, or the path of its file.
-        max_pixels: larger images are refused by their header, before a pixel is decoded.
-        max_bytes: larger files are refused before they are read.
+        limits: larger images are refused by their structure, before a pixel is decoded.
         name: what to call it in an error; a path's own name by default, "the file" for bytes.
 
     Raises:
         DataError: missing, too large, of no known format, or damaged.
     """
+    limits = limits or Limits()
     if isinstance(data, bytes):
         name = name or "the file"
         content = data
     else:
         name = name or os.fspath(data)
-        content = _read(Path(data), name, max_bytes)
-    if len(content) > max_bytes:
-        raise _too_many_bytes(name, len(content), max_bytes)
+        content = _read(Path(data), name, limits)
+    if len(content) > limits.bytes:
+        raise _too_many_bytes(name, len(content), limits)
     if not content:
         raise DataError(f"{name} is empty (0 bytes).")
+    screen(content, limits, name)
     try:
-        with _silent():
-            image: Image.Image = Image.open(io.BytesIO(content), formats=FORMATS)
-        if image.width * image.height > max_pixels:
-            raise DataError(
-                f"{name} has {image.width} × {image.height} pixels; the limit is {max_pixels:,}. "
-                "Save it smaller, or raise the limit."
-            )
-        if min(image.size) < 1:
-            raise DataError(f"{name} has no pixels ({image.width} × {image.height}).")
+        return _open(content, limits, name)
+    except Warning:  # filters that were set since make errors of warnings: ours goes before them
+        _silence()
+        return _open(content, limits, name)
+
+
+def _open(content: bytes, limits: Limits, name: str) -> Image.Image:
+    try:
+        image: Image.Image = Image.open(io.BytesIO(content), formats=FORMATS)
+        limits.check_size(name, *image.size)
         image.load()
         orientation = _orientation(image)
         return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
-    except DataError:
+    except (DataError, Warning):
         raise
+    except MemoryError:
+        raise DataError(
+            f"{name} needs more memory to be decoded than an image may take. Save it smaller."
+        ) from None
     except Image.DecompressionBombError:
         raise DataError(
-            f"{name} has far more pixels than the limit of {max_pixels:,}. Save it smaller."
+            f"{name} has far more pixels than the limit of {limits.pixels:,}. Save it smaller."
         ) from None
     except UnidentifiedImageError:
         raise DataError(f"{name} is not an image in a known format ({', '.join(FORMATS)}).") from None
@@ -222,13 +220,14 @@ def decode(
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 when there is none or when it cannot be read."""
     try:
-        with _silent():
-            return int(image.getexif().get(_ORIENTATION, 1))
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Warning:
+        raise
     except Exception:  # broken metadata must not cost us sound pixels
         return 1
 
 
-def _read(path: Path, name: str, max_bytes: int) -> bytes:
+def _read(path: Path, name: str, limits: Limits) -> bytes:
     """Return a regular file's content; at most one byte more than the limit is read."""
     try:
         mode = path.stat().st_mode
@@ -236,20 +235,32 @@ def _read(path: Path, name: str, max_bytes: int) -> bytes:
             raise DataError(f"{name} is a folder, not an image.")
         if not stat.S_ISREG(mode):  # a pipe or a device could go on for ever
             raise DataError(f"{name} is not a regular file.")
-        if (size := path.stat().st_size) > max_bytes:
-            raise _too_many_bytes(name, size, max_bytes)
+        if (size := path.stat().st_size) > limits.bytes:
+            raise _too_many_bytes(name, size, limits)
         with path.open("rb") as file:
-            return file.read(max_bytes + 1)
+            return file.read(limits.bytes + 1)
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:  # a null character in the name
         raise DataError(f"{name!r} cannot be read: {error}.") from error
 
 
-def _too_many_bytes(name: str, size: int, limit: int) -> DataError:
+def _too_many_bytes(name: str, size: int, limits: Limits) -> DataError:
     return DataError(
-        f"{name} has {size:,} bytes; the limit is {limit:,}. Save it smaller, or raise the limit."
+        f"{name} has {size:,} bytes; the limit is {limits.bytes:,}. Save it smaller, or raise the limit."
     )
+
+
+def to_png(image: Image.Image) -> bytes:
+    """Return a decoded image as a PNG, which every browser shows.
+
+    Raises:
+        DataError: its colour space cannot be converted.
+    """
+    out = io.BytesIO()
+    shown = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else to_mode(image, "RGB")
+    shown.save(out, "PNG", compress_level=1)  # quick: it goes to one reader, once
+    return out.getvalue()
 
 
 def from_array(array: NDArray[Any]) -> Image.Image:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.images import MAX_BYTES, Preprocessing, decode, find_images, from_array, to_mode
+from retrieval.images import Limits, Preprocessing, decode, find_images, from_array, to_mode
 
 
 def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
@@ -72,9 +72,9 @@ def test_a_file_beyond_the_limit_is_not_read(tmp_path):
     with pytest.raises(DataError, match=r"large\.png has 50,000,000,000 bytes; the limit is 20,000,000"):
         decode(path)
     with pytest.raises(DataError, match="the limit is 20,000,000"):
-        decode(bytes(MAX_BYTES + 1))
+        decode(bytes(Limits.bytes + 1))
     with pytest.raises(DataError, match="the limit is 10"):
-        decode(encoded(Image.new("L", (3, 3))), max_bytes=10)
+        decode(encoded(Image.new("L", (3, 3))), Limits(bytes=10))
 
 
 def jpeg() -> bytes:

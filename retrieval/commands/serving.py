@@ -72,7 +72,8 @@ def index_command(
     where it stopped when the command is repeated.
     """
     _quiet_threads()
-    from retrieval.index.build import Limits, build_index
+    from retrieval.images import Limits
+    from retrieval.index.build import build_index
 
     try:
         summary = build_index(

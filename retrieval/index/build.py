@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from retrieval.bundle import Bundle, Device
 from retrieval.errors import DataError
-from retrieval.images import MAX_BYTES, MAX_PIXELS, decode
+from retrieval.images import Limits, decode
 from retrieval.index.backends import built_in, choose, make_backend
 from retrieval.index.files import put_in_place, refuse_existing, storage_errors, write_sums
 from retrieval.index.items import Item, write_items
@@ -56,19 +56,6 @@ class Summary:
     backend: str
     recall_at_10: float | None
     seconds: float
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The largest images that are decoded.
-
-    Attributes:
-        pixels: width × height.
-        bytes: of the file.
-    """
-
-    pixels: int = MAX_PIXELS
-    bytes: int = MAX_BYTES
 
 
 def build_index(
@@ -254,7 +241,7 @@ class _Work:
         stamp = item.stamp()
         name = os.fsencode(item.path).decode("utf-8", "backslashreplace")
         try:
-            image = decode(item.path, max_pixels=self.limits.pixels, max_bytes=self.limits.bytes, name=name)
+            image = decode(item.path, self.limits, name)
             size = item.path.stat().st_size
             try:
                 pixels = preprocessing(image)

@@ -51,8 +51,8 @@ def create_app(searcher: Searcher) -> Starlette:
 
     async def search(request: Request) -> Response:
         began = time.perf_counter()
-        query = await read_query(request, searcher.max_bytes)
-        hits = await searcher.run(lambda: searcher.search(query))
+        query = await read_query(request, searcher.limits.bytes)
+        hits = await searcher.search(query, request.client.host if request.client else "")
         prefix = request.scope.get("root_path", "")
         results = [
             {
@@ -75,7 +75,7 @@ def create_app(searcher: Searcher) -> Starlette:
         headers = {"Cache-Control": "no-cache", "ETag": tag}
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers=headers)
-        picture = await searcher.run(lambda: searcher.picture(number))
+        picture = await searcher.picture(number, request.client.host if request.client else "")
         return Response(picture.content, media_type=picture.media_type, headers=headers)
 
     async def about(request: Request) -> Response:
@@ -86,7 +86,7 @@ def create_app(searcher: Searcher) -> Starlette:
                 "items": len(searcher.index),
                 "input": {"kind": manifest.input.kind, "shape": list(manifest.input.shape)},
                 "distance": manifest.distance.name,
-                "limits": {"bytes": searcher.max_bytes, "pixels": searcher.max_pixels},
+                "limits": {"bytes": searcher.limits.bytes, "pixels": searcher.limits.pixels},
             }
         )
 

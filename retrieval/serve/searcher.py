@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from PIL import Image
 
+from retrieval.decoders import Busy, Decoders, Job
 from retrieval.errors import DataError, RetrievalError
-from retrieval.images import decode
+from retrieval.images import Limits
 from retrieval.index.store import Hit, Index
 from retrieval.runtime import load_faiss
 from retrieval.serve.body import Query, RequestError
@@ -46,22 +45,22 @@ class Searcher:
     Args:
         index: opened with as many encoder threads as suit `workers`.
         workers: searches at a time.
-        max_pixels: larger images are refused by their header.
-        max_bytes: larger files are refused.
+        decoders: of query images, and of pictures that browsers cannot show; closed with the searcher.
 
     Attributes:
+        limits: of a query image.
         ready: True once a real search has been run.
         fault: why the first search failed, if it did.
     """
 
-    def __init__(self, index: Index, workers: int, max_pixels: int, max_bytes: int) -> None:
+    def __init__(self, index: Index, workers: int, decoders: Decoders) -> None:
         self.index = index
-        self.max_pixels = max_pixels
-        self.max_bytes = max_bytes
+        self.limits: Limits = decoders.limits
         self.ready = False
         self.fault: str | None = None
         self._limit = workers * (_WAITING + 1)
         self._running = 0
+        self._decoders = decoders
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="search", initializer=_one_thread)
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -96,28 +95,68 @@ class Searcher:
         if not self.index.search(self.index.bundle.encode(noise), 1)[0]:
             raise RequestError(503, "The first search found nothing.")
 
-    def search(self, query: Query) -> list[Hit]:
-        """Answer a query; for a thread of the pool.
+    async def search(self, query: Query, client: str = "") -> list[Hit]:
+        """Answer a query.
 
-        A vector is what the bundle takes: features where it takes features, else a vector as its encoder gives.
+        A vector is what the bundle takes: features where it takes features, else a vector as its encoder gives. When
+        the task is cancelled, decoding is given up too.
+
+        Args:
+            query: an image, or a vector.
+            client: who asks, so that one who sends many images delays only himself.
 
         Raises:
             DataError: the image or vector cannot be used.
+            RequestError: 503, too many are waiting.
         """
         bundle = self.index.bundle
         if query.image is not None:
-            image = decode(query.image, max_pixels=self.max_pixels, max_bytes=self.max_bytes)
-            return self.index.search(bundle.encode_image(image), query.k)[0]
-        assert query.vector is not None
-        if bundle.manifest.input.kind == "features":
-            (width,) = bundle.manifest.input.shape
-            if len(query.vector) != width:
-                raise DataError(f"A vector for this index has {width} features, not {len(query.vector)}.")
-            return self.index.search(bundle.encode(query.vector[None]), query.k)[0]
-        return self.index.search(query.vector, query.k)[0]
+            if bundle.manifest.input.preprocessing is None:
+                raise DataError(
+                    f"This index takes vectors of {bundle.manifest.input.shape[0]} features, not images."
+                )
+            decoded = await self._decoded(self._decoders.pixels, query.image, client)
+            return await self.run(lambda: self.index.search(bundle.encode(decoded.pixels[None]), query.k)[0])
+        vector = query.vector
+        assert vector is not None
+        if bundle.manifest.input.kind != "features":
+            return await self.run(lambda: self.index.search(vector, query.k)[0])
+        (width,) = bundle.manifest.input.shape
+        if len(vector) != width:
+            raise DataError(f"A vector for this index has {width} features, not {len(vector)}.")
+        return await self.run(lambda: self.index.search(bundle.encode(vector[None]), query.k)[0])
 
-    def picture(self, number: int) -> Picture:
-        """Return the file that an item was indexed from; for a thread of the pool.
+    async def _decoded(self, start: Callable[..., Job], content: bytes, client: str) -> Any:
+        """Return what a process makes of an image; it is told when nobody waits for that any more."""
+        try:
+            job = start(content, client=client)
+            try:
+                return await asyncio.wrap_future(job.future)
+            except asyncio.CancelledError:
+                job.abandon()
+                raise
+        except Busy as fault:
+            raise RequestError(503, str(fault)) from None
+
+    async def picture(self, number: int, client: str = "") -> Picture:
+        """Return the file that an item was indexed from, or a PNG of it where browsers cannot show it.
+
+        Raises:
+            RequestError: 404, no such item, or its file is gone or another one; 503, too many are waiting.
+        """
+        content = await self.run(lambda: self._original(number))
+        for start, media_type in _MEDIA.items():
+            if content.startswith(start):
+                return Picture(content, media_type)
+        if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+            return Picture(content, "image/webp")
+        try:
+            return Picture(await self._decoded(self._decoders.png, content, client), "image/png")
+        except DataError:
+            raise RequestError(404, f"The image of item {number} cannot be shown.") from None
+
+    def _original(self, number: int) -> bytes:
+        """Return the content of the file that an item was indexed from; for a thread of the pool.
 
         Raises:
             RequestError: 404, no such item, or its file is gone or another one.
@@ -135,25 +174,11 @@ class Searcher:
             ) from None
         if content is None:
             raise RequestError(404, f"The image of item {number} was changed after it was indexed.")
-        for start, media_type in _MEDIA.items():
-            if content.startswith(start):
-                return Picture(content, media_type)
-        if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
-            return Picture(content, "image/webp")
-        try:
-            shown: Image.Image = decode(
-                content, max_pixels=self.max_pixels, max_bytes=max(self.max_bytes, len(content))
-            )
-            out = io.BytesIO()
-            (shown if shown.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else shown.convert("RGB")).save(
-                out, "PNG"
-            )
-        except (DataError, ValueError, OSError):
-            raise RequestError(404, f"The image of item {number} cannot be shown.") from None
-        return Picture(out.getvalue(), "image/png")
+        return content
 
     def close(self) -> None:
-        """Let what runs end, and drop what waits."""
+        """Stop decoding, let searches under way end, and drop what waits."""
+        self._decoders.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import FrameType
 
 from retrieval.bundle import Device
+from retrieval.decoders import Decoders
 from retrieval.errors import MissingDependency, StoreError
-from retrieval.images import MAX_BYTES, MAX_PIXELS
+from retrieval.images import Limits
 from retrieval.index.store import Index
 
 _GRACE = 10  # seconds for requests that are under way when the server is stopped
@@ -26,8 +27,8 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     workers: int | None = None,
-    max_pixels: int = MAX_PIXELS,
-    max_bytes: int = MAX_BYTES,
+    max_pixels: int = Limits.pixels,
+    max_bytes: int = Limits.bytes,
     plugins: Sequence[str] = (),
     device: Device = "auto",
 ) -> None:
@@ -66,7 +67,12 @@ def serve(
         listener,
         Index.open(Path(path), threads=max(1, cores // workers), device=device, plugins=plugins) as index,
     ):
-        app = create_app(Searcher(index, workers, max_pixels, max_bytes))
+        decoders = Decoders(
+            index.bundle.manifest.input.preprocessing,
+            workers=workers,
+            limits=Limits(max_pixels, max_bytes),
+        )
+        app = create_app(Searcher(index, workers, decoders))
         config = uvicorn.Config(
             app,
             log_level="warning",

@@ -63,12 +63,15 @@ ALLOWED: dict[str, set[str]] = {
     "train": HOST | TRAINING | {"locks"},
     "export": HOST | TRAINING | {"images", "locks", "manifest", "bundle", "merging"},
     # the serving side
-    "images": {"errors"},
+    "screening": {"errors"},
+    "images": {"errors", "screening"},
+    "decoder_process": {"errors", "images"},
+    "decoders": {"errors", "images", "decoder_process"},
     "runtime": {"errors"},
     "manifest": {"errors", "images"},
     "bundle": {"errors", "images", "manifest", "runtime"},
-    "index": {"errors", "images", "locks", "manifest", "bundle", "merging", "runtime", "index"},
-    "serve": {"errors", "images", "bundle", "index", "runtime", "serve"},
+    "index": {"errors", "images", "decoders", "locks", "manifest", "bundle", "merging", "runtime", "index"},
+    "serve": {"errors", "images", "decoders", "bundle", "index", "runtime", "serve"},
     # what the command line is made of
     "describe": HOST | {"recipe"},
     "scaffold": HOST,
@@ -88,11 +91,24 @@ LAZY: dict[str, set[str]] = {
     "index": {"factory", "plugins"},  # a plugin's back end, only when one is named
     "demo": {"recipe", "evaluate", "export"},
     "cli": {"plugins", "__init__"},
-    "commands": HOST | TRAINING | {"describe", "scaffold", "demo", "bundle", "index", "serve", "runtime"},
+    "commands": HOST
+    | TRAINING
+    | {"describe", "scaffold", "demo", "images", "bundle", "index", "serve", "runtime"},
 }
 """What a function in each may import besides, when it is called."""
 
-SERVING = ["errors", "images", "runtime", "manifest", "bundle", "index", "serve"]
+SERVING = [
+    "errors",
+    "screening",
+    "images",
+    "decoder_process",
+    "decoders",
+    "runtime",
+    "manifest",
+    "bundle",
+    "index",
+    "serve",
+]
 
 
 def modules(root: Path) -> Iterator[tuple[str, Path]]:

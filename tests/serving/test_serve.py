@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from retrieval.decoders import Decoders
 from retrieval.index.build import build_index
 from retrieval.index.store import Index
 
@@ -259,7 +260,7 @@ def test_a_busy_server_says_so(server, photos):
     from retrieval.serve.searcher import Searcher
 
     async def overload() -> int:
-        searcher = Searcher(None, 1, 1, 1)
+        searcher = Searcher(None, 1, Decoders(None))
         gate = threading.Event()
         running = [asyncio.create_task(searcher.run(gate.wait)) for _ in range(17)]
         await asyncio.sleep(0.05)
@@ -321,7 +322,7 @@ def test_ready_means_that_a_search_was_run(index_path):
 
     async def scenario() -> list:
         with Index.open(index_path, threads=1) as index:
-            searcher = Searcher(index, 1, 10**6, 10**6)
+            searcher = Searcher(index, 1, Decoders(index.bundle.manifest.input.preprocessing))
             transport = httpx.ASGITransport(create_app(searcher))
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 before = await client.get("/v1/health/ready")
