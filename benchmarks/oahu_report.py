@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from published import has, published
+
 POINTS = (0, 10, 30, 100, 300, 1000, 3000, 10_000)
 WARM = ("oahu.warm",)
 WARM_EXPERTS = ["Euclid", "s = 0, unit length", "s = ¼", "s = ½", "s = ¾", "s = 1"]
-PAPER = {
-    "LEGO": (0.35, 0.64, 0.58), "RDML": (0.22, 0.78, 0.47), "OASIS": (0.21, 0.79, 0.14), "OPML": (0.23, 0.78, 0.30),
-    "OAHU": (0.18, 0.81, 1.00),
-}  # fmt: skip
-
+PAPER = "oahu_table_3"
 FEATURES = (
     ("features", "EfficientNet-Lite0 features of unseen classes", "EfficientNet-Lite0 (ImageNet) on 10,000 of the images at 64 × 64 pixels."),
     ("convnet", "Convolutional features of unseen classes", "The net of `models/fashion-mnist`, trained by its recipe on the five classes of the stream only, on the same 10,000 images."),
@@ -51,7 +49,11 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
     ]  # fmt: skip
     for name in names:
         mine = of("table", name)
-        printed = [f" [{v:.2f}]".replace("0.", ".") for v in PAPER[name]] if name in PAPER else [""] * 3
+        columns = ("error", "macro-F1", "utilisation")
+        printed = [
+            f" [{published(PAPER, name, column):.2f}]".replace("0.", ".") if has(PAPER, name, column) else ""
+            for column in columns
+        ]
         cells = [
             mean_std([r["error"] for r in mine]) + printed[0], mean_std([r["f1"] for r in mine]) + printed[1],
             mean_std([r["utilization"] for r in mine if "utilization" in r], 2).replace("nan ± nan", "–") + printed[2],

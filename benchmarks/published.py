@@ -1,0 +1,40 @@
+"""The figures that papers print, from `published.toml`."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("published.toml")
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+
+
+def published(table: str, row: str, column: str) -> float:
+    """Return a figure as printed.
+
+    Raises:
+        KeyError: the file has no such table, row or column.
+    """
+    made = _tables()[table]
+    try:
+        return float(made["rows"][row][made["columns"].index(column)])
+    except (KeyError, ValueError):
+        raise KeyError(f"{FILE.name} has no {table}, {row}, {column}.") from None
+
+
+def has(table: str, row: str, column: str) -> bool:
+    """Return whether a figure is there."""
+    made = _tables()[table]
+    return row in made["rows"] and column in made["columns"]
+
+
+def source(table: str) -> str:
+    """Return where a table was printed, and what its figures are."""
+    made = _tables()[table]
+    return f"{made['source']}: {made['what']}"

@@ -1,0 +1,15 @@
+"""Scripts of benchmarks/ are no package: their folder goes on the path, as when one of them is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return SCRIPTS

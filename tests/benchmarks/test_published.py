@@ -1,0 +1,81 @@
+"""Figures that papers print stand in benchmarks/published.toml, and in no script."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+TABLES = tomllib.loads((SCRIPTS / "published.toml").read_text(encoding="utf-8"))
+
+
+def written(code: str) -> set[float]:
+    """Return the numbers of a script, also those that are text by themselves or stand in longer text."""
+    found: set[float] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            found.add(round(float(node.value), 4))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {round(float(text), 4) for text in re.findall(r"\d*\.\d+", node.value)}
+    return found
+
+
+def sets_of_figures() -> Iterator[tuple[str, set[float]]]:
+    """Yield what nobody types by chance: a row of three figures or more, a column, or a column's differences from another."""
+    for name, table in TABLES.items():
+        rows = table["rows"]
+        for row, values in rows.items():
+            yield f"{name}, {row}", set(values)
+        columns = list(zip(*rows.values(), strict=True))
+        for title, values in zip(table["columns"], columns, strict=True):
+            yield f"{name}, {title}", set(values)
+        for one, other in itertools.combinations(range(len(columns)), 2):
+            gaps = {round(abs(b - a), 4) for a, b in zip(columns[one], columns[other], strict=True)}
+            yield f"{name}, {table['columns'][other]} less {table['columns'][one]}", gaps
+
+
+def held(code: str) -> list[str]:
+    """Return the published rows, columns and differences that a script holds."""
+    numbers = written(code)
+    return [name for name, figures in sets_of_figures() if len(figures) > 2 and figures <= numbers]
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.name)
+def test_no_script_holds_a_published_table(script: Path) -> None:
+    assert not held(script.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'PAPER = {"breast": (0.040, 0.044, 0.052, 0.073)}',
+        'PAIRS = (("lifted", "+1.7"), ("proxy-NCA", "+3.5"), ("N-pair", "+3.2"), ("DANML", "+2.2"))',
+        'PAPER = {"contrastive": 9.6, "triplet": 15.5, "lifted": 12.6, "N-pair": 6.2}',
+        'line = "| LEGO [.35] [.64] [.58] |"',
+    ],
+    ids=["a row", "differences as text", "differences", "a line of a report"],
+)
+def test_what_would_be_refused(code: str) -> None:
+    assert held(code)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_each_table_says_where_it_is_from_and_is_rectangular(name: str) -> None:
+    table = TABLES[name]
+    assert "Table" in table["source"] and table["what"]
+    assert {len(values) for values in table["rows"].values()} == {len(table["columns"])}
+
+
+def test_a_figure_that_is_not_there_is_a_sentence() -> None:
+    from published import has, published
+
+    assert published("aml_table_1", "vehicle", "AML") == TABLES["aml_table_1"]["rows"]["vehicle"][1]
+    assert not has("aml_table_1", "vehicle", "SCML")
+    with pytest.raises(KeyError, match="has no aml_table_1, vehicle, SCML"):
+        published("aml_table_1", "vehicle", "SCML")
