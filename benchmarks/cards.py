@@ -1,0 +1,256 @@
+"""The block of results in models/NAME/README.md: several seeds, means with 95 % intervals.
+
+    python benchmarks/cards.py digits digits-daml        # runs what is missing, then writes the block
+    python benchmarks/cards.py digits --seeds 10
+    python benchmarks/cards.py digits --write            # runs nothing
+
+One seed is a split (where the recipe splits by item) and everything random in training, from scratch: "±" is Student's 95 % interval of the
+mean over seeds, s·t/√n, not the spread s. Rows of one card share their seeds, so that differences are of pairs. Each run's figures are kept at
+once, in results/raw/cards.jsonl: what stops goes on where it was, and the block is written from that file alone (a test compares).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from intervals import interval
+
+MODELS = Path(__file__).parents[1] / "models"
+KEPT = Path(__file__).parent / "results" / "raw" / "cards.jsonl"
+METRICS = ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"]
+COMPARED = ["recall_at_1", "map_at_r"]
+RAW = "raw pixels"
+BLOCK = re.compile(r"(?<=<!-- results: benchmarks/cards.py -->\n).*?(?=<!-- end of results -->)", re.S)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a card: a recipe without some of its tables, changed by overrides; `untrained` leaves its net as it is initialised."""
+
+    title: str
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    untrained: bool = False
+
+
+def one_metric(title: str) -> Row:
+    """Return the triplet loss alone, for as many epochs of the metric as the recipes of DAML and DAMML have."""
+    return Row(
+        title, "digits-daml", ("train.epochs=5",), ("generator", "generator_optimizer", "phase", "train")
+    )
+
+
+CARDS: dict[str, list[Row]] = {
+    "digits": [Row("this recipe", "digits")],
+    "digits-gmml": [
+        Row("aml.gmml, this recipe", "digits-gmml"),
+        Row(
+            "aml.aml, t = .6, α = 1, regularization = .03",
+            "digits-gmml",
+            ('learner={name="aml.aml", t=0.6, alpha=1.0, regularization=0.03}',),
+        ),
+    ],
+    "digits-lanml": [
+        Row("anml.lanml, this recipe", "digits-lanml"),
+        Row(
+            "core.pca, 9 components",
+            "digits-lanml",
+            ('learner={name="core.pca", components=9}',),
+        ),
+        Row("core.lda", "digits-lanml", ('learner={name="core.lda"}',)),
+        Row(
+            "core.nca, 9 components",
+            "digits-lanml",
+            ('learner={name="core.nca", components=9}',),
+        ),
+        Row(
+            "anml.pnca, α = .1, 32 components",
+            "digits-lanml",
+            ('learner={name="anml.pnca", alpha=0.1, n_components=32}',),
+        ),
+    ],
+    "digits-daml": [
+        Row("this recipe", "digits-daml"),
+        one_metric("without the generator"),
+    ],
+    "digits-damml": [
+        Row("four, weighed by the discriminator: this recipe", "digits-damml"),
+        one_metric("one metric of 32 dimensions"),
+        Row(
+            "four, weighed evenly throughout",
+            "digits-damml",
+            ('combiner={name="daml.uniform", metrics=4}', "train.epochs=5"),
+            ("phase",),
+        ),
+    ],
+    "digits-efficientnet-lda": [Row("this recipe", "digits-efficientnet-lda")],
+    "fashion-mnist": [
+        Row("this recipe", "fashion-mnist"),
+        Row("untrained net", "fashion-mnist", untrained=True),
+    ],
+    "fashion-danml": [
+        Row("this recipe", "fashion-danml"),
+        Row("pml.multi_similarity, its own recipe", "fashion-mnist"),
+        Row("untrained net", "fashion-mnist", untrained=True),
+    ],
+}
+"""A card's rows, the recipe itself first. Raw pixels are measured with it."""
+
+
+def key(row: Row, seed: int) -> str:
+    """Return what a run is kept under: rows of several cards may be the same run."""
+    return json.dumps(
+        [row.recipe, sorted(row.overrides), sorted(row.without), row.untrained, seed], ensure_ascii=False
+    )
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """Return every run's figures by `key`."""
+    lines = KEPT.read_text(encoding="utf-8").splitlines() if KEPT.exists() else []
+    return {entry["key"]: entry for entry in map(json.loads, lines)}
+
+
+def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
+    """Train and evaluate one row once; raw pixels beside it if asked for."""
+    import torch
+    from retrieval.evaluate.protocol import evaluate_run
+    from retrieval.overrides import apply_overrides
+    from retrieval.recipe import check_recipe
+    from retrieval.train import checkpoint
+    from retrieval.train.run import build_run, create_folder, load_run, versions
+    from retrieval.train.trainer import train
+
+    torch.set_num_threads(1)
+    recipe = MODELS / row.recipe / "recipe.toml"
+    table = {k: v for k, v in tomllib.loads(recipe.read_text()).items() if k not in row.without}
+    apply_overrides(table, [f"seed={seed}", f"split.seed={seed}", *row.overrides])
+    made, plugins = check_recipe(table, str(recipe))
+    started = time.process_time()
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "run"
+        if row.untrained:
+            checkpoint.seed_everything(seed)
+            create_folder(folder, made)
+            run = build_run(folder, made, plugins)
+        else:
+            train(folder, made, plugins, report=lambda line: None)
+            run = load_run(folder)
+        trained = time.process_time()
+        found = evaluate_run(run, metrics=METRICS, baseline=baseline)
+    return {
+        "figures": {
+            name: {metric: round(value, 6) for metric, value in values.items()}
+            for name, values in found["figures"].items()
+        },
+        "queries": found["queries"],
+        "cpu_seconds": {
+            "training": round(trained - started, 1),
+            "evaluation": round(time.process_time() - trained, 1),
+        },
+        "torch": versions()["torch"],
+    }
+
+
+def run_missing(name: str, seeds: int) -> None:
+    """Measure a card's runs that are not kept yet, and keep each at once."""
+    done = kept()
+    for seed in range(seeds):
+        for row in CARDS[name]:
+            wanted = key(row, seed)
+            if wanted in done:
+                continue
+            # one raw row is enough where the items searched are the same for every seed
+            baseline = row is CARDS[name][0] and not (seed and row.recipe.startswith("fashion"))
+            done[wanted] = {"key": wanted, **measure(row, seed, baseline)}
+            KEPT.parent.mkdir(parents=True, exist_ok=True)
+            with KEPT.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(done[wanted], ensure_ascii=False) + "\n")
+            print(
+                f"{name} seed {seed}, {row.title}: {done[wanted]['figures']['trained']} {done[wanted]['cpu_seconds']}",
+                flush=True,
+            )
+
+
+def block(name: str) -> str:
+    """Return a card's block of results, from what is kept.
+
+    Raises:
+        KeyError: nothing is kept of the card's own recipe.
+    """
+    done, rows = kept(), CARDS[name]
+    found = [
+        (row.title, [done[key(row, seed)] for seed in range(99) if key(row, seed) in done]) for row in rows
+    ]
+    if not found[0][1]:
+        raise KeyError(f"{name} was never measured: python benchmarks/cards.py {name}")
+    raw = [entry["figures"][RAW] for entry in found[0][1] if RAW in entry["figures"]]
+    table = [(RAW, raw), *((title, [e["figures"]["trained"] for e in entries]) for title, entries in found)]
+    lines = ["| | seeds | " + " | ".join(METRICS) + " |", "| --- |" + " --- |" * (1 + len(METRICS))]
+    for title, figures in table:
+        cells = [interval([f[metric] for f in figures]) for metric in METRICS]
+        shown = f"**{title}**" if "this recipe" in title else title
+        lines.append(f"| {shown} | {len(figures)} | {' | '.join(cells)} |")
+    own = table[1][1]
+    lines += ["", "This recipe less each of the others, of the same seeds:", ""]
+    lines += [
+        "| | seeds | " + " | ".join(COMPARED) + " |",
+        "| --- |" + " --- |" * (1 + len(COMPARED)),
+    ]
+    for title, figures in [table[0], *table[2:]]:
+        # where nothing is random in the other, one value stands for all seeds
+        others = figures * len(own) if len(figures) == 1 else figures
+        pairs = list(zip(own, others, strict=False))
+        cells = [interval([a[m] - b[m] for a, b in pairs], sign=True) for m in COMPARED]
+        lines.append(f"| {title} | {len(pairs)} | {' | '.join(cells)} |")
+    entries = [entry for _, some in found for entry in some]
+    seconds = sum(sum(entry["cpu_seconds"].values()) for entry in entries)
+    lines += [
+        "",
+        f"Mean ± Student's 95 % interval of the mean over seeds (not the spread of single runs); {own and found[0][1][0]['queries']:,} queries. "
+        f"`python benchmarks/cards.py {name}`, {seconds / 60:.0f} minutes of one CPU thread; torch {', '.join(sorted({e['torch'] for e in entries}))}.",
+    ]
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
+def write(name: str) -> None:
+    """Put the block into the card, between its two marks."""
+    card = MODELS / name / "README.md"
+    text = card.read_text(encoding="utf-8")
+    if not BLOCK.search(text):
+        raise SystemExit(
+            f"{card} lacks the lines <!-- results: benchmarks/cards.py --> and <!-- end of results -->."
+        )
+    temporary = card.with_suffix(".tmp")
+    temporary.write_text(BLOCK.sub(lambda _: block(name), text), encoding="utf-8")
+    temporary.replace(card)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", default=list(CARDS), choices=list(CARDS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument(
+        "--write", action="store_true", help="write the blocks from what is kept; run nothing"
+    )
+    parser.add_argument("--run", action="store_true", help="run what is missing; write nothing")
+    options = parser.parse_args()
+    for name in options.names:
+        if not options.write:
+            run_missing(name, options.seeds)
+        if not options.run:
+            write(name)
+
+
+if __name__ == "__main__":
+    main()
