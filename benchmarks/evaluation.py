@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from evaluation_report import render
+
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
 OURS = "retrieval"
 BINS = 'AccuracyCalculator, k="max_bin_count"'
@@ -175,69 +177,52 @@ def run(
     return result
 
 
-def row(label: str, count: int, result: Any, base: Any) -> str:
+def row(label: str, count: int, result: Any) -> dict[str, Any]:
+    """Return what is kept of a contestant's run."""
     if "failed" in result:
-        return f"| {label} | {count:,} | {result['failed']} | | | | | | |"
-    values = result["values"]
-    ratios = f"{result['wall'] / base['wall']:.1f} × | {result['cpu'] / base['cpu']:.1f} ×"
-    figures = f"{values['recall_at_1']:.4f} / {values['recall_at_8']:.4f}"
-    figures += f" / {values['map_at_r']:.4f}" if "map_at_r" in values else ""
-    return (
-        f"| {label} | {count:,} | {result['wall']:.1f} | {result['cpu']:.1f} | {ratios} | "
-        f"{(result['peak'] - result['before']) / 2**20:,.0f} | {result['peak'] / 2**20:,.0f} | {figures} |"
-    )
+        return {"contestant": label, "items": count, "failed": result["failed"]}
+    return {
+        "contestant": label,
+        "items": count,
+        "wall": result["wall"],
+        "cpu": result["cpu"],
+        "added_mb": (result["peak"] - result["before"]) / 2**20,
+        "whole_mb": result["peak"] / 2**20,
+        "values": result["values"],
+    }
 
 
-def report(data: Path, threads: int, counts: list[int], defaults: list[int], recall: bool) -> str:
-    lines = [
-        "# Evaluation: Recall@1, 2, 4, 8 and MAP@R",
-        "",
-        "Fashion-MNIST's training images as 128 principal components of unit length, query = gallery without itself, "
-        "10 classes of about a tenth of the items each, so MAP@R needs the nearest tenth of the gallery for each query. "
-        "`retrieval` measures in double precision and orders ties by row.",
-        "",
-        f"Machine: {_machine()}, {threads} threads a contestant that sleep when they wait, one contestant at a time; other work may have "
-        "shared the cores, so CPU seconds are given beside wall seconds. Memory is the peak resident size: what the "
-        "evaluation added, and the whole process with its libraries.",
-        "",
-        "Versions: " + ", ".join(
-            f"{name} {version(name)}" for name in ("torch", "numpy", "faiss-cpu", "pytorch-metric-learning")
-        ) + f", Python {platform.python_version()}.",
-        "",
-        "| contestant | items | wall s | CPU s | wall ÷ ours | CPU ÷ ours | added MB | whole MB | R@1 / R@8 / MAP@R |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+def measure(data: Path, threads: int, counts: list[int], defaults: list[int], recall: bool) -> dict[str, Any]:
+    """Run every contestant, one after the other."""
+    packages = ("torch", "numpy", "faiss-cpu", "pytorch-metric-learning")
+    kept: dict[str, Any] = {
+        "machine": _machine(),
+        "threads": threads,
+        "load": f"{os.getloadavg()[0]:.1f} at the start",
+        "versions": ", ".join(f"{name} {version(name)}" for name in packages)
+        + f", Python {platform.python_version()}",
+        "rows": [],
+    }
     for count in counts:
-        ours = run(OURS, data, count, threads)
-        lines.append(row("`retrieval.evaluate`", count, ours, ours))
+        kept["rows"].append(row(f"`{OURS}.evaluate`", count, run(OURS, data, count, threads)))
         if (need := _BYTES_A_PAIR * count * count // 10) > _available():
             bins = {"failed": f"not run whole: it needs about {need / 2**30:.0f} GB"}
         else:
             bins = run(BINS, data, count, threads)
-        lines.append(row(f"`{BINS}`", count, bins, ours))
+        kept["rows"].append(row(f"`{BINS}`", count, bins))
         if "failed" in bins:
-            lines.append(
-                row(f"`{BINS}`, queries in 4 slices", count, run(BINS, data, count, threads, slices=4), ours)
-            )
+            sliced = run(BINS, data, count, threads, slices=4)
+            kept["rows"].append(row(f"`{BINS}`, queries in 4 slices", count, sliced))
         if count in defaults:
-            lines.append(row(f"`{DEFAULT}`", count, run(DEFAULT, data, count, threads), ours))
-    if not recall:
-        return "\n".join([*lines, ""])
-    count = counts[0]
-    lines += [
-        "",
-        "Recall alone (8 neighbours are enough), by what proposes candidates; every row gives the exact answer:",
-        "",
-        "| contestant | items | wall s | CPU s | wall ÷ ours | CPU ÷ ours | added MB | whole MB | R@1 / R@8 |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    ours = run(OURS, data, count, threads, "auto", True)
-    lines.append(row("`retrieval.evaluate`, auto", count, ours, ours))
-    for candidates in ("bfloat16", "float32", "none"):
-        result = run(OURS, data, count, threads, candidates, True)
-        lines.append(row(f"`retrieval.evaluate`, {candidates}", count, result, ours))
-    lines.append(row("`AccuracyCalculator, k=8`", count, run(BINS, data, count, threads, "auto", True), ours))
-    return "\n".join([*lines, ""])
+            kept["rows"].append(row(f"`{DEFAULT}`", count, run(DEFAULT, data, count, threads)))
+    if recall:
+        count, rows = counts[0], []
+        for candidates in ("auto", "bfloat16", "float32", "none"):
+            result = run(OURS, data, count, threads, candidates, True)
+            rows.append(row(f"`{OURS}.evaluate`, {candidates}", count, result))
+        rows.append(row("`AccuracyCalculator`, k=8", count, run(BINS, data, count, threads, "auto", True)))
+        kept["recall"] = {"load": f"{os.getloadavg()[0]:.1f} at the end", "rows": rows}
+    return kept
 
 
 def _machine() -> str:
@@ -255,7 +240,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where Fashion-MNIST's idx files are")
-    parser.add_argument("--out", type=Path, help="also write the report here")
+    parser.add_argument(
+        "--out", type=Path, help="also write the page here, and what it was made from beside it, in raw/"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--counts", type=int, nargs="+", default=[60_000, 45_000, 15_000], help="how many items"
@@ -279,13 +266,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data.npz"
         prepare(given.folder, data)
-        text = report(data, given.threads, given.counts, given.defaults, not given.no_recall)
-    print(text)
+        kept = measure(data, given.threads, given.counts, given.defaults, not given.no_recall)
+    print(render(kept))
     if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = given.out.with_name(f".{given.out.name}.partial")
-        partial.write_text(text)
-        partial.replace(given.out)
+        raw = given.out.parent / "raw" / f"{given.out.stem}.json"
+        raw.parent.mkdir(parents=True, exist_ok=True)
+        for path, text in ((raw, json.dumps(kept, indent=1, ensure_ascii=False)), (given.out, render(kept))):
+            partial = path.with_name(f".{path.name}.partial")
+            partial.write_text(text)
+            partial.replace(path)
 
 
 if __name__ == "__main__":

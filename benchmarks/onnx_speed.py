@@ -1,6 +1,7 @@
-"""ONNX Runtime against torch eager for exported encoders, and what fp16 and int8 gain and cost. Prints markdown.
+"""ONNX Runtime against torch eager for exported encoders, and what fp16 and int8 gain and cost.
 
-python benchmarks/onnx_speed.py > benchmarks/results/onnx.md
+    python benchmarks/onnx_speed.py                    # writes results/raw/onnx.json, and results/onnx.md from it
+    python benchmarks/onnx_speed.py --only variants    # measures one half; the other one stays as it is kept
 
 Both run in this process, in turns, on the same raw pixels, with the same number of threads; medians of many rounds, as wall
 time and as CPU time, which other work on the machine disturbs less.
@@ -36,6 +37,8 @@ from retrieval.model import Model, build_head
 from retrieval.plugins import load_plugins
 from retrieval.runtime import load_onnxruntime
 from torch import nn
+
+from onnx_report import render
 
 BATCHES = (1, 8, 32)
 NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -115,64 +118,49 @@ def with_statistics(model: Model, pixels: NDArray[np.uint8]) -> Model:
     return model.eval()
 
 
-def encoders(folder: Path, seconds: float) -> None:
-    """The table of encoders, batches and threads."""
+def encoders(folder: Path, seconds: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Measure encoders, batches and threads; and torch's two exporters."""
     plugins = load_plugins()
-    exports: list[str] = []
-    print("## Encoders: ONNX Runtime against torch eager\n")
-    print("Milliseconds a batch, median, wall (CPU); the ratio is torch's time over ONNX Runtime's.\n")
-    print(
-        "| encoder | threads | batch | torch eager | channels_last | ONNX Runtime | ratio, wall | ratio, CPU |"
-    )
-    print("|---|--:|--:|--:|--:|--:|--:|--:|")
+    rows: list[dict[str, Any]] = []
+    exports: list[dict[str, Any]] = []
     for title, (name, arguments) in NETWORKS.items():
         torch.manual_seed(0)
         backbone = plugins.build("backbones", {"name": name, **arguments}, {})
         pixels = photographs(backbone, 32)
         model = with_statistics(Model(backbone, build_head(backbone.features, 64)), pixels)
-        rows = []
+        made = {}
         for exporter in ("dynamo", "torchscript"):
             target = folder / f"{name}-{exporter}"
             started = time.process_time()
             manifest = export_model(model, pixels, target, name=name, exporter=exporter)
-            took = time.process_time() - started
-            nodes = len(onnx.load(target / "encoder.onnx").graph.node)
-            rows.append(
-                f"| {title} | {exporter} | {nodes} | {took:.1f} | {{:.2f}} ({{:.2f}}) "
-                f"| {manifest.verified.largest_difference:.1g} |"
-            )
+            made[exporter] = {
+                "encoder": title,
+                "exporter": exporter,
+                "nodes": len(onnx.load(target / "encoder.onnx").graph.node),
+                "export_cpu": time.process_time() - started,
+                "difference": manifest.verified.largest_difference,
+            }
         for threads in (1, 2):
             torch.set_num_threads(threads)
             opened = {
                 exporter: session(folder / f"{name}-{exporter}" / "encoder.onnx", threads)
-                for exporter in ("dynamo", "torchscript")
+                for exporter in made
             }
             if threads == 1:
                 alone = in_turns({e: onnx_call(one, pixels[:1]) for e, one in opened.items()}, seconds)
-                exports += [row.format(*alone[e]) for row, e in zip(rows, opened, strict=True)]
+                exports += [{**row, "run": alone[exporter]} for exporter, row in made.items()]
             for batch in BATCHES:
                 part = np.ascontiguousarray(pixels[:batch])
-
                 calls = {
-                    "torch": torch_call(model, part),
-                    "nhwc": torch_call(model, part, channels_last=True),
+                    "eager": torch_call(model, part),
+                    "channels_last": torch_call(model, part, channels_last=True),
+                    "onnx": onnx_call(opened["dynamo"], part),
                 }
-                calls["onnx"] = onnx_call(opened["dynamo"], part)
-                seen = in_turns(calls, seconds)
-                (tw, tc), (cw, cc), (ow, oc) = seen["torch"], seen["nhwc"], seen["onnx"]
-                print(
-                    f"| {title} | {threads} | {batch} | {tw:.2f} ({tc:.2f}) | {cw:.2f} ({cc:.2f}) "
-                    f"| {ow:.2f} ({oc:.2f}) | {tw / ow:.1f} | {tc / oc:.1f} |",
-                    flush=True,
+                rows.append(
+                    {"encoder": title, "threads": threads, "batch": batch, **in_turns(calls, seconds)}
                 )
-    print("\n## torch's two exporters\n")
-    print(
-        "CPU seconds of a whole export with its verification on 32 items (the first one includes loading the exporter); "
-        "milliseconds of the graph for one item at one thread, wall (CPU).\n"
-    )
-    print("| encoder | exporter | nodes | export, CPU s | run | largest difference from torch |")
-    print("|---|---|--:|--:|--:|--:|")
-    print("\n".join(exports))
+                print(rows[-1], flush=True)
+    return rows, exports
 
 
 def trained_digits() -> tuple[Model, NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
@@ -220,17 +208,9 @@ def fashion_lite0(
     return model, pixels[:number], labels[rows[:number]], pixels[number:]
 
 
-def variants(folder: Path, seconds: float, number: int) -> None:
-    """Speed and drift of fp16 and int8."""
-    print("\n## Variants: speed and drift\n")
-    print(
-        "Drift against the float32 encoder's vectors on held-out items (never those that calibrated); Recall@1 with "
-        "query = gallery. Milliseconds at one thread, wall (CPU).\n"
-    )
-    print(
-        "| encoder | variant | MB | cosine, mean | cosine, worst | Recall@1 | batch 1 | batch 8 | batch 32 |"
-    )
-    print("|---|---|--:|--:|--:|--:|--:|--:|--:|")
+def variants(folder: Path, seconds: float, number: int) -> list[dict[str, Any]]:
+    """Measure speed and drift of fp16 and int8."""
+    rows = []
     cases = {
         "convnet, 28 px, digits": trained_digits(),
         "EfficientNet-Lite0, Fashion-MNIST": fashion_lite0(number),
@@ -257,26 +237,28 @@ def variants(folder: Path, seconds: float, number: int) -> None:
             for batch in BATCHES
         }
         for name in opened:
-            file = manifest.encoder if name == "float32" else manifest.variants[name].file
-            size = manifest.files[file].bytes / 1e6
-            if name == "float32":
-                drift = f"1 | 1 | {manifest.variants['int8'].recall_at_1.before:.3f}"
-            else:
-                entry = manifest.variants[name]
-                drift = f"{entry.cosine.mean:.5f} | {entry.cosine.min:.5f} | {entry.recall_at_1.after:.3f}"
-            cells = " | ".join(
-                f"{seen[batch][name][0]:.2f} ({seen[batch][name][1]:.2f})" for batch in BATCHES
+            entry = manifest.variants.get(name)
+            file = manifest.encoder if entry is None else entry.file
+            before = manifest.variants["int8"].recall_at_1.before
+            rows.append(
+                {
+                    "encoder": title,
+                    "items": len(items),
+                    "calibrated": len(calibration),
+                    "variant": name,
+                    "mb": manifest.files[file].bytes / 1e6,
+                    "cosine_mean": 1.0 if entry is None else entry.cosine.mean,
+                    "cosine_min": 1.0 if entry is None else entry.cosine.min,
+                    "recall_at_1": before if entry is None else entry.recall_at_1.after,
+                    "times": [seen[batch][name] for batch in BATCHES],
+                }
             )
-            print(
-                f"| {title} ({len(items)} items, {len(calibration)} calibrated) | {name} | {size:.2f} | {drift} | {cells} |",
-                flush=True,
-            )
+            print(rows[-1], flush=True)
+    return rows
 
 
 def machine() -> str:
-    """The machine and versions, as a line."""
-    from retrieval.export import versions
-
+    """Return the machine as a line."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         model = next(
@@ -284,26 +266,41 @@ def machine() -> str:
             for line in Path("/proc/cpuinfo").read_text().splitlines()
             if line.startswith("model name")
         )
-    return f"{model}, {os.cpu_count()} cores, {platform.system()}; load average at the start {os.getloadavg()[0]:.1f}; {json.dumps(versions())}"
+    return f"{model}, {os.cpu_count()} cores, {platform.system()}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    from retrieval.export import versions
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
     parser.add_argument(
         "--items", type=int, default=256, help="held-out and calibration items of EfficientNet-Lite0"
     )
     parser.add_argument("--only", choices=["encoders", "variants"], help="one of the two halves")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "onnx.md")
     options = parser.parse_args()
-    print("# ONNX Runtime and torch\n")
-    print(
-        f"`python benchmarks/onnx_speed.py`. {machine()}. Threads sleep instead of spinning in both. Where the load is above 0 others shared the cores: trust CPU time.\n"
-    )
+    raw = options.out.parent / "raw" / f"{options.out.stem}.json"
+    kept: dict[str, Any] = {"encoders": [], "exporters": [], "variants": [], "load": {}}
+    if options.only and raw.exists():
+        kept = json.loads(raw.read_text())
+    load = f"{os.getloadavg()[0]:.1f}"
+    kept |= {"machine": machine(), "versions": versions()}
     with tempfile.TemporaryDirectory() as folder:
         if options.only != "variants":
-            encoders(Path(folder), options.seconds)
+            kept["encoders"], kept["exporters"] = encoders(Path(folder), options.seconds)
+            kept["load"]["encoders"] = load
         if options.only != "encoders":
-            variants(Path(folder), options.seconds, options.items)
+            kept["variants"] = variants(Path(folder), options.seconds, options.items)
+            kept["load"]["variants"] = load
+    raw.parent.mkdir(parents=True, exist_ok=True)
+    kept["load"] = {"encoders": "–", "variants": "–", **kept["load"]}
+    for path, text in ((raw, json.dumps(kept, indent=1, ensure_ascii=False)), (options.out, render(kept))):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
 
 
 if __name__ == "__main__":
