@@ -193,6 +193,10 @@ class Train(Section):
         0.0,
         description="With a generator: weight of the same loss on the real negatives, added to the one on synthetic ones.",
     )
+    loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        1.0,
+        description="With a generator or a combiner: weight λ of the loss, on real and synthetic samples alike, against the generator's and the combiner's own objectives, as in DAML's J_gen + μ J_dis + λ J_m.",
+    )
     mine: Literal["before", "after"] = Field(
         "before",
         description="With a generator and a miner: `before` generates from the triplets that the miner picks; `after` generates from each positive pair and a random negative, and the miner picks among real and synthetic samples.",

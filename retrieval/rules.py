@@ -148,6 +148,10 @@ def _generator(recipe: Recipe, present: set[str]) -> list[str]:
         problems.append("[generator_optimizer] is of no use without a [generator]. Remove it.")
     if recipe.train.real_weight:
         problems.append("[train] real_weight is of no use without a [generator]. Remove it.")
+    if recipe.train.loss_weight != 1 and "combiner" not in present:
+        problems.append(
+            "[train] loss_weight is of no use without a [generator] or a [combiner]. Use the [optimizer]'s lr."
+        )
     if recipe.train.coupling != "separate":
         problems.append("[train] coupling is of no use without a [generator]. Remove it.")
     if recipe.train.mine != "before":

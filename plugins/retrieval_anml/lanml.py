@@ -33,6 +33,10 @@ class LANML(NeighborhoodLearner):
     queries and S_i (§7.1.1). The paper sums ℓ where this takes the mean: its λ is N times this one. γ₁ < 0 is LANML⁻,
     convex in M; γ₁ > 0 is LANML⁺, not convex; at γ₁ = 0 a query looks at the mean of S_i, which is convex too.
 
+    The log-exp means stand in for what the paper starts from, the mean of the K₁ nearest (or farthest) similar and of the K₂
+    nearest dissimilar items (Eq 6, 10 and 11): `k1` and `k2` are that hard form. It is continuous, but has kinks where
+    distances tie, so L-BFGS may end a little above its minimum.
+
     An item whose class has no other member is nobody's query, only everybody's dissimilar item. A feature that is constant
     takes no part. A class with fewer than `neighbors` + 1 members uses all of them.
 
@@ -44,7 +48,7 @@ class LANML(NeighborhoodLearner):
         regularization: λ; the larger, the more the similar are pulled together whether they are well placed or not.
         margin: by how much (in squared distance) the dissimilar shall be farther.
         neighbors: S_i: that many nearest of the class by the Euclidean distance before learning, or "all"; none: 10 for
-            γ₁ < 0 and all otherwise, as in the paper.
+            γ₁ < 0 (with `k1`: k1 < 0) and all otherwise, as in the paper.
         loss: ℓ: "hinge" [margin + x]₊, "smooth_hinge" the same with a parabola of `width` in place of the kink, or
             "logistic" log(1 + e^(margin + x)).
         width: of the smooth hinge's parabola.
@@ -57,6 +61,9 @@ class LANML(NeighborhoodLearner):
         max_iter: most iterations of L-BFGS.
         tol: least gain of an iteration that is worth another.
         seed: of the drawing of queries.
+        k1: K₁α₁ of Eq 6, in the place of γ₁: the mean distance of that many nearest of S_i, or below 0 of the farthest; at most
+            all of S_i. None: the log-exp mean.
+        k2: K₂ of Eq 11, in the place of γ₂: the mean distance of that many nearest dissimilar items. None: the log-exp mean.
 
     Example:
         >>> from sklearn.datasets import load_wine
@@ -83,6 +90,8 @@ class LANML(NeighborhoodLearner):
         max_iter: Count = 100,
         tol: Positive = 1e-5,
         seed: int = 0,
+        k1: int | None = None,
+        k2: Count | None = None,
     ) -> None:
         self.gamma1 = gamma1
         self.gamma2 = gamma2
@@ -97,13 +106,15 @@ class LANML(NeighborhoodLearner):
         self.max_iter = max_iter
         self.tol = tol
         self.seed = seed
+        self.k1 = k1
+        self.k2 = k2
 
     def _neighborhoods(
         self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None
     ) -> Neighborhoods:
         near = self.neighbors
         if near is None:
-            near = NEAREST if self.gamma1 < 0 else "all"
+            near = NEAREST if (self.gamma1 if self.k1 is None else self.k1) < 0 else "all"
         return Neighborhoods(
             x,
             codes,
@@ -114,6 +125,8 @@ class LANML(NeighborhoodLearner):
             regularization=self.regularization,
             queries=queries,
             seed=self.seed,
+            k1=self.k1,
+            k2=self.k2,
         )
 
     def _refuse_parameters(self) -> None:
@@ -124,6 +137,12 @@ class LANML(NeighborhoodLearner):
             value = getattr(self, name)
             if not (np.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value}; it must be finite and greater than 0.")
+        if self.k1 == 0:
+            raise ValueError(
+                "k1 is 0; it must be above 0 (the nearest of its class) or below (the farthest)."
+            )
+        if self.k2 is not None and self.k2 < 1:
+            raise ValueError(f"k2 is {self.k2}; it must be at least 1.")
         if not (np.isfinite(self.regularization) and self.regularization >= 0):
             raise ValueError(f"regularization is {self.regularization}; it must be finite and at least 0.")
         if self.loss not in ("hinge", "smooth_hinge", "logistic"):

@@ -5,7 +5,8 @@ With d_ij = |Lᵀ(x_i − x_j)|², S_i the similar and D_i the dissimilar items 
     f(L) = mean over i of ℓ(b_{γ₁}(d_ij : j ∈ S_i) − b_{γ₂}(d_ij : j ∈ D_i) + offset_i)  +  λ Ω(LLᵀ)
     ∇f   = 2 Xᵀ (diag(W1 + Wᵀ1) − W − Wᵀ) X L  +  λ ∇Ω,        W_ij = ∂f / ∂d_ij
 
-(Song et al., Eqs 19–21, with the sign and the margin mended.) W is made for a block of queries of one class against
+(Song et al., Eqs 19–21, with the sign and the margin mended.) Either b may be the mean of the K smallest or largest distances
+instead (Eq 6, and f is then Eq 11): W_ij is ℓ′/K for those, and ∇f a subgradient where two distances tie. W is made for a block of queries of one class against
 all items, used and thrown away: memory is a few blocks and N × F, never N × N.
 """
 
@@ -64,6 +65,8 @@ class Neighborhoods:
         queries: how many items, drawn with `seed` in each class alike, are queries; None: all. Whatever it is, every item
             is a neighbour of the others, and the only member of a class is no query.
         seed: see `queries`.
+        k1: K₁α₁ ≠ 0 in the place of γ₁: the mean of that many smallest distances to S_i, or below 0 largest; at most all.
+        k2: K₂ > 0 in the place of γ₂: the mean of that many smallest distances to D_i; at most all.
     """
 
     def __init__(
@@ -79,8 +82,11 @@ class Neighborhoods:
         offset: Callable[[int, int], float] = lambda similar, dissimilar: 0.0,
         queries: int | None = None,
         seed: int = 0,
+        k1: int | None = None,
+        k2: int | None = None,
     ) -> None:
         self.gamma1, self.gamma2, self.outer = gamma1, gamma2, outer
+        self.k1, self.k2 = k1, k2
         self.regularization, self.offset = regularization, offset
         # no distance depends on the mean, and |a|² + |b|² − 2ab is most precise around 0
         self.x = x[np.argsort(codes, kind="stable")] - x.mean(axis=0)
@@ -151,20 +157,25 @@ class Neighborhoods:
             near = None if c.neighbors is None else c.neighbors[i : i + rows]
             a = left[c.start + query]
             radius, weights = self._similar(own, query, near, a, right[c.start : c.stop])
-            t = np.matmul(-self.gamma2 * a, others.T, out=space[: len(a) * len(others)].reshape(len(a), -1))
+            sharpness = self.gamma2 if self.k2 is None else 1.0
+            t = np.matmul(-sharpness * a, others.T, out=space[: len(a) * len(others)].reshape(len(a), -1))
             np.minimum(t, 0, out=t)
             top = t.max(axis=1)
-            least = -top / self.gamma2
-            # b_{γ₂} ≥ the smallest distance: whoever is far enough from that costs nothing, and no exponential
+            least = -top / sharpness
+            # b_{γ₂} and a mean of K₂ ≥ the smallest distance: whoever is far enough from that costs nothing, and no exponential
             alive = radius - least + offset > self.outer.floor
             if not alive.any():
                 continue
             if not alive.all():
                 t, top, least, radius, query = t[alive], top[alive], least[alive], radius[alive], query[alive]
                 weights = weights[alive]
-            t -= top[:, None]
-            e, mass = _exponentials(t)
-            loss, slope = self.outer(radius - least + np.log(mass / len(others)) / self.gamma2 + offset)
+            if self.k2 is None:
+                t -= top[:, None]
+                e, mass = _exponentials(t)
+                reach = least - np.log(mass / len(others)) / self.gamma2
+            else:
+                reach, e, mass = _largest(t, self.k2)
+            loss, slope = self.outer(radius - reach + offset)
             total += float(loss.sum())
             # A row of W sums to 0 (its D_i part to −ℓ′, its S_i part to ℓ′), so diag(W1) drops out.
             part = own[query]
@@ -187,10 +198,13 @@ class Neighborhoods:
         """Return b_{γ₁} of each query's S_i (B,), and its derivative by each distance to the class (B, class)."""
         if near is not None:
             difference = own[query, None] - own[near]
-            radius, weights = soft_radius(np.einsum("ijk,ijk->ij", difference, difference), self.gamma1)
+            radius, weights = self._radius(np.einsum("ijk,ijk->ij", difference, difference))
             ends = np.arange(0, near.size + 1, near.shape[1])
             return radius, csr_array((weights.ravel(), near.ravel(), ends), shape=(len(query), len(own)))
-        return soft_radius(np.maximum(a @ b.T, 0), self.gamma1, skip=query)
+        return self._radius(np.maximum(a @ b.T, 0), skip=query)
+
+    def _radius(self, d: Floats, skip: Ints | None = None) -> tuple[Floats, Floats]:
+        return soft_radius(d, self.gamma1, skip) if self.k1 is None else hard_radius(d, self.k1, skip)
 
 
 def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floats, Floats]:
@@ -213,6 +227,36 @@ def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floa
     e /= mass
     radius = np.einsum("ij,ij->i", e, d) if flat else -(top + np.log(mass / count))[:, 0] / gamma
     return radius, e
+
+
+def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Floats]:
+    """Return the mean of the k smallest, or for k < 0 the −k largest, of each row of d (B, K), and 1/|k| where they stand.
+
+    Song et al., Eq 6, r(S, θ, x, Kα). As Eq 10 writes it, it is the least (greatest) mean of any |k| of the numbers.
+
+    Args:
+        d: (B, K) distances.
+        k: Kα, not 0; a row that has fewer takes all.
+        skip: (B,) one column a row that does not count; None: all count.
+    """
+    ranked = d if k > 0 else -d
+    if skip is not None:
+        ranked = ranked.copy()
+        ranked[np.arange(len(d)), skip] = np.inf
+    count = min(abs(k), d.shape[1] - (skip is not None))
+    near = np.argpartition(ranked, count - 1, axis=1)[:, :count]
+    weights = np.zeros_like(d)
+    np.put_along_axis(weights, near, 1 / count, axis=1)
+    return np.take_along_axis(d, near, axis=1).mean(axis=1), weights
+
+
+def _largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
+    """Return −(the mean of the k largest of each row of t), ones where they stand (B, K), and how many they are (B,)."""
+    count = min(k, t.shape[1])
+    places = np.argpartition(t, t.shape[1] - count, axis=1)[:, t.shape[1] - count :]
+    ends = np.arange(0, places.size + 1, count)
+    ones = csr_array((np.ones(places.size), places.ravel(), ends), shape=t.shape)
+    return -np.take_along_axis(t, places, axis=1).mean(axis=1), ones, np.full(len(t), float(count))
 
 
 def _exponentials(t: Floats) -> tuple[Any, Floats]:

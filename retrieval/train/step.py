@@ -49,6 +49,7 @@ class Step:
     ) -> None:
         self.model = model
         self.objective = objective
+        self.loss_weight = recipe.train.loss_weight
         self.real_weight = recipe.train.real_weight
         self.joint = recipe.train.coupling == "joint"
         self.mines_after = recipe.train.mine == "after"
@@ -78,6 +79,8 @@ class Step:
             own, figures = self.model.combiner.objective(codes, labels, indices)
             losses.figures.update(figures)
         self._sides(losses, features, codes, labels, indices, phase)
+        if losses.metric is not None:
+            losses.metric = self.loss_weight * losses.metric
         if own is not None and losses.metric is not None and "combiner" in phase.train:
             losses.figures["combiner_loss"] = own.detach()
             losses.metric = losses.metric + own

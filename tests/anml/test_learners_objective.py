@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
 
-from retrieval_anml import LANML, PNCA
+from retrieval_anml import LANML, PNCA, gamma_for_mean_of_k_smallest, log_exp_mean
 from retrieval_anml import neighborhoods as module
 from retrieval_anml.neighborhoods import Neighborhoods
 from retrieval_anml.outer import Outer
@@ -24,6 +25,10 @@ SETTINGS = [
     LANML(0.0, 1.0, 0.1, loss="logistic"),
     LANML(0.5, 30.0, 0.3, neighbors=4, margin=0.2),
     LANML(5.0, 1e-3, 0.01),
+    LANML(k1=3, k2=5, regularization=0.3),
+    LANML(k1=-2, k2=1, loss="hinge"),
+    LANML(k1=-4, gamma2=2.0, neighbors="all", width=2.0),
+    LANML(gamma1=0.7, k2=100, loss="logistic"),
     PNCA(1.0),
     PNCA(0.3),
     PNCA(0.3, "sum"),
@@ -55,6 +60,15 @@ def mean_of(distances: list[float], gamma: float) -> float:
     return -math.log(sum(math.exp(-gamma * d) for d in distances) / len(distances)) / gamma
 
 
+def radius_of(distances: list[float], gamma: float, k: int | None) -> float:
+    """Eq 10: of all subsets of |k| distances the least mean, or for k < 0 the greatest; without k the log-exp mean."""
+    if k is None:
+        return mean_of(distances, gamma)
+    size = min(abs(k), len(distances))
+    means = [sum(chosen) / size for chosen in itertools.combinations(distances, size)]
+    return min(means) if k > 0 else max(means)
+
+
 def loss_of(x: float, name: str, margin: float, width: float) -> float:
     t = x + margin
     if name == "logistic":
@@ -72,14 +86,15 @@ def by_loops(learner: Any, L: Floats, x: Floats, y: NDArray[np.int64]) -> float:
         if not similar:
             continue
         if isinstance(learner, LANML):
-            count = learner.neighbors or (10 if learner.gamma1 < 0 else "all")
+            farthest = (learner.gamma1 if learner.k1 is None else learner.k1) < 0
+            count = learner.neighbors or (10 if farthest else "all")
             if count != "all":
                 similar.sort(key=lambda j: squared(x, np.eye(x.shape[1]), i, j))
                 similar = similar[: int(count)]
         near = [squared(x, L, i, j) for j in similar]
         far = [squared(x, L, i, j) for j in range(len(x)) if y[j] != y[i]]
         if isinstance(learner, LANML):
-            gap = mean_of(near, learner.gamma1) - mean_of(far, learner.gamma2)
+            gap = radius_of(near, learner.gamma1, learner.k1) - radius_of(far, learner.gamma2, learner.k2)
             total += loss_of(gap, learner.loss, learner.margin, learner.width)
         else:
             s = sum(math.exp(-learner.alpha * d) for d in near)
@@ -114,6 +129,58 @@ def test_against_loops_and_differences(
     expected = differences(lambda at: learner.objective(at, x, y)[0], L)
     np.testing.assert_allclose(gradient, expected, rtol=2e-6, atol=2e-8 * max(1, np.abs(expected).max()))
     assert np.abs(expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("k1", [2, 4, -2, -4])
+@pytest.mark.parametrize("k2", [2, 7, 13])
+def test_each_query_has_one_gamma_under_which_the_log_exp_means_are_the_hard_ones(k1: int, k2: int) -> None:
+    """Theorem 3 and Eq 17: with γs of its own, a query's term of Eq 19 is its term of Eq 11."""
+    random = np.random.default_rng(k1 + 10 * k2)
+    y = np.array([0] * 9 + [1] * 14)
+    x, L = random.normal(size=(len(y), 4)) + 0.7 * y[:, None], random.normal(size=(4, 3)) * 0.5
+    for i in range(9):
+        near = [squared(x, L, i, j) for j in range(9) if j != i]
+        far = [squared(x, L, i, j) for j in range(9, len(y))]
+        gamma1 = math.copysign(1, k1) * gamma_for_mean_of_k_smallest(
+            math.copysign(1, k1) * np.array(near), abs(k1)
+        )
+        gamma2 = gamma_for_mean_of_k_smallest(far, k2)
+        assert gamma1 * k1 > 0 and gamma2 > 0
+        for distances, gamma, k in ((near, gamma1, k1), (far, gamma2, k2)):
+            assert log_exp_mean(distances, gamma) == pytest.approx(radius_of(distances, 0, k), rel=1e-9)
+            around = [float(log_exp_mean(distances, gamma * by)) for by in (0.5, 0.9, 1.1, 2)]
+            passed = [mean - radius_of(distances, 0, k) for mean in around]
+            assert all(passed[n] * passed[-1] < 0 for n in (0, 1)), "b is monotone: no other γ does it"
+
+
+def test_the_hard_form_is_the_limit_of_the_soft_one(data: Any) -> None:
+    x, y, L = data
+    hard = [LANML(k1=k1, k2=k2, neighbors="all").objective(L, x, y) for k1, k2 in ((1, 1), (-1, 1), (99, 99))]
+    soft = [
+        LANML(gamma1=g1, gamma2=g2, neighbors="all").objective(L, x, y)
+        for g1, g2 in ((1e4, 1e4), (-1e4, 1e4), (0.0, 1e-9))
+    ]
+    for (one, slope), (other, same) in zip(hard, soft, strict=True):
+        assert one == pytest.approx(other, abs=1e-3) and one != other
+        np.testing.assert_allclose(slope, same, atol=1e-3)
+
+
+@pytest.mark.parametrize(("given", "said"), [({"k1": 0}, "k1 is 0"), ({"k2": 0}, "k2 is 0")])
+def test_no_neighbour_is_refused(given: dict[str, int], said: str, data: Any) -> None:
+    x, y, _ = data
+    with pytest.raises(ValueError, match=said):
+        LANML(**given).fit(x, y)
+
+
+def test_the_hard_form_learns() -> None:
+    random = np.random.default_rng(3)
+    y = np.repeat([0, 1], 40)
+    x = random.normal(size=(80, 5)) * [1, 1, 5, 5, 5] + 2.5 * y[:, None] * [1, 0, 0, 0, 0]
+    learner = LANML(k1=3, k2=3, standardize=False).fit(x, y)
+    start = learner.objective(np.eye(5) / 80**0.25, x, y)[0]
+    assert learner.objective_ < 0.6 * start
+    metric = learner.get_mahalanobis_matrix()
+    assert metric[0, 0] > 5 * metric[2, 2]
 
 
 def test_labels_may_be_text_and_nothing_is_kept(data: Any) -> None:

@@ -180,6 +180,53 @@ def test_gradients_with_a_combiner_are_those_of_the_couplings_objectives(
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("coupling", ["separate", "joint"])
+@pytest.mark.parametrize("weight", [0.25, 3.0])
+def test_loss_weight_is_lambda_in_what_each_side_steps_on(
+    make: Make, tmp_path: Path, coupling: str, weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eq 15: J_gen + μ J_dis + λ J_m. Differences of the three objectives, each taken by itself, along random directions."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # a step casts to float32 wherever it can
+    options = {"device": "cpu", "coupling": coupling, "real_weight": 0.5}
+    tables = {"generator": {"name": "daml.hard_negative", "margin": -0.5}}
+    plain, of = (
+        trainer(tmp_path / str(w), make(train=options | {"loss_weight": w}, **tables)) for w in (1.0, weight)
+    )
+    for one in (plain, of):
+        one.run.model.double()
+        one.objective.generator.double()  # type: ignore[union-attr]
+    features, labels = next(iter(of.batches.epoch(0)))
+    features = features.double()
+    parts = {name: [p for p in group if p.requires_grad] for name, group in of.sides.parts.items()}
+
+    def objectives() -> tuple[float, float, float]:
+        """J_m, J_dis with its balance, and J_gen, of the trainer without a weight, whose parameters are those of the other."""
+        torch.manual_seed(0)
+        losses = plain.step(features, labels, plain.phase)
+        assert losses.metric is not None and losses.generator is not None
+        own = losses.figures["combiner_loss"]
+        return float(losses.metric.detach() - own), float(own), float(losses.generator.detach())
+
+    torch.manual_seed(0)
+    of.sides.zero_grad()
+    of.step.backward(of.step(features, labels, of.phase), of.sides.parts, None)
+    moved = {name: [p for p in group if p.requires_grad] for name, group in plain.sides.parts.items()}
+    for name, group in parts.items():
+        for parameter, same in zip(group, moved[name], strict=True):
+            direction = torch.randn_like(same)
+            ends = []
+            for step in (1e-6, -2e-6):
+                same.data.add_(direction, alpha=step)
+                ends.append(objectives())
+            same.data.add_(direction, alpha=1e-6)
+            j_m, j_dis, j_gen = ((a - b) / 2e-6 for a, b in zip(*ends, strict=True))
+            if coupling == "joint":
+                expected = weight * j_m + j_dis + j_gen
+            else:
+                expected = j_gen if name == "generator" else weight * j_m + j_dis
+            assert float((parameter.grad * direction).sum()) == pytest.approx(expected, rel=1e-4, abs=1e-5)  # type: ignore[operator]
+
+
 def test_the_loss_is_added_up_of_synthetic_and_real_samples_and_the_combiners_own(
     make: Make, tmp_path: Path
 ) -> None:

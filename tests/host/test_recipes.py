@@ -171,6 +171,7 @@ def several(*losses: str) -> dict[str, Any]:
         ({"phase": [{"generator_lr": 0.1}]}, ["[[phase]] train: generator_lr is of no use without a [generator]"]),
         ({**OWN, "phase": [{"train": ["head"], "generator_lr": 0.1}]}, ["[[phase]] train: generator_lr", "the generator does not train", 'add "generator" to train']),
         ({"train": {"real_weight": 1}}, ["[train] real_weight is of no use without a [generator]"]),
+        ({"train": {"loss_weight": 2}}, ["[train] loss_weight is of no use without a [generator] or a [combiner]"]),
         ({"train": {"coupling": "joint"}}, ["[train] coupling is of no use without a [generator]"]),
         ({"train": {"patience": 3}, "split": {"by": "class", "validation": 0}}, ["[train] patience needs a validation part", "[split] validation above 0"]),
     ],
@@ -187,6 +188,8 @@ def test_what_cannot_go_together(
     "changes",
     [
         COMBINER,
+        {**COMBINER, "train": {"loss_weight": 2}},
+        {**GENERATOR, "train": {"loss_weight": 2}},
         {**COMBINER, **several("margin", "margin")},
         {**GENERATOR, **several("margin")},
         {**GENERATOR, "train": {"real_weight": 1, "coupling": "joint"}, "generator_optimizer": {"lr": 1}},
