@@ -11,7 +11,7 @@ from retrieval.recipe import COMPONENTS
 
 
 def list_text(plugins: Plugins, kind: str | None = None) -> str:
-    """Return every plugin with its origin, and what it offers by kind, one line each.
+    """Return every plugin with its origin, what it offers by kind, one line each, and what of it is disabled and why.
 
     Args:
         plugins: the loaded plugins.
@@ -37,6 +37,9 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
                     for f in factories.values()
                 ),
             ]
+    wrong = {n: why for each in ([kind] if kind else KINDS) for n, why in plugins.disabled(each).items()}
+    if wrong:
+        lines += ["", "disabled", *(f"  {name}: {why}" for name, why in wrong.items())]
     return "\n".join(lines).strip("\n")
 
 
@@ -44,10 +47,13 @@ def show_text(plugins: Plugins, name: str) -> str:
     """Return documentation, parameter table and recipe snippet of everything called `name`, of any kind.
 
     Raises:
-        PluginError: nothing is; the sentence suggests the closest.
+        PluginError: nothing is, and the sentence suggests the closest; or it is disabled, and the sentence says why.
     """
     found = [factories[name] for kind in KINDS if name in (factories := plugins.factories(kind))]
     if not found:
+        for kind in KINDS:
+            if name in plugins.disabled(kind):
+                raise PluginError(plugins.disabled(kind)[name])
         known = [n for kind in KINDS for n in plugins.factories(kind)]
         raise PluginError(
             f"Nothing is called '{name}'.{did_you_mean(name, known) or ' See: retrieval plugins list.'}"
@@ -63,6 +69,8 @@ def _one(factory: Factory, plugins: Plugins) -> str:
             lines.append(f"  {p.name}: {p.type_text}{_default(p)}")
             lines += _filled(p.doc, "      ")
         lines.append("")
+    if factory.hints:
+        lines += ["Hints for its author", *(f"  - {hint}" for hint in factory.hints), ""]
     shown = snippet(factory, plugins).splitlines()
     return "\n".join(
         [

@@ -1,21 +1,25 @@
 """Signature and docstring → parameters → validation → build. One reading serves errors, `plugins show` and the docs.
 
-A factory is a class or a function. Its typed, spelled-out signature says what a recipe may set; its docstring
-(Google style, `Args:`) says what each parameter means. Values are checked by pydantic, strictly: a number in
-quotes is no number. What only the host knows (`GIVEN`) is passed to a factory that names it and cannot be set.
-A parameter annotated `Annotated[T, Part("reducers")]` is itself something that a plugin makes.
+A factory is a class or a function. Its signature says what a recipe may set, `**kwargs` included as far as a base class
+spells it out; its docstring (Google style, `Args:`) says what each parameter means. Values of a parameter with a type are
+checked by pydantic, strictly: a number in quotes is no number. A parameter without one takes what a recipe can write, and
+the factory itself says whether it fits. What only the host knows (`GIVEN`) is passed to a factory that names it and cannot
+be set. A parameter annotated `Annotated[T, Part("reducers")]` is itself something that a plugin makes.
 """
 
 from __future__ import annotations
 
+import enum
 import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from retrieval.errors import PluginError, RecipeError, did_you_mean
+from retrieval.errors import PluginError, RecipeError, RetrievalError, did_you_mean
+from retrieval.signature import documentation, read_signature
 from retrieval.values import check_model, toml_value, type_text, validate
 
 if TYPE_CHECKING:
@@ -50,6 +54,17 @@ GIVEN = {
     "distance": "the recipe's combiner, when it has one",
 }
 """What the host gives to a factory that names it."""
+
+UPSTREAM = {
+    "distance": ("distances", "how two embeddings are compared"),
+    "reducer": ("reducers", "how the losses become one number"),
+    "embedding_regularizer": ("regularizers", "what is added for the embeddings' own sake"),
+    "weight_regularizer": ("regularizers", "what is added for the weights' own sake"),
+    "embedding_reg_weight": (None, "multiplies what `embedding_regularizer` adds"),
+    "weight_reg_weight": (None, "multiplies what `weight_regularizer` adds"),
+    "collect_stats": (None, "whether the module keeps figures of each batch as attributes"),
+}
+"""What pytorch-metric-learning's base classes call their parameters, which have no types: the kind of part, and the meaning."""
 
 T = TypeVar("T")
 
@@ -97,6 +112,11 @@ class Parameter:
     given: bool = False
 
     @property
+    def from_host(self) -> bool:
+        """Whether it is what the host gives, when it knows it."""
+        return self.given or (self.part is not None and self.name in GIVEN)
+
+    @property
     def required(self) -> bool:
         """Whether a recipe must set it."""
         return self.default is inspect.Parameter.empty and not self.given
@@ -110,12 +130,12 @@ class Parameter:
 
     @property
     def default_text(self) -> str:
-        """The default as TOML, or "required", or "" for none."""
+        """The default as TOML, or "required", or "" for none, and for what TOML cannot say."""
         if self.given:
             return "given by the host"
         if self.required:
             return "required"
-        return "" if self.default is None else toml_value(self.default)
+        return toml_value(self.default) if _writable(self.default) else ""
 
 
 @dataclass(frozen=True)
@@ -126,6 +146,7 @@ class Factory:
         kind: one of `KINDS`.
         name: `PLUGIN.name`.
         make: the class or function itself.
+        hints: what would make it easier to use, such as a missing docstring.
     """
 
     kind: str
@@ -134,14 +155,15 @@ class Factory:
     parameters: tuple[Parameter, ...] = field(default=(), repr=False)
     summary: str = field(default="", repr=False)
     description: str = field(default="", repr=False)
+    hints: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def read(cls, kind: str, name: str, make: Callable[..., Any]) -> Factory:
         """Read a factory's signature and docstring.
 
         Raises:
-            PluginError: it takes `*args` or `**kwargs`, a parameter has no type, or one has no line in the docstring; all
-                of that in one sentence.
+            PluginError: its types cannot be resolved, or a parameter cannot be set by name or is marked as a part that there
+                is not.
         """
         if not (inspect.isclass(make) or inspect.isroutine(make)):
             raise PluginError(
@@ -149,46 +171,45 @@ class Factory:
             )
         what = f"The {KINDS[kind]} '{name}' ({make.__module__}.{make.__qualname__})"
         try:
-            signature = _signature(make)
-            hints = get_type_hints(make.__init__ if inspect.isclass(make) else make, include_extras=True)
+            reading = read_signature(make)
         except Exception as error:  # resolving a type runs the plugin's own text
             raise PluginError(
                 f"{what} has a signature that cannot be read when it is loaded: {type(error).__name__}: {error}."
             ) from error
-        summary, description, docs = _documentation(make)
-        parameters, faults = [], []
-        for p in signature.parameters.values():
-            if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
-                stars = "**" if p.kind is p.VAR_KEYWORD else "*"
-                faults.append(
-                    f"takes '{stars}{p.name}': spell its parameters out, so that a recipe can be checked"
-                )
-                continue
+        summary, description, docs = documentation(make, reading.homes)
+        parameters, faults, hints = [], [], [] if summary else ["it has no docstring"]
+        for p in reading.parameters.values():
             if p.kind is p.POSITIONAL_ONLY:
                 faults.append(f"takes its parameter '{p.name}' by position only")
-            if p.name not in hints:
-                faults.append(f"gives its parameter '{p.name}' no type")
-            annotation = hints.get(p.name, Any)
+            typed = p.name in reading.hints
+            annotation = reading.hints.get(p.name, Any)
             part, many = _part(annotation)
             if part and part not in KINDS:
                 faults.append(
                     f"marks '{p.name}' as Part({part!r}), and there is no such kind{did_you_mean(part, KINDS)}"
                 )
                 part = None
-            given = p.name in GIVEN and not part
-            if not docs.get(p.name) and not given:
-                faults.append(f"does not document its parameter '{p.name}' under 'Args:'")
-            doc = docs.get(p.name) or GIVEN.get(p.name, "")
+            upstream, meaning = (None, "") if typed else UPSTREAM.get(p.name, (None, ""))
+            if kind in ("losses", "miners") and (p.default is None or p.default is p.empty):
+                part = part or upstream
+            # one that is a word or a number by default is the author's own affair, whatever its name
+            own = p.name == "distance" and isinstance(p.default, str | int | float)
+            given = p.name in GIVEN and not part and not own
+            doc = docs.get(p.name) or (GIVEN[p.name] if given else meaning)
+            if not doc:
+                hints.append(f"it does not document '{p.name}' under 'Args:'")
+            if not (typed or part or given or p.name in UPSTREAM):
+                hints.append(f"'{p.name}' has no type, so a recipe's value is handed on as it is")
             parameters.append(Parameter(p.name, annotation, p.default, doc, part, many, given))
-        if not summary:
-            faults.append("has no docstring")
+        if reading.loose:
+            hints.append(f"nothing spells '**{reading.loose}' out, so a recipe cannot set what it takes")
         if faults:
             raise PluginError(f"{what} {'; it '.join(faults)}.")
-        return cls(kind, name, make, tuple(parameters), summary, description)
+        return cls(kind, name, make, tuple(parameters), summary, description, tuple(hints))
 
     def takes(self, name: str) -> bool:
-        """Whether the factory names this parameter."""
-        return any(p.name == name for p in self.parameters)
+        """Whether the factory takes this from the host."""
+        return any(p.name == name and p.from_host for p in self.parameters)
 
     @cached_property
     def supports_ref_emb(self) -> bool:
@@ -232,7 +253,7 @@ class Factory:
         problems = []
         for key in values:
             if key not in settable:
-                if any(p.name == key for p in self.parameters):
+                if any(p.name == key and p.given for p in self.parameters):
                     problems.append(f"{where} {key}: is given by the host ({GIVEN[key]}); remove it.")
                 else:
                     known = ", ".join(settable) or "none"
@@ -240,8 +261,14 @@ class Factory:
                         f"{where} {key}: {self.name} has no such parameter (it has: {known})."
                         f"{did_you_mean(key, settable)}"
                     )
+        model, unwritable = self._types
         plain = {k: v for k, v in values.items() if k in settable and not settable[k].part}
-        checked, faults = validate(self._model, plain)
+        problems += [
+            f"{where} {k}: is of type {type_text(settable[k].annotation)}, which a recipe cannot write; remove it."
+            for k in plain
+            if k in unwritable
+        ]
+        checked, faults = validate(model, {k: v for k, v in plain.items() if k not in unwritable})
         problems += [f"{where} {fault}" for fault in faults.values()]
         for p in settable.values():
             if p.part and p.name in values:
@@ -251,39 +278,49 @@ class Factory:
         return checked, problems
 
     @cached_property
-    def _model(self) -> type[BaseModel]:
+    def _types(self) -> tuple[type[BaseModel], set[str]]:
+        """What pydantic checks values by, and the parameters that keep their defaults since no recipe can write their type."""
         from pydantic import ConfigDict, Field, TypeAdapter, create_model
-        from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
         fields: dict[str, Any] = {}
+        unwritable: set[str] = set()
         for p in self.parameters:
             if p.given or p.part:
                 continue
             try:
                 TypeAdapter(p.annotation)
-            except (PydanticSchemaGenerationError, PydanticUserError):
-                raise PluginError(
-                    f"The {KINDS[self.kind]} '{self.name}' has a parameter '{p.name}' of type {type_text(p.annotation)}, "
-                    f"which a recipe cannot write. Use numbers, text, lists of them, a pathlib.Path, or Part(…)."
-                ) from None
+            except Exception:  # whatever reading a plugin's annotation raises
+                if p.required:
+                    raise PluginError(
+                        f"The {KINDS[self.kind]} '{self.name}' has a parameter '{p.name}' of type {type_text(p.annotation)}, "
+                        f"which a recipe cannot write. Use numbers, text, lists of them, a pathlib.Path, or Part(…)."
+                    ) from None
+                unwritable.add(p.name)
+                continue
             # An alias, because pydantic has names of its own (copy, json, model_fields, _x) that a factory may use too.
             # Defaults stay with the factory: only what a recipe sets is handed on.
             annotation: Any = Annotated[p.annotation, Field(alias=p.name)]
             fields[f"p{len(fields)}"] = (annotation, ... if p.required else None)
         config = ConfigDict(extra="forbid", strict=True)
-        return create_model(self.name, __config__=config, **fields)
+        return create_model(self.name, __config__=config, **fields), unwritable
 
     def build(self, values: Mapping[str, Any]) -> Any:
         """Make the thing from checked values.
 
         Raises:
-            RecipeError: the factory refused them (ValueError, AssertionError or TypeError).
+            RecipeError: the factory refused them (ValueError, AssertionError or TypeError), or failed.
         """
         try:
             return self.make(**values)
-        except (ValueError, AssertionError, TypeError) as error:
+        except (RetrievalError, OSError, ImportError):
+            raise  # sentences already, and what the command line has a sentence for
+        except Exception as error:
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-            raise RecipeError([f"{self.name} refuses its parameters: {reason}."]) from error
+            if isinstance(error, ValueError | AssertionError | TypeError):
+                raise RecipeError([f"{self.name} refuses its parameters: {reason}."]) from error
+            raise RecipeError(
+                [f"{self.name} cannot be made with these parameters: {type(error).__name__}: {reason}."]
+            ) from error
 
 
 def _classes(product: Any) -> tuple[type, ...]:
@@ -291,37 +328,13 @@ def _classes(product: Any) -> tuple[type, ...]:
     return product.__mro__ if inspect.isclass(product) else ()
 
 
-def _signature(make: Callable[..., Any]) -> inspect.Signature:
-    if inspect.isclass(make):
-        # a class without an __init__ of its own takes nothing, whatever these say
-        home = getattr(make.__init__, "__module__", "")
-        if home in ("torch.nn.modules.module", "typing") and "__new__" not in vars(make):
-            return inspect.Signature()
-    return inspect.signature(make)
-
-
-def _documentation(make: Callable[..., Any]) -> tuple[str, str, dict[str, str]]:
-    """Return summary, whole description, and each parameter's meaning.
-
-    A class's parameters may be documented in its docstring, in its `__init__`'s, or in those of the class that it has
-    its `__init__` from.
-    """
-    import docstring_parser
-
-    own = docstring_parser.parse(inspect.cleandoc(make.__doc__ or ""))
-    texts = [own]
-    if inspect.isclass(make):
-        home = next(c for c in make.__mro__ if "__init__" in vars(c))
-        texts += [docstring_parser.parse(inspect.cleandoc(x.__doc__ or "")) for x in (make.__init__, home)]
-    docs: dict[str, str] = {}
-    for text in texts:
-        for p in text.params:
-            if p.description:
-                docs.setdefault(p.arg_name.lstrip("*"), " ".join(p.description.split()))
-    description = "\n".join(line for line in (own.short_description, own.long_description) if line)
-    if own.blank_after_short_description:
-        description = description.replace("\n", "\n\n", 1)
-    return " ".join(description.partition("\n\n")[0].split()), description, docs
+def _writable(value: Any) -> bool:
+    """Whether a default is something that TOML can say."""
+    if isinstance(value, list | tuple):
+        return all(map(_writable, value))
+    if isinstance(value, Mapping):
+        return all(map(_writable, value.values()))
+    return isinstance(value, bool | int | float | str | enum.Enum | PurePath)
 
 
 def _part(annotation: Any) -> tuple[str | None, bool]:

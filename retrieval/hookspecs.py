@@ -2,7 +2,8 @@
 
 A plugin is a module (or a package) whose functions carry `retrieval.hookimpl` and one of these names. A hook
 that returns factories takes nothing and gives `{name: factory}`; the host calls the thing `PLUGIN.name`. A
-factory is a class or function with a typed, spelled-out signature and a docstring that documents each parameter.
+factory is a class or function: its signature is what a recipe may set, and its docstring says what each parameter means. A
+factory with a fault disables itself, and nothing else: `retrieval plugins list` says why.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from typing import Any
 import pluggy
 
 from retrieval import hookspecs
-from retrieval.errors import MissingDependency, PluginError, RecipeError, RetrievalError, did_you_mean
+from retrieval.errors import MissingDependency, PluginError, RecipeError, did_you_mean
 from retrieval.factory import GIVEN, KINDS, Factory, Parameter
 
 GROUP = "retrieval"
@@ -45,6 +45,7 @@ class Plugins:
         self.manager = manager
         self.sources = sources
         self._factories: dict[str, dict[str, Factory]] = {}
+        self._disabled: dict[str, dict[str, str]] = {}
 
     @property
     def hook(self) -> Any:
@@ -52,25 +53,44 @@ class Plugins:
         return self.manager.hook
 
     def factories(self, kind: str) -> dict[str, Factory]:
-        """Return every factory of a kind by its full name, sorted.
+        """Return every factory of a kind by its full name, sorted. One with a fault is not among them: see `disabled`.
 
         Raises:
-            PluginError: a hook fails, returns no mapping, or offers a factory that breaks the rules.
+            MissingDependency: a plugin needs a package of the training side, and it is not installed.
         """
-        if kind not in self._factories:
-            found: dict[str, Factory] = {}
-            for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
-                for short, make in self._call(impl.plugin_name, kind, impl.function).items():
-                    name = f"{impl.plugin_name}.{short}"
-                    found[name] = Factory.read(kind, name, make)
-            self._factories[kind] = dict(sorted(found.items()))
+        self._read(kind)
         return self._factories[kind]
 
-    def _call(self, plugin: str, kind: str, function: Any) -> Mapping[str, Any]:
+    def disabled(self, kind: str) -> dict[str, str]:
+        """Return what of a kind cannot be used, by its full name (or the plugin's, when its whole hook failed), and why."""
+        self._read(kind)
+        return self._disabled[kind]
+
+    def _read(self, kind: str) -> None:
+        if kind in self._factories:
+            return
+        found: dict[str, Factory] = {}
+        wrong: dict[str, str] = {}
+        for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
+            try:
+                offered = self._call(impl.plugin_name, kind, impl.function)
+            except PluginError as error:
+                wrong[impl.plugin_name] = str(error)
+                continue
+            for short, make in offered.items():
+                name = f"{impl.plugin_name}.{short}"
+                try:
+                    _refuse_offer(impl.plugin_name, kind, short, make)
+                    found[name] = Factory.read(kind, name, make)
+                except PluginError as error:
+                    wrong[name] = str(error)
+        self._factories[kind], self._disabled[kind] = dict(sorted(found.items())), dict(sorted(wrong.items()))
+
+    def _call(self, plugin: str, kind: str, function: Any) -> Mapping[Any, Any]:
         hook = f"retrieval_{kind}"
         try:
             made = function()
-        except RetrievalError:
+        except (PluginError, MissingDependency):
             raise
         except Exception as error:
             missing = (getattr(error, "name", None) or "") if isinstance(error, ModuleNotFoundError) else ""
@@ -83,27 +103,20 @@ class Plugins:
             raise PluginError(
                 f"The plugin '{plugin}' returned {type(made).__name__} from {hook}; it must return {{name: factory}}."
             )
-        for short, make in made.items():
-            if not (isinstance(short, str) and short.isidentifier()):
-                raise PluginError(
-                    f"The plugin '{plugin}' offers {short!r} in {hook}; a name must be a Python identifier."
-                )
-            if not callable(make):
-                raise PluginError(
-                    f"The plugin '{plugin}' offers '{short}' in {hook} with a factory of type {type(make).__name__}, which cannot be called."
-                )
         return made
 
     def find(self, kind: str, name: str) -> Factory:
         """Return a factory by its full name.
 
         Raises:
-            PluginError: there is none; the sentence suggests the closest.
+            PluginError: it has a fault, which the sentence names; or there is none, and the sentence suggests the closest.
         """
-        known = self.factories(kind)
+        known, wrong = self.factories(kind), self.disabled(kind)
         if name in known:
             return known[name]
         plugin = name.partition(".")[0]
+        if name in wrong or plugin in wrong:
+            raise PluginError(wrong.get(name) or wrong[plugin])
         if "." in name and plugin not in {s.plugin for s in self.sources}:
             loaded = ", ".join(sorted(s.plugin for s in self.sources))
             hint = f" No plugin '{plugin}' is loaded (loaded: {loaded}).{did_you_mean(name, known)}"
@@ -174,7 +187,7 @@ class Plugins:
         if problems:
             raise RecipeError(problems)
         for p in factory.parameters:
-            if p.name in GIVEN and given.get(p.name) is not None:
+            if p.from_host and given.get(p.name) is not None:
                 checked[p.name] = given[p.name]
             elif p.part and p.required and p.name not in checked:
                 raise RecipeError(
@@ -188,6 +201,18 @@ class Plugins:
                     f"{factory.name} asks the host for '{p.name}' ({GIVEN[p.name]}), which it does not know here."
                 )
         return factory.build(checked)
+
+
+def _refuse_offer(plugin: str, kind: str, short: Any, make: Any) -> None:
+    """Refuse what a hook offers under a name that is none, or that cannot be called."""
+    if not (isinstance(short, str) and short.isidentifier()):
+        raise PluginError(
+            f"The plugin '{plugin}' offers {short!r} in retrieval_{kind}; a name must be a Python identifier."
+        )
+    if not callable(make):
+        raise PluginError(
+            f"The plugin '{plugin}' offers '{short}' in retrieval_{kind} with a factory of type {type(make).__name__}, which cannot be called."
+        )
 
 
 def _table(values: Any) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ import math
 import numbers
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -213,8 +213,10 @@ def _phrase(annotation: Any) -> str:
 def type_text(annotation: Any) -> str:
     """Return a type as a recipe's author reads it: `integer`, `"a" or "b"`, `list of number`."""
     origin, args = get_origin(annotation), get_args(annotation)
-    if origin is None and annotation in _BASIC:
+    if origin is None and isinstance(annotation, Hashable) and annotation in _BASIC:
         return _BASIC[annotation]
+    if origin in (list, tuple, dict) and not args:  # typing.List and the like, bare
+        return {list: "list", tuple: "list", dict: "table"}[origin]
     if origin is Annotated:
         limits = ", ".join(_limits(args[1:]))
         return type_text(args[0]) + (f" ({limits})" if limits else "")
@@ -236,6 +238,8 @@ def type_text(annotation: Any) -> str:
             return "path"
         if hasattr(annotation, "model_fields") or annotation is dict:
             return "table"
+        if annotation in (list, tuple):
+            return "list"
     return getattr(annotation, "__name__", str(annotation))
 
 

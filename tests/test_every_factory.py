@@ -86,6 +86,7 @@ def checked_backward(loss: Tensor, embeddings: Tensor) -> None:
 def test_reads(kind: str) -> None:
     for factory in PLUGINS.factories(kind).values():
         assert factory.summary.strip(), factory.name
+        assert not factory.hints, factory.hints  # ours are typed and documented
         assert all(p.doc for p in factory.parameters), factory.name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,8 +100,11 @@ def build_objective(recipe: Recipe, plugins: Plugins, model: Model, classes: int
         "classes": classes,
         "distance": model.combiner,
     }
-    loss = plugins.build("losses", recipe.component("loss") or {}, given)
-    miner = plugins.build("miners", recipe.component("miner") or {}, given) if recipe.miner else None
+    loss = as_module(plugins.build("losses", recipe.component("loss") or {}, given), "loss", recipe.loss)
+    miner = None
+    if recipe.miner:
+        made = plugins.build("miners", recipe.component("miner") or {}, given)
+        miner = as_module(made, "miner", recipe.miner)
     generator = (
         plugins.build("generators", recipe.component("generator") or {}, given) if recipe.generator else None
     )
@@ -111,6 +115,34 @@ def build_objective(recipe: Recipe, plugins: Plugins, model: Model, classes: int
     if generator is not None:
         _bind(generator, model)
     return Objective(loss, miner, generator)
+
+
+class Called(nn.Module):
+    """A loss or miner that is called and is no module, such as a function: it has no weights to train or save."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Return what the call gives."""
+        return self.call(*arguments, **named)
+
+
+def as_module(made: Any, part: str, table: Mapping[str, Any] | None) -> nn.Module:
+    """Return a loss or miner as a module.
+
+    Raises:
+        PluginError: it cannot be called.
+    """
+    if isinstance(made, nn.Module):
+        return made
+    if not callable(made):
+        raise PluginError(
+            f"The {part} {(table or {}).get('name')} is an object of type {type(made).__name__}, which cannot be called. Its "
+            f"factory must give a module whose forward takes embeddings and labels."
+        )
+    return Called(made)
 
 
 def _bind(generator: Generator, model: Model) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import pytest
+import torch
 from pydantic import Field
 from retrieval import Part, traits
 from retrieval.errors import PluginError, RecipeError
@@ -176,22 +177,81 @@ def test_unknown_and_given_parameters() -> None:
 
 
 def test_every_fault_of_a_signature_in_one_sentence() -> None:
-    def bad(a, /, b, c: int, *rest: int, **others: Any) -> Any:  # type: ignore[no-untyped-def]
+    def bad(a: int, b: int, /, c: Annotated[Any, Part("reducer")]) -> Any:
         pass
 
     sentence = refused(bad)
     assert "\n" not in sentence and "'acme.thing'" in sentence and "test_factories" in sentence
     for fault in (
         "takes its parameter 'a' by position only",
-        "gives its parameter 'a' no type",
-        "gives its parameter 'b' no type",
-        "does not document its parameter 'c' under 'Args:'",
-        "takes '*rest'",
-        "takes '**others'",
-        "has no docstring",
+        "takes its parameter 'b' by position only",
+        "marks 'c' as Part('reducer'), and there is no such kind",
     ):
-        assert fault in sentence, sentence
-    assert sentence.count(fault) == 1
+        assert sentence.count(fault) == 1, sentence
+
+
+def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault() -> None:
+    def bare(b, c: int, *rest: int, **others: Any) -> Any:  # type: ignore[no-untyped-def]
+        return b, c, rest, others
+
+    factory = read(bare)
+    assert [p.name for p in factory.parameters] == ["b", "c"]
+    assert factory.hints == (
+        "it has no docstring",
+        "it does not document 'b' under 'Args:'",
+        "'b' has no type, so a recipe's value is handed on as it is",
+        "it does not document 'c' under 'Args:'",
+        "nothing spells '**others' out, so a recipe cannot set what it takes",
+    )
+    checked, problems = factory.check({"b": [1, "x", {"y": 2.5}], "c": 3}, "[loss]")
+    assert (checked, problems) == ({"b": [1, "x", {"y": 2.5}], "c": 3}, [])
+    assert factory.build(checked) == ([1, "x", {"y": 2.5}], 3, (), {})
+
+
+class Passes(nn.Module):
+    def __init__(self, first: float, second: int = 2) -> None:
+        super().__init__()
+        self.numbers = first, second
+
+
+class ByName(Passes):
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+
+
+class ByPosition(Passes):
+    def __init__(self, **more: Any) -> None:
+        Passes.__init__(self, 7.0, **more)
+
+
+class Swallows(Passes):
+    def __init__(self, **more: Any) -> None:
+        super().__init__(1.0)
+
+
+def test_kwargs_are_what_the_next_class_takes_and_was_not_given() -> None:
+    assert [p.name for p in read(ByName).parameters] == ["first", "second"]
+    assert [p.name for p in read(ByPosition).parameters] == ["second"]
+    assert read(ByPosition).build({"second": 5}).numbers == (7.0, 5)
+    assert read(Swallows).parameters == () and "nothing spells '**more' out" in read(Swallows).hints[-1]
+    # without source what has no default is taken to be given by the class
+    scope: dict[str, Any] = {"Passes": Passes}
+    exec("class Made(Passes):\n def __init__(self, **more): super().__init__(3.0, **more)", scope)
+    assert [p.name for p in read(scope["Made"]).parameters] == ["second"]
+
+
+def test_a_default_that_no_recipe_can_write_stays() -> None:
+    def loss(
+        activation: Callable[[Tensor], Tensor] = torch.relu,
+        start: Tensor | None = None,
+        span: list = [],  # type: ignore[type-arg]  # noqa: B006
+    ) -> Any:
+        return activation, start, span
+
+    factory = read(loss)
+    assert [p.default_text for p in factory.parameters] == ["", "", "[]"]
+    assert factory.check({"span": [1]}, "[loss]") == ({"span": [1]}, [])
+    assert only(loss, start=3) == "[loss] start: is of type Tensor, which a recipe cannot write; remove it."
 
 
 def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s() -> None:
@@ -289,7 +349,7 @@ class Data:
 
 def test_classes_of_all_sorts_are_read() -> None:
     assert read(Plain).parameters == () and read(FromProtocol).parameters == ()
-    assert "has no docstring" in refused(Undocumented)  # nn.Module's own does not count
+    assert read(Undocumented).hints == ("it has no docstring",)  # nn.Module's own does not count
     for make in (Scaled, Child, InInit):
         (p,) = read(make).parameters
         assert (p.name, p.doc, p.default_text, p.type_text) == ("scale", "how much.", "1.0", "number")

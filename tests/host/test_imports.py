@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "retrieval"
 PLUGINS = ROOT / "plugins"
 
-HOST = {"errors", "hookspecs", "values", "factory", "plugins"}
+HOST = {"errors", "hookspecs", "values", "signature", "factory", "plugins"}
 TRAINING = {
     "contracts",
     "model",
@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "hookspecs": set(),
     "values": {"errors"},
     "merging": set(),
-    "factory": {"errors", "values"},
+    "signature": set(),
+    "factory": {"errors", "signature", "values"},
     "plugins": {"errors", "hookspecs", "factory"},
     # the training side
     "overrides": {"errors", "values"},

@@ -1,0 +1,179 @@
+"""Losses and miners in the styles of public projects work as they are written: read, set, built, trained, shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from retrieval.describe import show_text
+from retrieval.errors import RecipeError
+from retrieval.plugins import Plugins, load_plugins
+from retrieval.recipe import check_recipe
+
+from .conftest import EVERYTHING
+
+STYLES = Path(__file__).with_name("plugins_for_tests") / "styles.py"
+BASE: dict[str, Any] = {
+    "plugins": [str(EVERYTHING), str(STYLES)],
+    "data": {"name": "everything.items", "count": 12},
+    "split": {"by": "item"},
+    "sampler": {"classes": 3, "items": 4, "batches": 2},
+    "backbone": {"name": "everything.same"},
+    "head": {"embedding_size": 4},
+    "train": {"epochs": 1},
+}
+PROXIES = {"nb_classes": 3, "sz_embed": 4}
+
+
+@pytest.fixture(scope="module")
+def styles() -> Plugins:
+    return load_plugins([str(STYLES), str(EVERYTHING)])
+
+
+@pytest.mark.parametrize(
+    ("loss", "miner"),
+    [
+        ({"name": "documented", "margin": 0.3}, None),
+        ({"name": "documented", "reducer": "pml.sum", "distance": "pml.cosine_similarity"}, None),
+        ({"name": "pairs", "pos": 0, "embedding_regularizer": "pml.lp", "embedding_reg_weight": 0.1}, None),
+        ({"name": "hinted", "swap": True, "margin": 1, "collect_stats": True}, None),
+        ({"name": "classifier", "weight_regularizer": "pml.regular_face"}, None),
+        ({"name": "batch_hard", "margin": 1}, None),
+        ({"name": "loops", "scale_neg": 50}, None),
+        ({"name": "proxies", **PROXIES}, None),
+        ({"name": "contrastive", "distance": "euclidean", "contrast_mode": "one"}, None),
+        ({"name": "center", "weights": [1, 2.5]}, None),
+        ({"name": "angular", "alpha": 40}, None),
+        ({"name": "documented"}, {"name": "documented", "margin": 1.0, "distance": "pml.lp"}),
+        ({"name": "documented"}, {"name": "hard_pairs", "k": 2}),
+        ({"name": "pairs"}, {"name": "loops"}),
+    ],
+    ids=lambda table: table and table["name"],
+)
+def test_each_style_trains(loss: dict[str, Any], miner: dict[str, Any] | None, tmp_path: Path) -> None:
+    import torch
+    from retrieval.train import checkpoint
+    from retrieval.train.run import build_run
+    from retrieval.train.trainer import train
+
+    table = {**BASE, "loss": {**loss, "name": f"styles.{loss['name']}"}}
+    if miner:
+        table["miner"] = {**miner, "name": f"styles.{miner['name']}"}
+    recipe, plugins = check_recipe(table)
+    run = train(tmp_path / "run", recipe, plugins)
+    checkpoint.seed_everything(recipe.seed)
+    before = build_run(tmp_path, recipe, plugins).model.state_dict()
+    after = run.model.state_dict()
+    assert all(bool(torch.isfinite(value).all()) for value in after.values())
+    assert not torch.equal(before["head.0.weight"], after["head.0.weight"])
+
+
+def test_kwargs_pass_on_what_the_base_classes_spell_out(styles: Plugins) -> None:
+    names = {f.name: [p.name for p in f.parameters] for f in styles.factories("losses").values()}
+    upstream = ["embedding_regularizer", "embedding_reg_weight", "reducer", "distance", "collect_stats"]
+    assert names["styles.documented"] == ["margin", *upstream]
+    assert names["styles.pairs"] == [
+        "pos",
+        "neg",
+        *upstream,
+    ]  # what it gives the base itself is not the recipe's
+    assert names["styles.hinted"] == ["swap", "margin", *upstream]
+    weights = ["weight_regularizer", "weight_reg_weight", "weight_init_func"]
+    assert names["styles.classifier"] == ["classes", "embedding_size", "scale", *weights, *upstream]
+    assert names["styles.angular"] == ["alpha"]
+    factory = styles.find("losses", "styles.documented")
+    assert {p.name: p.part for p in factory.parameters if p.part} == {
+        "embedding_regularizer": "regularizers",
+        "reducer": "reducers",
+        "distance": "distances",
+    }
+    assert (
+        styles.find("losses", "styles.contrastive").takes("distance") is False
+    )  # a word, not the host's combiner
+
+
+def test_what_an_untyped_parameter_refuses_is_a_sentence(styles: Plugins) -> None:
+    def said(**values: Any) -> str:
+        with pytest.raises(RecipeError) as caught:
+            styles.build("losses", values, {"classes": 3, "embedding_size": 4})
+        (problem,) = caught.value.problems
+        return str(problem)
+
+    assert said(name="styles.documented", margn=1).endswith("Did you mean 'margin'?")
+    assert (
+        said(name="styles.contrastive", contrast_mode="few")
+        == "styles.contrastive refuses its parameters: Unknown mode: few."
+    )
+    assert "styles.proxies refuses its parameters: " in said(
+        name="styles.proxies", nb_classes="x", sz_embed=3
+    )
+    huge = said(name="styles.proxies", nb_classes=-1, sz_embed=3)
+    assert "styles.proxies cannot be made with these parameters: RuntimeError: " in huge
+
+
+def test_show_gives_hints_and_lines_to_paste(styles: Plugins) -> None:
+    text = show_text(styles, "styles.documented")
+    assert "margin: any = 0.1" in text and "reducer: a reducer" in text
+    for hint in ("it has no docstring", "it does not document 'margin'", "'margin' has no type"):
+        assert f"  - {hint}" in text
+    assert "Hints" not in show_text(styles, "everything.margin")
+    assert "nothing spells '**kwargs' out" in show_text(styles, "styles.angular")
+
+
+FAULTY = '''
+from retrieval import hookimpl
+
+class Good:
+    """A loss."""
+    def __call__(self, embeddings, labels):
+        return embeddings.square().mean()
+
+def bad(a, /):
+    """A loss."""
+
+@hookimpl
+def retrieval_losses():
+    return {"good": Good, "bad": bad, "three": 3, "no-name": Good}
+
+@hookimpl
+def retrieval_miners():
+    raise RuntimeError("no miners today")
+
+@hookimpl
+def retrieval_metrics():
+    def ones():
+        """Ones."""
+    return {"ones": ones}
+'''
+
+
+def test_a_fault_disables_its_factory_and_nothing_else(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    file = tmp_path / "faulty.py"
+    file.write_text(FAULTY)
+    listed = cli("plugins", "list", "--plugin", file)
+    assert listed.code == 0, listed.err
+    for line in ("  faulty.good ", "  faulty.ones ", "  pml.contrastive ", "\ndisabled\n"):
+        assert line in listed.out, line
+    (bad,) = [line for line in listed.out.splitlines() if line.startswith("  faulty.bad: ")]
+    assert "takes its parameter 'a' by position only" in bad
+    assert (
+        "  faulty: The plugin 'faulty' failed in retrieval_miners: RuntimeError: no miners today."
+        in listed.out
+    )
+    assert "factory of type int" in listed.out and "'no-name'" in listed.out
+
+    recipe = {**BASE, "plugins": [str(EVERYTHING), str(file)]}
+    check_recipe({**recipe, "loss": {"name": "faulty.good"}, "evaluate": {"metrics": ["faulty.ones"]}})
+    check_recipe({**recipe, "loss": {"name": "pml.contrastive"}, "miner": {"name": "everything.all_pairs"}})
+
+    shown = cli("plugins", "show", "faulty.bad", "--plugin", file)
+    assert (shown.code, shown.out) == (2, "") and "by position only" in shown.err
+    for values, words in [
+        ({"loss": {"name": "faulty.bad"}}, "[loss] name: The loss 'faulty.bad' ("),
+        ({"loss": {"name": "faulty.good"}, "miner": {"name": "faulty.any"}}, "failed in retrieval_miners"),
+    ]:
+        with pytest.raises(RecipeError) as caught:
+            check_recipe({**recipe, **values})
+        assert words in str(caught.value)
