@@ -6,12 +6,13 @@ Exit codes: 0 done; 2 the user's mistake (one sentence on stderr, no traceback);
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 
 import click
 
-from retrieval.errors import PluginError, RetrievalError, did_you_mean
+from retrieval.errors import PluginError, RetrievalError, did_you_mean, printable
 
 COMMANDS = {
     "demo": "demo:demo",
@@ -36,7 +37,7 @@ class App(click.Group):
         try:
             self._add_plugin_commands()
         except RetrievalError as error:  # help is wanted most when something is wrong
-            click.echo(f"Note: {error}", err=True)
+            click.echo(printable(f"Note: {error}"), err=True)
         return [*COMMANDS, *sorted(self.commands)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -121,7 +122,9 @@ def main() -> None:
     except RetrievalError as error:
         _leave(f"Error: {error}", 130 if type(error).__name__ == "Interrupted" else 2)
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        click.echo(printable(shown.getvalue()), err=True, nl=False)  # it repeats what was typed
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _leave("Interrupted.", 130)
@@ -142,7 +145,7 @@ def main() -> None:
 
 
 def _leave(sentence: str, code: int) -> None:
-    click.echo(sentence, err=True)
+    click.echo(printable(sentence), err=True)
     sys.exit(code)
 
 

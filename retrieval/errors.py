@@ -47,6 +47,16 @@ class MissingDependency(RetrievalError):
     """A package that this command needs is not installed, or two that exclude each other are."""
 
 
+def printable(text: str) -> str:
+    """Return text from outside as a terminal may show it: control characters, which could move its cursor, change what it shows
+    or answer for the user, and marks that turn the direction of writing, as their escapes; line breaks and tabs as they are.
+    """
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}"
+        for c in text
+    )
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the known word closest to `word`, or an empty string.
 

@@ -6,18 +6,12 @@ a recipe or `--plugin` names. `RETRIEVAL_BLOCK=acme,other` leaves plugins out.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import os
 import re
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, distributions
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,16 +20,9 @@ import pluggy
 from retrieval import hookspecs
 from retrieval.errors import MissingDependency, PluginError, RecipeError, did_you_mean
 from retrieval.factory import GIVEN, KINDS, Factory, Parameter
+from retrieval.importing import Source, import_extra, import_plugin, misfit, name_of, reason, refuse_misspelt
 
 GROUP = "retrieval"
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a plugin comes from: a distribution with its version, a file, or a module."""
-
-    plugin: str
-    origin: str
 
 
 class Plugins:
@@ -98,7 +85,7 @@ class Plugins:
                 raise MissingDependency(
                     f"The plugin '{plugin}' needs {missing} for its {kind}. Install it: pip install 'embedding-retrieval[train]'."
                 ) from error
-            raise PluginError(f"The plugin '{plugin}' failed in {hook}: {_reason(error)}.") from error
+            raise PluginError(f"The plugin '{plugin}' failed in {hook}: {reason(error)}.") from error
         if not isinstance(made, Mapping):
             raise PluginError(
                 f"The plugin '{plugin}' returned {type(made).__name__} from {hook}; it must return {{name: factory}}."
@@ -254,20 +241,20 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
                 f"The {source.origin} is loaded already, as the plugin '{other}'. Name what it offers '{other}.…', "
                 f"and leave the {source.origin} out."
             )
-        _refuse_misspelt(source, module)
+        refuse_misspelt(source, module)
         try:
             manager.register(module, source.plugin)
         except (ValueError, pluggy.PluginValidationError) as error:
             raise PluginError(
-                f"The plugin '{source.plugin}' ({source.origin}) does not fit its hooks: {_misfit(error)}."
+                f"The plugin '{source.plugin}' ({source.origin}) does not fit its hooks: {misfit(error)}."
             ) from error
         sources.append(source)
 
     for name, (entry, origin) in sorted(_entry_points(blocked).items()):
         source = Source(name, origin)
-        register(source, _import(source, entry.load))
+        register(source, import_plugin(source, entry.load))
     for item in extra:
-        source = _named(item)
+        source = name_of(item)
         if source.plugin in blocked or source in sources:
             continue
         clash = next((s for s in sources if s.plugin == source.plugin), None)
@@ -275,15 +262,8 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
             raise PluginError(
                 f"Two plugins are called '{source.plugin}': {clash.origin} and {source.origin}. Rename the second."
             )
-        register(source, _import(source, partial(_import_extra, item)))
+        register(source, import_plugin(source, partial(import_extra, item)))
     return Plugins(manager, sources)
-
-
-def _named(item: str) -> Source:
-    """Return the name that a file or module gives its plugin, and what to call it in a sentence."""
-    if item.endswith(".py"):
-        return Source(Path(item).stem, f"file {Path(item).resolve()}")
-    return Source(item.rpartition(".")[2], f"module {item}")
 
 
 def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
@@ -314,91 +294,3 @@ def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
 def installed() -> dict[str, str]:
     """Return the distribution of each installed plugin, without loading any; a clash is refused as in `load_plugins`."""
     return {name: origin for name, (_, origin) in _entry_points(set()).items()}
-
-
-def _import(source: Source, load: Callable[[], Any]) -> ModuleType:
-    try:
-        module = load()
-    except PluginError:
-        raise
-    except (Exception, SystemExit) as error:
-        place = ""
-        for frame in traceback.extract_tb(error.__traceback__):
-            # the machinery of importing itself is no place to look at
-            if not frame.filename.startswith("<") and frame.filename != importlib.__file__:
-                place = f" ({frame.filename}, line {frame.lineno})"
-        if isinstance(error, SyntaxError):
-            place = f" ({error.filename}, line {error.lineno})"
-        raise PluginError(
-            f"The plugin '{source.plugin}' ({source.origin}) cannot be imported: {_reason(error)}{place}. "
-            f"Mend it, or leave it out with RETRIEVAL_BLOCK={source.plugin}."
-        ) from error
-    if not isinstance(module, ModuleType):
-        raise PluginError(
-            f"The plugin '{source.plugin}' ({source.origin}) is an object of type {type(module).__name__}; its entry point must name a module."
-        )
-    return module
-
-
-def _import_extra(item: str) -> ModuleType:
-    if not item.endswith(".py"):
-        try:
-            return importlib.import_module(item)
-        except (ModuleNotFoundError, TypeError, ValueError) as error:
-            if isinstance(error, ModuleNotFoundError) and error.name not in (item, item.partition(".")[0]):
-                raise  # the module is there; what it imports is not
-            raise PluginError(
-                f"There is no module '{item}' to load as a plugin. A file's name must end in .py."
-            ) from error
-    path = Path(item)
-    if not path.is_file():
-        raise PluginError(f"The plugin file {item} does not exist.")
-    if not path.stem.isidentifier():
-        raise PluginError(
-            f"The plugin file {item} must be named like a Python identifier: its name is the plugin's name."
-        )
-    module_name = f"retrieval_file_plugin_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickling of the plugin's classes look it up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        sys.modules.pop(module_name, None)
-        raise
-    return module
-
-
-def _refuse_misspelt(source: Source, module: ModuleType) -> None:
-    """Refuse a hook that does not exist, and a function named like a hook that lacks its mark."""
-    known = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
-    for name, value in list(vars(module).items()):
-        marked = getattr(value, "retrieval_impl", None)
-        if isinstance(marked, dict):
-            hook = marked.get("specname") or name
-            if hook not in known:
-                raise PluginError(
-                    f"The plugin '{source.plugin}' ({source.origin}) marks '{hook}' as a hook, and there is no such hook."
-                    f"{did_you_mean(hook, known)}"
-                )
-        elif name in known and inspect.isfunction(value):
-            raise PluginError(
-                f"The plugin '{source.plugin}' ({source.origin}) defines {name} without @retrieval.hookimpl above it, so it "
-                f"would never be called. Add that line, or rename the function."
-            )
-
-
-def _misfit(error: Exception) -> str:
-    """What pluggy says of a hook with other parameters than its specification, in one sentence."""
-    found = re.search(r"hookimpl definition: (\w+)(\(.*\))", str(error))
-    if not found:
-        return " ".join(str(error).split()).rstrip(".")
-    asked = inspect.signature(getattr(hookspecs, found[1])).parameters
-    return f"it defines {found[1]}{found[2]}, and the host calls {found[1]}({', '.join(asked)})"
-
-
-def _reason(error: BaseException) -> str:
-    """An exception's kind and text, on one line, without the full stop."""
-    text = str(error.msg if isinstance(error, SyntaxError) else error)
-    return f"{type(error).__name__}: {' '.join(text.split())}".rstrip(": .")

@@ -18,6 +18,7 @@ from retrieval.errors import RecipeError, RetrievalError
 from retrieval.factory import KINDS
 from retrieval.overrides import apply_overrides
 from retrieval.plugins import Plugins, load_plugins
+from retrieval.trust import require
 from retrieval.values import Place, shown, validate
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -279,7 +280,7 @@ def read_recipe(
 
     Raises:
         RecipeError: with every problem.
-        PluginError: a plugin cannot be loaded.
+        PluginError: a plugin cannot be loaded, or the recipe brings one that the user does not know (see `retrieval.trust`).
     """
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
@@ -291,10 +292,16 @@ def read_recipe(
     except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise RecipeError([f"it is not valid TOML: {reason}."], str(path)) from None
+    before = table.get("plugins")
+    brought = {item for item in before if isinstance(item, str)} if isinstance(before, list) else set()
     apply_overrides(table, overrides)
     named = table.get("plugins", [])
     if isinstance(named, list) and (named or plugins):
         table["plugins"] = [_beside(path, item) if isinstance(item, str) else item for item in named]
+        own = {_beside(Path(), item) for item in plugins}
+        require(
+            [_beside(path, item) for item in named if item in brought if _beside(path, item) not in own], path
+        )
         table["plugins"] += [_beside(Path(), item) for item in plugins]
     return check_recipe(table, str(path))
 

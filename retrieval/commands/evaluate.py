@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from retrieval.commands.plugins import TRUST_OPTION
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
@@ -64,6 +66,7 @@ import click
     help="Also what this bundle gives, searched as a server does.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@TRUST_OPTION
 def evaluate(
     run: Path,
     protocol: str,

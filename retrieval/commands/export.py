@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from retrieval.commands.plugins import TRUST_OPTION
+
 
 @click.command("export")
 @click.argument("run", type=click.Path(path_type=Path))
@@ -36,6 +38,7 @@ import click
     help="torch's exporter: the present one, the older one, or the first that works.",
 )
 @click.option("--replace", is_flag=True, help="Put the new bundle in the place of an older one.")
+@TRUST_OPTION
 def export_command(
     run: Path,
     output: Path | None,

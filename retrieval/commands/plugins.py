@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import click
+
+from retrieval.errors import printable
+
+
+def _named(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> tuple[str, ...]:
+    """What the user names is theirs to run, now and wherever it is found again."""
+    if items:
+        from retrieval.trust import name_files
+
+        name_files(items)
+    return items
+
 
 PLUGIN_OPTION = click.option(
     "--plugin",
     "extra",
     multiple=True,
     metavar="FILE|MODULE",
+    callback=_named,
     help="Also load this plugin file or module; repeatable.",
+)
+
+
+def _answer(ctx: click.Context, param: click.Parameter, trusted: bool) -> None:
+    from retrieval.trust import answering
+
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # several processes cannot all be answered
+    asked = alone and sys.stdin.isatty() and sys.stderr.isatty()
+    ctx.with_resource(answering((lambda _: True) if trusted else _confirm if asked else None))
+
+
+def _confirm(brings: str) -> bool:
+    click.echo(printable(brings), err=True)
+    return click.confirm("Run what is in there?", default=False, err=True)
+
+
+TRUST_OPTION = click.option(
+    "--trust",
+    is_flag=True,
+    expose_value=False,
+    callback=_answer,
+    help="Run the plugin files that the recipe or run brings, and remember them.",
 )
 
 
@@ -49,6 +86,27 @@ def show(name: str, extra: tuple[str, ...]) -> None:
     from retrieval.plugins import load_plugins
 
     click.echo(show_text(load_plugins(extra), name))
+
+
+@plugins.command("trust")
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--forget", is_flag=True, help="No longer trust these.")
+def trust_command(paths: tuple[Path, ...], forget: bool) -> None:
+    """Let recipes bring these plugins: a file with what it holds now, a FOLDER of your own whatever is in it.
+
+    Without PATHS: list what is trusted.
+
+    Example:  retrieval plugins trust ~/experiments
+    """
+    from retrieval.trust import read_record, record_file, trust
+
+    if paths:
+        trust(paths, forget)
+        return
+    record = read_record()
+    lines = [*(f"folder {each}" for each in record.folders)]
+    lines += [f"file   {at}  SHA-256 {sha}" for sha, at in sorted(record.files.items(), key=lambda x: x[1])]
+    click.echo(printable("\n".join(lines) or f"Nothing is trusted.{record.note} See {record_file()}."))
 
 
 @plugins.command()

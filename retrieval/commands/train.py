@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from retrieval.commands.plugins import PLUGIN_OPTION
+from retrieval.commands.plugins import PLUGIN_OPTION, TRUST_OPTION
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 SET_OPTION = click.option(
@@ -22,6 +22,7 @@ SET_OPTION = click.option(
 @RECIPE
 @SET_OPTION
 @PLUGIN_OPTION
+@TRUST_OPTION
 def check(recipe: Path, overrides: tuple[str, ...], extra: tuple[str, ...]) -> None:
     """Check a recipe: every problem at once; then build it all and run one batch.
 
@@ -49,6 +50,7 @@ def check(recipe: Path, overrides: tuple[str, ...], extra: tuple[str, ...]) -> N
 @click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
 @SET_OPTION
 @PLUGIN_OPTION
+@TRUST_OPTION
 def train(
     recipe: Path, output: Path | None, resume: bool, overrides: tuple[str, ...], extra: tuple[str, ...]
 ) -> None:

@@ -31,6 +31,7 @@ from retrieval.plugins import Plugins
 from retrieval.recipe import Recipe, read_recipe, to_toml
 from retrieval.train import checkpoint
 from retrieval.train.build import Objective, build_dataset, build_model, build_objective
+from retrieval.trust import digest, remember
 
 
 @dataclass
@@ -146,6 +147,8 @@ def create_folder(path: Path, recipe: Recipe) -> Recipe:
                 named.append(f"plugins/{Path(item).name}")
             else:
                 named.append(item)
+        copies = [path / item for item in named if item.endswith(".py")]
+        remember({copy.resolve(): digest(copy) for copy in copies})  # they have run: here they may run again
         kept = recipe.model_copy(update={"plugins": named})
         (path / "recipe.toml").write_text(to_toml(kept), encoding="utf-8")
     except OSError as error:

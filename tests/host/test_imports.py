@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "retrieval"
 PLUGINS = ROOT / "plugins"
 
-HOST = {"errors", "hookspecs", "values", "signature", "factory", "plugins"}
+HOST = {"errors", "hookspecs", "values", "signature", "factory", "importing", "trust", "plugins"}
 TRAINING = {
     "contracts",
     "model",
@@ -37,10 +37,12 @@ ALLOWED: dict[str, set[str]] = {
     "merging": set(),
     "signature": set(),
     "factory": {"errors", "signature", "values"},
-    "plugins": {"errors", "hookspecs", "factory"},
+    "importing": {"errors", "hookspecs"},
+    "trust": {"errors"},
+    "plugins": {"errors", "hookspecs", "factory", "importing"},
     # the training side
     "overrides": {"errors", "values"},
-    "recipe": {"errors", "values", "factory", "plugins", "overrides"},
+    "recipe": {"errors", "values", "factory", "plugins", "overrides", "trust"},
     "rules": {"errors", "factory", "plugins"},
     "contracts": {"errors", "images"},
     "model": {"contracts", "images"},
@@ -77,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     "describe": HOST | {"recipe"},
     "scaffold": HOST,
     "demo": {"errors", "images", "train", "bundle", "index"},
-    "commands": {"commands"},
+    "commands": {"commands", "errors"},
     "cli": {"errors"},
     "__init__": {"hookspecs"},
 }
