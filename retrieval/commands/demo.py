@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from retrieval.commands import say
+
 
 @click.command()
 @click.option(
@@ -28,4 +30,4 @@ def demo(output: Path, replace: bool) -> None:
 
     if replace and output.exists():
         remove(output)
-    run_demo(output, click.echo)
+    run_demo(output, say)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from retrieval.commands import say, say_json
 from retrieval.commands.plugins import TRUST_OPTION
 
 
@@ -106,7 +106,10 @@ def evaluate(
         found = verify_run(
             load_run(run), side=side, pairs=pairs, draw=draw, folds=folds, seed=seed or 0, baseline=baseline, bundle=bundle
         )  # fmt: skip
-        click.echo(json.dumps(found, indent=2) if as_json else verification_table(found))
+        if as_json:
+            say_json(found)
+        else:
+            say(verification_table(found))
         return
 
     from retrieval.evaluate.protocol import evaluate_run
@@ -115,7 +118,10 @@ def evaluate(
     results = evaluate_run(
         load_run(run), side=side, metrics=metrics, clusters=clusters, baseline=baseline, bundle=bundle
     )
-    click.echo(json.dumps(results, indent=2) if as_json else table(results))
+    if as_json:
+        say_json(results)
+    else:
+        say(table(results))
 
 
 def _refuse(protocol: str, other: str, options: dict[str, bool]) -> None:

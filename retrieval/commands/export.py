@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from retrieval.commands import say
 from retrieval.commands.plugins import TRUST_OPTION
 
 
@@ -80,14 +81,14 @@ def export_command(
         )
     size = sum(record.bytes for record in manifest.files.values()) / 1e6
     seen = manifest.verified
-    click.echo(
+    say(
         f"Wrote {folder} ({size:.1f} MB). torch and ONNX Runtime differ by {seen.largest_difference:.1g} at most "
         f"on {seen.items:,} held-out items (tolerance {seen.tolerance:g})."
     )
     for name, variant in manifest.variants.items():
         recall = variant.recall_at_1
         change = "" if recall is None else f"; Recall@1 {recall.before:.3f} → {recall.after:.3f}"
-        click.echo(
+        say(
             f"{name}: {manifest.files[variant.file].bytes / 1e6:.1f} MB, cosine to the encoder's vectors "
             f"{variant.cosine.mean:.4f} on average, {variant.cosine.min:.4f} at worst{change}."
         )

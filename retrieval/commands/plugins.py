@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from retrieval.errors import printable
+from retrieval.commands import say
 
 
 def _named(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def _answer(ctx: click.Context, param: click.Parameter, trusted: bool) -> None:
 
 
 def _confirm(brings: str) -> bool:
-    click.echo(printable(brings), err=True)
+    say(brings, err=True)
     return click.confirm("Run what is in there?", default=False, err=True)
 
 
@@ -71,7 +71,7 @@ def list_command(kind: str | None, extra: tuple[str, ...]) -> None:
     from retrieval.describe import list_text
     from retrieval.plugins import load_plugins
 
-    click.echo(list_text(load_plugins(extra), kind))
+    say(list_text(load_plugins(extra), kind))
 
 
 @plugins.command()
@@ -85,7 +85,7 @@ def show(name: str, extra: tuple[str, ...]) -> None:
     from retrieval.describe import show_text
     from retrieval.plugins import load_plugins
 
-    click.echo(show_text(load_plugins(extra), name))
+    say(show_text(load_plugins(extra), name))
 
 
 @plugins.command("trust")
@@ -106,7 +106,7 @@ def trust_command(paths: tuple[Path, ...], forget: bool) -> None:
     record = read_record()
     lines = [*(f"folder {each}" for each in record.folders)]
     lines += [f"file   {at}  SHA-256 {sha}" for sha, at in sorted(record.files.items(), key=lambda x: x[1])]
-    click.echo(printable("\n".join(lines) or f"Nothing is trusted.{record.note} See {record_file()}."))
+    say("\n".join(lines) or f"Nothing is trusted.{record.note} See {record_file()}.")
 
 
 @plugins.command()
@@ -122,6 +122,6 @@ def new(name: str, output: Path | None) -> None:
     from retrieval.scaffold import write_package
 
     folder = write_package(name, output)
-    click.echo(
+    say(
         f"Wrote {folder}. Next:\n  pip install -e {folder}\n  retrieval plugins show {name}.margin\n  retrieval train {folder}/recipe.toml"
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from retrieval.commands import say, say_json
 from retrieval.commands.plugins import PLUGIN_OPTION
 
 if TYPE_CHECKING:
@@ -93,13 +94,13 @@ def index_command(
     except KeyboardInterrupt:
         kept = output.with_name(f"{output.name}.partial")
         if kept.exists():
-            click.echo(f"What was encoded is kept in {kept}: the same command goes on from there.", err=True)
+            say(f"What was encoded is kept in {kept}: the same command goes on from there.", err=True)
         raise
     notes = [f"back end {summary.backend}"]
     if summary.recall_at_10 is not None:
         notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")
         if summary.recall_at_10 < _LOW_RECALL:
-            click.echo(
+            say(
                 f"Note: {summary.backend} misses more than a tenth of the nearest items. Raise its parameters with --set "
                 "(ef_search of hnsw, probes of ivf), or take --backend flat, which is exact.",
                 err=True,
@@ -110,7 +111,7 @@ def index_command(
         notes.append(f"{summary.repeated:,} named twice and taken once")
     if summary.skipped:
         notes.append(f"{summary.skipped:,} skipped")
-    click.echo(f"Indexed {summary.count:,} items in {summary.seconds:.1f} s ({', '.join(notes)}): {output}")
+    say(f"Indexed {summary.count:,} items in {summary.seconds:.1f} s ({', '.join(notes)}): {output}")
 
 
 @click.command(
@@ -149,9 +150,9 @@ def search_command(
             {"query": name, "results": [_plain(hit) for hit in hits]}
             for name, hits in zip(names, answers, strict=True)
         ]
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        say_json(found)
     else:
-        click.echo("\n\n".join(_table(name, hits) for name, hits in zip(names, answers, strict=True)))
+        say("\n\n".join(_table(name, hits) for name, hits in zip(names, answers, strict=True)))
 
 
 @click.command(

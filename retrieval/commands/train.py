@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from retrieval.commands import say
 from retrieval.commands.plugins import PLUGIN_OPTION, TRUST_OPTION
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
@@ -37,7 +38,7 @@ def check(recipe: Path, overrides: tuple[str, ...], extra: tuple[str, ...]) -> N
     from retrieval.train.check import run_one_batch  # slow to import: a wrong path is said at once
 
     for line in run_one_batch(made, plugins):
-        click.echo(line)
+        say(line)
 
 
 @click.command()
@@ -74,7 +75,7 @@ def train(
     if resume:
         made, plugins = same_recipe(folder, made)
         if (folder / "summary.json").is_file():
-            click.echo(f"{folder} is complete already. Next: retrieval evaluate {folder}")
+            say(f"{folder} is complete already. Next: retrieval evaluate {folder}")
             return
-    train_run(folder, made, plugins, resume=resume, report=lambda line: click.echo(line))
-    click.echo(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")
+    train_run(folder, made, plugins, resume=resume, report=say)
+    say(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")

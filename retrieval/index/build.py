@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from retrieval.bundle import Bundle, Device
-from retrieval.errors import DataError
+from retrieval.errors import DataError, printable
 from retrieval.images import Limits, decode
 from retrieval.index.backends import built_in, choose, make_backend
 from retrieval.index.files import put_in_place, refuse_existing, storage_errors, write_sums
@@ -216,7 +216,7 @@ class _Work:
         if entry.fault is not None:
             faults.append(entry.fault)
             if self.skip_bad:
-                tqdm.write(f"skipped: {entry.fault}", file=sys.stderr)
+                tqdm.write(printable(f"skipped: {entry.fault}"), file=sys.stderr)
 
     def _decode(self, items: Sequence[Source]) -> Iterator[_Decoded]:
         """Give decoded items in order, a few batches ahead of their use."""

@@ -1,0 +1,78 @@
+"""Names from outside never steer the terminal: file names, labels, keys and folders are printed with their escapes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp"
+SHOWN = "\\x1b[2J\\x1b]0;owned\\x07\\x9b31m\\u202egnp"
+
+
+def harmless(outcome: Any) -> str:
+    text = str(outcome.out + outcome.err)
+    assert not [c for c in text if not c.isprintable() and c not in "\n\t\r"], outcome
+    return text
+
+
+@pytest.fixture
+def photos(makers: ModuleType, tmp_path: Path) -> Path:
+    """Digits of which some have a label, and one a file name, that clear a terminal and set its title."""
+    folder = tmp_path / "photos"
+    makers.write_digits(folder, 40)
+    (folder / "3").rename(folder / EVIL)
+    first = next((folder / "0").iterdir())
+    shutil.copy(first, folder / "0" / f"{EVIL}.png")
+    (folder / "0" / f"bad{EVIL}.png").write_bytes(b"no image")
+    return folder
+
+
+def test_index_and_search(
+    photos: Path, bundle_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(photos.parent)
+    refused = cli("index", bundle_path, "photos", "--output", "i")
+    assert refused.code == 2 and f"bad{SHOWN}.png" in harmless(refused)
+    made = cli("index", bundle_path, "photos", "--output", f"i{EVIL}", "--skip-bad")
+    assert made.code == 0 and f"bad{SHOWN}.png" in harmless(made) and made.out.endswith(f": i{SHOWN}\n")
+    query = f"photos/0/{EVIL}.png"
+    found = cli("search", f"i{EVIL}", query, "-k", "40")
+    assert found.code == 0
+    table = harmless(found)
+    assert f"Nearest to photos/0/{SHOWN}.png" in table and f"0/{SHOWN}.png" in table and f" {SHOWN} " in table
+    as_json = cli("search", f"i{EVIL}", query, "-k", "40", "--json")
+    harmless(as_json)
+    (answer,) = json.loads(as_json.out)
+    assert answer["query"] == query and EVIL in {hit["label"] for hit in answer["results"]}
+    gone = cli("search", f"i{EVIL}", f"{EVIL}.jpg")
+    assert gone.code == 2 and SHOWN in harmless(gone)
+
+
+def test_other_commands_and_mistyped_ones(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(f"{EVIL}.toml").write_text(
+        f'[loss]\nname = {json.dumps(EVIL + ".x")}\n"{json.dumps(EVIL)[1:-1]}" = 1\n'
+    )
+    calls = [["check", f"{EVIL}.toml"], ["train", f"{EVIL}.toml"], ["evaluate", EVIL], ["export", EVIL], ["serve", EVIL],
+             [EVIL], ["evaluate", "x", f"--{EVIL}"], ["evaluate", "x", "--split", EVIL], ["check", f"{EVIL}.toml", "--set", EVIL]]  # fmt: skip
+    for call in calls:
+        outcome = cli(*call)
+        assert outcome.code == 2 and "owned\\x07\\x9b31m\\u202e" in harmless(outcome), (call, outcome)
+
+
+def test_commands_print_through_one_place() -> None:
+    folder = Path(__file__).parents[2] / "retrieval" / "commands"
+    for path in folder.glob("*.py"):
+        if path.name != "__init__.py":
+            calls = [n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+            direct = [c for c in calls if ast.unparse(c) in ("click.echo", "click.secho", "print")]
+            assert not direct, f"{path.name} prints past retrieval.commands.say"
