@@ -24,6 +24,7 @@ COMMANDS = {
     "index": "serving:index_command",
     "search": "serving:search_command",
     "serve": "serving:serve_command",
+    "doctor": "doctor:doctor",
 }
 
 

@@ -71,6 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     "decoder_process": {"errors", "images"},
     "decoders": {"errors", "images", "decoder_process"},
     "runtime": {"errors"},
+    "doctor": {"runtime"},
     "manifest": {"errors", "images"},
     "bundle": {"errors", "images", "manifest", "runtime"},
     "index": {"errors", "images", "decoders", "locks", "manifest", "bundle", "merging", "runtime", "index"},
@@ -96,7 +97,7 @@ LAZY: dict[str, set[str]] = {
     "cli": {"plugins", "__init__"},
     "commands": HOST
     | TRAINING
-    | {"describe", "scaffold", "demo", "images", "bundle", "index", "serve", "runtime"},
+    | {"describe", "scaffold", "demo", "doctor", "images", "bundle", "index", "serve", "runtime"},
 }
 """What a function in each may import besides, when it is called."""
 

@@ -1,0 +1,69 @@
+"""`retrieval doctor`: what is installed and what is wrong with it, each library asked in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The command with `folder` before everything else on the path."""
+    code = "import sys; sys.argv = ['retrieval', 'doctor', *sys.argv[1:]]; from retrieval.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *options], capture_output=True, text=True, env=environment, cwd=folder
+    )
+
+
+def distribution(folder: Path, name: str, version: str, requires: tuple[str, ...] = ()) -> None:
+    """Lay down what a package manager leaves of an installed distribution."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {r}" for r in requires),
+    ]
+    (info / "METADATA").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def test_here_all_is_well(tmp_path: Path) -> None:
+    done = run(tmp_path, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["faults"] == []
+    assert set(found["runs"]) == {"training", "encoder", "index"}
+    by_name = {library["name"]: library for library in found["libraries"]}
+    assert by_name["faiss-cpu"]["extras"] == ["cpu"] and by_name["click"]["extras"] == []
+    assert "pytest" not in by_name  # an extra of developers
+    assert found["sees"]["onnxruntime"]["starts"][-1] == "CPUExecutionProvider"
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    distribution(tmp_path, "click", "7.0")
+    distribution(tmp_path, "onnxruntime-gpu", "1.31.0", ("nvidia-cuda-runtime~=13.0; extra == 'cuda'",))
+    distribution(tmp_path, "faiss-gpu-cu12", "1.14.1")
+    (tmp_path / "faiss.py").write_text("import os\nos.abort()\n")
+    done = run(tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    said = done.stdout.partition("To mend")[2]
+    assert "click 7.0 is installed; retrieval needs >=8.1. Mend it: pip install 'click>=8.1'" in said
+    assert "onnxruntime and onnxruntime-gpu overwrite each other's files. Keep one" in said
+    assert "faiss-cpu and faiss-gpu-cu12 overwrite" in said
+    assert "faiss-cpu cannot be used: it ends the process (code -6)" in said
+    assert "faiss-gpu-cu12: CUDA 12, onnxruntime-gpu: CUDA 13" in said
+
+
+@pytest.mark.gpu
+def test_a_device_that_the_driver_names_is_used_by_torch(tmp_path: Path) -> None:
+    found = json.loads(run(tmp_path, "--json").stdout)
+    if not found["driver"]:
+        pytest.skip("no CUDA device")
+    assert found["runs"]["training"].startswith("cuda")
