@@ -18,7 +18,7 @@ def doctor(as_json: bool) -> None:
 
     Leaves with exit code 2 if something is wrong.
 
-    Example:  retrieval doctor
+    Example:  retrieval doctor --json
     """
     from retrieval.doctor import examine
 
