@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +14,7 @@ import click
 
 from retrieval.commands import say, say_json
 from retrieval.commands.plugins import PLUGIN_OPTION
+from retrieval.server_settings import Settings
 
 if TYPE_CHECKING:
     from retrieval.bundle import Encoded
@@ -155,6 +159,20 @@ def search_command(
         say("\n\n".join(_table(name, hits) for name, hits in zip(names, answers, strict=True)))
 
 
+def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add an option for each limit of the server's settings."""
+    for each in reversed([each for each in fields(Settings) if each.metadata]):
+        kind = click.IntRange if isinstance(each.default, int) else click.FloatRange
+        command = click.option(
+            f"--{each.name.replace('_', '-')}",
+            default=each.default,
+            show_default=True,
+            type=kind(each.metadata["least"]),
+            help=each.metadata["help"],
+        )(command)
+    return command
+
+
 @click.command(
     "serve",
     epilog="""\b
@@ -170,40 +188,48 @@ Examples:
     "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one."
 )
 @click.option(
+    "--health-port",
+    type=click.IntRange(0, 65535),
+    help="Another port, for /v1/health/… only; 0 picks a free one.",
+)
+@click.option(
+    "--allow-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name that requests may use for this server.",
+)
+@click.option(
     "--workers", type=click.IntRange(1), help="Searches at a time; as many as there are cores by default."
 )
-@click.option(
-    "--max-pixels", default=25_000_000, show_default=True, type=click.IntRange(1), help="Largest image."
-)
-@click.option(
-    "--max-bytes", default=20_000_000, show_default=True, type=click.IntRange(1), help="Largest file."
-)
+@_limits
+@click.option("--debug", is_flag=True, help="Tracebacks in the log.")
 @PLUGIN_OPTION
 @click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
 def serve_command(
     index: Path,
     host: str,
     port: int,
+    health_port: int | None,
+    hosts: tuple[str, ...],
     workers: int | None,
-    max_pixels: int,
-    max_bytes: int,
+    debug: bool,
     extra: tuple[str, ...],
     device: Any,
+    **limits: Any,
 ) -> None:
     """Serve INDEX over HTTP: a page to search with an image, and the same as JSON at POST /v1/search."""
     _quiet_threads()
     from retrieval.serve.server import serve
 
-    serve(
-        index,
-        host=host,
-        port=port,
-        workers=workers,
-        max_pixels=max_pixels,
-        max_bytes=max_bytes,
-        plugins=extra,
-        device=device,
+    settings = Settings(
+        workers=workers or os.cpu_count() or 1,
+        hosts=tuple(name.lower() for name in hosts),
+        health_port=health_port,
+        debug=debug,
+        **limits,
     )
+    serve(index, host=host, port=port, settings=settings, plugins=extra, device=device)
 
 
 def _quiet_threads() -> None:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from retrieval.bundle import Device
-from retrieval.decoders import Decoders
 from retrieval.errors import MissingDependency, StoreError
-from retrieval.images import Limits
 from retrieval.index.store import Index
+from retrieval.server_settings import Settings
 
-_GRACE = 10  # seconds for requests that are under way when the server is stopped
+if TYPE_CHECKING:
+    from retrieval.serve.protocol import Connections
+
+_FILES = 256  # descriptors besides connections: the index, the gallery, libraries, pipes
+_MARGIN = 1.0  # seconds of the grace that are kept for what comes after the last answer
+_HEALTH_CONNECTIONS = 64
 
 
 def serve(
@@ -26,9 +35,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    workers: int | None = None,
-    max_pixels: int = Limits.pixels,
-    max_bytes: int = Limits.bytes,
+    settings: Settings | None = None,
     plugins: Sequence[str] = (),
     device: Device = "auto",
 ) -> None:
@@ -38,63 +45,163 @@ def serve(
         path: the index folder.
         host: the address to listen on.
         port: 0 takes a free one, which is printed.
-        workers: searches at a time; as many as there are cores by default.
-        max_pixels: larger query images are refused.
-        max_bytes: larger query files are refused.
+        settings: limits; a search at a time for each core by default.
         plugins: files or modules of a third-party back end.
         device: of the encoder.
 
     Raises:
         MissingDependency: the extra `serve` is not installed.
-        StoreError: the index cannot be used, or the address cannot be listened on.
+        StoreError: the index cannot be used, the address cannot be listened on, or too few files may be open.
     """
-    for module in ("uvicorn", "starlette", "python_multipart"):
+    _require()
+    from retrieval.serve.log import set_up
+    from retrieval.serve.searcher import Searcher
+
+    cores = os.cpu_count() or 1
+    settings = settings or Settings(workers=cores)
+    settings = replace(settings, hosts=tuple(sorted({*(settings.hosts or ()), host.lower(), _own_name()})))
+    _allow_files(settings.connections + _FILES)
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(_listen(host, port, "--port"))]
+        if settings.health_port is not None:
+            listeners.append(stack.enter_context(_listen(host, settings.health_port, "--health-port")))
+            settings = replace(settings, health_port=listeners[1].getsockname()[1])
+        threads = max(1, cores // settings.workers)
+        index = Index.open(Path(path), threads=threads, device=device, plugins=plugins)
+        set_up(settings.debug)
+        searcher = Searcher(index, settings)
+        _announce(host, listeners, len(index))
+        end = _Running(searcher, settings, listeners).run()
+        if not searcher.close(max(0.1, end - time.monotonic())):
+            _leave_now()  # closing the index under a search that hangs would crash
+        index.close()
+
+
+class _Running:
+    """A uvicorn server, and the promise that it ends."""
+
+    def __init__(self, searcher: Any, settings: Settings, listeners: list[socket.socket]) -> None:
+        import uvicorn
+
+        from retrieval.serve.app import create_app
+        from retrieval.serve.protocol import Connections, protocol_class
+
+        gate = Connections(settings.connections, settings.connections_per_address, settings.idle_seconds)
+        gates: dict[int | None, Connections] = {None: gate}
+        if settings.health_port is not None:
+            gates[settings.health_port] = Connections(
+                _HEALTH_CONNECTIONS, _HEALTH_CONNECTIONS, settings.idle_seconds
+            )
+
+        def exhausted() -> str | None:
+            return "Every connection is taken by a request under way." if gate.exhausted else None
+
+        self._gates = gates
+        self._grace = settings.grace
+        self._listeners = listeners
+        config = uvicorn.Config(
+            create_app(searcher, [exhausted]),
+            http=protocol_class(gates),
+            loop="uvloop" if sys.platform != "win32" else "asyncio",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=max(1, int(settings.grace - 2 * _MARGIN)),
+        )
+        running = self
+
+        class Server(uvicorn.Server):
+            async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+                sweeps = [asyncio.create_task(gate.sweep()) for gate in running._gates.values()]
+                try:
+                    await super().serve(sockets)
+                finally:
+                    for sweep in sweeps:
+                        sweep.cancel()
+
+            def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+                running._stopping()
+                super().handle_exit(sig, frame)
+
+        self._server = Server(config)
+        self._end: float | None = None
+
+    def run(self) -> float:
+        """Serve until a signal; return the time, by `time.monotonic()`, until which the rest must have ended."""
+        if threading.current_thread() is threading.main_thread():
+            # uvicorn shuts down in good order, then raises the signal again: that must not count as a failure.
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+            signal.signal(signal.SIGINT, lambda number, frame: None)
+        self._server.run(sockets=self._listeners)
+        return self._end or time.monotonic() + self._grace
+
+    def _stopping(self) -> None:
+        if self._end is not None:
+            return
+        self._end = time.monotonic() + self._grace - _MARGIN
+        timer = threading.Timer(self._grace - _MARGIN / 2, _leave_now)
+        timer.daemon = True
+        timer.start()
+        if hasattr(signal, "setitimer"):  # the kernel's own, should something hold the interpreter
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, self._grace)
+
+
+def _leave_now() -> None:
+    """End the process, whatever its threads are at."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(0)
+
+
+def _require() -> None:
+    wanted = ["uvicorn", "starlette", "python_multipart", "httptools"]
+    for module in [*wanted, *(["uvloop"] if sys.platform != "win32" else [])]:
         try:
             importlib.import_module(module)
         except ImportError:
             raise MissingDependency(
                 f"Serving needs {module.replace('_', '-')}. Install it with: pip install 'embedding-retrieval[serve]'"
             ) from None
-    import uvicorn
-
-    from retrieval.serve.app import create_app
-    from retrieval.serve.searcher import Searcher
-
-    cores = os.cpu_count() or 1
-    workers = workers or cores
-    listener = _listen(host, port)
-    with (
-        listener,
-        Index.open(Path(path), threads=max(1, cores // workers), device=device, plugins=plugins) as index,
-    ):
-        decoders = Decoders(
-            index.bundle.manifest.input.preprocessing,
-            workers=workers,
-            limits=Limits(max_pixels, max_bytes),
-        )
-        app = create_app(Searcher(index, workers, decoders))
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            timeout_graceful_shutdown=_GRACE,
-            limit_concurrency=512,
-            server_header=False,
-        )
-        shown = f"[{host}]" if ":" in host else host
-        print(
-            f"Serving {len(index):,} items at http://{shown}:{listener.getsockname()[1]}/ (Ctrl-C stops)",
-            flush=True,
-        )
-        if threading.current_thread() is threading.main_thread():
-            # uvicorn shuts down in good order, then raises the signal again: that must not count as a failure.
-            signal.signal(signal.SIGTERM, _leave)
-        try:
-            uvicorn.Server(config).run(sockets=[listener])
-        except KeyboardInterrupt:
-            return
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _allow_files(wanted: int) -> None:
+    """Raise the limit on open files as far as is needed.
+
+    Raises:
+        StoreError: the system does not allow as many.
+    """
+    if os.name != "posix":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        if hard != resource.RLIM_INFINITY and hard < wanted:
+            raise StoreError(
+                f"This process may open {hard:,} files, and {wanted:,} are needed: {_FILES} besides one for each "
+                "connection. Raise the limit (ulimit -Hn, LimitNOFILE= of systemd), or lower --connections."
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _announce(host: str, listeners: list[socket.socket], count: int) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    health = f", health at port {listeners[1].getsockname()[1]}" if len(listeners) > 1 else ""
+    port = listeners[0].getsockname()[1]
+    print(f"Serving {count:,} items at http://{shown}:{port}/ (Ctrl-C stops){health}", flush=True)
+
+
+def _own_name() -> str:
+    return socket.gethostname().lower()
+
+
+def _listen(host: str, port: int, option: str) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -110,10 +217,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as fault:
         listener.close()
         raise StoreError(
-            f"Cannot listen on {host}, port {port}: {fault.strerror or fault}. Choose another one with --port."
+            f"Cannot listen on {host}, port {port}: {fault.strerror or fault}. Choose another one with {option}."
         ) from None
     return listener
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(0)

@@ -75,12 +75,13 @@ ALLOWED: dict[str, set[str]] = {
     "manifest": {"errors", "images"},
     "bundle": {"errors", "images", "manifest", "runtime"},
     "index": {"errors", "images", "decoders", "locks", "manifest", "bundle", "merging", "runtime", "index"},
-    "serve": {"errors", "images", "decoders", "bundle", "index", "runtime", "serve"},
+    "serve": {"errors", "images", "decoders", "bundle", "index", "runtime", "server_settings", "serve"},
+    "server_settings": set(),
     # what the command line is made of
     "describe": HOST | {"recipe"},
     "scaffold": HOST,
     "demo": {"errors", "images", "train", "bundle", "index"},
-    "commands": {"commands", "errors"},
+    "commands": {"commands", "errors", "server_settings"},
     "cli": {"errors"},
     "__init__": {"hookspecs"},
 }
@@ -111,6 +112,7 @@ SERVING = [
     "manifest",
     "bundle",
     "index",
+    "server_settings",
     "serve",
 ]
 

@@ -17,7 +17,6 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.decoders import Decoders
 from retrieval.index.build import build_index
 from retrieval.index.store import Index
 
@@ -168,7 +167,7 @@ def test_only_indexed_files_are_given_out(server, photos):
         with socket.create_connection(
             ("127.0.0.1", int(server.url.rpartition(":")[2]))
         ) as raw:  # no client tidies the path
-            raw.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            raw.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             answer = b"".join(iter(lambda: raw.recv(65536), b""))
         assert b" 404 " in answer.split(b"\r\n", 1)[0], path
 
@@ -256,20 +255,20 @@ def test_a_busy_server_says_so(server, photos):
     good = next(photos.rglob("*.png")).read_bytes()
     import asyncio
 
-    from retrieval.serve.body import RequestError
-    from retrieval.serve.searcher import Searcher
+    from retrieval.serve.errors import RequestError
+    from retrieval.serve.pool import Pool
 
     async def overload() -> int:
-        searcher = Searcher(None, 1, Decoders(None))
+        pool = Pool("search", 1, 16)
         gate = threading.Event()
-        running = [asyncio.create_task(searcher.run(gate.wait)) for _ in range(17)]
+        running = [asyncio.create_task(pool.run(lambda job: gate.wait())) for _ in range(17)]
         await asyncio.sleep(0.05)
         with pytest.raises(RequestError, match="busy") as caught:
-            await searcher.run(gate.wait)
+            await pool.run(lambda job: gate.wait())
         gate.set()
         await asyncio.gather(*running)
-        assert await searcher.run(lambda: 5) == 5
-        searcher.close()
+        assert await pool.run(lambda job: 5) == 5
+        assert pool.close(5)
         return caught.value.status
 
     assert asyncio.run(overload()) == 503
@@ -319,14 +318,16 @@ def test_ready_means_that_a_search_was_run(index_path):
 
     from retrieval.serve.app import create_app
     from retrieval.serve.searcher import Searcher
+    from retrieval.server_settings import Settings
 
     async def scenario() -> list:
         with Index.open(index_path, threads=1) as index:
-            searcher = Searcher(index, 1, Decoders(index.bundle.manifest.input.preprocessing))
-            transport = httpx.ASGITransport(create_app(searcher))
+            searcher = Searcher(index, Settings())
+            app = create_app(searcher)
+            transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 before = await client.get("/v1/health/ready")
-                await searcher.warm_up()
+                await app.state.readiness.probe()
                 after = await client.get("/v1/health/ready")
                 live = await client.get("/v1/health/live")
             searcher.close()

@@ -1,0 +1,173 @@
+"""CPU time of one request to `retrieval serve`, this checkout's and another's, in turn in one run.
+
+    python benchmarks/serving.py --against ../older-checkout --output benchmarks/results/serving.md
+
+Counts user and system time of the server and its processes over many requests on one kept connection, so a busy machine
+disturbs it little. The bundle is a projection of 8 × 8 pixels: nearly all of a request is the server's own work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from retrieval.index.build import build_index
+
+ROOT = Path(__file__).parents[1]
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+def requests(folder: Path) -> dict[str, bytes]:
+    """Return the requests that are compared, as they go over the wire."""
+    digit = next(folder.rglob("*.png")).read_bytes()
+    noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+    jpeg = io.BytesIO()
+    Image.fromarray(noise).resize((640, 480)).save(jpeg, "JPEG")
+    vector = json.dumps({"vector": [0.25] * 16, "k": 10}).encode()
+
+    def post(kind: str, body: bytes) -> bytes:
+        head = f"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        return head.encode() + body
+
+    def form(image: bytes) -> bytes:
+        part = b'--b\r\nContent-Disposition: form-data; name="image"; filename="q.png"\r\n\r\n'
+        return post("multipart/form-data; boundary=b", part + image + b"\r\n--b--\r\n")
+
+    return {
+        "image, 8 × 8 PNG": form(digit),
+        "image, 640 × 480 JPEG": form(jpeg.getvalue()),
+        "vector of 16": post("application/json", vector),
+        "item's image": b"GET /v1/items/3/image HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "live": b"GET /v1/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    }
+
+
+@dataclass
+class Server:
+    """A server in a process of its own, from the sources in one folder."""
+
+    process: subprocess.Popen[str]
+    port: int
+
+    @classmethod
+    def start(cls, sources: Path, index: Path) -> Server:
+        """Start it, and wait until it is ready."""
+        code = f"import sys; sys.path[:0] = [{str(sources)!r}]; from retrieval.cli import main; main()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "serve", str(index), "--port", "0", "--workers", "2"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        server = cls(process, int(line.split("/ ")[0].rsplit(":", 1)[1]))
+        for _ in range(200):
+            if b" 200 " in server.ask(b"GET /v1/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n", 1)[:20]:
+                return server
+            time.sleep(0.1)
+        process.terminate()
+        raise SystemExit(f"The server from {sources} did not become ready.")
+
+    def ask(self, request: bytes, count: int) -> bytes:
+        """Send a request `count` times on one connection; return the last answer."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(count):
+                connection.sendall(request)
+                answer = b""
+                while b"\r\n\r\n" not in answer:
+                    answer += connection.recv(65536)
+                head, _, body = answer.partition(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+                while len(body) < length:
+                    body += connection.recv(65536)
+        return answer
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of the server and of its processes so far."""
+        total, todo = 0.0, [self.process.pid]
+        while todo:
+            pid = todo.pop()
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            total += (int(fields[11]) + int(fields[12])) / TICK
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                todo += map(int, (task / "children").read_text().split())
+        return total
+
+
+def measure(servers: dict[str, Server], asked: dict[str, bytes], count: int, rounds: int) -> dict:
+    """Return CPU milliseconds a request, by request and server, a figure for each round."""
+    found = {name: {who: [] for who in servers} for name in asked}
+    for _ in range(rounds):
+        for name, request in asked.items():
+            for who, server in servers.items():
+                answer = server.ask(request, 20)
+                assert b" 200 " in answer[:20], answer
+                before = server.cpu_seconds()
+                server.ask(request, count)
+                found[name][who].append((server.cpu_seconds() - before) / count * 1000)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", type=Path, help="another checkout")
+    parser.add_argument("--count", type=int, default=400, help="requests a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    spec = importlib.util.spec_from_file_location("makers", ROOT / "tests" / "serving" / "makers.py")
+    makers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(makers)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        makers.write_digits(folder / "photos", 200)
+        build_index(makers.make_bundle(folder / "bundle"), [folder / "photos"], folder / "i", progress=False)
+        sources = {"this checkout": ROOT} | (
+            {"the older one": arguments.against.resolve()} if arguments.against else {}
+        )
+        servers = {who: Server.start(path, folder / "i") for who, path in sources.items()}
+        try:
+            found = measure(servers, requests(folder / "photos"), arguments.count, arguments.rounds)
+        finally:
+            for server in servers.values():
+                server.process.terminate()
+                server.process.wait(15)
+    lines = [
+        "# CPU time of a request",
+        "",
+        f"`benchmarks/serving.py`: milliseconds of CPU (the server and its processes), mean ± standard deviation over "
+        f"{arguments.rounds} rounds of {arguments.count} requests on one connection, contestants in turn. "
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}.",
+        "",
+        "| request | " + " | ".join(servers) + " |",
+        "| --- |" + " --- |" * len(servers),
+    ]
+    for name, row in found.items():
+        cells = [f"{statistics.mean(v):.2f} ± {statistics.stdev(v):.2f}" for v in row.values()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""What goes wrong with a request, and what its sender is told."""
+
+from __future__ import annotations
+
+from retrieval.errors import RetrievalError
+
+
+class RequestError(RetrievalError):
+    """A request that cannot be answered.
+
+    Args:
+        status: HTTP status, 4xx or 503.
+        sentence: for the person who sent it.
+    """
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class Gone(Exception):
+    """The client has left; nobody waits for the answer."""

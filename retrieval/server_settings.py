@@ -1,0 +1,42 @@
+"""Every limit of the server in one place: the command line's options, their help and their defaults are made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _limit(default: Any, least: float, text: str) -> Any:
+    return field(default=default, metadata={"help": text, "least": least})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one server takes on at a time, and for how long.
+
+    Attributes:
+        workers: searches at a time.
+        hosts: names that a request's `Host` may have besides localhost and IP addresses; None takes any.
+        health_port: an additional port that answers `/v1/health/…` only; None for none.
+        debug: whether the log holds tracebacks.
+        grace: seconds from SIGTERM to the end of the process, whatever hangs.
+    """
+
+    workers: int = 1
+    hosts: tuple[str, ...] | None = None
+    health_port: int | None = None
+    debug: bool = False
+    grace: float = 10.0
+    max_pixels: int = _limit(25_000_000, 1, "Largest image.")
+    max_bytes: int = _limit(20_000_000, 1, "Largest file.")
+    deadline: float = _limit(8.0, 0.1, "Seconds from a complete request to its answer; then 503.")
+    decode_seconds: float = _limit(5.0, 0.1, "Of these, for decoding an image; then it is refused, 422.")
+    waiting: int = _limit(16, 1, "Searches that may wait for each worker; then 503.")
+    connections: int = _limit(512, 8, "Connections at a time; then idle ones are closed, or 503.")
+    connections_per_address: int = _limit(256, 1, "Of these, from one address.")
+    idle_seconds: float = _limit(
+        15.0, 0.5, "A connection that sends no complete header is closed after this."
+    )
+    body_seconds: float = _limit(60.0, 1, "A request must have arrived within this; then 408.")
+    body_memory: int = _limit(256_000_000, 1_000_000, "Bytes that all bodies under way may hold; then 503.")
+    probe_seconds: float = _limit(5.0, 0.1, "A search of the server's own is run this often, for readiness.")
