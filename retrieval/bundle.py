@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,8 +15,17 @@ from numpy.typing import NDArray
 
 from retrieval.errors import BundleError, DataError, did_you_mean
 from retrieval.images import decode
-from retrieval.manifest import FILE, Manifest, check_files, read_manifest, sha256_of, write_manifest
+from retrieval.manifest import (
+    FILE,
+    Manifest,
+    hold_files,
+    manifest_text,
+    open_bundle,
+    parse_manifest,
+    write_manifest,
+)
 from retrieval.runtime import load_onnxruntime
+from retrieval.snapshot import Held, Snapshot, Watch, close_all
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -58,16 +68,26 @@ class Bundle:
         manifest: what it says of itself.
         variant: which of `manifest.variants` runs, or None for the encoder itself.
         device: "cpu" or "cuda".
+        sha256: of the manifest's text, which holds those of all files: names exactly this bundle.
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, variant: str | None, device: str, sessions: _Sessions
+        self,
+        path: Path,
+        manifest: Manifest,
+        text: bytes,
+        variant: str | None,
+        sessions: _Sessions,
+        watch: Watch,
     ) -> None:
         self.path = path
         self.manifest = manifest
         self.variant = variant
-        self.device = device
+        self.device = sessions.device
+        self.sha256 = hashlib.sha256(text).hexdigest()
+        self._text = text
         self._sessions = sessions
+        self._watch = watch
 
     @classmethod
     def open(
@@ -91,21 +111,69 @@ class Bundle:
             MissingDependency: no ONNX Runtime, or two.
         """
         folder = Path(path)
-        manifest = read_manifest(folder)
+
+        def load(opened: Snapshot) -> Bundle:
+            text = manifest_text(opened)
+            manifest = parse_manifest(folder / FILE, text)
+            held = hold_files(opened, manifest.files)
+            try:
+                return cls.load(folder, manifest, text, held, Watch(opened), variant, threads, device)
+            finally:
+                close_all(held)
+
+        return open_bundle(folder, load)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        manifest: Manifest,
+        text: bytes,
+        held: Mapping[str, Held],
+        watch: Watch,
+        variant: str | None,
+        threads: int | None,
+        device: Device,
+    ) -> Bundle:
+        """Load the graphs of a bundle whose files are held and compared with its manifest; see `open`."""
         if variant is not None and variant not in manifest.variants:
             known = ", ".join(sorted(manifest.variants)) or "none"
             raise BundleError(
-                f"The bundle {folder} has no variant '{variant}' (it has: {known})."
+                f"The bundle {path} has no variant '{variant}' (it has: {known})."
                 + did_you_mean(variant, manifest.variants)
             )
-        check_files(folder, manifest.files, "bundle", BundleError)
-        sessions = _Sessions.open(folder, manifest, variant, threads, device)
-        return cls(folder, manifest, variant, sessions.device, sessions)
+        sessions = _Sessions.open(path, held, manifest, variant, threads, device)
+        return cls(path, manifest, text, variant, sessions, watch)
 
-    @cached_property
-    def sha256(self) -> str:
-        """SHA-256 of the manifest, which holds those of all files: names exactly this bundle."""
-        return sha256_of(self.path / FILE)
+    def changed(self) -> str | None:
+        """Return a sentence when the files on the disk are no longer what was opened; costs a few looks at the file system.
+
+        What was opened stays what it was: graphs are in memory.
+        """
+        return self._watch.changed()
+
+    def copy(self, target: Path) -> None:
+        """Write this bundle, as it was opened, to a new folder.
+
+        Raises:
+            BundleError: it was changed since it was opened.
+            OSError: the disk refuses.
+        """
+
+        def write(folder: Snapshot) -> None:
+            if manifest_text(folder) != self._text:
+                raise BundleError(
+                    f"The bundle {self.path} was changed while it was in use. Run the command again."
+                )
+            held = hold_files(folder, self.manifest.files)
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir()
+            (target / FILE).write_bytes(self._text)
+            for name, one in held.items():
+                (target / name).write_bytes(one.view())
+                one.close()
+
+        open_bundle(self.path, write)
 
     def encode(self, inputs: NDArray[Any], *, batch: int = 32) -> Encoded:
         """Run the encoder.
@@ -221,7 +289,13 @@ class _Sessions:
 
     @classmethod
     def open(
-        cls, folder: Path, manifest: Manifest, variant: str | None, threads: int | None, device: Device
+        cls,
+        folder: Path,
+        held: Mapping[str, Held],
+        manifest: Manifest,
+        variant: str | None,
+        threads: int | None,
+        device: Device,
     ) -> _Sessions:
         runtime = load_onnxruntime()
         providers = _providers(runtime, device)
@@ -234,7 +308,7 @@ class _Sessions:
 
         def load(name: str) -> Any:
             try:
-                return runtime.InferenceSession(str(folder / name), options, providers=providers)
+                return runtime.InferenceSession(held[name].bytes(), options, providers=providers)
             except Exception as fault:  # ONNX Runtime's errors share no public base class
                 raise BundleError(
                     f"ONNX Runtime {runtime.__version__} cannot load {folder / name}: {str(fault).strip()}"

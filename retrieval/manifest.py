@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,20 +21,29 @@ from pydantic import (
     model_validator,
 )
 
-from retrieval.errors import BundleError, RetrievalError
+from retrieval.errors import BundleError
 from retrieval.images import Preprocessing
+from retrieval.snapshot import Held, Snapshot, Unusable, at_one_moment, close_all, hold_all, is_plain
+from retrieval.strict_json import parse_json, problems_of
 
+T = TypeVar("T")
 FORMAT = 1
 FILE = "manifest.json"
+MANIFEST_BYTES = 4_000_000
+"""The longest manifest that is read."""
+_NUMBERS = 1 << 26
+"""The largest input of one item, and the widest vector: 67 million numbers."""
+_RESIZE = 8192
 
 
 def _plain_name(name: str) -> str:
     """Refuse what could name a file outside the folder: the manifest may come from a stranger."""
-    if not name or name in {".", "..", FILE} or any(sign in name for sign in "/\\:\0"):
+    if not is_plain(name) or name == FILE:
         raise ValueError(f"'{name}' is not the plain name of a file in the bundle")
     return name
 
 
+Width = Annotated[int, Field(gt=0, le=_NUMBERS)]
 FileName = Annotated[str, AfterValidator(_plain_name)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -64,6 +75,12 @@ class Input(Part):
 
     @model_validator(mode="after")
     def _fits(self) -> Input:
+        if math.prod(self.shape) > _NUMBERS:
+            raise ValueError(f"one item has {math.prod(self.shape):,} numbers; {_NUMBERS:,} are possible")
+        if self.preprocessing is not None and (self.preprocessing.resize or 0) > _RESIZE:
+            raise ValueError(
+                f"images are resized to {self.preprocessing.resize:,} pixels; {_RESIZE:,} are possible"
+            )
         if self.kind == "image":
             if self.preprocessing is None:
                 raise ValueError("an encoder of images needs its 'preprocessing'")
@@ -197,8 +214,8 @@ class Manifest(Part):
     versions: dict[str, str]
     opset: PositiveInt
     input: Input
-    vector: PositiveInt
-    code: PositiveInt | None = None
+    vector: Width
+    code: Width | None = None
     query_vectors: bool = False
     normalized: bool
     distance: Distance
@@ -281,61 +298,45 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def parse_json(
-    text: bytes, where: Path, what: str, error: type[RetrievalError], formats: frozenset[int]
-) -> dict[str, Any]:
-    """Return the JSON object of a manifest after its `format` was checked.
-
-    Args:
-        text: the file's content.
-        where: its path, for errors.
-        what: "bundle" or "index", for errors.
-        error: which error to raise.
-        formats: the format versions that can be read.
-    """
-    try:
-        content = json.loads(text)
-    except ValueError as fault:
-        raise error(
-            f"{where} is damaged: not JSON ({fault}). Make the {what} again, or copy it again."
-        ) from None
-    if not isinstance(content, dict) or type(content.get("format")) is not int:
-        raise error(f"{where} is not the description of a {what}: it has no format number.")
-    if content["format"] not in formats:
-        raise error(
-            f"{where} has format {content['format']}; this version of retrieval reads format "
-            f"{', '.join(map(str, sorted(formats)))}. Upgrade retrieval, or make the {what} again."
-        )
-    return content
-
-
-def problems_of(fault: ValidationError) -> str:
-    """Return every problem that pydantic found, one line each."""
-    lines = []
-    for problem in fault.errors(include_url=False, include_context=False):
-        place = ".".join(map(str, problem["loc"]))
-        message = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"  - {place + ': ' if place else ''}{message}")
-    return "\n".join(lines)
-
-
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a bundle after checking it, but not the other files.
 
     Raises:
         BundleError: no bundle, another format version, an altered manifest, or one with problems, each of which is named.
     """
-    path = folder / FILE
+    return open_bundle(folder, lambda opened: parse_manifest(folder / FILE, manifest_text(opened)))
+
+
+def open_bundle(folder: Path, load: Callable[[Snapshot], T]) -> T:
+    """Load a bundle from one generation of its folder.
+
+    Raises:
+        BundleError: there is no such folder, or what `load` raises.
+    """
     try:
-        text = path.read_bytes()
-    except OSError as fault:
-        if not folder.is_dir():
-            raise BundleError(
-                f"{folder} is not a bundle: there is no such folder. Make one with 'retrieval export'."
-            ) from None
-        raise BundleError(
-            f"{folder} is not a bundle: {FILE} cannot be read ({fault.strerror or fault})."
-        ) from None
+        return at_one_moment(folder, load, BundleError)
+    except Unusable as fault:
+        raise BundleError(f"{folder} is not a bundle: {fault}. Make one with 'retrieval export'.") from None
+
+
+def manifest_text(folder: Snapshot) -> bytes:
+    """Return the text of an opened bundle's manifest.
+
+    Raises:
+        BundleError: there is none, or it cannot be read.
+    """
+    try:
+        return folder.read(FILE, MANIFEST_BYTES)
+    except Unusable as fault:
+        raise BundleError(f"{folder.path} is not a bundle: {FILE} {fault}.") from None
+
+
+def parse_manifest(path: Path, text: bytes) -> Manifest:
+    """Return what a manifest says, checked.
+
+    Raises:
+        BundleError: see `read_manifest`.
+    """
     content = parse_json(text, path, "bundle", BundleError, frozenset({FORMAT}))
     try:
         manifest = Manifest.model_validate_json(text)
@@ -351,26 +352,17 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_files(folder: Path, files: dict[str, FileRecord], what: str, error: type[RetrievalError]) -> None:
-    """Compare every recorded file with its size and SHA-256.
+def hold_files(folder: Snapshot, files: Mapping[str, FileRecord]) -> dict[str, Held]:
+    """Copy every recorded file of an opened bundle to where nobody can change it, compared with its size and SHA-256.
 
     Raises:
-        RetrievalError: of the class `error`, naming every file that is missing or was altered.
+        BundleError: naming every file that is missing or was altered; or they do not fit into memory.
     """
-    problems = []
-    for name, record in files.items():
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            if size != record.bytes:
-                problems.append(f"{name} has {size:,} bytes instead of {record.bytes:,}")
-            elif sha256_of(path) != record.sha256:
-                problems.append(f"{name} was altered (its SHA-256 differs)")
-        except FileNotFoundError:
-            problems.append(f"{name} is missing")
-        except OSError as fault:
-            problems.append(f"{name} cannot be read ({fault.strerror or fault})")
+    expected = {name: (record.sha256, record.bytes) for name, record in files.items()}
+    held, problems = hold_all(folder, expected, f"The bundle {folder.path}", BundleError)
     if problems:
-        raise error(
-            f"The {what} {folder} is damaged: {'; '.join(problems)}. Make it again, or copy it again."
+        close_all(held)
+        raise BundleError(
+            f"The bundle {folder.path} is damaged: {'; '.join(problems)}. Make it again, or copy it again."
         )
+    return held

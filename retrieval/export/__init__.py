@@ -44,9 +44,10 @@ from retrieval.export.verify import (
     onnx_outputs,
     torch_outputs,
 )
-from retrieval.manifest import Distance, Manifest, Subspace, Verified, problems_of, write_manifest
+from retrieval.manifest import Distance, Manifest, Subspace, Verified, write_manifest
 from retrieval.manifest import Rescorer as RescorerEntry
 from retrieval.model import Model
+from retrieval.strict_json import problems_of
 
 __all__ = ["OPSET", "TOLERANCE", "Exporter", "Progress", "VariantName", "export_model"]
 

@@ -61,7 +61,17 @@ class IndexBackend(ABC):
 
     @abstractmethod
     def load(self, path: Path) -> None:
-        """Read what `save` wrote; its checksum has been verified. May move it to a GPU."""
+        """Read what `save` wrote; its checksum has been verified. May move it to a GPU.
+
+        The path is of a private copy, which is gone when this returns; what was mapped from it stays.
+        """
+
+    def check(self, count: int, width: int) -> None:  # noqa: B027 (a back end need not)
+        """Refuse what was loaded if it cannot be an index of `count` vectors of `width` numbers. Called once after `load`.
+
+        Raises:
+            StoreError: the end of a sentence: "it holds 3 vectors instead of 5".
+        """
 
     @property
     def exact(self) -> bool:

@@ -25,10 +25,9 @@ from retrieval.index.backends import built_in, choose, make_backend
 from retrieval.index.files import put_in_place, refuse_existing, storage_errors, write_sums
 from retrieval.index.items import Item, write_items
 from retrieval.index.journal import Done, Journal
+from retrieval.index.manifest import BackendRecord, BundleRecord, IndexManifest, PartRecord
 from retrieval.index.recall import recall_at_10
 from retrieval.index.sources import Source, Sources, collect
-from retrieval.index.store import BackendRecord, BundleRecord, IndexManifest, PartRecord
-from retrieval.manifest import FILE
 
 _SHOWN = 10  # faults that a message spells out
 
@@ -124,9 +123,10 @@ def build_index(
         )
         try:
             resumed = len(journal.done)
+            opened.copy(journal.folder / "bundle")  # now: hours later it may be another one
             work.encode(journal)
             manifest = _assemble(journal, opened, found, backend, options or {}, plugins, progress)
-            put_in_place(journal.folder / "index", target)
+            put_in_place(journal.folder / "index", target, replace=replace)
         except Exception:
             journal.remove()
             raise
@@ -320,9 +320,7 @@ def _assemble(
         parts.append(PartRecord(file=file, start=start, stop=stop))
         if not made.exact:
             recalls.append(recall_at_10(made, name, columns))
-    (folder / "bundle").mkdir()
-    for file in (FILE, *bundle.manifest.files):
-        shutil.copyfile(bundle.path / file, folder / "bundle" / file)
+    (journal.folder / "bundle").rename(folder / "bundle")
     manifest = IndexManifest(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         bundle=BundleRecord(name=bundle.manifest.name, sha256=bundle.sha256, variant=bundle.variant),

@@ -10,13 +10,16 @@ import re
 import shutil
 import sqlite3
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from retrieval.errors import StoreError
+from retrieval.snapshot import Held, Snapshot, Unusable, close_all, hold_all
 
 SUMS = "SHA256SUMS"
+_SUMS_BYTES = 1_000_000
+_NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\x00-\x1f]+)")
 
 
@@ -68,40 +71,44 @@ def write_sums(folder: Path) -> None:
     sync_file(folder)
 
 
-def check_sums(folder: Path) -> frozenset[str]:
-    """Compare every file that `SHA256SUMS` lists with it, and return their names.
+def read_sums(folder: Snapshot) -> tuple[dict[str, str], bytes]:
+    """Return the SHA-256 by name that an opened index lists, and the list's text.
 
     Raises:
-        StoreError: naming every file that is missing or was altered, or the damaged list itself.
+        StoreError: there is no list, or it is damaged.
     """
     try:
-        text = (folder / SUMS).read_bytes().decode("utf-8")
-    except FileNotFoundError:
+        content = folder.read(SUMS, _SUMS_BYTES)
+        text = content.decode("utf-8")
+    except Unusable as fault:
         raise StoreError(
-            f"{folder} is not an index: it has no {SUMS}. Make one with 'retrieval index'."
+            f"{folder.path} is not an index: {SUMS} {fault}. Make one with 'retrieval index'."
         ) from None
-    except OSError as fault:
-        raise StoreError(f"The index {folder} cannot be read: {fault.strerror or fault}.") from None
     except UnicodeDecodeError:
-        raise damaged(folder, [f"{SUMS} was altered"]) from None
+        raise damaged(folder.path, [f"{SUMS} was altered"]) from None
     sums: dict[str, str] = {}
     for line in text.split("\n")[:-1]:
         match = _LINE.fullmatch(line)
-        if match is None or match[2] in sums or ".." in match[2].split("/") or match[2].startswith("/"):
-            raise damaged(folder, [f"{SUMS} was altered"])
+        if match is None or match[2] in sums:
+            raise damaged(folder.path, [f"{SUMS} was altered"])
         sums[match[2]] = match[1]
-    problems = [f"{SUMS} was altered"] if not text.endswith("\n") else []
-    for name, expected in sums.items():
-        try:
-            if _sha256(folder / name) != expected:
-                problems.append(f"{name} was altered (its SHA-256 differs)")
-        except FileNotFoundError:
-            problems.append(f"{name} is missing")
-        except OSError as fault:
-            problems.append(f"{name} cannot be read ({fault.strerror or fault})")
+    if not text.endswith("\n"):
+        raise damaged(folder.path, [f"{SUMS} was altered"])
+    return sums, content
+
+
+def hold_listed(folder: Snapshot, sums: Mapping[str, str]) -> dict[str, Held]:
+    """Hold every file that an opened index lists, compared with its SHA-256.
+
+    Raises:
+        StoreError: naming every file that is missing or was altered; or they do not fit into memory.
+    """
+    expected = {name: (sha256, None) for name, sha256 in sums.items()}
+    held, problems = hold_all(folder, expected, f"The index {folder.path}", StoreError)
     if problems:
-        raise damaged(folder, problems)
-    return frozenset(sums)
+        close_all(held)
+        raise damaged(folder.path, problems)
+    return held
 
 
 def damaged(folder: Path, problems: Iterable[str]) -> StoreError:
@@ -127,25 +134,32 @@ def refuse_existing(output: Path, replace: bool) -> None:
     if not (output.exists() or output.is_symlink()):
         return
     if not replace:
-        raise StoreError(
-            f"{output} exists already. Choose another --output, or pass --replace to put the new index there."
-        )
+        raise exists_already(output)
     if output.is_symlink() or not (output / SUMS).is_file() or not (output / "index.json").is_file():
         raise StoreError(
             f"{output} is not an index, so --replace does not touch it. Choose another --output."
         )
 
 
-def put_in_place(finished: Path, output: Path) -> None:
+def put_in_place(finished: Path, output: Path, *, replace: bool) -> None:
     """Rename a finished, synced folder to its place; an index that is there gives way in the same instant.
 
     Args:
         finished: on the same file system as `output`.
-        output: absent, or an older index, which is removed.
+        output: where it goes.
+        replace: whether an older index that is there is removed.
+
+    Raises:
+        StoreError: something has appeared there, and `replace` was not asked for.
     """
     if not output.exists():
-        finished.rename(output)
-    elif _exchange(finished, output):
+        if not _rename(finished, output, _NOREPLACE):
+            if output.exists():
+                raise exists_already(output)
+            finished.rename(output)  # no such system call here
+    elif not replace:
+        raise exists_already(output)
+    elif _rename(finished, output, _EXCHANGE):
         shutil.rmtree(finished)
     else:  # no such system call here: a moment without an index, and the old one survives a crash in it
         old = output.with_name(f".{output.name}.old")
@@ -160,13 +174,20 @@ def put_in_place(finished: Path, output: Path) -> None:
         sync_file(output.parent)
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders atomically by Linux's renameat2; False where that does not exist."""
+def exists_already(output: Path) -> StoreError:
+    """Return the error for an output that is there and was not to be replaced."""
+    return StoreError(
+        f"{output} exists already. Choose another --output, or pass --replace to put the new index there."
+    )
+
+
+def _rename(one: Path, other: Path, how: int) -> bool:
+    """Rename a folder by Linux's renameat2; False where that does not exist or refuses."""
     if not sys.platform.startswith("linux"):
         return False
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
         return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
+    here = -100  # AT_FDCWD
+    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), how) == 0)

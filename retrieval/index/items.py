@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from retrieval.errors import StoreError
+from retrieval.strict_json import strict_loads
 
 _SCHEMA = """
 create table items (
@@ -25,6 +28,8 @@ create table items (
     height integer
 ) strict
 """
+_ROW_BYTES = 4_000_000
+_SECONDS = 10.0  # for one question, which takes milliseconds
 _MANY = 500  # SQLite's own limit on the values of one question is higher everywhere
 
 
@@ -82,23 +87,52 @@ def write_items(path: Path, items: Iterable[Item]) -> None:
 
 
 class Items:
-    """The items of an opened index, read only. Safe in threads."""
+    """The items of an opened index, in memory and read only. Safe in threads.
 
-    def __init__(self, path: Path) -> None:
+    The file may be anyone's: nothing but the one plain table that `write_items` makes is asked, no row longer than
+    4 MB is read, and no question takes longer than ten seconds.
+
+    Args:
+        content: of `items.sqlite`.
+
+    Raises:
+        StoreError: not such a file.
+    """
+
+    def __init__(self, content: bytes | mmap.mmap) -> None:
         self._lock = threading.Lock()
+        self._end = 0.0
+        self._connection = sqlite3.connect(":memory:", check_same_thread=False)
         try:
-            # `immutable`: never a lock, a journal or a change, so it works on a read-only disk
-            uri = path.resolve().as_uri() + "?mode=ro&immutable=1"
-            self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False)
-            self.count = int(self._connection.execute("select count(*) from items").fetchone()[0])
-        except sqlite3.Error as fault:
-            raise StoreError(f"{path} cannot be read: {fault}. Build the index again.") from fault
+            self._connection.deserialize(content)
+            self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _ROW_BYTES)
+            self._connection.set_progress_handler(lambda: int(time.monotonic() > self._end), 10_000)
+            for pragma in ("trusted_schema = off", "cell_size_check = on", "query_only = on"):
+                self._ask(f"pragma {pragma}")
+            found = self._ask("select type, name, sql from sqlite_master limit 2")
+            if [(kind, name, _plain(sql)) for kind, name, sql in found] != [
+                ("table", "items", _plain(_SCHEMA))
+            ]:
+                raise StoreError("it does not hold the one table that an index has")
+            (first, last) = self._ask("select min(id), max(id) from items")[0]
+        except (sqlite3.Error, MemoryError, OverflowError) as fault:
+            self._connection.close()
+            raise StoreError(str(fault)) from fault
+        except StoreError:
+            self._connection.close()
+            raise
+        self.count = last + 1 if first == 0 else 0
+
+    def _ask(self, question: str, values: Sequence[int] = ()) -> list[Any]:
+        with self._lock:
+            self._end = time.monotonic() + _SECONDS
+            return self._connection.execute(question, values).fetchall()
 
     def get(self, ids: Sequence[int]) -> dict[int, Item]:
         """Return items by id; unknown ids are left out.
 
         Raises:
-            StoreError: the file was changed after it was opened.
+            StoreError: an item is not what an index holds.
         """
         found = {}
         wanted = list(dict.fromkeys(ids))
@@ -106,18 +140,42 @@ class Items:
             part = wanted[start : start + _MANY]
             marks = ",".join("?" * len(part))
             try:
-                with self._lock:
-                    rows = self._connection.execute(
-                        f"select * from items where id in ({marks})", part
-                    ).fetchall()
-            except (sqlite3.Error, OverflowError) as fault:
+                rows = self._ask(f"select * from items where id in ({marks})", part)
+            except (sqlite3.Error, OverflowError, MemoryError) as fault:
                 raise StoreError(f"The index's items cannot be read: {fault}.") from fault
-            for number, key, label, metadata, path, size, width, height in rows:
-                where = None if path is None else Path(os.fsdecode(path))
-                found[number] = Item(key, label, json.loads(metadata), where, size, width, height)
+            for number, *columns in rows:
+                try:
+                    found[number] = _item(*columns)
+                except (ValueError, TypeError) as fault:
+                    raise StoreError(
+                        f"Item {number} of this index is not what an index holds: {fault}."
+                    ) from fault
         return found
 
     def close(self) -> None:
-        """Close the file."""
+        """Let go of the memory."""
         with self._lock:
             self._connection.close()
+
+
+def _plain(sql: object) -> str:
+    return " ".join(str(sql).split()).lower()
+
+
+def _item(
+    key: object, label: object, metadata: object, path: object, size: object, width: object, height: object
+) -> Item:
+    """Return a row as an item.
+
+    Raises:
+        ValueError: it has other types, or metadata that are no plain JSON object.
+    """
+    texts = isinstance(key, str) and isinstance(label, str | None) and isinstance(metadata, str)
+    numbers = all(value is None or (isinstance(value, int) and value >= 0) for value in (size, width, height))
+    if not texts or not numbers or not isinstance(path, bytes | None) or (path is not None and b"\0" in path):
+        raise ValueError("a column has another type than it should")
+    content = strict_loads(str(metadata))
+    if not isinstance(content, dict):
+        raise ValueError("its metadata are no JSON object")
+    where = None if path is None else Path(os.fsdecode(path))
+    return Item(key, label, content, where, size, width, height)  # type: ignore[arg-type]

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError, did_you_mean
 from retrieval.images import find_images
 
+_ROW_CHARACTERS = 1_000_000  # an index gives no longer ones back
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -148,6 +150,8 @@ def _csv_item(path: Path, line: int, row: dict[Any, Any]) -> Source:
     name = row["path"]
     if not name or "\0" in name:
         raise DataError(f"{path}, line {line}: 'path' is empty or no path.")
+    if sum(map(len, row.values())) > _ROW_CHARACTERS:
+        raise DataError(f"{path}, line {line}: has more than {_ROW_CHARACTERS:,} characters.")
     metadata = {column: value for column, value in row.items() if column not in ("path", "label", "key")}
     image = (path.parent / name).absolute()
     return Source(row.get("key") or name, row.get("label") or None, image, metadata)

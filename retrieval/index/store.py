@@ -2,88 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, PositiveInt, ValidationError
 
 from retrieval.bundle import Bundle, Device, Encoded
-from retrieval.errors import DataError, StoreError
+from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.index.backends import Floats, IndexBackend, Rows, checked_search, make_backend
-from retrieval.index.files import SUMS, check_sums, damaged
+from retrieval.index.files import SUMS, damaged, hold_listed, read_sums
 from retrieval.index.items import Item, Items
-from retrieval.manifest import FileName, Part, Sha256, parse_json, problems_of, sha256_of
+from retrieval.index.manifest import INDEX, IndexManifest, PartRecord, contradictory, parse_index
+from retrieval.manifest import FILE, parse_manifest
 from retrieval.merging import best_score, nearest_of
+from retrieval.snapshot import Held, Snapshot, Unusable, Watch, at_one_moment, close_all
 
-FORMAT = 1
 _BLOCK = 256  # queries at a time: bounds the memory of measuring candidates
 _MARGIN = 8  # candidates beyond k: FAISS's matrix products swap neighbours that differ in the seventh digit
-
-
-class BundleRecord(Part):
-    """Which bundle made the vectors. Only it may encode queries."""
-
-    name: str
-    sha256: Sha256
-    variant: str | None = None
-
-
-class BackendRecord(Part):
-    """Which back end proposes candidates, with which parameters."""
-
-    name: str
-    options: dict[str, Any] = Field(default_factory=dict)
-
-
-class PartRecord(Part):
-    """One file of the back end, over columns `start` to `stop` of the vectors."""
-
-    file: FileName
-    start: Annotated[int, Field(ge=0)]
-    stop: PositiveInt
-
-
-class IndexManifest(Part):
-    """`index.json`.
-
-    Attributes:
-        format: version of the index folder's format; 1.
-        created: when, ISO 8601.
-        bundle: what encodes queries; its copy lies in `bundle/`.
-        backend: what proposes candidates.
-        parts: the back end's files, one for each sub-space.
-        count: number of items.
-        vector: width of the vectors in `vectors.npy`.
-        code: width of the codes in `codes.npy`; None when there are none.
-        recall_at_10: of an approximate back end, measured on the items themselves when the index was built.
-    """
-
-    format: Literal[1] = 1
-    created: str
-    bundle: BundleRecord
-    backend: BackendRecord
-    parts: tuple[PartRecord, ...]
-    count: PositiveInt
-    vector: PositiveInt
-    code: PositiveInt | None = None
-    recall_at_10: float | None = None
-
-    def files(self) -> list[str]:
-        """Return every file that the index needs, relative to its folder."""
-        codes = ["codes.npy"] if self.code is not None else []
-        return [
-            "index.json",
-            "items.sqlite",
-            "vectors.npy",
-            *codes,
-            "bundle/manifest.json",
-            *(p.file for p in self.parts),
-        ]
+_HEADER = 20_000  # bytes that are enough for the header of an array
+_ROWS = 65_536  # vectors at a time that are looked through for NaN
 
 
 @dataclass(frozen=True)
@@ -117,15 +61,18 @@ class Index:
         items: Items,
         vectors: Floats,
         codes: Floats | None,
+        sha256: str,
+        watch: Watch,
     ) -> None:
         self.path = path
         self.manifest = manifest
         self.bundle = bundle
+        self.sha256 = sha256
         self._backends = backends
         self._items = items
         self._vectors = vectors
         self._codes = codes
-        self.sha256 = sha256_of(path / SUMS)
+        self._watch = watch
 
     @classmethod
     def open(
@@ -150,46 +97,54 @@ class Index:
             PluginError: its back end's plugin is not there.
         """
         folder = Path(path)
-        if not folder.is_dir():
-            raise StoreError(
-                f"{folder} is not an index: there is no such folder. Make one with 'retrieval index'."
-            )
-        if not (folder / "index.json").is_file() and not (folder / SUMS).is_file():
-            raise StoreError(
-                f"{folder} is not an index: it has no index.json. Make one with 'retrieval index'."
-            )
-        listed = check_sums(folder)
-        where = folder / "index.json"
-        if where.name not in listed:
-            raise damaged(folder, [f"{SUMS} does not list {where.name}"])
-        text = where.read_bytes()
-        parse_json(text, where, "index", StoreError, frozenset({FORMAT}))
         try:
-            manifest = IndexManifest.model_validate_json(text)
-        except ValidationError as fault:
-            raise StoreError(f"{where} cannot be used:\n{problems_of(fault)}") from None
-        if missing := [name for name in manifest.files() if name not in listed]:
-            raise damaged(folder, [f"{SUMS} does not list {name}" for name in missing])
-        bundle = Bundle.open(
-            folder / "bundle", variant=manifest.bundle.variant, threads=threads, device=device
-        )
-        backends = []
-        for part in manifest.parts:
-            backend = make_backend(manifest.backend.name, manifest.backend.options, plugins)
-            backend.load(folder / part.file)
-            backends.append(backend)
-        items = Items(folder / "items.sqlite")
-        vectors = _map(folder / "vectors.npy", (manifest.count, manifest.vector))
-        codes = None if manifest.code is None else _map(folder / "codes.npy", (manifest.count, manifest.code))
-        if (
-            items.count != manifest.count
-            or bundle.sha256 != manifest.bundle.sha256
-            or (bundle.has_code and codes is None)
-        ):
-            raise StoreError(
-                f"The index {folder} contradicts itself: its items, bundle and index.json differ."
+            return at_one_moment(
+                folder, lambda opened: cls._load(opened, threads, device, list(plugins)), StoreError
             )
-        return cls(folder, manifest, bundle, backends, items, vectors, codes)
+        except Unusable as fault:
+            raise StoreError(f"{folder} is not an index: {fault}. Make one with 'retrieval index'.") from None
+
+    @classmethod
+    def _load(cls, folder: Snapshot, threads: int | None, device: Device, plugins: list[str]) -> Index:
+        path = folder.path
+        if not folder.has(INDEX) and not folder.has(SUMS):
+            raise StoreError(f"{path} is not an index: it has no {INDEX}. Make one with 'retrieval index'.")
+        sums, text = read_sums(folder)
+        held = hold_listed(folder, sums)
+        try:
+            if INDEX not in held:
+                raise damaged(path, [f"{SUMS} does not list {INDEX}"])
+            manifest = parse_index(path / INDEX, held[INDEX].bytes())
+            if missing := [name for name in manifest.files() if name not in held]:
+                raise damaged(path, [f"{SUMS} does not list {name}" for name in missing])
+            watch = Watch(folder)
+            bundle = _bundle(path, manifest, held, watch, threads, device)
+            manifest.check_bundle(bundle.manifest, bundle.sha256, path)
+            vectors = _map(path, "vectors.npy", held, (manifest.count, manifest.vector))
+            codes = None
+            if manifest.code is not None:
+                codes = _map(path, "codes.npy", held, (manifest.count, manifest.code))
+            try:
+                items = Items(held["items.sqlite"].view())
+            except StoreError as fault:
+                raise StoreError(
+                    f"{path / 'items.sqlite'} cannot be read: {fault}. Build the index again."
+                ) from None
+            if items.count != manifest.count:
+                raise contradictory(path, "its items and index.json differ")
+            backends = [_backend(path, manifest, part, held[part.file], plugins) for part in manifest.parts]
+        finally:
+            close_all(held)
+        return cls(
+            path, manifest, bundle, backends, items, vectors, codes, hashlib.sha256(text).hexdigest(), watch
+        )
+
+    def changed(self) -> str | None:
+        """Return a sentence when the files on the disk are no longer what was opened; costs a few looks at the file system.
+
+        Answers stay what they were: everything that was verified is held in memory.
+        """
+        return self._watch.changed()
 
     def __len__(self) -> int:
         return self.manifest.count
@@ -315,14 +270,62 @@ class Index:
         self.close()
 
 
-def _map(path: Path, shape: tuple[int, int]) -> Floats:
-    """Map a float32 array from its file."""
+def _bundle(
+    path: Path,
+    manifest: IndexManifest,
+    held: Mapping[str, Held],
+    watch: Watch,
+    threads: int | None,
+    device: Device,
+) -> Bundle:
+    """Load the bundle in an index, whose files are held."""
+    text = held[f"bundle/{FILE}"].bytes()
+    said = parse_manifest(path / "bundle" / FILE, text)
+    own = {name: held[f"bundle/{name}"] for name in said.files if f"bundle/{name}" in held}
+    if missing := [name for name in said.files if name not in own]:
+        raise damaged(path, [f"{SUMS} does not list bundle/{name}" for name in missing])
+    if other := [name for name, record in said.files.items() if own[name].sha256 != record.sha256]:
+        raise damaged(path, [f"bundle/{name} is not what the bundle's manifest says" for name in other])
+    return Bundle.load(path / "bundle", said, text, own, watch, manifest.bundle.variant, threads, device)
+
+
+def _backend(
+    path: Path, manifest: IndexManifest, part: PartRecord, held: Held, plugins: Iterable[str]
+) -> IndexBackend:
+    """Load a back end of an opened index.
+
+    Raises:
+        StoreError: it cannot read its file, or the file is of other vectors.
+        PluginError: the back end's plugin is not there.
+    """
+    backend = make_backend(manifest.backend.name, manifest.backend.options, plugins)
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as fault:
-        raise StoreError(f"{path} cannot be read: {fault}.") from fault
-    if array.shape != shape or array.dtype != np.float32:
+        backend.load(held.path())
+        backend.check(manifest.count, part.stop - part.start)
+    except Exception as fault:  # a plugin's may be anything
+        said = str(fault) if isinstance(fault, RetrievalError) else f"{type(fault).__name__}: {fault}"
         raise StoreError(
-            f"{path} holds {array.dtype} {array.shape} instead of float32 {shape}. Build the index again."
+            f"{path / part.file} cannot be used: {said.rstrip('.')}. Build the index again."
+        ) from fault
+    held.close()  # before the next part is read into memory
+    return backend
+
+
+def _map(path: Path, name: str, held: Mapping[str, Held], shape: tuple[int, int]) -> Floats:
+    """Return a held `.npy` file as an array, float32 and finite, without a copy."""
+    view = held[name].view()
+    try:
+        header = io.BytesIO(view[:_HEADER])
+        if np.lib.format.read_magic(header) != (1, 0):
+            raise ValueError("not the version of NumPy's format that an index has")
+        found, by_columns, kind = np.lib.format.read_array_header_1_0(header)
+        array = np.frombuffer(view, kind, math.prod(found), header.tell()).reshape(found)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, OverflowError) as fault:
+        raise StoreError(f"{path / name} cannot be read: {fault}.") from fault
+    if array.shape != shape or array.dtype != np.float32 or by_columns:
+        raise StoreError(
+            f"{path / name} holds {array.dtype} {array.shape} instead of float32 {shape}. Build the index again."
         )
-    return array  # type: ignore[no-any-return]
+    if not all(np.isfinite(array[start : start + _ROWS]).all() for start in range(0, len(array), _ROWS)):
+        raise StoreError(f"{path / name} holds NaN or infinity. Build the index again.")
+    return array

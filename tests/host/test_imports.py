@@ -32,6 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     # what every side stands on
     "errors": set(),
     "locks": {"errors"},
+    "snapshot": {"errors"},
+    "strict_json": {"errors"},
     "hookspecs": set(),
     "values": {"errors"},
     "merging": set(),
@@ -64,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
         "train",
     },
     "train": HOST | TRAINING | {"locks"},
-    "export": HOST | TRAINING | {"images", "locks", "manifest", "bundle", "merging"},
+    "export": HOST | TRAINING | {"images", "locks", "manifest", "strict_json", "bundle", "merging"},
     # the serving side
     "screening": {"errors"},
     "images": {"errors", "screening"},
@@ -72,9 +74,21 @@ ALLOWED: dict[str, set[str]] = {
     "decoders": {"errors", "images", "decoder_process"},
     "runtime": {"errors"},
     "doctor": {"runtime"},
-    "manifest": {"errors", "images"},
-    "bundle": {"errors", "images", "manifest", "runtime"},
-    "index": {"errors", "images", "decoders", "locks", "manifest", "bundle", "merging", "runtime", "index"},
+    "manifest": {"errors", "images", "snapshot", "strict_json"},
+    "bundle": {"errors", "images", "manifest", "runtime", "snapshot"},
+    "index": {
+        "errors",
+        "images",
+        "decoders",
+        "locks",
+        "snapshot",
+        "strict_json",
+        "manifest",
+        "bundle",
+        "merging",
+        "runtime",
+        "index",
+    },
     "serve": {"errors", "images", "decoders", "bundle", "index", "runtime", "server_settings", "serve"},
     "server_settings": set(),
     # what the command line is made of
@@ -104,6 +118,9 @@ LAZY: dict[str, set[str]] = {
 
 SERVING = [
     "errors",
+    "locks",
+    "snapshot",
+    "strict_json",
     "screening",
     "images",
     "decoder_process",

@@ -101,11 +101,11 @@ def test_an_existing_output_is_refused_then_replaced(folder, bundle_path, tmp_pa
 
 
 def test_replacing_without_the_system_call(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrieval.index.files._exchange", lambda one, other: False)
+    monkeypatch.setattr("retrieval.index.files._rename", lambda one, other, how: False)
     for name in ("new", "out"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    put_in_place(tmp_path / "new", tmp_path / "out")
+    put_in_place(tmp_path / "new", tmp_path / "out", replace=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "new").exists()
 
@@ -328,5 +328,5 @@ def test_a_damaged_journal_costs_time_and_nothing_else(bundle_path, folder, tmp_
     Index.open(tmp_path / "i", threads=1).close()
 
 
-def _interrupt(*_: object) -> None:
+def _interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt

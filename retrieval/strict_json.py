@@ -1,0 +1,99 @@
+"""JSON from outside: strict, bounded in depth, and every problem told."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from retrieval.errors import RetrievalError
+
+_DEPTH = 64
+
+
+def parse_json(
+    text: bytes, where: Path, what: str, error: type[RetrievalError], formats: frozenset[int]
+) -> dict[str, Any]:
+    """Return the JSON object of a manifest after its `format` was checked.
+
+    Args:
+        text: the file's content.
+        where: its path, for errors.
+        what: "bundle" or "index", for errors.
+        error: which error to raise.
+        formats: the format versions that can be read.
+    """
+    try:
+        content = strict_loads(text, finite=False)  # a model that names the key refuses them
+    except ValueError as fault:
+        raise error(
+            f"{where} is damaged: not JSON ({fault}). Make the {what} again, or copy it again."
+        ) from None
+    if not isinstance(content, dict) or type(content.get("format")) is not int:
+        raise error(f"{where} is not the description of a {what}: it has no format number.")
+    if content["format"] not in formats:
+        raise error(
+            f"{where} has format {content['format']}; this version of retrieval reads format "
+            f"{', '.join(map(str, sorted(formats)))}. Upgrade retrieval, or make the {what} again."
+        )
+    return content
+
+
+def strict_loads(text: bytes | str, *, finite: bool = True) -> Any:
+    """Return what a JSON text says: no key twice, 64 levels at most, and no NaN, infinity or number beyond float64.
+
+    Args:
+        text: UTF-8.
+        finite: False lets NaN and infinity pass.
+
+    Raises:
+        ValueError: it is not such a text.
+    """
+    try:
+        numbers: Any = {"parse_constant": _refuse, "parse_float": _finite} if finite else {}
+        content = json.loads(text, object_pairs_hook=_once, **numbers)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level = [content]
+    for _ in range(_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return content
+    raise ValueError("nested too deeply")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return content
+
+
+def _refuse(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON's")
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(f"{digits[:20]} is no number that a computer has")
+    return number
+
+
+def problems_of(fault: ValidationError) -> str:
+    """Return every problem that pydantic found, one line each."""
+    lines = []
+    for problem in fault.errors(include_url=False, include_context=False):
+        place = ".".join(map(str, problem["loc"]))
+        message = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"  - {place + ': ' if place else ''}{message}")
+    return "\n".join(lines)
