@@ -216,7 +216,7 @@ def block(name: str) -> str:
     lines += [
         "",
         f"Mean ± Student's 95 % interval of the mean over seeds (not the spread of single runs); {own and found[0][1][0]['queries']:,} queries. "
-        f"`python benchmarks/cards.py {name}`, {seconds / 60:.0f} minutes of one CPU thread; torch {', '.join(sorted({e['torch'] for e in entries}))}.",
+        f"`python benchmarks/cards.py {name}`, {seconds:.0f} seconds of one CPU thread; torch {', '.join(sorted({e['torch'] for e in entries}))}.",
     ]
     return "\n" + "\n".join(lines) + "\n\n"
 

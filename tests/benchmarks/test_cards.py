@@ -1,0 +1,62 @@
+"""A card's block of results is what benchmarks/cards.py makes of the runs that were kept, of five seeds or more unless the card says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+MODELS = Path(__file__).parents[2] / "models"
+CARDS = [
+    path.parent.name
+    for path in sorted(MODELS.glob("*/README.md"))
+    if "<!-- results: benchmarks/cards.py -->" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_block_is_made_of_what_was_kept(name: str) -> None:
+    import cards
+
+    text = (MODELS / name / "README.md").read_text(encoding="utf-8")
+    found = cards.BLOCK.search(text)
+    assert found is not None and found[0] == cards.block(name)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_rests_on_five_seeds_or_more(name: str) -> None:
+    import cards
+
+    own = cards.CARDS[name][0]
+    assert sum(cards.key(own, seed) in cards.kept() for seed in range(99)) >= 5
+
+
+def test_the_cards_that_are_measured_so() -> None:
+    assert {"digits", "digits-daml", "digits-damml", "digits-gmml", "digits-lanml"} <= set(CARDS)
+
+
+def test_intervals_are_students() -> None:
+    from intervals import half_width, interval
+
+    values = [0.931, 0.947, 0.939, 0.95, 0.928]
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert np.mean(values) - half_width(values) == pytest.approx(low)
+    assert np.mean(values) + half_width(values) == pytest.approx(high)
+    assert interval(values) == ".939 ± .012" and interval([-0.004], sign=True) == "−.004"
+
+
+def test_figures_move_the_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import cards
+
+    before, lines = cards.block("digits"), []
+    for line in cards.KEPT.read_text(encoding="utf-8").splitlines():
+        entry: dict[str, Any] = json.loads(line)
+        entry["figures"]["trained"]["map_at_r"] -= 0.01
+        lines.append(json.dumps(entry, ensure_ascii=False))
+    (tmp_path / "cards.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(cards, "KEPT", tmp_path / "cards.jsonl")
+    assert cards.block("digits") != before
