@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from retrieval.bundle import Bundle, Device
-from retrieval.errors import DataError, printable
+from retrieval.errors import DataError, StoreError, printable
 from retrieval.images import Limits, decode
 from retrieval.index.backends import built_in, choose, make_backend
 from retrieval.index.files import put_in_place, refuse_existing, storage_errors, write_sums
@@ -28,6 +28,7 @@ from retrieval.index.journal import Done, Journal
 from retrieval.index.manifest import BackendRecord, BundleRecord, IndexManifest, PartRecord
 from retrieval.index.recall import recall_at_10
 from retrieval.index.sources import Source, Sources, collect
+from retrieval.locks import hold
 
 _SHOWN = 10  # faults that a message spells out
 
@@ -96,7 +97,7 @@ def build_index(
 
     Raises:
         DataError: no items, or images that cannot be used: all are found, the first ten named.
-        StoreError: the output exists, or cannot be written.
+        StoreError: the output exists, another process is building it, or it cannot be written.
         BundleError: the bundle cannot be used.
         PluginError: the back end does not exist, or refuses its parameters.
     """
@@ -110,7 +111,8 @@ def build_index(
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, variant=variant, device=device)
     found = collect(sources, opened.manifest.input.kind)
     work = _Work(opened, found, batch, workers or os.cpu_count() or 1, limits or Limits(), skip_bad, progress)
-    with storage_errors(target):
+    with hold(target, "building this index", StoreError), storage_errors(target):
+        refuse_existing(target, replace)  # again: who held it until now may have made it
         journal = Journal(
             target.with_name(f"{target.name}.partial"),
             {
@@ -332,5 +334,9 @@ def _assemble(
         recall_at_10=min(recalls) if recalls else None,
     )
     (folder / "index.json").write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    stored = [vectors]
+    if "codes" in journal.widths:
+        stored.append(np.load(folder / "codes.npy", mmap_mode="r", allow_pickle=False))
+    journal.verify(stored)
     write_sums(folder)
     return manifest

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from retrieval.errors import StoreError
 
 _SYNC_SECONDS = 2.0
+_SUM = 8
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,11 @@ class Done:
 
 
 class Journal:
-    """Vectors and codes of the items done so far, in a folder beside the output.
+    """Vectors and codes of the items done so far, in a folder beside the output, which the caller holds (`retrieval.locks`).
 
     Numbers are appended and synced before the lines that speak of them, so a journal cut off anywhere is true up to
-    its last whole line.
+    its last whole line. Each line carries a checksum of itself and of its item's numbers: what the disk gives back
+    differently is done again.
 
     Args:
         folder: `<output>.partial`; made when it is not there.
@@ -61,7 +65,7 @@ class Journal:
         self.folder = folder
         self.widths = widths
         folder.mkdir(exist_ok=True)
-        self._lock = _lock(folder)
+        self._sums = bytearray()  # of the numbers of each item that was encoded
         self._files: dict[str, IO[bytes]] = {}
         self.done: list[Done] = []
         try:
@@ -75,25 +79,30 @@ class Journal:
             raise
 
     def _read(self, header: dict[str, Any], stamps: Sequence[str]) -> list[Done]:
-        """Return the longest beginning of the items that an earlier run has done."""
+        """Return the longest beginning of the items that an earlier run has done, and that the disk gives back as written."""
+        done: list[Done] = []
         try:
-            lines = (self.folder / "journal.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-            if json.loads(lines[0]) != header:
-                return []
-            room = min(
-                (self.folder / name).stat().st_size // (4 * width) for name, width in self.widths.items()
-            )
-            done: list[Done] = []
-            good = 0
-            for line, stamp in zip(lines[1:], stamps, strict=False):
-                entry = Done(**json.loads(line))
-                good += entry.fault is None
-                if entry.stamp != stamp or good > room:
-                    break
-                done.append(entry)
-            return done
-        except (OSError, ValueError, IndexError, TypeError):
-            return []
+            with ExitStack() as stack:
+                lines = stack.enter_context((self.folder / "journal.jsonl").open("rb"))
+                rows = [
+                    (width, stack.enter_context((self.folder / name).open("rb")))
+                    for name, width in self.widths.items()
+                ]
+                if json.loads(lines.readline()) != header:
+                    return done
+                for line, stamp in zip(lines, stamps, strict=False):
+                    content = json.loads(line)
+                    entry = Done(**content["item"])
+                    row = b""
+                    if entry.fault is None:
+                        row = _sum(*(file.read(4 * width) for width, file in rows))
+                    if entry.stamp != stamp or _line(entry, row) != line:
+                        break
+                    done.append(entry)
+                    self._sums += row
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            pass
+        return done
 
     def _open(self, header: dict[str, Any]) -> None:
         """Cut the files to what `done` covers, and open them for more."""
@@ -103,9 +112,10 @@ class Journal:
             path.touch()
             os.truncate(path, good * width * 4)
             self._files[name] = path.open("ab")
-        lines = [json.dumps(header), *(json.dumps(asdict(entry)) for entry in self.done)]
         fresh = self.folder / "journal.new"
-        fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        with fresh.open("wb") as file:
+            file.write(f"{json.dumps(header)}\n".encode())
+            file.writelines(self._lines(self.done, 0))
         fresh.replace(self.folder / "journal.jsonl")
         self._files["journal.jsonl"] = (self.folder / "journal.jsonl").open("ab")
         self._waiting: list[Done] = []
@@ -113,8 +123,11 @@ class Journal:
 
     def append(self, entries: Sequence[Done], arrays: dict[str, NDArray[np.float32]]) -> None:
         """Add items in order, and the numbers of those that were encoded: (n, P) "vectors", perhaps (n, C) "codes"."""
-        for name in self.widths:
-            self._files[name].write(np.ascontiguousarray(arrays[name], dtype="<f4").tobytes())
+        rows = [np.ascontiguousarray(arrays[name], dtype="<f4") for name in self.widths]
+        for name, array in zip(self.widths, rows, strict=True):
+            self._files[name].write(array.tobytes())
+        for parts in zip(*rows, strict=True):
+            self._sums += _sum(*(part.tobytes() for part in parts))
         self._waiting += entries
         self.done += entries
         if time.monotonic() - self._synced > _SYNC_SECONDS:
@@ -126,11 +139,32 @@ class Journal:
             self._files[name].flush()
             os.fsync(self._files[name].fileno())
         lines = self._files["journal.jsonl"]
-        lines.write("".join(f"{json.dumps(asdict(entry))}\n" for entry in self._waiting).encode())
+        good = sum(entry.fault is None for entry in self._waiting)
+        lines.writelines(self._lines(self._waiting, len(self._sums) // _SUM - good))
         lines.flush()
         os.fsync(lines.fileno())
         self._waiting.clear()
         self._synced = time.monotonic()
+
+    def _lines(self, entries: Sequence[Done], row: int) -> Iterator[bytes]:
+        """Give the lines of items, the first encoded one of which is `row`."""
+        for entry in entries:
+            good = entry.fault is None
+            yield _line(entry, bytes(self._sums[row * _SUM : (row + 1) * _SUM]) if good else b"")
+            row += good
+
+    def verify(self, arrays: Sequence[NDArray[np.float32]]) -> None:
+        """Compare finished arrays, in the order of `widths`, with what the encoder gave.
+
+        Raises:
+            StoreError: the disk gave back other numbers.
+        """
+        for row, parts in enumerate(zip(*arrays, strict=True)):
+            if _sum(*(part.tobytes() for part in parts)) != self._sums[row * _SUM : (row + 1) * _SUM]:
+                raise StoreError(
+                    f"The numbers of item {row:,} were altered on the disk below {self.folder} after they were written. "
+                    "Check the disk, then run the command again."
+                )
 
     def write_array(self, name: str, target: Path) -> None:
         """Write one of the files as a NumPy array (n, width), float32."""
@@ -149,7 +183,6 @@ class Journal:
                 file.close()
             except OSError:  # a full disk: what could not be written is done again
                 continue
-        os.close(self._lock)
 
     def remove(self) -> None:
         """Close the files and remove the folder."""
@@ -157,22 +190,14 @@ class Journal:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _lock(folder: Path) -> int:
-    """Take the folder for this process; given back when the descriptor is closed, also by a crash.
+def _sum(*parts: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=_SUM)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
-    Raises:
-        StoreError: another process has it.
-    """
-    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        import fcntl
 
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # not on this system: two runs at once are the user's risk
-        pass
-    except OSError:
-        os.close(handle)
-        raise StoreError(
-            f"Another process is building this index (it holds {folder}). Wait for it, or stop it."
-        ) from None
-    return handle
+def _line(entry: Done, row: bytes) -> bytes:
+    """Return an item's line: itself, the checksum of its numbers, and one of the line."""
+    content = json.dumps({"item": asdict(entry), "numbers": row.hex()})
+    return f'{content[:-1]}, "line": "{_sum(content.encode()).hex()}"}}\n'.encode()

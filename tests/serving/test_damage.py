@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError, StoreError
+from retrieval.index import files as files_module
+from retrieval.index import items as items_module
 from retrieval.index.build import build_index
 from retrieval.index.files import SUMS, put_in_place
 from retrieval.index.store import Index
@@ -267,7 +269,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(how, makers, bundle_path, t
     first.send_signal(how)
     first.communicate(timeout=20)
     assert first.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["i.partial", "photos"]
+    left = [".i.lock"] if how == signal.SIGKILL else []  # nobody holds it: it is taken over
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "i.partial", "photos"]
     again = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert again.returncode == 0, again.stderr
     *batches, last = again.stdout.splitlines()
@@ -326,6 +329,96 @@ def test_a_damaged_journal_costs_time_and_nothing_else(bundle_path, folder, tmp_
     monkeypatch.undo()
     assert build_index(bundle_path, [folder], tmp_path / "i", progress=False).resumed == 30
     Index.open(tmp_path / "i", threads=1).close()
+
+
+@pytest.mark.parametrize("file", ["vectors", "codes", "journal.jsonl"])
+def test_a_flipped_bit_of_what_was_done_is_done_again(file, makers, photos, tmp_path, monkeypatch):
+    bundle = makers.make_bundle(tmp_path / "b", rescorer=True)
+    build_index(bundle, [photos], tmp_path / "whole", progress=False)
+    partial = tmp_path / "i.partial"
+    for bit in np.random.default_rng(0).integers(0, 8 * 200 * 60, 6):
+        monkeypatch.setattr("retrieval.index.build.put_in_place", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            build_index(bundle, [photos], tmp_path / "i", progress=False)
+        monkeypatch.undo()
+        content = bytearray((partial / file).read_bytes())
+        content[bit // 8] ^= 1 << (bit % 8)
+        (partial / file).write_bytes(content)
+        assert build_index(bundle, [photos], tmp_path / "i", progress=False).resumed < 200
+        for name in ("vectors.npy", "codes.npy", "items.sqlite"):
+            assert (tmp_path / "i" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        shutil.rmtree(tmp_path / "i")
+
+
+def test_what_the_disk_alters_after_the_last_look_is_noticed(bundle_path, photos, tmp_path, monkeypatch):
+    """A bit that flips in the finished vectors, before the sums are made over them."""
+
+    def write(path: Path, items: object) -> None:
+        items_module.write_items(path, items)
+        with (path.parent / "vectors.npy").open("r+b") as file:
+            file.seek(1000)
+            byte = file.read(1)[0]
+            file.seek(1000)
+            file.write(bytes([byte ^ 1]))
+
+    monkeypatch.setattr("retrieval.index.build.write_items", write)
+    with pytest.raises(StoreError, match="The numbers of item 13 were altered on the disk"):
+        build_index(bundle_path, [photos], tmp_path / "i", progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+BUILD = textwrap.dedent("""
+    import sys
+    from retrieval.errors import StoreError
+    from retrieval.index.build import build_index
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        build_index(sys.argv[1], [sys.argv[2]], sys.argv[3], progress=False)
+    except StoreError as error:
+        print(error)
+        sys.exit(2)
+""")
+
+
+def test_of_two_builds_to_one_path_one_wins_and_the_other_is_told(bundle_path, folder, tmp_path):
+    for turn in range(3):
+        out = tmp_path / f"i{turn}"
+        both = [
+            subprocess.Popen(
+                [sys.executable, "-c", BUILD, str(bundle_path), str(folder), str(out)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=ENVIRONMENT,
+            )
+            for _ in range(2)
+        ]
+        assert all(one.stdout.readline() == "ready\n" for one in both)
+        for one in both:
+            one.stdin.write("\n")
+            one.stdin.flush()
+        told = [one.communicate(timeout=60)[0] for one in both]
+        assert sorted(one.returncode for one in both) == [0, 2], told
+        (sentence,) = [text for text in told if text]
+        assert "Another process is building this index: process " in sentence or "exists already" in sentence
+        Index.open(out, threads=1).close()
+        assert not list(tmp_path.glob(".*"))
+
+
+def test_what_appears_meanwhile_is_not_replaced(bundle_path, folder, tmp_path, monkeypatch):
+    """Someone who knows nothing of the lock puts a folder in the place, just before the last step."""
+    rename = files_module._rename
+
+    def late(one: Path, other: Path, how: int) -> bool:
+        other.mkdir()
+        (other / "mine").touch()
+        return rename(one, other, how)
+
+    monkeypatch.setattr(files_module, "_rename", late)
+    with pytest.raises(StoreError, match="exists already"):
+        build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+    assert [path.name for path in (tmp_path / "i").iterdir()] == ["mine"]
 
 
 def _interrupt(*_: object, **__: object) -> None:
