@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_metric_learning import losses, miners, samplers
+from retrieval.progress import Meter
 from retrieval.recipe import check_recipe
 from retrieval.train import checkpoint
 from retrieval.train.run import build_run
 from retrieval.train.surroundings import make_accelerator
 from retrieval.train.trainer import Trainer
 from torch import nn
-from tqdm import tqdm
 
 CLASSES, ITEMS, BATCHES = 8, 16, 40
 
@@ -49,7 +49,7 @@ def framework(folder: Path, **train: Any) -> Callable[[], None]:
     trainer = Trainer(run, make_accelerator(made))
 
     def epoch() -> None:
-        trainer._epoch(tqdm(disable=True))
+        trainer._epoch(Meter("training", 0, "batches", show=False))
         trainer.progress.step, trainer.progress.sums = 0, {}
         trainer.progress.epoch += 1
 

@@ -37,8 +37,10 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     from retrieval.recipe import read_recipe
     from retrieval.train.trainer import train
 
+    if output.exists() and not output.is_dir():
+        raise DataError(f"{output} is a file, and a demo is a folder. Choose another --output.")
     if output.exists():
-        raise DataError(f"{output} exists already. Remove it, or name another folder with --output.")
+        raise DataError(f"{output} exists already. Remove it with --replace, or choose another --output.")
     output.mkdir(parents=True)
     began = time.monotonic()
 

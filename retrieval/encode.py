@@ -1,4 +1,4 @@
-"""Items → features and codes, in batches, with a bar."""
+"""Items → features and codes, in batches; how far it is can be shown."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from retrieval.contracts import Dataset
 from retrieval.data.loading import inputs
 from retrieval.data.raw import RawInputs
 from retrieval.model import Model
+from retrieval.progress import Meter
 
 
 @contextlib.contextmanager
@@ -49,17 +49,17 @@ def encode(
         indices: which items (N,).
         batch: items at a time.
         device: where to run; the model's own by default.
-        progress: what to call the work on a bar; None for no bar.
+        progress: what to call the work where its progress is shown; None: show none.
         from_features: whether the dataset holds the backbone's features already.
         raw: the dataset's inputs, where they are kept between calls.
     """
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     codes: list[Tensor] = []
-    bar = tqdm(total=len(indices), desc=progress, unit="img", disable=None if progress else True, leave=False)
-    with evaluating(model), bar:
+    meter = Meter(progress or "", len(indices), "items", show=progress is not None)
+    with evaluating(model), meter:
         for chunk in inputs(dataset, indices, None if from_features else model.preprocessing, batch, raw=raw):
             codes.append(model(chunk.to(device), from_features)[1].float().cpu())
-            bar.update(len(chunk))
+            meter.update(len(chunk))
     return torch.cat(codes) if codes else torch.empty(0, 0)
 
 

@@ -6,7 +6,7 @@ The command line prints them without a traceback and leaves with exit code 2.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class RetrievalError(Exception):
@@ -26,7 +26,7 @@ class RecipeError(RetrievalError):
     """
 
     def __init__(self, problems: Iterable[str], where: str | None = None) -> None:
-        self.problems = tuple(problems)
+        self.problems, self.where = tuple(problems), where
         head = f"{where or 'The recipe'} has {len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}:"
         super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
 
@@ -57,11 +57,34 @@ def printable(text: str) -> str:
     )
 
 
+def listed(what: str, problems: Sequence[str], shown: int = 10) -> str:
+    """Return one sentence for one problem, or a list with the first ones in full.
+
+    Args:
+        what: what they are about, as the beginning of a sentence: "manifest.csv".
+        problems: one sentence each.
+        shown: how many are spelled out.
+    """
+    if len(problems) == 1:
+        return f"{what}: {problems[0]}"
+    lines = [f"{what} has {len(problems):,} problems:", *(f"  - {problem}" for problem in problems[:shown])]
+    if len(problems) > shown:
+        lines.append(f"  - … and {len(problems) - shown:,} more.")
+    return "\n".join(lines)
+
+
+_SAME = {"gpu": "cuda"}
+"""Words that people use for another one."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the known word closest to `word`, or an empty string.
 
     Of `PLUGIN.NAME` the name is compared within the same plugin; else a name is looked for in the other plugins.
     """
+    known = list(known)
+    if _SAME.get(word.lower()) in known:
+        return f" Did you mean '{_SAME[word.lower()]}'?"
     plugin, dot, name = word.rpartition(".")
     same, other = {}, {}
     for each in known:

@@ -23,6 +23,7 @@ from pydantic import (
 
 from retrieval.errors import BundleError
 from retrieval.images import Preprocessing
+from retrieval.places import instead
 from retrieval.snapshot import Held, Snapshot, Unusable, at_one_moment, close_all, hold_all, is_plain
 from retrieval.strict_json import parse_json, problems_of
 
@@ -316,7 +317,7 @@ def open_bundle(folder: Path, load: Callable[[Snapshot], T]) -> T:
     try:
         return at_one_moment(folder, load, BundleError)
     except Unusable as fault:
-        raise BundleError(f"{folder} is not a bundle: {fault}. Make one with 'retrieval export'.") from None
+        raise BundleError(f"{folder} is not a bundle: {fault}.{instead(folder, 'bundle')}") from None
 
 
 def manifest_text(folder: Snapshot) -> bytes:
@@ -328,7 +329,9 @@ def manifest_text(folder: Snapshot) -> bytes:
     try:
         return folder.read(FILE, MANIFEST_BYTES)
     except Unusable as fault:
-        raise BundleError(f"{folder.path} is not a bundle: {FILE} {fault}.") from None
+        raise BundleError(
+            f"{folder.path} is not a bundle: {FILE} {fault}.{instead(folder.path, 'bundle')}"
+        ) from None
 
 
 def parse_manifest(path: Path, text: bytes) -> Manifest:

@@ -3,22 +3,58 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from retrieval.errors import RecipeError
 from retrieval.values import shown
 
+_SERVE_THE_LOSS = ("miner", "generator")
 
-def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
+
+def apply_overrides(
+    table: dict[str, Any], overrides: Sequence[str], components: Collection[str] = ()
+) -> None:
     """Put `key.path=value` texts into a recipe's table, in place.
+
+    `loss.name=…` with another name takes the other loss's parameters out before anything is set, and `loss=none` the
+    table (with the loss's also miner and generator, which serve it alone): so for each of the components.
+
+    Args:
+        table: the recipe's.
+        overrides: the texts, in order.
+        components: the tables that hold a name and that thing's parameters.
 
     Raises:
         RecipeError: a text has no `=`, or goes through something that is no table.
     """
+    overrides = [text for text in overrides if not _removed(table, text, components)]
+    for text in overrides:
+        _switch(table, text, components)
     problems = [problem for text in overrides if (problem := _override(table, text))]
     if problems:
         raise RecipeError(problems, "The command line")
+
+
+def _removed(table: dict[str, Any], text: str, components: Collection[str]) -> bool:
+    """Take a component out if that is what a text says."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    if name not in components or value.strip("'\"") != "none":
+        return False
+    for each in (name, *(_SERVE_THE_LOSS if name == "loss" else ())):
+        table.pop(each, None)
+    return True
+
+
+def _switch(table: dict[str, Any], text: str, components: Collection[str]) -> None:
+    """Take another component's parameters out if a text names one; whether the backbone is frozen is the recipe's."""
+    key, _, value = (part.strip() for part in text.partition("="))
+    component, _, last = key.partition(".")
+    now = table.get(component)
+    if component not in components or last != "name" or not isinstance(now, dict):
+        return
+    if now.get("name") != value.strip("'\""):
+        table[component] = {name: now[name] for name in ("name", "frozen") if name in now}
 
 
 def _override(table: dict[str, Any], text: str) -> str | None:

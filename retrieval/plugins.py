@@ -114,6 +114,13 @@ class Plugins:
             for kind_of in KINDS if not hint else ():
                 if kind_of != kind and name in self.factories(kind_of):
                     hint = f" '{name}' is a {KINDS[kind_of]}."
+            by_name = [
+                full
+                for full, factory in known.items()
+                if any(p.name == "model" and p.required for p in factory.parameters)
+            ]
+            if by_name and "." not in name:
+                hint += f' {" and ".join(by_name)} take a model by its name: name = "{by_name[-1]}", model = "{name}".'
             hint = hint or f" 'retrieval plugins list --kind {kind}' shows all {len(known)}."
         raise PluginError(f"There is no {KINDS[kind]} '{name}'.{hint}")
 

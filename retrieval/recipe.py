@@ -7,14 +7,15 @@ signature of the factory that they name.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from retrieval.errors import RecipeError, RetrievalError
+from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
 from retrieval.factory import KINDS
 from retrieval.overrides import apply_overrides
 from retrieval.plugins import Plugins, load_plugins
@@ -294,7 +295,7 @@ def read_recipe(
         raise RecipeError([f"it is not valid TOML: {reason}."], str(path)) from None
     before = table.get("plugins")
     brought = {item for item in before if isinstance(item, str)} if isinstance(before, list) else set()
-    apply_overrides(table, overrides)
+    apply_overrides(table, overrides, COMPONENTS)
     named = table.get("plugins", [])
     if isinstance(named, list) and (named or plugins):
         table["plugins"] = [_beside(path, item) if isinstance(item, str) else item for item in named]
@@ -306,12 +307,27 @@ def read_recipe(
     return check_recipe(table, str(path))
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside, a problem of a recipe that shows only when what it names is built is told with the recipe's file."""
+    try:
+        yield
+    except RecipeError as error:
+        if error.where is not None:
+            raise
+        raise RecipeError(error.problems, str(path)) from error
+    except (DataError, PluginError) as error:
+        if not str(error).startswith("["):  # not about a table of the recipe
+            raise
+        raise type(error)(f"{path}: {error}") from error
+
+
 def check_recipe(table: Mapping[str, Any], where: str | None = None) -> tuple[Recipe, Plugins]:
     """Check a recipe that is already a table; see `read_recipe`."""
-    from retrieval.rules import check_names, check_together
+    from retrieval.rules import check_names, check_together, option_hint
 
     recipe, faults = _read_tables(table)
-    problems = [_bracketed(fault) for fault in faults.values()]
+    problems = [_bracketed(fault) + option_hint(recipe, place) for place, fault in faults.items()]
     extra = table.get("plugins", [])
     try:
         plugins = load_plugins([p for p in extra if isinstance(p, str)] if isinstance(extra, list) else [])
@@ -415,4 +431,13 @@ def _without_none(value: Any) -> Any:
     return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-__all__ = ["COMPONENTS", "KINDS", "Recipe", "apply_overrides", "check_recipe", "read_recipe", "to_toml"]
+__all__ = [
+    "COMPONENTS",
+    "KINDS",
+    "Recipe",
+    "apply_overrides",
+    "check_recipe",
+    "naming",
+    "read_recipe",
+    "to_toml",
+]

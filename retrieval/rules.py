@@ -5,7 +5,7 @@ Each sentence names both sides and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from retrieval.errors import PluginError, RetrievalError
@@ -34,6 +34,18 @@ def check_names(recipe: Recipe, plugins: Plugins) -> list[str]:
         except RetrievalError as error:
             problems.append(f"[evaluate] metrics: {error}")
     return problems
+
+
+def option_hint(recipe: Recipe, place: Sequence[str | int]) -> str:
+    """Return where a key belongs that is an argument of the optimiser's or schedule's class; nothing for any other."""
+    from retrieval.train.optim import takes
+
+    section: Any = getattr(recipe, str(place[0]), None) if len(place) == 2 else None
+    if not hasattr(section, "options") or str(place[1]) in type(section).model_fields:
+        return ""
+    if not takes("schedule" if place[0] == "schedule" else "optimizer", section.name, str(place[1])):
+        return ""
+    return f" It is an argument of {section.name}: write options.{place[1]}."
 
 
 def check_together(recipe: Recipe, plugins: Plugins, present: Iterable[str]) -> list[str]:

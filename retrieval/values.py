@@ -71,7 +71,11 @@ def validate(model: type[BaseModel], values: Mapping[str, Any]) -> tuple[dict[st
     if faults:
         return {}, faults
     fields = type(made).model_fields
-    return {fields[name].alias or name: getattr(made, name) for name in made.model_fields_set}, faults
+    checked = {fields[name].alias or name: getattr(made, name) for name in made.model_fields_set}
+    for name, value in checked.items():
+        if isinstance(value, PurePath) and values.get(name) == "":  # Path("") would be the working folder
+            faults[name,] = f"{name}: is empty; name a file or folder."
+    return ({}, faults) if faults else (checked, faults)
 
 
 def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:

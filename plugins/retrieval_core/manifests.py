@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from retrieval.columns import typed
 from retrieval.contracts import Dataset
 from retrieval.data.datasets import FileDataset
 from retrieval.data.problems import refuse
@@ -19,7 +20,8 @@ OPTIONAL = ("split", "role")
 
 
 def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -> Dataset:
-    """Read a CSV file with a header line: `path,label[,split][,role]` and any further columns, kept as metadata.
+    """Read a CSV file with a header line: `path,label[,split][,role]` and any further columns, kept as metadata: numbers and
+    true or false as such where all of a column is, text otherwise.
 
     `split` is train, validation or test; `role` is query, gallery or empty. The file is UTF-8, with commas, and
     quotes where a value holds a comma.
@@ -60,7 +62,7 @@ def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -
         [row["path"] for row in rows],
         splits=[row["split"] for row in rows] if "split" in columns else None,
         roles=[row["role"] for row in rows] if "role" in columns else None,
-        metadata=[{name: row[name] for name in further} for row in rows] if further else None,
+        metadata=typed([{name: row[name] for name in further} for row in rows]) if further else None,
         advice=ADVICE,
     )
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from retrieval.contracts import Backbone
@@ -59,6 +63,40 @@ def interpolation(name: str) -> Interpolation:
     """Return an interpolation by its name there; anything that Pillow does not have is taken as bilinear."""
     known: dict[str, Interpolation] = {"nearest": "nearest", "bicubic": "bicubic", "lanczos": "lanczos"}
     return known.get(name.rpartition(".")[2].lower(), "bilinear")
+
+
+@contextmanager
+def hub_from_cache_when_away() -> Iterator[None]:
+    """Inside, Hugging Face's hub is not asked when it cannot be reached: it would be asked again and again for a minute.
+
+    What the cache holds is found all the same.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    try:
+        reach(constants.ENDPOINT)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def reach(address: str) -> None:
+    """Connect to the host of an address, and leave it; behind a proxy, which alone knows the way, do nothing.
+
+    Raises:
+        OSError: there is no way to it.
+    """
+    if getproxies().get("https"):
+        return
+    place = urlsplit(address)
+    try:
+        socket.create_connection((place.hostname or "", place.port or 443), timeout=5).close()
+    except OSError as error:
+        raise OSError(f"{place.hostname} cannot be reached: {error.strerror or error}") from error
 
 
 def fetch(what: str, instead: str, load: Callable[[], T]) -> T:

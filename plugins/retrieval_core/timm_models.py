@@ -14,7 +14,7 @@ from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_
 from retrieval.images import Preprocessing
 from torch import nn
 
-from retrieval_core.pretrained import Network, fetch, interpolation
+from retrieval_core.pretrained import Network, fetch, hub_from_cache_when_away, interpolation
 
 Size = Annotated[int, Field(ge=1)]
 
@@ -52,7 +52,8 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
         options["img_size"] = size
 
     def load() -> nn.Module:
-        return timm.create_model(model, pretrained=pretrained, **options)  # type: ignore[no-any-return]
+        with hub_from_cache_when_away():
+            return timm.create_model(model, pretrained=pretrained, **options)  # type: ignore[no-any-return]
 
     network = fetch(f"timm's weights of {model}", "leave pretrained out", load) if pretrained else load()
     config = timm.data.resolve_model_data_config(network)

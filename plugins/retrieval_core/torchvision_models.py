@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
+import torch
 from pydantic import Field
 from retrieval.contracts import Backbone
 from retrieval.errors import RecipeError, did_you_mean
 from retrieval.images import Preprocessing
 from torch import nn
 
-from retrieval_core.pretrained import Network, fetch, interpolation
+from retrieval_core.pretrained import Network, fetch, interpolation, reach
 
 
 def torchvision_model(
@@ -51,6 +54,8 @@ def torchvision_model(
     preprocessing = _preprocessing((chosen or known["DEFAULT"]).transforms(), size)
 
     def load() -> nn.Module:
+        if chosen is not None and not _downloaded(chosen.url):
+            reach(chosen.url)  # before a line says that it is being downloaded
         return models.get_model(model, weights=chosen, **_options(model, preprocessing.size[0]))  # type: ignore[no-any-return]
 
     if chosen is None:
@@ -59,6 +64,10 @@ def torchvision_model(
         network = fetch(f"The weights '{weights}' of {model}", "leave weights out", load)
     _remove_classifier(network)
     return Network(network, preprocessing, model)
+
+
+def _downloaded(url: str) -> bool:
+    return Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name).is_file()
 
 
 def _preprocessing(transforms: Any, size: int | None) -> Preprocessing:

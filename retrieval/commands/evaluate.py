@@ -58,7 +58,7 @@ from retrieval.commands.plugins import TRUST_OPTION
 @click.option(
     "--baseline",
     is_flag=True,
-    help="Also the raw inputs (pixels, or vectors), which need no training; for verification also the untrained model.",
+    help="Also the raw inputs (pixels, or vectors), which need no training; for verification also the untrained model. Without it the raw inputs' retrieval figures stay as they were measured before.",
 )
 @click.option(
     "--bundle",

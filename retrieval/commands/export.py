@@ -56,19 +56,12 @@ def export_command(
     from retrieval.runtime import quiet_threads
 
     quiet_threads()
-    from tqdm import tqdm
-
     from retrieval.export.runs import export_run
+    from retrieval.progress import Meter
     from retrieval.train.run import load_run
 
     loaded = load_run(run)
-    with tqdm(unit="step", leave=False) as bar:
-
-        def progress(step: str, number: int, of: int) -> None:
-            bar.total = of
-            bar.update(number - bar.n)
-            bar.set_description(step)
-
+    with Meter("export", 0, "steps") as meter:
         folder, manifest = export_run(
             loaded,
             output,
@@ -77,7 +70,7 @@ def export_command(
             opset=opset,
             exporter=exporter,
             replace=replace,
-            progress=progress,
+            progress=lambda step, number, of: meter.reach(number, of, step),
         )
     size = sum(record.bytes for record in manifest.files.values()) / 1e6
     seen = manifest.verified

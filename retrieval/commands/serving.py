@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.commands import say, say_json
+from retrieval.commands.again import this_command
 from retrieval.commands.plugins import PLUGIN_OPTION
+from retrieval.commands.types import Bytes, Pixels
 from retrieval.server_settings import Settings
 
 if TYPE_CHECKING:
@@ -48,12 +51,8 @@ Examples:
 @click.option("--skip-bad", is_flag=True, help="Leave out images that cannot be used; each is reported.")
 @click.option("--replace", is_flag=True, help="Put the new index in the place of an older one.")
 @click.option("--batch", default=32, show_default=True, type=click.IntRange(1), help="Items encoded at once.")
-@click.option(
-    "--max-pixels", default=25_000_000, show_default=True, type=click.IntRange(1), help="Largest image."
-)
-@click.option(
-    "--max-bytes", default=20_000_000, show_default=True, type=click.IntRange(1), help="Largest file."
-)
+@click.option("--max-pixels", default="25M", show_default=True, type=Pixels(), help="Largest image.")
+@click.option("--max-bytes", default="20MB", show_default=True, type=Bytes(), help="Largest file.")
 @click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
 def index_command(
     bundle: Path,
@@ -98,7 +97,7 @@ def index_command(
     except KeyboardInterrupt:
         kept = output.with_name(f"{output.name}.partial")
         if kept.exists():
-            say(f"What was encoded is kept in {kept}: the same command goes on from there.", err=True)
+            say(f"What was encoded is kept in {kept}. Go on with: {this_command()}", err=True)
         raise
     notes = [f"back end {summary.backend}"]
     if summary.recall_at_10 is not None:
@@ -146,6 +145,7 @@ def search_command(
     _quiet_threads()
     from retrieval.index.store import Index
 
+    _refuse_swapped(index, queries)
     with Index.open(index, device=device, plugins=extra) as opened:
         names, encoded = _encode(opened, queries)
         answers = opened.search(encoded, k, candidates=candidates)
@@ -159,15 +159,19 @@ def search_command(
         say("\n\n".join(_table(name, hits) for name, hits in zip(names, answers, strict=True)))
 
 
+_SIZES = {"max_pixels": Pixels, "max_bytes": Bytes, "body_memory": Bytes}
+
+
 def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add an option for each limit of the server's settings."""
     for each in reversed([each for each in fields(Settings) if each.metadata]):
-        kind = click.IntRange if isinstance(each.default, int) else click.FloatRange
+        least = each.metadata["least"]
+        kind = click.IntRange(least) if isinstance(each.default, int) else click.FloatRange(least)
         command = click.option(
             f"--{each.name.replace('_', '-')}",
             default=each.default,
             show_default=True,
-            type=kind(each.metadata["least"]),
+            type=_SIZES[each.name](least) if each.name in _SIZES else kind,
             help=each.metadata["help"],
         )(command)
     return command
@@ -236,6 +240,20 @@ def _quiet_threads() -> None:
     from retrieval.runtime import quiet_threads
 
     quiet_threads()
+
+
+def _refuse_swapped(index: Path, queries: tuple[Path, ...]) -> None:
+    """Refuse an image where the index should be, when the index stands among the queries."""
+    from retrieval.errors import StoreError
+    from retrieval.places import kind_of
+
+    swapped = next((path for path in queries if kind_of(path) == "index"), None)
+    if swapped is not None and kind_of(index) != "index":
+        rest = [str(path) for path in (index, *queries) if path != swapped]
+        raise StoreError(
+            f"{index} is not an index, and {swapped} is: the index comes first. "
+            f"Write: retrieval search {shlex.join([str(swapped), *rest])}"
+        )
 
 
 def _options(pairs: tuple[str, ...]) -> dict[str, Any]:

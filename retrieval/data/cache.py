@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ from torch import Tensor
 from retrieval.data.identity import dataset_identity
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
+from retrieval.progress import Meter
 
 if TYPE_CHECKING:
     from retrieval.contracts import Dataset
@@ -72,7 +72,7 @@ def frozen_features(
         device: where `backbone_features` computes.
         batch: items at a time.
         folder: the cache; by default `cache_folder()`.
-        progress: whether to show a progress bar on stderr.
+        progress: whether to show how far it is on stderr.
 
     Returns:
         The features; writing to them changes memory only, never the file.
@@ -184,17 +184,13 @@ class _Entry:
         compute: Callable[[NDArray[np.int64]], Iterator[NDArray[np.float32]]],
         progress: bool,
     ) -> int:
-        from tqdm import tqdm
-
         items = np.concatenate([self._items(block) for block in missing])
         if width == 0:
             self.data.unlink(missing_ok=True)
         with (
             self._open() as data,
             self.journal.open("a", encoding="utf-8") as journal,
-            tqdm(
-                total=len(items), desc="features", unit="item", file=sys.stderr, disable=not progress
-            ) as bar,
+            Meter("features", len(items), "items", show=progress) as meter,
         ):
             journal.write("\n")  # ends a line that an interrupted run left torn
             # plain writes: on a full disk, writing to mapped memory would kill the process
@@ -208,7 +204,7 @@ class _Entry:
                 data.write(content)
                 data.flush()
                 _append(journal, {"block": block, "sum": _checksum(content)})
-                bar.update(len(features))
+                meter.update(len(features))
             os.fsync(data.fileno())
         return width
 

@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from retrieval.errors import DataError
-
-SHOWN = 10
+from retrieval.errors import DataError, listed
 
 
 def refuse(where: str, problems: Iterable[str]) -> NoReturn:
@@ -21,13 +19,7 @@ def refuse(where: str, problems: Iterable[str]) -> NoReturn:
     Raises:
         DataError: always.
     """
-    problems = list(problems)
-    if len(problems) == 1:
-        raise DataError(f"{where}: {problems[0]}")
-    lines = [f"{where} has {len(problems):,} problems:", *(f"  - {p}" for p in problems[:SHOWN])]
-    if len(problems) > SHOWN:
-        lines.append(f"  - … and {len(problems) - SHOWN:,} more.")
-    raise DataError("\n".join(lines))
+    raise DataError(listed(where, list(problems)))
 
 
 def some(names: Sequence[object], shown: int = 5) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from retrieval.data.identity import files_identity
 from retrieval.data.problems import some
 from retrieval.errors import DataError
 from retrieval.images import decode
+from retrieval.progress import Meter
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,6 @@ def skip_unreadable(files: Sequence[Path], what: str) -> list[int]:
 
 
 def _unreadable(files: Sequence[Path]) -> dict[int, str]:
-    from tqdm import tqdm
-
     def fault(file: Path) -> str | None:
         try:
             decode(file)
@@ -61,13 +59,17 @@ def _unreadable(files: Sequence[Path]) -> dict[int, str]:
             return str(error)
         return None
 
+    found: dict[int, str] = {}
     # each thread holds a decoded image: more of them would only cost memory
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        found = tqdm(
-            threads.map(fault, files), total=len(files), desc="checking images", unit="image",
-            file=sys.stderr, disable=len(files) < 1000,
-        )  # fmt: skip
-        return {i: text for i, text in enumerate(found) if text}
+    with (
+        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads,
+        Meter("checking images", len(files), "images") as meter,
+    ):
+        for i, text in enumerate(threads.map(fault, files)):
+            meter.update()
+            if text:
+                found[i] = text
+    return found
 
 
 def _remembered(path: Path, count: int) -> dict[int, str] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from retrieval.bundle import Bundle, Device
 from retrieval.errors import DataError, StoreError, printable
@@ -29,6 +27,7 @@ from retrieval.index.manifest import BackendRecord, BundleRecord, IndexManifest,
 from retrieval.index.recall import recall_at_10
 from retrieval.index.sources import Source, Sources, collect
 from retrieval.locks import hold
+from retrieval.progress import Meter
 
 _SHOWN = 10  # faults that a message spells out
 
@@ -92,7 +91,7 @@ def build_index(
         batch: items that go through the encoder at once.
         workers: threads that decode; as many as there are cores by default.
         limits: the largest images that are decoded.
-        progress: show a progress bar on standard error when it is a terminal.
+        progress: show on standard error how far it is.
         device: of the encoder: "auto", "cpu" or "cuda".
 
     Raises:
@@ -182,19 +181,13 @@ class _Work:
         """
         items = self.sources.items
         faults: list[str] = []
-        for entry in journal.done:
-            self._report(entry, faults)
-        with tqdm(
-            total=len(items),
-            initial=len(journal.done),
-            unit="item",
-            desc="encode",
-            disable=None if self.progress else True,
-        ) as bar:
+        with Meter("encoding", len(items), "items", done=len(journal.done), show=self.progress) as meter:
+            for entry in journal.done:
+                self._report(entry, faults, meter)
             waiting: list[_Decoded] = []
             for decoded in self._decode(items[len(journal.done) :]):
-                self._report(decoded.done, faults)
-                bar.update()
+                self._report(decoded.done, faults, meter)
+                meter.update()
                 if faults and not self.skip_bad:
                     continue  # nothing will be written: only look for all that is wrong
                 waiting.append(decoded)
@@ -214,11 +207,11 @@ class _Work:
             raise DataError(f"None of the {len(items):,} items can be used. The first: {faults[0]}")
         journal.sync()
 
-    def _report(self, entry: Done, faults: list[str]) -> None:
+    def _report(self, entry: Done, faults: list[str], meter: Meter) -> None:
         if entry.fault is not None:
             faults.append(entry.fault)
             if self.skip_bad:
-                tqdm.write(printable(f"skipped: {entry.fault}"), file=sys.stderr)
+                meter.say(printable(f"skipped: {entry.fault}"))
 
     def _decode(self, items: Sequence[Source]) -> Iterator[_Decoded]:
         """Give decoded items in order, a few batches ahead of their use."""
@@ -316,8 +309,8 @@ def _assemble(
         file = f"vectors.{number}.{ending}" if len(spans) > 1 else f"vectors.{ending}"
         made = make_backend(name, options, plugins)
         columns = np.ascontiguousarray(vectors[:, start:stop])
-        with tqdm(total=len(columns), unit="item", desc="index", disable=None if progress else True) as bar:
-            made.build(columns, bar.update)
+        with Meter("indexing", len(columns), "items", show=progress) as meter:
+            made.build(columns, meter.update)
         made.save(folder / file)
         parts.append(PartRecord(file=file, start=start, stop=stop))
         if not made.exact:

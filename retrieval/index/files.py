@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from retrieval.errors import StoreError
+from retrieval.places import instead
 from retrieval.snapshot import Held, Snapshot, Unusable, close_all, hold_all
 
 SUMS = "SHA256SUMS"
@@ -82,7 +83,7 @@ def read_sums(folder: Snapshot) -> tuple[dict[str, str], bytes]:
         text = content.decode("utf-8")
     except Unusable as fault:
         raise StoreError(
-            f"{folder.path} is not an index: {SUMS} {fault}. Make one with 'retrieval index'."
+            f"{folder.path} is not an index: {SUMS} {fault}.{instead(folder.path, 'index')}"
         ) from None
     except UnicodeDecodeError:
         raise damaged(folder.path, [f"{SUMS} was altered"]) from None
@@ -133,6 +134,8 @@ def refuse_existing(output: Path, replace: bool) -> None:
         raise StoreError(f"{output} cannot be written: there is no folder {output.parent}.")
     if not (output.exists() or output.is_symlink()):
         return
+    if not output.is_dir():
+        raise StoreError(f"{output} is a file, and an index is a folder. Choose another --output.")
     if not replace:
         raise exists_already(output)
     if output.is_symlink() or not (output / SUMS).is_file() or not (output / "index.json").is_file():

@@ -6,14 +6,15 @@ import csv
 import os
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.errors import DataError, did_you_mean
+from retrieval.columns import typed
+from retrieval.errors import DataError, did_you_mean, listed
 from retrieval.images import find_images
 
 _ROW_CHARACTERS = 1_000_000  # an index gives no longer ones back
@@ -27,14 +28,14 @@ class Source:
         key: its name.
         label: None when none was given.
         path: the image, or the `.npz` file.
-        metadata: further columns of a CSV manifest.
+        metadata: further columns of a CSV manifest, numbers as numbers.
         row: of `Sources.features`; None for an image.
     """
 
     key: str
     label: str | None
     path: Path
-    metadata: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
     row: int | None = None
 
     def stamp(self) -> str:
@@ -66,7 +67,7 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
 
     A folder is searched for images; an item's label is the first folder below it, or the given folder's own name for
     images directly in it. A `.csv` has the columns `path` (relative to the CSV), optionally `label` and `key`, and
-    any others, kept as metadata. An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
+    any others, kept as metadata (see `retrieval.columns`). An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
 
     Args:
         sources: what the user named.
@@ -119,8 +120,10 @@ def read_csv(path: Path) -> list[Source]:
     """Return the items of a CSV manifest.
 
     Raises:
-        DataError: it cannot be read, lacks the column `path`, or has a line that does not fit its header.
+        DataError: it cannot be read, lacks the column `path`, or has lines that do not fit its header, all of them named.
     """
+    problems: list[tuple[int, str]] = []
+    items: list[tuple[int, Source]] = []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -132,29 +135,42 @@ def read_csv(path: Path) -> list[Source]:
                 )
             if len(set(columns)) != len(columns):
                 raise DataError(f"{path} has two columns of the same name.")
-            items = [_csv_item(path, reader.line_num, row) for row in reader]
+            for row in reader:
+                if problem := _csv_problem(row):
+                    problems.append((reader.line_num, problem))
+                else:
+                    items.append((reader.line_num, _csv_item(path, row)))
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}.") from None
     except UnicodeDecodeError as fault:
         raise DataError(f"{path} is not UTF-8 text: {fault.reason} at byte {fault.start}.") from None
     except csv.Error as fault:
         raise DataError(f"{path} is not a CSV file: {fault} (line {reader.line_num}).") from None
+    if problems:
+        # a missing file alone is an image that cannot be used, and may be skipped
+        problems += [(line, f"{item.path} does not exist.") for line, item in items if not item.path.exists()]
+        raise DataError(listed(f"{path}", [f"line {line}: {problem}" for line, problem in sorted(problems)]))
     if not items:
         raise DataError(f"{path} lists no item.")
-    return items
+    further = typed([item.metadata for _, item in items])
+    return [replace(item, metadata=metadata) for (_, item), metadata in zip(items, further, strict=True)]
 
 
-def _csv_item(path: Path, line: int, row: dict[Any, Any]) -> Source:
+def _csv_problem(row: dict[Any, Any]) -> str:
+    """Return what is wrong with a line, as one sentence; "" for nothing."""
     if None in row or None in row.values():
-        raise DataError(f"{path}, line {line}: has more or fewer fields than the header.")
-    name = row["path"]
-    if not name or "\0" in name:
-        raise DataError(f"{path}, line {line}: 'path' is empty or no path.")
+        return "has more or fewer fields than the header."
+    if not row["path"] or "\0" in row["path"]:
+        return "'path' is empty or no path."
     if sum(map(len, row.values())) > _ROW_CHARACTERS:
-        raise DataError(f"{path}, line {line}: has more than {_ROW_CHARACTERS:,} characters.")
+        return f"has more than {_ROW_CHARACTERS:,} characters."
+    return ""
+
+
+def _csv_item(path: Path, row: dict[str, str]) -> Source:
+    name = row["path"]
     metadata = {column: value for column, value in row.items() if column not in ("path", "label", "key")}
-    image = (path.parent / name).absolute()
-    return Source(row.get("key") or name, row.get("label") or None, image, metadata)
+    return Source(row.get("key") or name, row.get("label") or None, (path.parent / name).absolute(), metadata)
 
 
 def _features(paths: list[Path]) -> Sources:

@@ -22,6 +22,7 @@ from retrieval.index.items import Item, Items
 from retrieval.index.manifest import INDEX, IndexManifest, PartRecord, contradictory, parse_index
 from retrieval.manifest import FILE, parse_manifest
 from retrieval.merging import best_score, nearest_of
+from retrieval.places import instead
 from retrieval.snapshot import Held, Snapshot, Unusable, Watch, at_one_moment, close_all
 
 _BLOCK = 256  # queries at a time: bounds the memory of measuring candidates
@@ -102,13 +103,13 @@ class Index:
                 folder, lambda opened: cls._load(opened, threads, device, list(plugins)), StoreError
             )
         except Unusable as fault:
-            raise StoreError(f"{folder} is not an index: {fault}. Make one with 'retrieval index'.") from None
+            raise StoreError(f"{folder} is not an index: {fault}.{instead(folder, 'index')}") from None
 
     @classmethod
     def _load(cls, folder: Snapshot, threads: int | None, device: Device, plugins: list[str]) -> Index:
         path = folder.path
         if not folder.has(INDEX) and not folder.has(SUMS):
-            raise StoreError(f"{path} is not an index: it has no {INDEX}. Make one with 'retrieval index'.")
+            raise StoreError(f"{path} is not an index: it has no {INDEX}.{instead(path, 'index')}")
         sums, text = read_sums(folder)
         held = hold_listed(folder, sums)
         try:

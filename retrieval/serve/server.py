@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import os
 import signal
@@ -208,7 +209,10 @@ def _listen(host: str, port: int, option: str) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as fault:
-        raise StoreError(f"Cannot listen on {host}: {fault.strerror or fault}.") from None
+        raise StoreError(
+            f"Cannot listen on {host}: {fault.strerror or fault}. --host takes an address of this machine, such as "
+            "127.0.0.1, or 0.0.0.0 for all."
+        ) from None
     try:
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -216,7 +220,13 @@ def _listen(host: str, port: int, option: str) -> socket.socket:
         listener.listen(256)
     except OSError as fault:
         listener.close()
+        wrong_host = fault.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+        advice = (
+            "No network interface of this machine has that address: use 127.0.0.1, or 0.0.0.0 for all, with --host."
+            if wrong_host
+            else f"Choose another port with {option}."
+        )
         raise StoreError(
-            f"Cannot listen on {host}, port {port}: {fault.strerror or fault}. Choose another one with {option}."
+            f"Cannot listen on {host}, port {port}: {fault.strerror or fault}. {advice}"
         ) from None
     return listener

@@ -30,12 +30,34 @@ def _classes(module: Any, base: type) -> dict[str, Any]:
     }
 
 
+def takes(kind: str, name: str, key: str) -> bool:
+    """Return whether a class takes an argument.
+
+    Args:
+        kind: "optimizer" or "schedule".
+        name: the class's.
+        key: the argument's.
+    """
+    known = (
+        _classes(lr_scheduler, lr_scheduler.LRScheduler)
+        if kind == "schedule"
+        else _classes(torch.optim, TorchOptimizer)
+    )
+    return name in known and key in inspect.signature(known[name]).parameters
+
+
 def _check_options(what: str, cls: Any, options: dict[str, Any], taken: set[str], where: str) -> list[str]:
-    known = [name for name in inspect.signature(cls).parameters if name not in taken]
+    parameters = inspect.signature(cls).parameters
+    known = [name for name in parameters if name not in taken]
+    needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
     return [
         f"{where} options.{key}: {what} takes no such argument (it takes: {', '.join(known)}).{did_you_mean(key, known)}"
         for key in options
         if key not in known
+    ] + [
+        f"{where} options.{key}: is required; {what} has no default for it."
+        for key in needed
+        if key not in options
     ]
 
 

@@ -27,8 +27,9 @@ from retrieval.contracts import Dataset
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError
 from retrieval.model import Model
+from retrieval.places import instead
 from retrieval.plugins import Plugins
-from retrieval.recipe import Recipe, read_recipe, to_toml
+from retrieval.recipe import Recipe, naming, read_recipe, to_toml
 from retrieval.train import checkpoint
 from retrieval.train.build import Objective, build_dataset, build_model, build_objective
 from retrieval.trust import digest, remember
@@ -133,7 +134,9 @@ def create_folder(path: Path, recipe: Recipe) -> Recipe:
     Raises:
         DataError: the folder holds something already, or cannot be written.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and not path.is_dir():
+        raise DataError(f"{path} is a file, and a run is a folder. Choose another --output.")
+    if path.exists() and any(path.iterdir()):
         raise DataError(
             f"{path} exists already. Go on with it by --resume, or choose another folder with --output."
         )
@@ -199,18 +202,18 @@ def load_run(path: Path) -> Run:
     """
     path = Path(path)
     if not (path / "recipe.toml").is_file():
-        raise DataError(
-            f"{path} is no run: it holds no recipe.toml. Name the folder that 'retrieval train' wrote."
-        )
+        raise DataError(f"{path} is no run: it holds no recipe.toml.{instead(path, 'run')}")
     recipe, plugins = read_recipe(path / "recipe.toml")
-    dataset = build_dataset(recipe, plugins)
-    splits = make_splits(dataset, recipe.split)
+    with naming(path / "recipe.toml"):
+        dataset = build_dataset(recipe, plugins)
+        splits = make_splits(dataset, recipe.split)
+        if recipe.learner is None:
+            model = build_model(recipe, plugins, dataset)
     if recipe.learner is not None:
         from retrieval.train.learn import load_learned
 
         model = load_learned(recipe, plugins, dataset, path / "checkpoints" / "best.safetensors")
     else:
-        model = build_model(recipe, plugins, dataset)
         chosen, advice = _weights_to_use(path)
         load_weights(model, checkpoint.load(chosen, advice), chosen)
     return Run(path, recipe, plugins, dataset, splits, model.eval())

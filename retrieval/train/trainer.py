@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from tqdm import tqdm
 
 from retrieval.data.loading import TrainBatches
 from retrieval.data.raw import RawInputs
 from retrieval.errors import DataError
 from retrieval.plugins import Plugins
+from retrieval.progress import Meter
 from retrieval.recipe import Phase, Recipe
 from retrieval.train import checkpoint
 from retrieval.train.build import Objective
@@ -140,23 +140,17 @@ class Trainer:
         hook = self.run.plugins.hook
         hook.retrieval_run_start(run=self.run)
         total = sum(phase.epochs for phase in self.recipe.phases) * len(self.batches)
-        bar = tqdm(
-            total=total,
-            initial=self.progress.total,
-            unit="batch",
-            disable=None if self.main else True,
-            leave=False,
-        )
+        meter = Meter("training", total, "batches", done=self.progress.total, show=self.main)
         if self.progress.total == 0:
             self.save()
         for note in self.run.splits.notes:
             self.report(f"note: {note}")
         board_folder = self.run.path / "tensorboard" if self.main else None
         board_of = tensorboard(board_folder, self.progress.total)
-        with closing(self.batches), stopping(self._stop), bar, board_of as board:
+        with closing(self.batches), stopping(self._stop), meter, board_of as board:
             while self.progress.phase < len(self.recipe.phases):
                 while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
-                    self._end_epoch(self._epoch(bar), board)
+                    self._end_epoch(self._epoch(meter), board)
                 self.progress.phase += 1
                 self.progress.phase_epoch = self.progress.stale = 0
                 if self.progress.phase < len(self.recipe.phases):
@@ -164,7 +158,7 @@ class Trainer:
                     self.save()
         return self._finish()
 
-    def _epoch(self, bar: Any) -> dict[str, float]:
+    def _epoch(self, meter: Meter) -> dict[str, float]:
         progress, phase = self.progress, self.phase
         world, rank = int(self.accelerator.num_processes), int(self.accelerator.process_index)
         every = self.recipe.train.checkpoint_every
@@ -179,17 +173,11 @@ class Trainer:
                 progress.counts[name] = progress.counts.get(name, 0) + 1
             progress.step += 1
             progress.total += 1
-            bar.update()
-            bar.set_postfix(
-                epoch=progress.epoch + 1,
-                loss=f"{progress.sums.get('loss', 0.0) / progress.step:.4f}",
-                refresh=False,
-            )
+            loss = progress.sums.get("loss", 0.0) / progress.step
+            meter.update(epoch=str(progress.epoch + 1), loss=f"{loss:.4f}")
             if self._stop.is_set():
                 self.save()
-                raise Interrupted(
-                    f"Stopped after step {progress.total}. Go on with: retrieval train … --resume"
-                )
+                raise Interrupted(f"Stopped after step {progress.total}.")
             if every and progress.total % every == 0 and progress.step < len(self.batches):
                 self.save()
         self._average_buffers()

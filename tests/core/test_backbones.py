@@ -3,6 +3,7 @@ from __future__ import annotations
 import builtins
 import copy
 import inspect
+import socket
 import urllib.error
 from collections.abc import Callable
 from pathlib import Path
@@ -225,6 +226,27 @@ def test_no_network_for_timm(plugins: Plugins, monkeypatch: pytest.MonkeyPatch, 
         DataError, match=r"^timm's weights of \w+ could not be loaded \(We couldn't connect\)[^\n]*$"
     ):
         build(plugins, "timm", model="mobilenetv3_small_050", pretrained=True)
+
+
+def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
+    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    pytest.importorskip("timm")
+    from huggingface_hub import constants
+
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, and listening to nobody
+        monkeypatch.setattr(constants, "ENDPOINT", f"https://127.0.0.1:{closed.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.delenv("https_proxy", raising=False)
+        monkeypatch.delenv("HTTPS_PROXY", raising=False)
+        with pytest.raises(
+            DataError, match=r"^timm's weights of mobilenetv3_small_050 could not be loaded [^\n]*$"
+        ):
+            build(plugins, "timm", model="mobilenetv3_small_050", pretrained=True)
+    assert "Retrying" not in caplog.text + capfd.readouterr().err
+    assert constants.HF_HUB_OFFLINE is False
 
 
 def test_timm(plugins: Plugins) -> None:

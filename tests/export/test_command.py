@@ -87,6 +87,7 @@ def test_the_default_place_and_the_figures_of_evaluate(trained):
     assert 0 < manifest.evaluation["recall_at_1"] <= 1
     again = run("export", trained / "learner")
     assert again.exit_code == 2 or "exists" in str(again.exception)
+    assert again.stderr == ""  # nothing comes before an error
 
 
 def test_int8_is_calibrated_on_training_items_and_measured_on_held_out_ones(trained, tmp_path, monkeypatch):

@@ -37,6 +37,9 @@ ALLOWED: dict[str, set[str]] = {
     "hookspecs": set(),
     "values": {"errors"},
     "merging": set(),
+    "progress": set(),
+    "places": set(),
+    "columns": set(),
     "signature": set(),
     "factory": {"errors", "signature", "values"},
     "importing": {"errors", "hookspecs"},
@@ -51,8 +54,8 @@ ALLOWED: dict[str, set[str]] = {
     "loss": {"errors", "factory"},
     "linear": set(),
     "linear_head": set(),
-    "data": {"errors", "images", "contracts", "data"},
-    "encode": {"contracts", "data", "model"},
+    "data": {"errors", "images", "contracts", "data", "progress"},
+    "encode": {"contracts", "data", "model", "progress"},
     "evaluate": {
         "errors",
         "contracts",
@@ -65,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
         "recipe",
         "train",
     },
-    "train": HOST | TRAINING | {"locks"},
+    "train": HOST | TRAINING | {"locks", "places", "progress"},
     "export": HOST | TRAINING | {"images", "locks", "manifest", "strict_json", "bundle", "merging"},
     # the serving side
     "screening": {"errors"},
@@ -74,7 +77,7 @@ ALLOWED: dict[str, set[str]] = {
     "decoders": {"errors", "images", "decoder_process"},
     "runtime": {"errors"},
     "doctor": {"runtime"},
-    "manifest": {"errors", "images", "snapshot", "strict_json"},
+    "manifest": {"errors", "images", "snapshot", "strict_json", "places"},
     "bundle": {"errors", "images", "manifest", "runtime", "snapshot"},
     "index": {
         "errors",
@@ -88,6 +91,9 @@ ALLOWED: dict[str, set[str]] = {
         "merging",
         "runtime",
         "index",
+        "columns",
+        "places",
+        "progress",
     },
     "serve": {"errors", "images", "decoders", "bundle", "index", "runtime", "server_settings", "serve"},
     "server_settings": set(),
@@ -112,11 +118,26 @@ LAZY: dict[str, set[str]] = {
     "cli": {"plugins", "__init__"},
     "commands": HOST
     | TRAINING
-    | {"describe", "scaffold", "demo", "doctor", "images", "bundle", "index", "serve", "runtime"},
+    | {
+        "describe",
+        "scaffold",
+        "demo",
+        "doctor",
+        "images",
+        "bundle",
+        "index",
+        "serve",
+        "runtime",
+        "places",
+        "progress",
+    },
 }
 """What a function in each may import besides, when it is called."""
 
 SERVING = [
+    "columns",
+    "places",
+    "progress",
     "errors",
     "locks",
     "snapshot",

@@ -58,6 +58,12 @@ def test_index_search_and_their_errors(retrieval, makers, bundle_path, tmp_path)
         (("search", "i", "photos"), "is a folder; name the query images"),
         (("search", "photos", "photos/3/0003.png"), "is not an index"),
         (("serve", "photos"), "is not an index"),
+        (
+            ("search", "photos/3/0003.png", "i"),
+            "the index comes first. Write: retrieval search i photos/3/0003.png",
+        ),
+        (("index", "i", "photos", "--output", "j"), "It is an index; the bundle in it is i/bundle."),
+        (("index", bundle_path, "photos", "--output", "j", "--max-bytes", "100B"), "the limit is 100"),
     ):
         run = retrieval(*arguments)
         assert run.returncode == 2, (arguments, run.stdout)

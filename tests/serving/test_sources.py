@@ -28,7 +28,7 @@ def test_a_csv_manifest_keeps_its_columns(photos, bundle_path, tmp_path):
     with Index.open(tmp_path / "i", threads=1) as index:
         item = index.item(2)
         assert item.label == "día 2"
-        assert item.metadata == {"colour": "grün, hell", "price": "2"}
+        assert item.metadata == {"colour": "grün, hell", "price": 2}
         assert (item.width, item.height) == (8, 8)
         assert index.item(0).label is None
         assert index.item(0).path.samefile(paths[0])

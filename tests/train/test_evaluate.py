@@ -58,6 +58,23 @@ def test_figures_equal_plain_loops_and_the_bundle_agrees(make: Make, tmp_path: P
         assert by_count[0] > 0.5
 
 
+def test_a_baseline_stands_until_it_is_measured_again(make: Make, tmp_path: Path) -> None:
+    run = trained(make, tmp_path / "run")
+    file = tmp_path / "run" / "evaluation-test.json"
+    assert set(evaluate_run(run)["figures"]) == {"trained"}
+    measured = evaluate_run(run, baseline=True)["figures"]["raw pixels"]
+    again = evaluate_run(run, metrics=["recall_at_1"])
+    assert again["figures"]["raw pixels"] == measured and set(again["figures"]["trained"]) == {"recall_at_1"}
+    assert json.loads(file.read_text())["figures"]["raw pixels"] == measured
+    other = json.loads(file.read_text())
+    file.write_text(
+        json.dumps({**other, "queries": other["queries"] + 1})
+    )  # of other items: no baseline here
+    assert set(evaluate_run(run)["figures"]) == {"trained"}
+    file.write_text("[]")
+    assert set(evaluate_run(run)["figures"]) == {"trained"}
+
+
 def test_a_frozen_run_is_evaluated_from_its_cached_features(make: Make, tmp_path: Path) -> None:
     run = trained(make, tmp_path / "run", backbone={"name": "toolbox.net", "frozen": True})
     assert evaluate_run(run)["figures"]["trained"]["recall_at_1"] == pytest.approx(

@@ -1,0 +1,42 @@
+"""What options take besides click's own types."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+class Pixels(click.ParamType):  # type: ignore[type-arg]  # older click's is not generic
+    """A whole number, written out or as 20M or 1.5G.
+
+    Args:
+        least: the smallest that may be given.
+    """
+
+    name = "size"
+    unit = ""
+
+    def __init__(self, least: float = 1) -> None:
+        self.least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([KMG]I?)?(B)?", str(value).strip().upper())
+        if match is None or (match[3] and not self.unit):
+            self.fail(f"'{value}' is no size: write 20000000 or 20M{self.unit}.", param, ctx)
+        number = round(float(re.sub("[_,]", "", match[1])) * _UNITS[match[2] or ""])
+        if number < self.least:
+            self.fail(f"'{value}' is less than {self.least:,}.", param, ctx)
+        return number
+
+
+class Bytes(Pixels):
+    """A number of bytes: 20000000, 20M, 10MB, 1.5GB or 64KiB."""
+
+    unit = "B"

@@ -1,0 +1,48 @@
+"""What a folder is, where another was wanted: a run, a bundle, an index and a demo hold one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["run", "bundle", "index"]
+
+_MARKS: dict[Kind, str] = {"index": "index.json", "run": "recipe.toml", "bundle": "manifest.json"}
+_MAKE = {
+    "run": "Name the folder that 'retrieval train' wrote.",
+    "bundle": "Make one with 'retrieval export'.",
+    "index": "Make one with 'retrieval index'.",
+}
+_INSTEAD = {
+    ("run", "bundle"): "Make its bundle with: retrieval export {0}",
+    ("run", "index"): "Make its bundle with 'retrieval export {0}', then index images with that.",
+    ("bundle", "index"): "Make an index with: retrieval index {0} IMAGES --output NAME",
+    ("bundle", "run"): "Name the run that it was exported from.",
+    ("index", "run"): "Name the run that its bundle was exported from.",
+}
+
+
+def kind_of(path: Path) -> Kind | None:
+    """Return what a folder is by the file that says so; None for anything else."""
+    return next((kind for kind, mark in _MARKS.items() if (path / mark).is_file()), None)
+
+
+def instead(path: Path, wanted: Kind) -> str:
+    """Return a sentence, after a space: where what was wanted is to be had, and what the path is instead.
+
+    Args:
+        path: what the user named.
+        wanted: what a command needs.
+    """
+    found = kind_of(path)
+    inside = path / wanted
+    what = f"an {found}" if found == "index" else f"a {found}"
+    if kind_of(inside) == wanted:
+        return (
+            f" It is {what}; the {wanted} in it is {inside}."
+            if found
+            else f" The {wanted} in it is {inside}."
+        )
+    if found is None or found == wanted:
+        return f" {_MAKE[wanted]}"
+    return f" It is {what}. {_INSTEAD[found, wanted].format(path)}"

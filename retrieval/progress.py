@@ -1,0 +1,98 @@
+"""How far long work is: a bar on a terminal; elsewhere, as in a log, a plain line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+EVERY = 10.0
+"""Seconds between two lines; work that is done sooner says nothing."""
+_DELAY = 0.5  # seconds before a bar appears: an error that comes at once has nothing before it
+
+
+class Meter:
+    """Counts what is done of something and shows it on standard error.
+
+    Args:
+        what: what is being done: "encoding".
+        total: how many there are to do.
+        unit: what is counted, in the plural: "images".
+        done: how many an interrupted run did before.
+        show: whether to show anything at all.
+    """
+
+    def __init__(self, what: str, total: int, unit: str, *, done: int = 0, show: bool = True) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._before = self._done = done
+        self._began = self._said = time.monotonic()
+        self._bar: Any = None
+        self._lines = show and not _is_terminal()
+        if show and not self._lines:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                desc=what, total=total, initial=done, unit=f" {unit}", delay=_DELAY, leave=False, file=sys.stderr
+            )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, count: int = 1, **figures: str) -> None:
+        """Count what was done.
+
+        Args:
+            count: how many more.
+            figures: what else to show, by name.
+        """
+        self._done += count
+        if self._bar is not None:
+            if figures:
+                self._bar.set_postfix(figures, refresh=False)
+            self._bar.update(count)
+        elif self._lines and time.monotonic() - self._said >= EVERY:
+            self._said = time.monotonic()
+            print(self._line(figures), file=sys.stderr, flush=True)
+
+    def reach(self, done: int, total: int, what: str) -> None:
+        """Say that `done` of `total` are done, and what comes now."""
+        self._what, self._total = what, total
+        if self._bar is not None:
+            self._bar.total = total
+            self._bar.set_description(what, refresh=False)
+        self.update(done - self._done)
+
+    def say(self, line: str) -> None:
+        """Write a line to standard error that stays, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def _line(self, figures: dict[str, str]) -> str:
+        share = f" ({100 * self._done / self._total:.0f} %)" if self._total else ""
+        parts = [f"{self._what}: {self._done:,} of {self._total:,} {self._unit}{share}"]
+        rate = (self._done - self._before) / max(time.monotonic() - self._began, 1e-9)
+        if rate > 0:
+            parts.append(f"{rate:,.0f} a second" if rate >= 10 else f"{rate:.2g} a second")
+            parts.append(f"{_duration((self._total - self._done) / rate)} left")
+        return ", ".join([*parts, *(f"{name} {value}" for name, value in figures.items())])
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,113 @@
+"""How far long work is: lines now and then where there is no terminal, a bar where there is one."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from retrieval import progress
+from retrieval.progress import Meter
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_short_work_says_nothing_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    with Meter("encoding", 3, "images") as meter:
+        for _ in range(3):
+            meter.update()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_long_work_is_a_plain_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with Meter("encoding", 12_000, "images", done=2_000) as meter:
+        for _ in range(100):
+            now[0] += 1.0
+            meter.update(100, loss="0.5")
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and "\r" not in err and len(lines) == 10  # one each 10 s
+    assert (
+        lines[0] == "encoding: 3,000 of 12,000 images (25 %), 100 a second, 1 min 30 s left, loss 0.5"
+    )  # the 2,000 of an earlier run do not count as speed
+    assert lines[-1].startswith("encoding: 12,000 of 12,000 images (100 %), 100 a second, 0 s left")
+
+
+def test_steps_that_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with Meter("export", 0, "steps") as meter:
+        meter.reach(0, 3, "exporting")
+        now[0] = 7200.0
+        meter.reach(1, 3, "measuring")
+        meter.say("a note")
+    assert capsys.readouterr().err.splitlines() == [
+        "measuring: 1 of 3 steps (33 %), 0.00014 a second, 4 h 0 min left",
+        "a note",
+    ]
+
+
+def test_nothing_is_shown_where_nobody_wants_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with Meter("encoding", 3, "images", show=False) as meter:
+        meter.update(3)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_no_standard_error_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with Meter("encoding", 3, "images") as meter:
+        meter.update(3)
+
+
+def test_a_terminal_shows_a_bar_and_is_left_clean() -> None:
+    code = """
+import time
+from retrieval.progress import Meter
+with Meter("encoding", 20, "images") as meter:
+    for i in range(20):
+        time.sleep(0.06)
+        meter.update()
+        if i == 15:
+            meter.say("a note")
+"""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    running = subprocess.Popen([sys.executable, "-c", code], stderr=theirs, stdout=theirs)
+    os.close(theirs)
+    seen = io.BytesIO()
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # Linux's way to say that the other end is closed
+            break
+        if not part:
+            break
+        seen.write(part)
+    os.close(ours)
+    assert running.wait(60) == 0
+    text = seen.getvalue().decode()
+    assert re.search(r"encoding: +\d+%\|", text) and "a note\r\n" in text
+    assert text.rsplit("\r", 2)[-2].strip() == ""  # the bar is wiped
+
+
+def test_no_bar_is_made_elsewhere() -> None:
+    """Whoever shows progress does it by `Meter`, so that no log fills with bars."""
+    users = [
+        path.relative_to(ROOT).as_posix()
+        for folder in ("retrieval", "plugins")
+        for path in (ROOT / folder).rglob("*.py")
+        if "tqdm" in path.read_text(encoding="utf-8")
+    ]
+    assert users == ["retrieval/progress.py"]

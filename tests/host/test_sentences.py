@@ -1,0 +1,160 @@
+"""Honest mistakes at the keyboard: each sentence says what to write instead."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from retrieval.commands.types import Bytes, Pixels
+from retrieval.errors import StoreError
+from retrieval.places import instead
+
+RECIPE = """
+[data]
+name = "core.digits"
+[split]
+by = "class"
+[sampler]
+classes = 5
+batches = 3
+[backbone]
+name = "core.convnet"
+width = 4
+depth = 2
+[loss]
+name = "pml.contrastive"
+pos_margin = 0.1
+[miner]
+name = "pml.multi_similarity"
+[train]
+epochs = 1
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "r.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["train.device=gpu"], "[train] device: should be \"auto\" or \"cpu\" or \"cuda\", not \"gpu\". Did you mean 'cuda'?"),
+        (["backbone.name=resnet50"], "core.timm and core.torchvision take a model by its name: name = \"core.torchvision\", model = \"resnet50\"."),
+        (["optimizer.weight_decay=0.1"], "It is an argument of AdamW: write options.weight_decay."),
+        (["optimizer.name=SGD", "optimizer.momentum=0.9"], "It is an argument of SGD: write options.momentum."),
+        (["schedule.name=StepLR"], "[schedule] options.step_size: is required; StepLR has no default for it."),
+        (["schedule.name=StepLR", "schedule.step_size=3"], "It is an argument of StepLR: write options.step_size."),
+        (["data.name=core.image_folder", "data.folder="], "[data] folder: is empty; name a file or folder."),
+        (["data.name=core.csv", "data.manifest="], "[data] manifest: is empty; name a file or folder."),
+        (["sampler.classes=50"], "r.toml: [sampler] classes: a batch takes 50 classes, and only 5 train."),
+        (["data.name=core.image_folder", "data.folder=gone"], "r.toml: [data] folder: gone is not a folder."),
+        (["backbone.size=2", "backbone.depth=4"], "r.toml has 1 problem:\n  - core.convnet refuses its parameters: size 2"),
+    ],
+)  # fmt: skip
+def test_a_recipe_is_mended_by_its_sentence(
+    recipe: Path, cli: Callable[..., Any], changes: list[str], words: str
+) -> None:
+    done = cli("check", "r.toml", *changes)
+    assert done.code == 2 and words in done.err and "Traceback" not in done.err, done
+    assert done.err.startswith("Error: r.toml")  # the file is named
+
+
+def test_another_component_drops_the_parameters_of_the_one_before(
+    recipe: Path, cli: Callable[..., Any]
+) -> None:
+    assert "pos_margin" in cli("check", "r.toml", "--set", "miner.pos_margin=1").err  # what stays is checked
+    done = cli("check", "r.toml", "--set", "loss.m=0.3", "--set", "loss.name=pml.circle")  # in any order
+    assert done.code == 0, done.err
+    done = cli("check", "r.toml", "--set", "loss=none", "learner.name=core.pca", "learner.components=4")
+    assert done.code == 0 and "fitted" in done.out, done.err
+    done = cli("check", "r.toml", "miner=none")
+    assert done.code == 0 and "mined" not in done.out, done.err
+
+
+def test_an_output_that_is_a_file(recipe: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
+    from retrieval.export.output import refuse_existing as refuse_bundle
+    from retrieval.index.files import refuse_existing as refuse_index
+
+    file = tmp_path / "file"
+    file.touch()
+    for done in (cli("train", "r.toml", "--output", "file"), cli("demo", "--output", "file")):
+        assert done.code == 2 and "file is a file, and a" in done.err and "--resume" not in done.err
+    with pytest.raises(StoreError, match="is a file, and an index is a folder"):
+        refuse_index(file, False)
+    with pytest.raises(Exception, match="is a file, and a bundle is a folder"):
+        refuse_bundle(file, replace=False)
+
+
+def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
+    for folder, mark in (("run", "recipe.toml"), ("b", "manifest.json"), ("i", "index.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / mark).touch()
+    run, bundle, index = (tmp_path / name for name in ("run", "b", "i"))
+    assert instead(run, "bundle") == f" It is a run. Make its bundle with: retrieval export {run}"
+    assert instead(bundle, "run") == " It is a bundle. Name the run that it was exported from."
+    assert instead(bundle, "index").startswith(" It is a bundle. Make an index with: retrieval index")
+    assert instead(tmp_path, "index") == " Make one with 'retrieval index'."
+    (tmp_path / "bundle").symlink_to(bundle)  # as in a demo's folder
+    assert instead(tmp_path, "bundle") == f" The bundle in it is {tmp_path / 'bundle'}."
+    (run / "bundle").symlink_to(bundle)
+    assert instead(run, "bundle") == f" It is a run; the bundle in it is {run / 'bundle'}."
+    assert instead(index, "run") == " It is an index. Name the run that its bundle was exported from."
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("10MB", 10_000_000), ("10M", 10_000_000), ("1.5 gb", 1_500_000_000), ("64KiB", 65_536), ("20000000", 20_000_000), ("20_000", 20_000), ("7B", 7)],
+)  # fmt: skip
+def test_sizes(text: str, number: int) -> None:
+    assert Bytes().convert(text, None, None) == number
+
+
+@pytest.mark.parametrize("text", ["", "MB", "10XB", "-1", "0", "0.1", "1e6", "10MBB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Bytes().convert(text, None, None)
+    with pytest.raises(click.BadParameter):
+        Pixels().convert("10MB", None, None)
+
+
+def test_a_wrong_host_is_no_wrong_port() -> None:
+    from retrieval.serve.server import _listen
+
+    with pytest.raises(StoreError) as refused:
+        _listen("203.0.113.1", 0, "--port")  # an address for documentation, which no machine has
+    assert "--host" in str(refused.value) and "--port" not in str(refused.value)
+    with pytest.raises(
+        StoreError, match=r"Cannot listen on no\.such\.host\.invalid: .* --host takes an address"
+    ):
+        _listen("no.such.host.invalid", 0, "--port")
+    with (
+        _listen("127.0.0.1", 0, "--port") as taken,
+        pytest.raises(StoreError, match="Choose another port with --port"),
+    ):
+        _listen("127.0.0.1", taken.getsockname()[1], "--port")
+
+
+def test_ctrl_c_prints_the_whole_command_to_go_on_with(recipe: Path, tmp_path: Path) -> None:
+    words = ["train", "r.toml", "--set", "train.epochs=1000", "--output", "a run"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "retrieval.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}, cwd=tmp_path,
+    ) as running:  # fmt: skip
+        assert running.stdout is not None and running.stderr is not None
+        assert running.stdout.readline().startswith("epoch 1:")
+        running.send_signal(signal.SIGINT)
+        assert running.wait(60) == 130
+        last = running.stderr.read().strip().splitlines()[-1]
+    assert last.endswith(f" Go on with: {shlex.join(['retrieval', *words, '--resume'])}"), last
