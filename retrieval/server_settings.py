@@ -19,14 +19,12 @@ class Settings:
         hosts: names that a request's `Host` may have besides localhost and IP addresses; None takes any.
         health_port: an additional port that answers `/v1/health/…` only; None for none.
         debug: whether the log holds tracebacks.
-        grace: seconds from SIGTERM to the end of the process, whatever hangs.
     """
 
     workers: int = 1
     hosts: tuple[str, ...] | None = None
     health_port: int | None = None
     debug: bool = False
-    grace: float = 10.0
     max_pixels: int = _limit(25_000_000, 1, "Largest image.")
     max_bytes: int = _limit(20_000_000, 1, "Largest file.")
     deadline: float = _limit(8.0, 0.1, "Seconds from a complete request to its answer; then 503.")
@@ -40,3 +38,4 @@ class Settings:
     body_seconds: float = _limit(60.0, 1, "A request must have arrived within this; then 408.")
     body_memory: int = _limit(256_000_000, 1_000_000, "Bytes that all bodies under way may hold; then 503.")
     probe_seconds: float = _limit(5.0, 0.1, "A search of the server's own is run this often, for readiness.")
+    grace: float = _limit(10.0, 3.0, "Seconds from SIGTERM to the end of the process, whatever hangs.")

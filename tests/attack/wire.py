@@ -1,0 +1,114 @@
+"""HTTP by hand over a socket: what no client library would send, and the answer as it comes."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Answer:
+    """One answer; status 0 when the connection ended without one."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+    @property
+    def error(self) -> str:
+        """The sentence of an answer that is an error."""
+        return str(json.loads(self.body)["error"])
+
+
+def connect(port: int, timeout: float = 20.0, source: str = "127.0.0.1") -> socket.socket:
+    """Return a connection from one of this machine's own addresses."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout, (source, 0))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def read_answer(connection: socket.socket) -> Answer:
+    """Read one answer; 100 Continue is passed over."""
+    got = b""
+    try:
+        while True:
+            while b"\r\n\r\n" not in got:
+                piece = connection.recv(65_536)
+                if not piece:
+                    return Answer()
+                got += piece
+            head, _, got = got.partition(b"\r\n\r\n")
+            if not head.startswith(b"HTTP/1.1 100"):
+                break
+        first, *lines = head.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        while len(got) < int(headers.get("content-length", "0")):
+            piece = connection.recv(65_536)
+            if not piece:
+                break
+            got += piece
+    except ConnectionError:
+        return Answer()
+    return Answer(int(first.split()[1]), headers, got)
+
+
+def ask(port: int, request: bytes, timeout: float = 20.0, source: str = "127.0.0.1") -> Answer:
+    """Send bytes on a connection of their own and read one answer."""
+    with connect(port, timeout, source) as connection:
+        with suppress(ConnectionError):  # answered before all was sent
+            connection.sendall(request)
+        return read_answer(connection)
+
+
+def get(path: str, *headers: str, host: str = "localhost") -> bytes:
+    """Return a GET request."""
+    return "\r\n".join([f"GET {path} HTTP/1.1", f"Host: {host}", *headers, "", ""]).encode("latin-1")
+
+
+def post(body: bytes, kind: str = "application/json", *headers: str, host: str = "localhost") -> bytes:
+    """Return a search request with a body."""
+    lines = [
+        "POST /v1/search HTTP/1.1",
+        f"Host: {host}",
+        f"Content-Type: {kind}",
+        f"Content-Length: {len(body)}",
+    ]
+    return "\r\n".join([*lines, *headers, "", ""]).encode("latin-1") + body
+
+
+def form(image: bytes, k: str | None = None, name: str = "image", filename: str | None = "q.png") -> bytes:
+    """Return the body of a form whose boundary is `b`."""
+    said = f'form-data; name="{name}"' + (f'; filename="{filename}"' if filename is not None else "")
+    parts = [b"--b\r\nContent-Disposition: " + said.encode() + b"\r\n\r\n" + image + b"\r\n"]
+    if k is not None:
+        parts.append(f'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n{k}\r\n'.encode())
+    return b"".join([*parts, b"--b--\r\n"])
+
+
+FORM = "multipart/form-data; boundary=b"
+
+
+def vector(k: int = 3, width: int = 16) -> bytes:
+    """Return a search for a vector."""
+    return post(json.dumps({"vector": [0.25] * width, "k": k}).encode())
+
+
+def chunked(pieces: list[bytes], kind: str, *headers: str) -> bytes:
+    """Return a search request whose body comes in chunks."""
+    lines = [
+        "POST /v1/search HTTP/1.1",
+        "Host: localhost",
+        f"Content-Type: {kind}",
+        "Transfer-Encoding: chunked",
+    ]
+    head = "\r\n".join([*lines, *headers, "", ""]).encode()
+    return head + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+def found(answer: Answer) -> list[dict[str, Any]]:
+    """Return the results of a search that succeeded."""
+    assert answer.status == 200, answer
+    return list(json.loads(answer.body)["results"])
