@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from retrieval.errors import RetrievalError
+from retrieval.serve.errors import RequestError
 from retrieval.serve.guard import report
 from retrieval.serve.searcher import Searcher
 
@@ -32,6 +32,7 @@ class Readiness:
     def __init__(self, searcher: Searcher, checks: Sequence[Check] = ()) -> None:
         self._searcher = searcher
         self._checks = checks
+        self._told = False
         self.fault: str | None = _NEW
 
     def reason(self) -> str | None:
@@ -39,24 +40,44 @@ class Readiness:
         return self.fault or next(filter(None, (check() for check in self._checks)), None)
 
     async def probe(self) -> None:
-        """Run a search now, and note what came of it."""
-        settings = self._searcher.settings
-        try:
-            async with asyncio.timeout(settings.deadline):
-                await self._searcher.search(self._searcher.sample(), lambda hits: b"found" if hits else b"")
-            fault = None
-        except TimeoutError:
-            fault = f"Searches take longer than {settings.deadline:g} seconds."
-        except RetrievalError as error:
-            fault = f"A search failed: {error}"
-        except Exception as error:
-            report(error, settings.debug)
-            fault = f"A search failed: {type(error).__name__}."
+        """Run a search now, look at the index's files, and note what came of it."""
+        fault = await self._searched() or await self._unchanged()
         if fault != self.fault and fault is not None:
             log.warning("Not ready. %s", fault)
         elif fault is None and self.fault not in (None, _NEW):
             log.warning("Ready again.")
         self.fault = fault
+
+    async def _searched(self) -> str | None:
+        settings = self._searcher.settings
+        try:
+            async with asyncio.timeout(settings.deadline):
+                found = await self._searcher.search(self._searcher.sample(), lambda hits: bytes(len(hits)))
+        except TimeoutError:
+            return f"Searches take longer than {settings.deadline:g} seconds."
+        except RequestError as error:
+            return f"A search of the server's own was refused: {error}"
+        except Exception as error:
+            report(error, settings.debug)
+            return f"A search of the server's own failed ({type(error).__name__}); the log says why."
+        return None if found else "A search of the server's own found nothing."
+
+    async def _unchanged(self) -> str | None:
+        """Return why the files on the disk are not what is served. What is served is held in memory, and stays right."""
+        index, settings = self._searcher.index, self._searcher.settings
+        try:
+            async with asyncio.timeout(settings.deadline):
+                changed = await self._searcher.pictures.run(lambda job: index.changed())
+        except TimeoutError:
+            return "The storage of the index does not answer."
+        except RequestError:
+            return None  # the gallery is busy: asked again soon
+        if changed is None:
+            return None
+        if not self._told:
+            log.warning("%s", changed)  # its path is for the log only
+            self._told = True
+        return "The files of the index are no longer those that are served. Start the server again."
 
     async def watch(self) -> None:
         """Probe, for ever."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +34,12 @@ def port_of(server: SimpleNamespace) -> int:
 @pytest.fixture
 def port(served, index_path) -> int:
     return port_of(served(index_path))
+
+
+def memory_of(server: SimpleNamespace) -> int:
+    """Return the resident bytes of the server's own process."""
+    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def until(what, seconds: float = 15.0):
@@ -328,6 +337,86 @@ def test_health_has_a_port_of_its_own(served, index_path):
     assert wire.ask(health, wire.get("/v1/health/ready")).status == 200
     assert "port" in wire.ask(health, wire.get("/v1/index")).error
     assert wire.ask(health, wire.vector()).status == 404
+
+
+def test_files_that_change_under_a_server_end_its_readiness_and_not_its_answers(served, index_path, tmp_path):
+    own = Path(shutil.copytree(index_path, tmp_path / "own"))
+    port = port_of(served(own, "--probe-seconds", "0.2"))
+    before = wire.found(wire.ask(port, wire.vector()))
+    for name in ("vectors.npy", "vectors.faiss", "items.sqlite"):
+        (own / name).write_bytes(b"something else")
+    unready = until(lambda: (a := wire.ask(port, wire.get("/v1/health/ready"))).status == 503 and a)
+    assert unready.error == (
+        "The files of the index are no longer those that are served. Start the server again."
+    )
+    assert wire.found(wire.ask(port, wire.vector())) == before
+    shutil.rmtree(own)
+    assert wire.found(wire.ask(port, wire.vector())) == before
+    assert wire.ask(port, LIVE).status == 200
+
+
+def test_a_gallery_of_pipes_and_changed_files_stops_nothing(served, makers, bundle_path, tmp_path):
+    paths = makers.write_digits(tmp_path / "photos", 12)
+    build_index(bundle_path, [tmp_path / "photos"], tmp_path / "i", progress=False)
+    server = served(tmp_path / "i", "--grace", "3")
+    port = port_of(server)
+    for path in paths:
+        path.unlink()
+        os.mkfifo(path)
+    asking = [wire.connect(port) for _ in range(12)]
+    for number, one in enumerate(asking):
+        one.sendall(wire.get(f"/v1/items/{number}/image"))
+    assert {wire.read_answer(one).status for one in asking} == {404}
+    assert wire.found(wire.ask(port, wire.vector()))
+    server.process.terminate()
+    assert server.process.wait(10) == 0
+    for one in asking:
+        one.close()
+
+
+def test_a_storage_that_hangs_keeps_only_the_gallery_waiting():
+    """Its threads are its own, and none of them keeps the process."""
+    import asyncio
+
+    from retrieval.serve.pool import Pool
+
+    async def scenario() -> None:
+        gate = threading.Event()
+        pictures, searches = Pool("picture", 2, 4), Pool("search", 1, 4)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await asyncio.gather(*(pictures.run(lambda job: gate.wait()) for _ in range(5)))
+        assert await searches.run(lambda job: 5) == 5
+        assert not pictures.close(0.1)
+        assert searches.close(5)
+        gate.set()
+        assert pictures.close(5)
+
+    asyncio.run(scenario())
+
+
+def test_a_large_picture_comes_whole_and_a_slow_reader_holds_a_piece(served, makers, bundle_path, tmp_path):
+    import numpy as np
+    from PIL import Image
+
+    paths = makers.write_digits(tmp_path / "photos", 3)
+    noise = np.random.default_rng(0).integers(0, 256, (2000, 2000, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(paths[0], compress_level=0)
+    build_index(bundle_path, [tmp_path / "photos"], tmp_path / "i", progress=False)
+    server = served(tmp_path / "i")
+    port = port_of(server)
+    (number,) = (
+        hit["id"] for hit in wire.found(wire.ask(port, wire.vector())) if hit["key"].endswith(paths[0].name)
+    )
+    assert wire.ask(port, wire.get(f"/v1/items/{number}/image")).body == paths[0].read_bytes()
+    slow = [wire.connect(port) for _ in range(20)]
+    before = memory_of(server)
+    for one in slow:
+        one.sendall(wire.get(f"/v1/items/{number}/image"))
+    time.sleep(1)
+    assert memory_of(server) - before < 100_000_000  # 240 MB were asked for
+    for one in slow:
+        one.close()
 
 
 # --- a back end that hangs while a file exists: any work that does
