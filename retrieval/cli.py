@@ -9,6 +9,7 @@ import importlib
 import io
 import os
 import sys
+import traceback
 
 import click
 
@@ -103,11 +104,15 @@ def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> 
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
     help="Show the version and exit.",
 )  # fmt: skip
-def app() -> None:
+@click.option("--debug", is_flag=True, help="With an error also where it came from: the traceback.")
+@click.pass_context
+def app(ctx: click.Context, debug: bool) -> None:
     """Find the same thing in other pictures: train an embedding, export it, index it, serve image search.
 
     Start with:  retrieval demo
     """
+    if ctx.obj is not None:
+        ctx.obj["debug"] = debug
 
 
 def main() -> None:
@@ -116,11 +121,14 @@ def main() -> None:
         # a terminal that lacks a character shows "?" instead of a traceback
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    settings: dict[str, bool] = {}
     try:
         # Click gives the command's own return value, or an exit code for --help and --version.
-        app(prog_name="retrieval", standalone_mode=False)
+        app(prog_name="retrieval", standalone_mode=False, obj=settings)
         sys.stdout.flush()
     except RetrievalError as error:
+        if settings.get("debug"):
+            click.echo(printable("".join(traceback.format_exception(error))), err=True)
         _leave(f"Error: {error}", 130 if type(error).__name__ == "Interrupted" else 2)
     except click.ClickException as error:
         shown = io.StringIO()

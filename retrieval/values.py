@@ -95,10 +95,13 @@ def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
     if isinstance(value, float) and math.isnan(value):
         faults[place] = f"{where}: is nan, which is no number."
         return None
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        faults[place] = f"{where}: has more digits than a number of 64 bits can hold."
+        return None
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, numbers.Number) and hasattr(value, "item"):  # numpy's, from Python code
-        return value.item()
+        return _plain(value.item(), place, faults)
     dated = isinstance(value, datetime.date | datetime.time)
     kind = "a date or time" if dated else f"of type {type(value).__name__}"
     faults[place] = f"{where}: is {kind}, which nothing here takes. If it is text, put it in quotes."

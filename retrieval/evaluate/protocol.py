@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from retrieval.bundle import Bundle
     from retrieval.contracts import Metric
     from retrieval.plugins import Plugins
+from retrieval.products import CheckedMetric
 
 OVERLAP_AT = 10
 OVERLAP_QUERIES = 1000
@@ -38,7 +39,8 @@ def resolve_metrics(names: Sequence[str], plugins: Plugins, always: Sequence[str
     """
     wanted = dict.fromkeys([*names, *always])
     return {
-        name: plugins.build("metrics", {"name": name}) if "." in name else metric(name) for name in wanted
+        name: CheckedMetric(plugins.build("metrics", {"name": name}), name) if "." in name else metric(name)
+        for name in wanted
     }
 
 

@@ -9,10 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrieval.contracts import Backbone, Combiner, Dataset, Generator
+from retrieval.contracts import Backbone, Dataset, Generator
 from retrieval.errors import PluginError, RecipeError
+from retrieval.guard import calling
 from retrieval.model import Model, build_head
 from retrieval.plugins import Plugins
+from retrieval.products import (
+    check_backbone,
+    check_combiner,
+    check_dataset,
+    check_distances,
+    check_generator,
+    check_head,
+)
 from retrieval.recipe import Recipe
 
 
@@ -22,12 +31,7 @@ def build_dataset(recipe: Recipe, plugins: Plugins) -> Dataset:
     Raises:
         DataError: its files are missing or wrong.
     """
-    dataset = plugins.build("datasets", recipe.component("data") or {})
-    if not isinstance(dataset, Dataset):
-        raise PluginError(
-            f"{recipe.data['name']} gave a {type(dataset).__name__}; a dataset factory must give a retrieval.Dataset."
-        )
-    return dataset
+    return check_dataset(plugins.build("datasets", recipe.component("data") or {}), recipe.data["name"])
 
 
 def build_backbone(recipe: Recipe, plugins: Plugins, dataset: Dataset) -> Backbone:
@@ -42,11 +46,8 @@ def build_backbone(recipe: Recipe, plugins: Plugins, dataset: Dataset) -> Backbo
                 f"[backbone] {recipe.backbone['name']} takes vectors, and [data] {recipe.data['name']} gives images."
             ]
         )
-    backbone = plugins.build("backbones", recipe.component("backbone") or {}, {"features": width})
-    if not isinstance(backbone, Backbone):
-        raise PluginError(
-            f"{recipe.backbone['name']} gave a {type(backbone).__name__}; a backbone factory must give a retrieval.Backbone."
-        )
+    made = plugins.build("backbones", recipe.component("backbone") or {}, {"features": width})
+    backbone = check_backbone(made, recipe.backbone["name"])
     if dataset.kind == "features" and backbone.preprocessing is not None:
         raise RecipeError(
             [
@@ -61,16 +62,20 @@ def build_model(recipe: Recipe, plugins: Plugins, dataset: Dataset) -> Model:
     backbone = build_backbone(recipe, plugins, dataset)
     if recipe.combiner is not None:
         given = {"features": backbone.features, "embedding_size": recipe.head.embedding_size}
-        combiner = plugins.build("combiners", recipe.component("combiner") or {}, given)
-        if not isinstance(combiner, Combiner):
-            raise PluginError(
-                f"{recipe.combiner['name']} gave a {type(combiner).__name__}; a combiner factory must give a retrieval.Combiner."
-            )
-        return Model(backbone, combiner.build_head(backbone.features), None if combiner.plain else combiner)
+        name = recipe.combiner["name"]
+        combiner = check_combiner(plugins.build("combiners", recipe.component("combiner") or {}, given), name)
+        with calling(f"The combiner {name}, asked for build_head({backbone.features}),"):
+            built = combiner.build_head(backbone.features)
+        check_head(built, f"The combiner {name}", backbone.features)
+        if combiner.plain:
+            return Model(backbone, built, None)
+        return Model(backbone, built, check_distances(combiner, name, built, backbone.features))
     if recipe.head.identity:
         return Model(backbone, nn.Identity())
     head = recipe.head
-    return Model(backbone, build_head(backbone.features, head.embedding_size, head.hidden, head.normalize))
+    with calling(f"[head] embedding_size = {head.embedding_size}, hidden = {head.hidden}"):
+        layers = build_head(backbone.features, head.embedding_size, head.hidden, head.normalize)
+    return Model(backbone, layers)
 
 
 def code_size(model: Model) -> int:
@@ -105,15 +110,12 @@ def build_objective(recipe: Recipe, plugins: Plugins, model: Model, classes: int
     if recipe.miner:
         made = plugins.build("miners", recipe.component("miner") or {}, given)
         miner = as_module(made, "miner", recipe.miner)
-    generator = (
-        plugins.build("generators", recipe.component("generator") or {}, given) if recipe.generator else None
-    )
-    if generator is not None and not isinstance(generator, Generator):
-        raise PluginError(
-            f"A generator factory must give a retrieval.Generator, not a {type(generator).__name__}."
-        )
-    if generator is not None:
-        _bind(generator, model)
+    generator = None
+    if recipe.generator:
+        made = plugins.build("generators", recipe.component("generator") or {}, given)
+        generator = check_generator(made, recipe.generator["name"])
+        with calling(f"The generator {recipe.generator['name']}, given the head by bind(head),"):
+            _bind(generator, model)
     return Objective(loss, miner, generator)
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from retrieval.contracts import Backbone, Dataset
 from retrieval.data.cache import frozen_features
 from retrieval.encode import evaluating
+from retrieval.guard import calling, check_width
 from retrieval.model import Model
 from retrieval.train.run import Run
 
@@ -44,15 +45,23 @@ def frozen_dataset(run: Run) -> FeatureDataset:
 
 
 def backbone_features(model: Model, dataset: Dataset, device: torch.device, batch: int) -> FeatureDataset:
-    """Return the features of every item under a model's backbone, from the cache or computed now."""
+    """Return the features of every item under a model's backbone, from the cache or computed now.
+
+    Raises:
+        PluginError: the backbone fails, or gives features of another width than it says.
+    """
+    what = f"The backbone {type(model.backbone).__name__}"
     if dataset.kind == "features" and dataset.arrays is not None and not list(model.backbone.parameters()):
-        return FeatureDataset(dataset, np.asarray(dataset.arrays, dtype=np.float32))
+        features = np.asarray(dataset.arrays, dtype=np.float32)
+        check_width(features, what, model.backbone.features)
+        return FeatureDataset(dataset, features)
     model.to(device)
-    with evaluating(model):
+    with calling(what), evaluating(model):
         features = frozen_features(
             lambda x: model.features(x.to(device)).float().cpu(), dataset, model.preprocessing,
             fingerprint=fingerprint(model.backbone), device=device, batch=batch,
         )  # fmt: skip
+    check_width(features, what, model.backbone.features)
     return FeatureDataset(dataset, features)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,8 +15,10 @@ from torch import nn
 from retrieval.contracts import Dataset, Learner
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, PluginError
+from retrieval.guard import calling
 from retrieval.model import Model
 from retrieval.plugins import Plugins
+from retrieval.products import check_learner, model_parts
 from retrieval.recipe import Recipe
 from retrieval.train import checkpoint
 from retrieval.train.build import build_backbone, build_dataset
@@ -55,14 +57,16 @@ def fit_learner(
     learner = build_learner(recipe, plugins, model.backbone.features)
     assert features.arrays is not None
     started = time.perf_counter()
+    name = str((recipe.learner or {}).get("name"))
     try:
-        learner.fit(np.asarray(features.arrays[splits.train], dtype=np.float64), splits.train_labels)
-    except ValueError as error:
-        raise DataError(
-            f"{recipe.learner and recipe.learner['name']} refuses the training features: {error}."
-        ) from error
+        with calling(f"The learner {name}"):
+            learner.fit(np.asarray(features.arrays[splits.train], dtype=np.float64), splits.train_labels)
+    except PluginError as error:
+        if isinstance(error.__cause__, ValueError):  # an estimator's way to say that data do not serve
+            raise DataError(f"{name} refuses the training features: {error.__cause__}.") from error
+        raise
     seconds = time.perf_counter() - started
-    head, combiner = learner.to_model_parts()
+    head, combiner = model_parts(learner, name, model.backbone.features)
     model = Model(model.backbone, head, combiner).to(device).eval()
     if not resume or not (path / "recipe.toml").is_file():
         create_folder(path, recipe)
@@ -93,11 +97,8 @@ def fit_learner(
 def build_learner(recipe: Recipe, plugins: Plugins, features: int) -> Learner:
     """Return the recipe's learner, not fitted."""
     learner = plugins.build("learners", recipe.component("learner") or {}, {"features": features})
-    if not isinstance(learner, Learner):
-        raise PluginError(
-            f"{recipe.learner and recipe.learner['name']} gave a {type(learner).__name__} without fit, transform and to_model_parts."
-        )
-    return learner
+    check_learner(learner, str((recipe.learner or {}).get("name")))
+    return cast(Learner, learner)
 
 
 def fitted_state(learner: Learner) -> dict[str, Any]:
@@ -126,12 +127,11 @@ def load_learned(recipe: Recipe, plugins: Plugins, dataset: Dataset, path: Path)
     learner = build_learner(recipe, plugins, backbone.features)
     for name, value in state.get("learner", {}).items():
         setattr(learner, name, value.numpy() if isinstance(value, torch.Tensor) else value)
+    name = str((recipe.learner or {}).get("name"))
     try:
-        head, combiner = learner.to_model_parts()
-    except (AttributeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"{path} does not hold what {recipe.learner and recipe.learner['name']} needs: {error}."
-        ) from error
+        head, combiner = model_parts(learner, name, backbone.features)
+    except PluginError as error:
+        raise DataError(f"{path} does not hold what {name} needs: {error.__cause__ or error}.") from error
     model = Model(backbone, head, combiner)
     load_weights(model, state, path)
     return model.eval()

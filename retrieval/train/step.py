@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from retrieval.contracts import TripletIndices, count_indices
 from retrieval.errors import DataError
+from retrieval.guard import calling, checked_indices, checked_objective, checked_rows, checked_scalar
 from retrieval.model import Model
 from retrieval.recipe import Phase, Recipe, Trainable
 from retrieval.train.build import Objective
@@ -55,6 +56,11 @@ class Step:
         self.mines_after = recipe.train.mine == "after"
         self.accelerator = accelerator
         self.from_features = from_features
+        self.loss, self.miner, self.generator, self.combiner = (
+            f"The {part} {(getattr(recipe, part) or {}).get('name')}"
+            for part in ("loss", "miner", "generator", "combiner")
+        )
+        self.backbone = f"The backbone {recipe.backbone['name']}"
 
     def __call__(self, inputs: Tensor, labels: Tensor, phase: Phase) -> Losses:
         """Return the losses of one batch.
@@ -64,19 +70,20 @@ class Step:
             labels: likewise, int64.
             phase: what trains now.
         """
-        with self.accelerator.autocast():
-            features, codes = self.model(inputs, self.from_features)
+        features, codes = self._codes(inputs)
         # losses take differences of near-equal numbers: always in float32 (a no-op without mixed precision)
         features, codes = self._share(features.float()), self._share(codes.float())
         labels = self._share(labels)
-        miner = self.objective.miner
-        indices: TripletIndices | None = miner(codes, labels) if miner is not None else None
+        mines = self.objective.miner is not None
+        indices: TripletIndices | None = self._mine(codes, labels) if mines else None
         losses = Losses(None, None)
-        if miner is not None:
+        if mines:
             losses.figures["mined"] = count_indices(indices)
         own: Tensor | None = None
         if self.model.combiner is not None:
-            own, figures = self.model.combiner.objective(codes, labels, indices)
+            with calling(self.combiner):
+                given = self.model.combiner.objective(codes, labels, indices)
+            own, figures = checked_objective(given, self.combiner, codes)
             losses.figures.update(figures)
         self._sides(losses, features, codes, labels, indices, phase)
         if losses.metric is not None:
@@ -113,9 +120,13 @@ class Step:
                     losses.metric = losses.metric + real_weight * self._loss(codes, labels, indices)
             return
         fa, fp, fn = (features[i] for i in (a, p, n))
-        synthetic = generator(fa, fp, fn)
+        with calling(self.generator):
+            synthetic = generator(fa, fp, fn)
+        checked_rows(
+            synthetic, self.generator, (len(fn), fn.shape[1]), fn.device, "a synthetic feature a triplet"
+        )
         if not torch.isfinite(synthetic).all():
-            raise DataError("the generator's output became NaN or infinite")
+            raise DataError(f"the generator's output became NaN or infinite ({self.generator[4:]})")
         replaced = fn if generator.replaces == "negative" else fp
         losses.figures["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
         if trains_metric and not phase.synthetic:
@@ -125,16 +136,16 @@ class Step:
             extended = extend(codes, labels, made, (a, p, n), generator.replaces)
             chosen: TripletIndices = extended.triplets
             if after and miner is not None:
-                chosen = mine(miner, codes, labels, extended)
+                chosen = mine(self._mine, codes, labels, extended)
                 losses.figures["mined"] = count_indices(chosen)
-            metric: Tensor = self.objective.loss(
-                codes, labels, chosen, ref_emb=extended.codes, ref_labels=extended.labels
-            )
+            metric = self._loss(codes, labels, chosen, ref_emb=extended.codes, ref_labels=extended.labels)
             if real_weight:
                 metric = metric + real_weight * self._loss(codes, labels, indices)
             losses.metric = metric
         if "generator" in phase.train and any(True for _ in generator.parameters()):
-            losses.generator = generator.objective(fa, fp, fn, synthetic, self.model.feature_distance)
+            with calling(self.generator):
+                given = generator.objective(fa, fp, fn, synthetic, self.model.feature_distance)
+            losses.generator = checked_scalar(given, f"{self.generator}'s objective", synthetic, generator)
 
     def backward(
         self, losses: Losses, parts: Mapping[Trainable, Sequence[Parameter]], clip_norm: float | None
@@ -154,11 +165,13 @@ class Step:
             rest += own
         if generator is not None:
             keep = metric is not None and metric.requires_grad
-            gradients = torch.autograd.grad(generator, own, retain_graph=keep, allow_unused=True)
+            with calling(f"The gradient of {self.generator[4:]}"):
+                gradients = torch.autograd.grad(generator, own, retain_graph=keep, allow_unused=True)
             for parameter, gradient in zip(own, gradients, strict=True):
                 parameter.grad = gradient
         if metric is not None and metric.requires_grad:
-            self.accelerator.backward(metric, inputs=rest)
+            with calling(f"The gradient of {self.loss[4:]}"):
+                self.accelerator.backward(metric, inputs=rest)
         metric_side = [
             p for name, group in parts.items() if name != "generator" for p in group if p.grad is not None
         ]
@@ -170,13 +183,34 @@ class Step:
             self.accelerator.clip_grad_norm_(metric_side, clip_norm)
             nn.utils.clip_grad_norm_(generator_side, clip_norm)
 
-    def _loss(self, codes: Tensor, labels: Tensor, indices: TripletIndices | None) -> Tensor:
-        loss: Tensor = (
-            self.objective.loss(codes, labels)
-            if indices is None
-            else self.objective.loss(codes, labels, indices)
-        )
-        return loss
+    def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features (B, F), as wide as the backbone says, and codes (B, C)."""
+        model, size = self.model, len(inputs)
+        with self.accelerator.autocast():
+            with calling(self.backbone):
+                features = inputs.float() if self.from_features else model.features(inputs)
+            like = (size, model.backbone.features)
+            checked_rows(features, self.backbone, like, inputs.device, "features, as wide as it says")
+            with calling("The head"):
+                codes = model.head(features)
+        return features, checked_rows(codes, "The head", (size, -1), inputs.device, "codes")
+
+    def _mine(self, codes: Tensor, labels: Tensor, **reference: Tensor) -> TripletIndices:
+        """Return what the miner picks, in the batch or against a reference set (`ref_emb`, `ref_labels`)."""
+        assert self.objective.miner is not None
+        with calling(self.miner):
+            found = self.objective.miner(codes, labels, **reference)
+        others = reference.get("ref_emb", codes)
+        return checked_indices(found, self.miner, (len(codes), len(others)), codes.device)
+
+    def _loss(
+        self, codes: Tensor, labels: Tensor, indices: TripletIndices | None, **reference: Tensor
+    ) -> Tensor:
+        """Return the loss; one without a miner's indices is called without them."""
+        with calling(self.loss):
+            picked = () if indices is None else (indices,)
+            value = self.objective.loss(codes, labels, *picked, **reference)
+        return checked_scalar(value, self.loss, codes, self.objective.loss)
 
     def _share(self, x: Tensor) -> Tensor:
         """All processes' rows, in the batch's order; gradients reach this process's own rows.

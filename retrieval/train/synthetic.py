@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +10,7 @@ import torch
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
 from torch import Tensor
 
-from retrieval.contracts import Miner, TripletIndices
+from retrieval.contracts import TripletIndices
 
 Triplets = tuple[Tensor, Tensor, Tensor]
 Replaces = Literal["positive", "negative"]
@@ -54,7 +55,9 @@ def extend(codes: Tensor, labels: Tensor, made: Tensor, triplets: Triplets, repl
     )
 
 
-def mine(miner: Miner, codes: Tensor, labels: Tensor, extended: Extended) -> TripletIndices:
+def mine(
+    miner: Callable[..., TripletIndices], codes: Tensor, labels: Tensor, extended: Extended
+) -> TripletIndices:
     """Return what a miner picks among real and synthetic samples.
 
     It is asked class by class, so that a synthetic negative is nobody's positive, nor a synthetic positive a negative: its

@@ -22,6 +22,7 @@ from torch import Tensor
 from retrieval.data.loading import TrainBatches
 from retrieval.data.raw import RawInputs
 from retrieval.errors import DataError
+from retrieval.guard import combiner_warnings
 from retrieval.plugins import Plugins
 from retrieval.progress import Meter
 from retrieval.recipe import Phase, Recipe
@@ -199,7 +200,8 @@ class Trainer:
             if value is not None:
                 figures[name] = float(value.detach())
                 if not math.isfinite(figures[name]):
-                    raise self._stopped(where, f"{name.replace('_', ' ')} is {figures[name]}")
+                    who = self.step.loss if name == "loss" else self.step.generator
+                    raise self._stopped(where, f"{name.replace('_', ' ')} is {figures[name]} ({who[4:]})")
         self.step.backward(losses, self.sides.parts, self.recipe.train.clip_norm)
         self.sides.step()
         return figures
@@ -244,8 +246,7 @@ class Trainer:
             "phase": self.phase.name, "epoch": progress.epoch, "step": progress.total,
             "lr": self.sides.rates(), **metrics,
         }  # fmt: skip
-        combiner = self.run.model.combiner
-        warnings = [] if combiner is None else list(combiner.warnings(metrics))
+        warnings = combiner_warnings(self.run.model.combiner, metrics, self.step.combiner)
         if metrics.get("triplets") == 0:
             warnings.append(NO_TRIPLETS)
         if warnings:

@@ -18,6 +18,8 @@ PLUGINS = ROOT / "plugins"
 HOST = {"errors", "hookspecs", "values", "signature", "factory", "importing", "trust", "plugins"}
 TRAINING = {
     "contracts",
+    "guard",
+    "products",
     "model",
     "data",
     "encode",
@@ -50,6 +52,8 @@ ALLOWED: dict[str, set[str]] = {
     "recipe": {"errors", "values", "factory", "plugins", "overrides", "trust"},
     "rules": {"errors", "factory", "plugins"},
     "contracts": {"errors", "images"},
+    "guard": {"contracts", "errors"},
+    "products": {"contracts", "errors", "guard", "images"},
     "model": {"contracts", "images"},
     "loss": {"errors", "factory"},
     "linear": set(),
@@ -65,6 +69,7 @@ ALLOWED: dict[str, set[str]] = {
         "merging",
         "model",
         "plugins",
+        "products",
         "recipe",
         "train",
     },

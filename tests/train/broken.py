@@ -1,0 +1,250 @@
+"""A plugin that breaks each contract in turn: what `how` says is what the part does wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from pytorch_metric_learning.losses import BaseMetricLossFunction
+from retrieval import Backbone, Combiner, Dataset, Generator, hookimpl
+from torch import nn
+
+
+class Items(Dataset):
+    kind = "features"
+
+    def __init__(self, how="right"):
+        self.arrays = np.random.default_rng(0).normal(size=(48, 5)).astype(np.float32)
+        self.labels = [str(i % 3) for i in range(48)]
+        self.keys = [str(i) for i in range(48)]
+        if how == "short":
+            self.labels, self.files = self.labels[:-3], [None] * 7
+        if how == "none":
+            self.keys = None
+        if how == "flat":
+            self.arrays = self.arrays[:, 0]
+        if how == "kind":
+            self.kind = "pictures"
+
+    def __getitem__(self, index):
+        return self.arrays[index]
+
+
+class Same(Backbone):
+    def __init__(self, features, how="right"):
+        super().__init__()
+        self.how, self.features = how, 7 if how == "width" else features
+        if how == "none":
+            del self.features
+        if how == "preprocessing":
+            self.preprocessing = (8, 8)
+
+    def forward(self, x):
+        return [x] if self.how == "list" else x / len(x[0][0]) if self.how == "raises" else x
+
+
+class Loss(nn.Module):
+    def __init__(self, how="right"):
+        super().__init__()
+        self.how = how
+
+    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
+        costs = embeddings.square().sum(1)
+        return {
+            "right": lambda: costs.mean(),
+            "vector": lambda: costs,
+            "float": lambda: costs.mean().item(),
+            "zero": lambda: 0,
+            "dictionary": lambda: {"loss": {"losses": costs}},
+            "none": lambda: None,
+            "nan": lambda: costs.mean() * float("nan"),
+            "detached": lambda: costs.mean().detach(),
+            "numpy": lambda: costs.detach().numpy().mean(),
+            "whole": lambda: costs.mean().long(),
+            "raises": lambda: {}["no such key"],
+            "memory": lambda: torch.empty(10**15),
+            "in_place": lambda: (
+                costs.exp_().sum() + embeddings.exp().mul_(2).add_(1).log().exp_().sqrt_().sum()
+            ),
+        }[self.how]()
+
+
+class NoForward(nn.Module):
+    pass
+
+
+class NoComputeLoss(BaseMetricLossFunction):
+    pass
+
+
+class WrongCall(nn.Module):
+    def forward(self, embeddings):
+        return embeddings.mean()
+
+
+class Miner(nn.Module):
+    def __init__(self, how="right"):
+        super().__init__()
+        self.how = how
+
+    def forward(self, embeddings, labels, ref_emb=None, ref_labels=None):
+        a, p, n = torch.arange(4), torch.arange(4), torch.arange(4)
+        return {
+            "right": lambda: (a, p, n),
+            "lists": lambda: (a.tolist(), p.tolist(), n.tolist()),
+            "two": lambda: (a, p),
+            "none": lambda: None,
+            "high": lambda: (a, p, n + len(labels)),
+            "low": lambda: (a - 1, p, a, n),
+            "floats": lambda: (a.float(), p.float(), n.float()),
+            "masks": lambda: (a > 1, p > 1, n > 1),
+            "lengths": lambda: (a, p[:3], n),
+            "pairs": lambda: (a, p, a, n[:2]),
+            "device": lambda: tuple(x.to("meta") for x in (a, p, n)),
+            "matrix": lambda: (a[:, None], p[:, None], n[:, None]),
+            "raises": lambda: embeddings[99],
+        }[self.how]()
+
+
+class Synthetic(Generator):
+    def __init__(self, features, how="right"):
+        super().__init__()
+        self.how, self.scale = how, nn.Parameter(torch.ones(features))
+        if how == "replaces":
+            self.replaces = "anchor"
+
+    def bind(self, head):
+        if self.how == "bind":
+            raise KeyError("head")
+
+    def forward(self, anchor, positive, negative):
+        made = negative * self.scale
+        return {"narrow": made[:, :2], "few": made[1:], "list": [made]}.get(self.how, made)
+
+    def objective(self, anchor, positive, negative, synthetic, distance):
+        costs = distance(anchor, synthetic)
+        return costs if self.how == "objective" else costs.mean()
+
+
+class Parts(Combiner):
+    def __init__(self, how="right"):
+        super().__init__()
+        self.how = how
+
+    def build_head(self, features):
+        return None if self.how == "no_head" else nn.Linear(features, 3)
+
+    def compute_mat(self, query_emb, ref_emb):
+        mat = torch.cdist(query_emb, ref_emb)
+        return mat.flatten() if self.how == "flat" else mat
+
+    def pairwise_distance(self, query_emb, ref_emb):
+        return torch.cdist(query_emb, ref_emb) if self.how == "rows" else (query_emb - ref_emb).norm(dim=1)
+
+    def objective(self, codes, labels, indices):
+        if self.how == "objective":
+            return codes.mean()
+        return None, {"width": codes if self.how == "figures" else codes.mean()}
+
+    def warnings(self, figures):
+        return "too long" if self.how == "warnings" else ()
+
+
+class NoBuildHead(Combiner):
+    pass
+
+
+class Measured(nn.Module):
+    def __init__(self, distance=None):
+        super().__init__()
+        self.distance = distance
+
+    def forward(self, embeddings, labels):
+        return self.distance(embeddings, embeddings).mean()
+
+
+class Learner:
+    def __init__(self, how="right"):
+        self.how = how
+
+    def fit(self, X, y):
+        if self.how == "fit":
+            raise AttributeError("nothing to fit")
+        self.width_ = X.shape[1]
+        return self
+
+    def transform(self, X):
+        return X
+
+    def to_model_parts(self):
+        head = nn.Linear(2 if self.how == "width" else self.width_, 3)
+        return {"alone": head, "no_head": (None, None), "combiner": (head, 3)}.get(self.how, (head, None))
+
+
+class NoParts:
+    def fit(self, X, y):
+        return self
+
+
+class Metric:
+    depth: Any = 3
+
+    def __init__(self, how="right"):
+        self.how = how
+
+    def __call__(self, matches, relevant):
+        return {"number": 1.0, "text": ["x"] * len(matches), "nan": np.full(len(matches), np.nan)}.get(
+            self.how, matches[:, 0]
+        )
+
+
+def metric(how):
+    class One(Metric):
+        def __init__(self):
+            super().__init__(how)
+            if how == "depth":
+                self.depth = "deep"
+
+    return One
+
+
+@hookimpl
+def retrieval_datasets():
+    return {"items": Items}
+
+
+@hookimpl
+def retrieval_backbones():
+    return {"same": Same}
+
+
+@hookimpl
+def retrieval_losses():
+    found = {"loss": Loss, "no_forward": NoForward, "no_compute_loss": NoComputeLoss, "wrong_call": WrongCall}
+    return {**found, "measured": Measured, "object": lambda: 3}
+
+
+@hookimpl
+def retrieval_miners():
+    return {"miner": Miner}
+
+
+@hookimpl
+def retrieval_generators():
+    return {"generator": Synthetic}
+
+
+@hookimpl
+def retrieval_combiners():
+    return {"combiner": Parts, "no_build_head": NoBuildHead, "no_combiner": lambda: None}
+
+
+@hookimpl
+def retrieval_learners():
+    return {"learner": Learner, "no_parts": NoParts}
+
+
+@hookimpl
+def retrieval_metrics():
+    return {how: metric(how) for how in ("right", "number", "text", "nan", "depth")}
