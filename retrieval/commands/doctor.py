@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from retrieval.commands import say
+
 if TYPE_CHECKING:
     from retrieval.doctor import Examination
 
@@ -23,7 +25,7 @@ def doctor(as_json: bool) -> None:
     from retrieval.doctor import examine
 
     found = examine()
-    click.echo(found.as_json() if as_json else _text(found))
+    say(found.as_json() if as_json else _text(found))
     if found.faults:
         sys.exit(2)
 
