@@ -175,7 +175,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
     def cell(name: str, method: str) -> str:
         values = errors(name, method)
-        return f"{short(np.mean(values))} ± {short(np.std(values, ddof=1))}" if values else "–"
+        return f"{short(np.mean(values))} ± {short(np.std(values))}" if values else "–"
 
     names = [name for name in SETS if any(row["set"] == name for row in rows)]
     lines = [

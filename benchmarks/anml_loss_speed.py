@@ -1,6 +1,7 @@
 """Time and memory of ANML's deep losses against pytorch-metric-learning's, forward and backward, on one core.
 
     python benchmarks/anml_loss_speed.py --report benchmarks/results/anml_loss_speed.md
+    python benchmarks/anml_loss_speed.py --no-lifted --report benchmarks/results/anml_loss_speed_amd.md    # on another maker's processor
 
 Each measurement is a process of its own, both sides in one run of this script. Time is CPU time, the least of several calls.
 Memory is how far the process's peak rises during a call over what it holds before, after one call on a batch of 32
@@ -131,12 +132,21 @@ def run(name: str, items: int, width: int) -> dict[str, float] | None:
     raise RuntimeError(done.stderr)
 
 
-def report() -> Iterator[str]:
+def processor() -> str:
+    """Return the processor's name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
+
+
+def report(lifted: bool) -> Iterator[str]:
     """Yield the lines of the report."""
     import pytorch_metric_learning
     import torch
 
-    yield "# Speed and memory of the deep ANML losses\n"
+    yield f"# Speed and memory of the deep ANML losses: {processor()}\n"
     yield "Made by `python benchmarks/anml_loss_speed.py`, which says what is measured: forward and backward, one core, CPU time."
     yield f"{platform.machine()}, torch {torch.__version__}, pytorch-metric-learning {pytorch_metric_learning.__version__}.\n"
     yield "## DANML with its miner, against MultiSimilarityLoss with MultiSimilarityMiner\n"
@@ -151,6 +161,8 @@ def report() -> Iterator[str]:
         cells.append(f"**{theirs['seconds'] / fused['seconds']:.1f}**")
         cells.append(f"**{100 * fused['megabytes'] / theirs['megabytes']:.0f} %**")
         yield row(*cells, *shown(apart), *shown(unmined))
+    if not lifted:
+        return
     yield "\n## Improved lifted, against LiftedStructureLoss\n"
     yield f"Each process may take {LIFTED_LIMIT >> 30} GB.\n"
     yield "| batch | dim | pml `LiftedStructureLoss`: ms | MB | `improved_lifted`: ms | MB |"
@@ -175,6 +187,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--report", type=Path, help="write the report here")
+    parser.add_argument("--no-lifted", action="store_true", help="leave out the second table")
     parser.add_argument("--one", nargs=3, metavar=("WHAT", "ITEMS", "WIDTH"), help="one measurement, as JSON")
     options = parser.parse_args()
     if options.one:
@@ -182,7 +195,7 @@ def main() -> None:
         print(json.dumps(measure(name, int(items), int(width))))
         return
     lines = []
-    for line in report():
+    for line in report(not options.no_lifted):
         print(line, flush=True)
         lines.append(line)
     if options.report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,24 +19,40 @@ def kept(name: str) -> Any:
     return json.loads(text) if file.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
 
 
-def page(name: str) -> Callable[[Any], str]:
-    if name == "evaluation":
-        from evaluation_report import render
-    else:
-        from onnx_report import render
-    return render
+PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
+    "evaluation": ("evaluation_report", lambda script, raw: script.render(raw)),
+    "onnx": ("onnx_report", lambda script, raw: script.render(raw)),
+    "aml_algorithm1": ("aml_algorithm1", lambda script, raw: script.render(raw)),
+    "anml_projected": ("anml_projected", lambda script, raw: script.render(raw)),
+    "anml_table2": ("anml_table2", lambda script, raw: script.table(raw)),
+}
+"""What writes each page, and how."""
 
 
-@pytest.mark.parametrize("name", ["evaluation", "onnx"])
+def page(name: str, raw: Any) -> str:
+    script, write = PAGES[name]
+    return write(importlib.import_module(script), raw)
+
+
+def raw_of(name: str) -> Any:
+    return kept(f"{name}.{'json' if (RESULTS / 'raw' / f'{name}.json').exists() else 'jsonl'}")
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_made_of_what_was_kept(name: str) -> None:
-    assert page(name)(kept(f"{name}.json")) == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
+    assert page(name, raw_of(name)) == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_whatever_was_kept_has_its_page_tested() -> None:
+    kept_too = {"cards", "anml_table2_earlier"}  # a card's test is its own
+    assert {path.stem for path in (RESULTS / "raw").iterdir()} == set(PAGES) | kept_too
 
 
 def test_sentences_follow_the_figures() -> None:
     figures = kept("evaluation.json")
-    before = page("evaluation")(figures)
+    before = page("evaluation", figures)
     for row in figures["rows"][1::2]:
         row["cpu"] *= 10
-    after = page("evaluation")(figures)
+    after = page("evaluation", figures)
     said = [[line for line in text.splitlines() if line.startswith("- ")] for text in (before, after)]
     assert said[0] != said[1] and all("× our CPU seconds" in line for line in said[0][:1])

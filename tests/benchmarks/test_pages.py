@@ -1,0 +1,67 @@
+"""Figures on the pages of AML, ANML and DAML come from results and published.toml by a script, or their paragraph says where they are from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ["aml.md", "anml.md", "daml.md"]
+FENCE = re.compile(r"^( *)```.*?^\1```$", re.M | re.S)
+GENERATED = re.compile(r"<!-- figures: ([\w-]+) -->.*?<!-- end of figures -->", re.S)
+FIGURE = re.compile(r"(?<![\w.^])[+−-]?\d*\.\d+(?![\w.])|\d+ (?:%|times|points|minutes|seconds)")
+SOURCE = re.compile(r"benchmarks/|tests/|\bthe paper|Eq \d|\]\(benchmarks\.md\)")
+
+
+def without_source(text: str) -> list[str]:
+    """Return the paragraphs, list items and table rows of a page that hold a figure and name no source; what is generated or code is left out."""
+    text = GENERATED.sub("", FENCE.sub("", text))
+    pieces = re.split(r"\n\s*\n|\n(?=[-|] ?)", text)
+    plain = [re.sub(r"`[^`]*`", lambda m: m[0] if "/" in m[0] else "", piece) for piece in pieces]
+    return [piece for piece in plain if FIGURE.search(piece) and not SOURCE.search(piece)]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_blocks_are_made_of_the_results(name: str) -> None:
+    import pages
+
+    assert pages.written(name) == (DOCS / name).read_text(encoding="utf-8"), "python benchmarks/pages.py"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_figure_outside_of_them_says_where_it_is_from(name: str) -> None:
+    assert without_source((DOCS / name).read_text(encoding="utf-8")) == []
+
+
+def test_what_would_be_refused() -> None:
+    assert without_source("It gains 4.3 points.\n\nNothing here.") == ["It gains 4.3 points."]
+    assert without_source("- slower by 5 to 10 times\n- fine") == ["- slower by 5 to 10 times"]
+    assert not without_source("It gains 4.3 points (`benchmarks/x.py`).\n\n```toml\nmargin = 0.5\n```\n")
+    assert not without_source("<!-- figures: x -->\n4.3\n<!-- end of figures -->")
+    assert not without_source("With `margin = 0.5`, in version 1.2.3.")
+
+
+def test_a_block_that_the_script_lacks_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pages
+
+    (tmp_path / "aml.md").write_text("<!-- figures: nothing -->\n<!-- end of figures -->\n")
+    monkeypatch.setattr(pages, "DOCS", tmp_path)
+    with pytest.raises(KeyError, match="nothing"):
+        pages.written("aml.md")
+
+
+def test_a_block_follows_its_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import page_tables
+    import pages
+
+    for file in page_tables.RESULTS.glob("*.md"):
+        text = file.read_text(encoding="utf-8")
+        (tmp_path / file.name).write_text(text.replace("60.2 ± 2.8", "99.9 ± 0.1"), encoding="utf-8")
+    monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
+    page_tables.tables.cache_clear()
+    try:
+        assert "99.9 (+8.3)" in pages.written("daml.md")
+    finally:
+        page_tables.tables.cache_clear()
