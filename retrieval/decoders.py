@@ -15,9 +15,11 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -310,14 +312,17 @@ class _Worker(threading.Thread):
         self.inbox.put(job)
 
     def run(self) -> None:
+        answer: Callable[[], None] | None = None
         while True:
             with suppress(_Unstarted):  # then the next job says so
                 self._have_process()
             self.pool.next_for(self)
+            if answer is not None:
+                answer()  # only now: who asks again at once finds this worker idle
             job = self.inbox.get()
             if job is None:
                 break
-            self._do(job)
+            answer = self._do(job)
         self._end()
 
     def stop(self) -> None:
@@ -353,14 +358,15 @@ class _Worker(threading.Thread):
         self._reason = reason
         self._kill()
 
-    def _do(self, job: Job) -> None:
+    def _do(self, job: Job) -> Callable[[], None] | None:
+        """Return what gives the answer; None when it was given, since the process ended."""
         if not job.future.set_running_or_notify_cancel():
-            return
+            return None
         try:
             self._have_process()
         except _Unstarted as fault:
             job.future.set_exception(fault)
-            return
+            return None
         try:
             with self._lock:
                 self._job, self._since = job, time.monotonic()
@@ -371,7 +377,7 @@ class _Worker(threading.Thread):
                 self._job, self.slow, self._since = None, False, 0.0
             code = self._end()
             job.future.set_exception(reason or _what_ended(code, job, self.pool.seconds))
-            return
+            return None
         with self._lock:
             # a watch that gave up on it just now has killed the process, and the next job finds it dead
             dead = self._reason is not None
@@ -379,9 +385,8 @@ class _Worker(threading.Thread):
         if dead:
             self._end()
         if isinstance(made, DataError):
-            job.future.set_exception(made)
-        else:
-            job.future.set_result(made)
+            return partial(job.future.set_exception, made)
+        return partial(job.future.set_result, made)
 
     def _ask(self, job: Job) -> Any:
         """Return what the process makes of the image, or the `DataError` that it found.

@@ -5,6 +5,7 @@ Training, indexing and serving must see the same pixels: nobody else decodes.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import stat
@@ -19,11 +20,43 @@ from PIL import Image, UnidentifiedImageError
 
 from retrieval.errors import DataError
 from retrieval.screening import Limits as Limits
-from retrieval.screening import screen
+from retrieval.screening import format_of, screen
 
 # Pillow reads dozens of formats, some through other programs (EPS runs Ghostscript): these are all that we ask it for.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-EXTENSIONS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"})
+EXTENSIONS = frozenset(
+    {
+        *(".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"),
+        *(".avif", ".heic", ".heif", ".hif"),
+    }
+)
+
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+
+
+_HOW = {
+    "AVIF": "is AVIF, which needs a newer Pillow: pip install 'pillow>=11.3'.",
+    "HEIF": "is HEIC, which needs pillow-heif: pip install 'embedding-retrieval[heif]'.",
+}
+
+
+@functools.cache
+def can_open(format: str) -> bool:
+    """Return whether a format can be decoded here: AVIF needs a Pillow that has it, HEIF the package pillow-heif."""
+    if format == "AVIF":
+        try:
+            from PIL import AvifImagePlugin
+        except ImportError:
+            return False
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # several images are decoded at a time
+        return bool(AvifImagePlugin.SUPPORTED)
+    if format == "HEIF":
+        try:
+            from pillow_heif import register_heif_opener
+        except ImportError:
+            return False
+        register_heif_opener(thumbnails=False, decode_threads=1)
+    return format in (*FORMATS, "HEIF")
 
 
 def _silence() -> None:
@@ -35,8 +68,6 @@ def _silence() -> None:
 
 
 _silence()
-
-Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 
 @dataclass(frozen=True)
@@ -130,13 +161,24 @@ def to_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
         if image.mode.startswith("I") or image.mode == "F":
             image = _grey8(image)
         elif image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-            if image.mode == "La":
-                image = image.convert("LA")
-            rgba = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba)
+            return _on_white(image, mode)
         return image.convert(mode)
     except (ValueError, KeyError, OSError) as error:
         raise DataError(f"an image of mode {image.mode} cannot be converted to {mode}: {error}.") from error
+
+
+def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
+    """Return a transparent image on white, a band of rows at a time: whole, it would be in memory four times over."""
+    out = Image.new(mode, image.size)
+    rows = max(1, _BAND // image.width)
+    for top in range(0, image.height, rows):
+        band = image.crop((0, top, image.width, min(top + rows, image.height)))
+        if band.mode == "La":
+            band = band.convert("LA")
+        band = band.convert("RGBA")
+        white = Image.new("RGBA", band.size, (255, 255, 255, 255))
+        out.paste(Image.alpha_composite(white, band).convert(mode), (0, top))
+    return out
 
 
 def _grey8(image: Image.Image) -> Image.Image:
@@ -160,6 +202,7 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _ORIENTATION = 0x0112
+_BAND = 1_000_000  # pixels
 
 
 def decode(
@@ -186,17 +229,23 @@ def decode(
         raise _too_many_bytes(name, len(content), limits)
     if not content:
         raise DataError(f"{name} is empty (0 bytes).")
-    screen(content, limits, name)
+    format = format_of(content)
+    if format is None:
+        known = ", ".join((*FORMATS, "AVIF", "HEIC"))
+        raise DataError(f"{name} is not an image in a known format ({known}).")
+    if not can_open(format):
+        raise DataError(f"{name} {_HOW[format]}")
+    screen(content, format, limits, name)
     try:
-        return _open(content, limits, name)
+        return _open(content, format, limits, name)
     except Warning:  # filters that were set since make errors of warnings: ours goes before them
         _silence()
-        return _open(content, limits, name)
+        return _open(content, format, limits, name)
 
 
-def _open(content: bytes, limits: Limits, name: str) -> Image.Image:
+def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image:
     try:
-        image: Image.Image = Image.open(io.BytesIO(content), formats=FORMATS)
+        image: Image.Image = Image.open(io.BytesIO(content), formats=(format,))
         limits.check_size(name, *image.size)
         image.load()
         orientation = _orientation(image)
@@ -212,7 +261,9 @@ def _open(content: bytes, limits: Limits, name: str) -> Image.Image:
             f"{name} has far more pixels than the limit of {limits.pixels:,}. Save it smaller."
         ) from None
     except UnidentifiedImageError:
-        raise DataError(f"{name} is not an image in a known format ({', '.join(FORMATS)}).") from None
+        raise DataError(
+            f"{name} is damaged and cannot be decoded: it is no {format} that can be read."
+        ) from None
     except Exception as error:  # Pillow's decoders raise whatever their format's parser does
         raise DataError(f"{name} is damaged and cannot be decoded: {str(error).rstrip('.')}.") from error
 

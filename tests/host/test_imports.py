@@ -76,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": HOST | TRAINING | {"locks", "places", "progress"},
     "export": HOST | TRAINING | {"images", "locks", "manifest", "strict_json", "bundle", "merging"},
     # the serving side
-    "screening": {"errors"},
+    "screening": {"errors", "screening"},
     "images": {"errors", "screening"},
     "decoder_process": {"errors", "images"},
     "decoders": {"errors", "images", "decoder_process"},
