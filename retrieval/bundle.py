@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +24,14 @@ from retrieval.manifest import (
     parse_manifest,
     write_manifest,
 )
-from retrieval.runtime import load_onnxruntime
+from retrieval.sessions import Device, Sessions
 from retrieval.snapshot import Held, Snapshot, Watch, close_all
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["Bundle", "Encoded", "Manifest", "write_manifest"]
+__all__ = ["Bundle", "Device", "Encoded", "Manifest", "write_manifest"]
 
-Device = Literal["auto", "cpu", "cuda"]
 Floats = NDArray[np.float32]
 
 
@@ -77,7 +76,7 @@ class Bundle:
         manifest: Manifest,
         text: bytes,
         variant: str | None,
-        sessions: _Sessions,
+        sessions: Sessions,
         watch: Watch,
     ) -> None:
         self.path = path
@@ -142,7 +141,7 @@ class Bundle:
                 f"The bundle {path} has no variant '{variant}' (it has: {known})."
                 + did_you_mean(variant, manifest.variants)
             )
-        sessions = _Sessions.open(path, held, manifest, variant, threads, device)
+        sessions = Sessions.open(path, held, manifest, variant, threads, device)
         return cls(path, manifest, text, variant, sessions, watch)
 
     def changed(self) -> str | None:
@@ -199,7 +198,7 @@ class Bundle:
         out = {name: np.empty((len(inputs), widths[name]), dtype=np.float32) for name in names}
         for start in range(0, len(inputs), batch):
             part = np.ascontiguousarray(inputs[start : start + batch])
-            for name, values in zip(names, self._sessions.encoder.run(names, {"input": part}), strict=True):
+            for name, values in zip(names, self._sessions.encoder(names, {"input": part}), strict=True):
                 out[name][start : start + batch] = values
         for name, values in out.items():
             if not np.isfinite(values).all():
@@ -251,7 +250,7 @@ class Bundle:
             feeds[name] = np.ascontiguousarray(codes, dtype=np.float32)
         if not len(query_codes) or not len(item_codes):
             return np.empty((len(query_codes), len(item_codes)), dtype=np.float32)
-        return np.asarray(session.run(["distance"], feeds)[0], dtype=np.float32)
+        return np.asarray(session(["distance"], feeds)[0], dtype=np.float32)
 
     @property
     def has_code(self) -> bool:
@@ -277,99 +276,3 @@ class Bundle:
             row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
             raise DataError(f"Vector {row} holds NaN, infinity or a number beyond float32.")
         return values
-
-
-@dataclass(frozen=True)
-class _Sessions:
-    """The ONNX Runtime sessions of a bundle."""
-
-    encoder: Any
-    rescorer: Any
-    device: str
-
-    @classmethod
-    def open(
-        cls,
-        folder: Path,
-        held: Mapping[str, Held],
-        manifest: Manifest,
-        variant: str | None,
-        threads: int | None,
-        device: Device,
-    ) -> _Sessions:
-        runtime = load_onnxruntime()
-        providers = _providers(runtime, device)
-        options = runtime.SessionOptions()
-        options.log_severity_level = 3  # errors only: its warnings about initialisers are not for users
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-        if threads is not None:
-            options.intra_op_num_threads = threads
-
-        def load(name: str) -> Any:
-            try:
-                return runtime.InferenceSession(held[name].bytes(), options, providers=providers)
-            except Exception as fault:  # ONNX Runtime's errors share no public base class
-                raise BundleError(
-                    f"ONNX Runtime {runtime.__version__} cannot load {folder / name}: {str(fault).strip()}"
-                ) from fault
-
-        encoder_file = manifest.encoder if variant is None else manifest.variants[variant].file
-        encoder = load(encoder_file)
-        batched = ["input"], ["vector"]
-        if manifest.query_vectors:
-            batched[1].append("query")
-        if manifest.rescorer is not None:
-            batched[1].append("code")
-        widths = {"vector": manifest.vector, "query": manifest.vector, "code": manifest.code}
-        _check_graph(folder / encoder_file, encoder, *batched, {"input": manifest.input.shape, **widths})
-        rescorer = None
-        if manifest.rescorer is not None:
-            rescorer = load(manifest.rescorer.file)
-            code = {"query": manifest.code, "items": manifest.code}
-            _check_graph(folder / manifest.rescorer.file, rescorer, ["query", "items"], ["distance"], code)
-        used = "cuda" if "CUDAExecutionProvider" in encoder.get_providers() else "cpu"
-        if device == "cuda" and used != "cuda":
-            raise BundleError(
-                "ONNX Runtime could not start on the CUDA device. Use the CPU, or check the driver."
-            )
-        return cls(encoder, rescorer, used)
-
-
-def _providers(runtime: Any, device: Device) -> list[str]:
-    available = runtime.get_available_providers()
-    if device not in ("auto", "cpu", "cuda"):
-        raise BundleError(f"Device '{device}' is not known; it is 'auto', 'cpu' or 'cuda'.")
-    if device == "cuda" and "CUDAExecutionProvider" not in available:
-        raise BundleError(
-            "This ONNX Runtime has no CUDA. Install the other one: "
-            "pip uninstall -y onnxruntime && pip install 'embedding-retrieval[gpu]'"
-        )
-    cuda = ["CUDAExecutionProvider"] if device != "cpu" and "CUDAExecutionProvider" in available else []
-    return [*cuda, "CPUExecutionProvider"]
-
-
-def _check_graph(
-    path: Path, session: Any, inputs: Sequence[str], outputs: Sequence[str], widths: dict[str, Any]
-) -> None:
-    """Refuse a graph whose inputs, outputs or fixed dimensions are not what the manifest says."""
-    given = {node.name: node for node in session.get_inputs()}
-    offered = {node.name: node for node in session.get_outputs()}
-    for kind, wanted, found in (("input", inputs, given), ("output", outputs, offered)):
-        for name in wanted:
-            if name not in found:
-                raise BundleError(f"{path} has no {kind} '{name}' (it has: {', '.join(found)}).")
-            width = widths.get(name)
-            if width is None:
-                continue
-            expected = width if isinstance(width, tuple) else (width,)
-            actual = tuple(found[name].shape[1:])
-            fits = len(actual) == len(expected) and all(
-                not isinstance(have, int) or have == want for have, want in zip(actual, expected, strict=True)
-            )
-            if not fits:
-                raise BundleError(
-                    f"{path}: '{name}' has shape (N, {actual}), the manifest says (N, {expected})."
-                )
-    if extra := [name for name in given if name not in inputs]:
-        raise BundleError(f"{path} needs an input '{extra[0]}' that bundles do not have.")

@@ -19,6 +19,7 @@ from retrieval.runtime import load_faiss
 # queries (three-fold at 32); a single query through BLAS costs two to three times more than without.
 _BLAS_QUERIES = 8
 _PIECE = 8192
+_PIECE_BYTES = 1 << 20
 _loading = threading.Lock()
 
 
@@ -26,6 +27,8 @@ class FaissBackend(IndexBackend):
     """What the FAISS back ends have in common: files, GPU, searching with parameters of its own."""
 
     on_gpu = True
+    kinds: tuple[str, ...] = ()
+    """FAISS's classes that `save` writes."""
 
     def __init__(self) -> None:
         self._index: Any = None
@@ -71,15 +74,23 @@ class FaissBackend(IndexBackend):
                 raise
 
     def load(self, path: Path) -> None:
-        """Read the index, and move it to a GPU when there is one."""
+        """Read the index, and move it to a GPU when there is one.
+
+        The file may be anyone's: FAISS gets its bytes, not its name, and the flag by which lists that lie in another file
+        could only be found beside a name, so that it opens no other.
+        """
         faiss = load_faiss()
-        with _loading:
+        with _loading, path.open("rb") as file:
             # A damaged length must not make FAISS ask for terabytes: no vector is longer than its file.
             faiss.set_deserialization_vector_byte_limit(max(path.stat().st_size, 1 << 20))
             try:
-                index = faiss.read_index(str(path))
+                reader = faiss.PyCallbackIOReader(file.read, _PIECE_BYTES)
+                index = faiss.read_index(reader, faiss.IO_FLAG_ONDISK_SAME_DIR)
             except Exception as fault:
-                raise StoreError(f"FAISS {faiss.__version__} cannot read {path}: {_reason(fault)}") from fault
+                raise StoreError(f"FAISS {faiss.__version__} cannot read it: {_reason(fault)}") from fault
+        if type(index).__name__ not in self.kinds or index.metric_type != faiss.METRIC_L2:
+            raise StoreError(f"it is a {type(index).__name__}, which this back end does not write")
+        self._look(index)
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * index.d
         if self.on_gpu and hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus() > 0:
             self._resources = faiss.StandardGpuResources()  # must outlive the index
@@ -87,9 +98,25 @@ class FaissBackend(IndexBackend):
             self._lock = threading.Lock()
         self._index = index
 
+    def _look(self, index: Any) -> None:
+        """Refuse what is not as `build` made it, before it goes to a GPU.
+
+        Raises:
+            StoreError: the end of a sentence.
+        """
+
+    def check(self, count: int, width: int) -> None:
+        """Refuse another number or width of vectors; see `IndexBackend`."""
+        if (self._index.ntotal, self._index.d) != (count, width):
+            raise StoreError(
+                f"it holds {self._index.ntotal:,} vectors of {self._index.d} numbers instead of {count:,} of {width}"
+            )
+
 
 class Flat(FaissBackend):
     """Exact search: compares the query with every vector. `auto` takes it while the gallery is small."""
+
+    kinds = ("IndexFlatL2", "IndexFlat")
 
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
         """Copy the vectors into FAISS."""
@@ -114,6 +141,7 @@ class Hnsw(FaissBackend):
     """
 
     on_gpu = False
+    kinds = ("IndexHNSWFlat",)
 
     def __init__(
         self,
@@ -131,6 +159,9 @@ class Hnsw(FaissBackend):
         self._index.hnsw.efConstruction = self.ef_construction
         self._add(vectors, report)
 
+    def _look(self, index: Any) -> None:
+        _check_flat(index.storage, index.ntotal, index.d)
+
     def _parameters(self, k: int) -> Any:
         return load_faiss().SearchParametersHNSW(efSearch=max(self.ef_search, k))
 
@@ -142,6 +173,8 @@ class Ivf(FaissBackend):
         lists: number of clusters; 0 takes four times the square root of the number of vectors, at least 39 a cluster.
         probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
     """
+
+    kinds = ("IndexIVFFlat",)
 
     def __init__(
         self, lists: Annotated[int, Field(ge=0)] = 0, probes: Annotated[int, Field(ge=0)] = 0
@@ -164,9 +197,31 @@ class Ivf(FaissBackend):
         self._index.train(sample)
         self._add(vectors, report)
 
+    def _look(self, index: Any) -> None:
+        faiss = load_faiss()
+        lists = faiss.downcast_InvertedLists(index.invlists)
+        _check_flat(index.quantizer, index.nlist, index.d)
+        if type(lists).__name__ != "ArrayInvertedLists" or lists.code_size != 4 * index.d:
+            raise StoreError("its lists are not ones that this back end writes")
+        if lists.nlist != index.nlist or lists.compute_ntotal() != index.ntotal:
+            raise StoreError("its lists do not hold its vectors")
+
     def _parameters(self, k: int) -> Any:
         lists = self._index.nlist
         return load_faiss().SearchParametersIVF(nprobe=min(lists, self.probes or max(8, lists // 16)))
+
+
+def _check_flat(index: Any, count: int, width: int) -> None:
+    """Refuse what is not a plain table of vectors by Euclidean distance.
+
+    Raises:
+        StoreError: the end of a sentence.
+    """
+    faiss = load_faiss()
+    index = faiss.downcast_index(index)
+    same = (index.ntotal, index.d, index.metric_type) == (count, width, faiss.METRIC_L2)
+    if type(index).__name__ not in Flat.kinds or not same:
+        raise StoreError(f"it stands on a {type(index).__name__} that does not fit it")
 
 
 def _reason(fault: Exception) -> str:

@@ -285,7 +285,11 @@ def _bundle(
     own = {name: held[f"bundle/{name}"] for name in said.files if f"bundle/{name}" in held}
     if missing := [name for name in said.files if name not in own]:
         raise damaged(path, [f"{SUMS} does not list bundle/{name}" for name in missing])
-    if other := [name for name, record in said.files.items() if own[name].sha256 != record.sha256]:
+    if other := [
+        name
+        for name, record in said.files.items()
+        if (own[name].sha256, own[name].size) != (record.sha256, record.bytes)
+    ]:
         raise damaged(path, [f"bundle/{name} is not what the bundle's manifest says" for name in other])
     return Bundle.load(path / "bundle", said, text, own, watch, manifest.bundle.variant, threads, device)
 
@@ -321,7 +325,9 @@ def _map(path: Path, name: str, held: Mapping[str, Held], shape: tuple[int, int]
             raise ValueError("not the version of NumPy's format that an index has")
         found, by_columns, kind = np.lib.format.read_array_header_1_0(header)
         array = np.frombuffer(view, kind, math.prod(found), header.tell()).reshape(found)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, OverflowError) as fault:
+    except (
+        Exception
+    ) as fault:  # NumPy has Python's own parser read the header, which raises whatever it likes
         raise StoreError(f"{path / name} cannot be read: {fault}.") from fault
     if array.shape != shape or array.dtype != np.float32 or by_columns:
         raise StoreError(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -88,3 +89,18 @@ def _until_ready(client: httpx.Client) -> None:
     while (answer := client.get("/v1/health/ready")).status_code != 200:
         assert time.monotonic() < end, f"never ready: {answer.text}"
         time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def honest(tmp_path_factory: pytest.TempPathFactory, makers: ModuleType, photos: Path) -> Path:
+    """An index of 20 items by inverted lists. Not to be changed."""
+    folder = tmp_path_factory.mktemp("honest")
+    bundle = makers.make_bundle(folder / "b")
+    build_index(bundle, [photos / "1"], folder / "i", backend="ivf", options={"lists": 2}, progress=False)
+    return folder / "i"
+
+
+@pytest.fixture
+def index(honest: Path, tmp_path: Path) -> Path:
+    """An index of one's own, to be spoilt."""
+    return Path(shutil.copytree(honest, tmp_path / "i"))

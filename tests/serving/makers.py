@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +23,7 @@ from retrieval.manifest import (
     Subspace,
     Variant,
     Verified,
+    checksum_of,
     write_manifest,
 )
 from sklearn.datasets import load_digits
@@ -153,3 +158,49 @@ def _manhattan(path: Path) -> None:
         name: np.array([value], dtype=np.int64) for name, value in (("zero", 0), ("one", 1), ("two", 2))
     }
     _save(path, nodes, [query, items], [distance], constants)
+
+
+def summed(index: Path) -> Path:
+    """Write checksums over what is there, as the one who made it would."""
+    paths = sorted(path for path in index.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
+    lines = [
+        f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(index).as_posix()}\n" for p in paths
+    ]
+    (index / "SHA256SUMS").write_text("".join(lines))
+    return index
+
+
+def put_graph(index: Path, model: bytes) -> None:
+    """Put another encoder into the index's bundle, and make all that speaks of it true."""
+    (index / "bundle" / "encoder.onnx").write_bytes(model)
+    change_manifest(index, lambda content: None)
+
+
+def change_manifest(index: Path, change: Callable[[dict], object]) -> None:
+    """Change the manifest of the bundle in an index, and make all that speaks of it true."""
+    path = index / "bundle" / "manifest.json"
+    content = json.loads(path.read_text())
+    encoder = (index / "bundle" / "encoder.onnx").read_bytes()
+    content["files"]["encoder.onnx"] = {"sha256": hashlib.sha256(encoder).hexdigest(), "bytes": len(encoder)}
+    change(content)
+    content["checksum"] = checksum_of(content)
+    path.write_text(json.dumps(content))
+    change_index(index, lambda c: c["bundle"].update(sha256=hashlib.sha256(path.read_bytes()).hexdigest()))
+
+
+def change_index(index: Path, change: Callable[[dict], object]) -> None:
+    """Change `index.json`, and write the checksums again."""
+    path = index / "index.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    summed(index)
+
+
+def put_items(path: Path, statements: str) -> None:
+    """Write another `items.sqlite`."""
+    path.unlink()
+    connection = sqlite3.connect(path)
+    connection.executescript(statements)
+    connection.commit()
+    connection.close()

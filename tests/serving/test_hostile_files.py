@@ -1,0 +1,291 @@
+"""FAISS files and ONNX graphs made by someone who means harm, and what the command says of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import faiss
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from retrieval.errors import StoreError
+from retrieval.index.build import build_index
+from retrieval.index.store import Index
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def faiss_files(folder: Path, vectors: np.ndarray) -> dict[str, tuple[bytes, str]]:
+    """FAISS files that are not what `ivf` of these vectors is, and what the refusal says."""
+    width = vectors.shape[1]
+
+    def lists(rows: np.ndarray, quantiser: faiss.Index, *, elsewhere: bool = False, count: int = 0) -> bytes:
+        made = faiss.IndexIVFFlat(quantiser, rows.shape[1], 2, quantiser.metric_type)
+        made.cp.min_points_per_centroid = 1
+        made.train(rows)
+        if elsewhere:
+            kept = faiss.OnDiskInvertedLists(2, made.code_size, str(folder / "elsewhere.lists"))
+            kept.verbose = False
+            made.replace_invlists(kept)
+        made.add(rows)
+        made.ntotal = count or made.ntotal
+        return faiss.serialize_index(made).tobytes()
+
+    flat = faiss.IndexFlatL2(width)
+    layer = faiss.serialize_index(faiss.IndexPreTransform(flat)).tobytes()
+    inner = faiss.serialize_index(flat).tobytes()
+    outer = layer[: -len(inner)]
+    narrow = vectors[:, :8].copy()
+    return {
+        "lists in another file": (lists(vectors, faiss.IndexFlatL2(width), elsewhere=True), "cannot read it"),
+        "another width": (lists(narrow, faiss.IndexFlatL2(8)), "of 8 numbers instead of"),
+        "another number": (lists(vectors[:10], faiss.IndexFlatL2(width)), "holds 10 vectors"),
+        "another metric": (lists(vectors, faiss.IndexFlatIP(width)), "does not write"),
+        "another kind": (inner, "is a IndexFlatL2, which"),
+        "nested": (outer * 5 + inner, "IndexPreTransform"),
+        "nested without end": (outer * 100_000 + inner, "cannot read it"),
+        "a false number": (
+            lists(vectors, faiss.IndexFlatL2(width), count=10**9),
+            "do not hold its vectors|cannot read it",
+        ),
+        "another quantiser": (lists(vectors, faiss.IndexHNSWFlat(width, 4)), "stands on a IndexHNSWFlat"),
+    }
+
+
+def test_faiss_files_that_are_not_the_index(index, makers, tmp_path):
+    vectors = np.load(index / "vectors.npy")
+    path = index / "vectors.faiss"
+    for content, says in faiss_files(tmp_path, vectors).values():
+        path.write_bytes(content)
+        with pytest.raises(StoreError, match=says):
+            Index.open(makers.summed(index))
+
+
+SPOILED = textwrap.dedent("""
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[2])
+    import numpy as np
+    from retrieval.errors import StoreError
+    from retrieval.index.store import Index
+    from makers import summed
+    index = Path(sys.argv[1])
+    vectors = np.load(index / "vectors.npy")
+    path = index / "vectors.faiss"
+    good = path.read_bytes()
+    refused = 0
+    for place in range(4, len(good) - 4, max(1, len(good) // 150)):
+        spoiled = bytearray(good)
+        spoiled[place : place + 4] = bytes.fromhex("ffffff7f")
+        path.write_bytes(spoiled)
+        try:
+            with Index.open(makers.summed(index), threads=1) as opened:
+                opened.search(vectors[:3], 5)
+        except StoreError:
+            refused += 1
+    print(refused)
+""")
+
+
+@pytest.mark.parametrize("backend", ["flat", "hnsw", "ivf"])
+def test_numbers_in_a_faiss_file_that_were_chosen_to_harm(backend, makers, photos, tmp_path):
+    """In a process of its own: each is refused or harmless, and never the end of the process."""
+    bundle = makers.make_bundle(tmp_path / "b")
+    build_index(bundle, [photos / "1"], tmp_path / "i", backend=backend, progress=False)
+    run = subprocess.run(
+        [sys.executable, "-c", SPOILED, str(tmp_path / "i"), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=ENVIRONMENT,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert int(run.stdout) > 0
+
+
+def model(nodes: list, constants: dict, *, width: int = 16, domains: tuple[str, ...] = ()) -> bytes:
+    given = helper.make_tensor_value_info("input", TensorProto.UINT8, ["N", 1, 8, 8])
+    out = helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["N", width])
+    held = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    made = helper.make_graph(nodes, "g", [given], [out], held)
+    imports = [helper.make_opsetid(domain, 17 if not domain else 1) for domain in ("", *domains)]
+    return helper.make_model(made, opset_imports=imports, ir_version=9).SerializeToString()
+
+
+W = np.zeros((64, 16), np.float32)
+FLAT = [
+    helper.make_node("Cast", ["input"], ["f"], to=TensorProto.FLOAT),
+    helper.make_node("Flatten", ["f"], ["x"]),
+    helper.make_node("MatMul", ["x", "W"], ["v"]),
+]
+
+
+def ended(nodes: list) -> list:
+    """Add something that was made of a huge value to the vector."""
+    return [
+        *FLAT,
+        *nodes,
+        helper.make_node("ReduceSum", ["big"], ["s"], keepdims=0),
+        helper.make_node("Add", ["v", "s"], ["vector"]),
+    ]
+
+
+def graphs() -> dict[str, tuple[bytes, str]]:
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["c"], ["c2"]), helper.make_node("Identity", ["a"], ["a2"])],
+        "body",
+        [
+            helper.make_tensor_value_info("n", TensorProto.INT64, []),
+            helper.make_tensor_value_info("c", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("a", TensorProto.FLOAT, None),
+        ],
+        [
+            helper.make_tensor_value_info("c2", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("a2", TensorProto.FLOAT, None),
+        ],
+    )
+    loop = helper.make_node("Loop", ["", "yes", "v"], ["vector"], body=body)
+    outside = onnx.load_from_string(model([*FLAT, helper.make_node("Identity", ["v"], ["vector"])], {"W": W}))
+    weight = outside.graph.initializer[0]
+    weight.ClearField("raw_data")
+    weight.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", "elsewhere.bin"), ("offset", "0"), ("length", str(W.nbytes))):
+        entry = weight.external_data.add()
+        entry.key, entry.value = key, value
+    doubling = [
+        helper.make_node("Concat", ["x" if n == 0 else f"c{n - 1}"] * 2, [f"c{n}"], axis=0) for n in range(45)
+    ]
+    doubling.append(helper.make_node("Identity", ["c44"], ["big"]))
+    side = 1 << 13
+    heavy: list = [helper.make_node("Expand", ["one", "square"], ["m0"])]
+    return {
+        "a loop without an end": (model([*FLAT, loop], {"W": W, "yes": np.array(True)}), "loops or branches"),
+        "weights in another file": (outside.SerializeToString(), "weights in another file"),
+        "an operator of someone's": (
+            model(
+                [*FLAT, helper.make_node("Evil", ["v"], ["vector"], domain="ai.evil")],
+                {"W": W},
+                domains=("ai.evil",),
+            ),
+            r"operator ai\.evil\.Evil",
+        ),
+        "a huge constant": (
+            model(
+                ended([helper.make_node("ConstantOfShape", ["n"], ["big"])]),
+                {"W": W, "n": np.array([1 << 42])},
+            ),
+            "cannot (run|load)",
+        ),
+        "expanded without bound": (
+            model(
+                ended([helper.make_node("Expand", ["v", "n"], ["big"])]),
+                {"W": W, "n": np.array([1 << 38, 1, 16])},
+            ),
+            "cannot (run|load)",
+        ),
+        "doubled without bound": (model(ended(doubling), {"W": W}), "cannot (run|load)"),
+        "another type": (
+            model(
+                [*FLAT, helper.make_node("Cast", ["v"], ["vector"], to=TensorProto.FLOAT), *heavy[:0]],
+                {"W": W[:, :3].copy()},
+            ),
+            "vector|cannot load",
+        ),
+        "cut off": (
+            model([*FLAT, helper.make_node("Identity", ["v"], ["vector"])], {"W": W})[:-40],
+            "no ONNX file|cannot load",
+        ),
+        "no graph": (b"\x08\x07" * (side // 1024), "no ONNX file"),
+        "endless number": (b"\xff" * 100, "no ONNX file"),
+    }
+
+
+PEAK = """
+def peak():
+    with open("/proc/self/status") as file:
+        return int(file.read().split("VmHWM:")[1].split()[0]) // 1024
+"""
+OPENED = PEAK + textwrap.dedent("""
+    import sys
+    from retrieval import sessions
+    from retrieval.errors import BundleError
+    from retrieval.index.store import Index
+    sessions._MEMORY = 1 << 28
+    try:
+        Index.open(sys.argv[1], threads=1)
+    except BundleError as error:
+        print(peak())
+        print(error)
+""")
+
+
+@pytest.mark.parametrize("name", graphs())
+def test_graphs_that_do_not_end_or_ask_for_too_much(name, index, makers):
+    content, says = graphs()[name]
+    (index / "bundle" / "elsewhere.bin").write_bytes(W.tobytes())
+    makers.put_graph(index, content)
+    run = subprocess.run(
+        [sys.executable, "-c", OPENED, str(index)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=ENVIRONMENT,
+        cwd=index / "bundle",  # where ONNX Runtime looks for the weights of a graph without a path
+    )
+    assert run.returncode == 0, run.stderr
+    most, _, sentence = run.stdout.partition("\n")
+    assert re.search(says, sentence) and sentence.count("\n") == 1, run.stdout + run.stderr
+    assert int(most) < 900
+
+
+COMMAND = PEAK + textwrap.dedent("""
+    import resource, sys
+    resource.setrlimit(resource.RLIMIT_CPU, (40, 40))
+    from retrieval.cli import main
+    sys.argv = ["retrieval", *sys.argv[1:]]
+    try:
+        main()
+    finally:
+        print("peak", peak(), file=sys.stderr)
+""")
+
+
+@pytest.mark.parametrize("name", ["fifo", "device", "view", "loop", "deep", "lists"])
+def test_the_command_says_one_sentence_and_leaves_with_2(name, index, makers, tmp_path, photos):
+    if name == "fifo":
+        (index / "vectors.npy").unlink()
+        os.mkfifo(index / "vectors.npy")
+    elif name == "device":
+        (index / "items.sqlite").unlink()
+        (index / "items.sqlite").symlink_to("/dev/zero")
+    elif name == "view":
+        makers.put_items(index / "items.sqlite", "create view items as select 1 id")
+        makers.summed(index)
+    elif name == "loop":
+        makers.put_graph(index, graphs()["a loop without an end"][0])
+    elif name == "deep":
+        (index / "index.json").write_text("[" * 1_000_000)
+        makers.summed(index)
+    else:
+        content, _ = faiss_files(tmp_path, np.load(index / "vectors.npy"))["lists in another file"]
+        (index / "vectors.faiss").write_bytes(content)
+        makers.summed(index)
+    query = next((photos / "1").iterdir())
+    run = subprocess.run(
+        [sys.executable, "-c", COMMAND, "search", str(index), str(query)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=ENVIRONMENT,
+    )
+    assert run.returncode == 2, run.stderr
+    assert run.stdout == ""
+    told, peak = run.stderr.strip().split("\npeak ")
+    assert "Traceback" not in told and told.count("\n") == 0, told
+    assert int(peak) < 500
