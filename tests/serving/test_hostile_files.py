@@ -74,7 +74,7 @@ SPOILED = textwrap.dedent("""
     import numpy as np
     from retrieval.errors import StoreError
     from retrieval.index.store import Index
-    from makers import summed
+    import makers
     index = Path(sys.argv[1])
     vectors = np.load(index / "vectors.npy")
     path = index / "vectors.faiss"
