@@ -1,4 +1,4 @@
-"""`retrieval plugins new`: a third-party package that works as it is written."""
+"""`retrieval plugins new`: a third-party package that works as it is written, with one part of any kind."""
 
 from __future__ import annotations
 
@@ -6,153 +6,78 @@ import keyword
 import re
 import shutil
 import tempfile
+from dataclasses import dataclass
+from importlib.resources import files as resources
 from pathlib import Path
 
 from retrieval.errors import PluginError
+from retrieval.factory import KINDS
 from retrieval.plugins import installed
 
-FILES = {
-    "pyproject.toml": """\
-[build-system]
-requires = ["setuptools>=77"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = "retrieval-{name}"
-version = "0.1.0"
-description = "A plugin for retrieval: a loss"
-requires-python = ">=3.11"
-dependencies = ["embedding-retrieval"]
-
-[project.entry-points.retrieval]
-{name} = "retrieval_{name}"
-""",
-    "retrieval_{name}/__init__.py": '''\
-"""A plugin for retrieval. Its hooks import what they return, so that loading it costs nothing."""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from retrieval import hookimpl
+TRAIN = "retrieval train recipe.toml"
 
 
-@hookimpl
-def retrieval_losses() -> Mapping[str, Callable[..., Any]]:
-    """Offer the loss as `{name}.margin`."""
-    from retrieval_{name}.loss import MarginLoss
+@dataclass(frozen=True)
+class Example:
+    """What a package of a kind offers: the class, the name in its hook, and the command that uses it."""
 
-    return {{"margin": MarginLoss}}
-''',
-    "retrieval_{name}/loss.py": '''\
-"""A loss over all pairs of a batch."""
-
-from __future__ import annotations
-
-import torch
-from pytorch_metric_learning.distances import BaseDistance, LpDistance
-from pytorch_metric_learning.utils import loss_and_miner_utils as utils
-from retrieval import TripletIndices
-from torch import Tensor, nn
+    make: str
+    part: str
+    use: str = TRAIN
 
 
-class MarginLoss(nn.Module):
-    """Pull pairs of a class within `near`, push the others beyond `far`: hinge of the distance, mean over pairs.
+EXAMPLES = {
+    "loss": Example("MarginLoss", "margin"),
+    "miner": Example("Nearest", "nearest"),
+    "generator": Example("Nearer", "nearer"),
+    "combiner": Example("SumOfParts", "sum_of_parts"),
+    "learner": Example("WithinScale", "within_scale"),
+    "dataset": Example("Digits", "digits"),
+    "backbone": Example("Small", "small"),
+    "metric": Example("ReciprocalRank", "reciprocal_rank"),
+    "index": Example(
+        "Matrix", "matrix", "retrieval index BUNDLE IMAGES --output items.index --backend acme.matrix"
+    ),
+}
+"""By kind. The templates lie in `scaffolds/`, with `acme` for the plugin's name."""
+
+
+def package_files(name: str, kind: str = "loss") -> dict[str, str]:
+    """Return what a package is made of: texts by path.
 
     Args:
-        near: distance up to which a positive pair costs nothing.
-        far: distance from which a negative pair costs nothing.
-        distance: the recipe's combiner, when it has one; otherwise the Euclidean distance of unit vectors.
+        name: the plugin's name.
+        kind: one of `EXAMPLES`.
     """
-
-    def __init__(self, near: float = 0.2, far: float = 0.9, distance: BaseDistance | None = None) -> None:
-        super().__init__()
-        if not 0 <= near < far:
-            raise ValueError("near and far must be 0 <= near < far")
-        self.near, self.far = near, far
-        self.distance = distance or LpDistance()
-
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: TripletIndices | None = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-    ) -> Tensor:
-        """Return the mean hinge over the miner's pairs, or over all pairs."""
-        reference = embeddings if ref_emb is None else ref_emb
-        a1, p, a2, n = utils.convert_to_pairs(indices_tuple, labels, ref_labels)
-        distances = self.distance(embeddings, reference)
-        costs = torch.cat([(distances[a1, p] - self.near).relu(), (self.far - distances[a2, n]).relu()])
-        return costs.mean() if len(costs) else embeddings.sum() * 0.0
-''',
-    "recipe.toml": """\
-name = "{name}"
-
-[data]
-name = "core.digits"
-
-[split]
-by = "class"
-
-[sampler]
-classes = 4
-items = 16
-
-[backbone]
-name = "core.convnet"
-size = 28
-
-[head]
-embedding_size = 32
-
-[loss]
-name = "{name}.margin"
-near = 0.2
-far = 0.9
-
-[train]
-epochs = 3
-""",
-    "tests/test_{name}.py": '''\
-"""The loss against plain loops."""
-
-import torch
-from retrieval_{name}.loss import MarginLoss
+    places = {
+        "pyproject.toml": "pyproject.toml",
+        "retrieval_acme/__init__.py": "init.py",
+        f"retrieval_acme/{kind}.py": f"{kind}/module.py",
+        "tests/test_acme.py": f"{kind}/test.py",
+        "README.md": "README.md",
+    }
+    if EXAMPLES[kind].use == TRAIN:
+        places["recipe.toml"] = f"{kind}/recipe.toml"
+    return {place.replace("acme", name): _filled(template, name, kind) for place, template in places.items()}
 
 
-def test_loss_is_the_mean_hinge_over_all_pairs() -> None:
-    x = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1)
-    labels = torch.tensor([0, 0, 1, 1, 2, 2])
-    costs = []
-    for i in range(6):
-        for j in range(6):
-            distance = float((x[i] - x[j]).norm())
-            if i != j:
-                costs.append(max(0.0, distance - 0.2 if labels[i] == labels[j] else 0.9 - distance))
-    torch.testing.assert_close(MarginLoss()(x, labels), torch.tensor(sum(costs) / len(costs)))
-''',
-    "README.md": """\
-# retrieval-{name}
-
-A plugin for `retrieval`: the loss `{name}.margin`.
-
-    pip install -e .
-    retrieval plugins show {name}.margin
-    retrieval train recipe.toml
-    pytest
-""",
-}
+def _filled(template: str, name: str, kind: str) -> str:
+    example = EXAMPLES[kind]
+    text = (resources("retrieval") / "scaffolds" / f"{template}.in").read_text(encoding="utf-8")
+    hook = next(plural for plural, word in KINDS.items() if word == kind)
+    for word, value in (("USE", example.use), ("MAKE", example.make), ("PART", example.part),
+                        ("KINDS", hook), ("KIND", kind), ("acme", name)):  # fmt: skip
+        text = text.replace(word, value)
+    return text
 
 
-def write_package(name: str, output: Path | None = None) -> Path:
+def write_package(name: str, output: Path | None = None, kind: str = "loss") -> Path:
     """Write the package, whole or not at all.
 
     Args:
         name: the plugin's name, a Python identifier in lower case.
         output: the folder; by default `retrieval-NAME` here.
+        kind: what it offers, one of `EXAMPLES`.
 
     Returns:
         The folder.
@@ -176,10 +101,10 @@ def write_package(name: str, output: Path | None = None) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         temporary.chmod(0o755)  # mkdtemp's is private
-        for path, text in FILES.items():
-            file = temporary / path.format(name=name)
+        for path, text in package_files(name, kind).items():
+            file = temporary / path
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text.format(name=name), encoding="utf-8")
+            file.write_text(text, encoding="utf-8")
         temporary.rename(folder)
     except OSError as error:
         if temporary:

@@ -112,16 +112,29 @@ def trust_command(paths: tuple[Path, ...], forget: bool) -> None:
 @plugins.command()
 @click.argument("name")
 @click.option(
+    "--kind",
+    default="loss",
+    show_default=True,
+    type=click.Choice(
+        ["loss", "miner", "generator", "combiner", "learner", "dataset", "backbone", "metric", "index"]
+    ),
+    help="What it offers.",
+)
+@click.option(
     "--output", type=click.Path(path_type=Path), help="Folder to write; by default ./retrieval-NAME."
 )
-def new(name: str, output: Path | None) -> None:
-    """Write a working third-party package NAME with a loss, its test and a recipe, ready to install.
+def new(name: str, kind: str, output: Path | None) -> None:
+    """Write a working third-party package NAME with a part of a kind, its test and a recipe, ready to install.
 
-    Example:  retrieval plugins new acme
+    Example:  retrieval plugins new acme --kind miner
     """
-    from retrieval.scaffold import write_package
+    from retrieval.scaffold import EXAMPLES, TRAIN, write_package
 
-    folder = write_package(name, output)
+    folder = write_package(name, output, kind)
+    example = EXAMPLES[kind]
+    use = (
+        f"retrieval train {folder}/recipe.toml" if example.use == TRAIN else example.use.replace("acme", name)
+    )
     say(
-        f"Wrote {folder}. Next:\n  pip install -e {folder}\n  retrieval plugins show {name}.margin\n  retrieval train {folder}/recipe.toml"
+        f"Wrote {folder}. Next:\n  pip install -e {folder}\n  retrieval plugins show {name}.{example.part}\n  {use}"
     )

@@ -51,6 +51,18 @@ def test_every_file_that_is_no_code_is_package_data(config: ConfigParser) -> Non
                 assert any(fnmatch(path.name, pattern) for pattern in patterns), f"{path} is not installed"
 
 
+def test_every_template_of_a_new_plugin_is_package_data(config: ConfigParser) -> None:
+    patterns = [p.strip() for p in config["options.package_data"]["retrieval"].split(",")]
+    files = [
+        p.relative_to(ROOT / "retrieval")
+        for p in (ROOT / "retrieval" / "scaffolds").rglob("*")
+        if p.is_file()
+    ]
+    assert len(files) > 25
+    for path in files:
+        assert any(path.match(pattern) for pattern in patterns), f"{path} is not installed"
+
+
 def test_every_package_says_that_it_is_typed(config: ConfigParser) -> None:
     for name, folder in folders().items():
         assert "." in name or (folder / "py.typed").is_file(), name

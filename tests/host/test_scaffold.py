@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from retrieval.errors import PluginError
-from retrieval.scaffold import FILES, write_package
+from retrieval.scaffold import EXAMPLES, package_files, write_package
 
 CALLS = """
 import json, sys
@@ -30,9 +30,9 @@ def test_the_package_works_as_it_is_written(
     made = cli("plugins", "new", "acme")
     assert made.code == 0 and "retrieval plugins show acme.margin" in made.out
     package, site = tmp_path / "retrieval-acme", tmp_path / "site"
-    assert {str(p.relative_to(package)) for p in package.rglob("*") if p.is_file()} == {
-        name.format(name="acme") for name in FILES
-    }
+    assert {str(p.relative_to(package)) for p in package.rglob("*") if p.is_file()} == set(
+        package_files("acme")
+    )
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
            "--disable-pip-version-check", "--target", str(site), str(package)]  # fmt: skip
     done = subprocess.run(pip, capture_output=True, text=True, timeout=120)
@@ -83,3 +83,67 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(PluginError, match="cannot be written: No space left on device"):
         write_package("acme", tmp_path / "acme")
     assert len(written) == 3 and list(tmp_path.iterdir()) == []
+
+
+KINDS = list(EXAMPLES)
+
+
+def test_every_kind_installs_passes_its_own_test_and_is_used(
+    tmp_path: Path, cli: Callable[..., Any], process: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    monkeypatch.chdir(tmp_path)
+    for kind in KINDS:
+        made = cli("plugins", "new", f"my_{kind}", "--kind", kind)
+        assert made.code == 0 and f"retrieval plugins show my_{kind}.{EXAMPLES[kind].part}" in made.out
+    site, folders = tmp_path / "site", [tmp_path / f"retrieval-my_{kind}" for kind in KINDS]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
+           "--disable-pip-version-check", "--target", str(site), *map(str, folders)]  # fmt: skip
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    own = ["-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    tested = process(*own, *(folder / "tests" for folder in folders), path=site, cwd=tmp_path)
+    assert tested.code == 0, tested.out + tested.err
+
+    for row, image in enumerate(load_digits().images[:30]):
+        Image.fromarray((image * 15.9).astype("uint8")).save(tmp_path / f"{row}.png")
+    trained = [kind for kind in KINDS if kind != "index"]
+    calls = [
+        call
+        for kind in trained
+        for call in (
+            ["train", str(tmp_path / f"retrieval-my_{kind}" / "recipe.toml"), "--set", "train.epochs=1",
+             "--set", "sampler.batches=3", "--output", f"run_{kind}"],
+            ["evaluate", f"run_{kind}"],
+        )
+    ]  # fmt: skip
+    calls += [
+        ["export", "run_backbone", "--output", "bundle"],
+        [
+            "index",
+            "bundle",
+            *(f"{row}.png" for row in range(30)),
+            "--output",
+            "i",
+            "--backend",
+            "my_index.matrix",
+        ],
+        ["search", "i", "7.png", "-k", "3", "--json"],
+    ]
+    done = process("-c", CALLS, json.dumps(calls), path=site, cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert done.code == 0, done.err
+    for kind in trained:
+        assert f"my_{kind}.{EXAMPLES[kind].part}" in (tmp_path / f"run_{kind}" / "recipe.toml").read_text()
+        figures = json.loads((tmp_path / f"run_{kind}" / "evaluation-test.json").read_text())["figures"][
+            "trained"
+        ]
+        assert 0 < figures["map_at_r"] <= 1
+        assert ("my_metric.reciprocal_rank" in figures) == (kind == "metric")
+    assert '"key": "7.png"' in done.out and "my_index.matrix" in done.out
+
+
+def test_a_kind_that_is_none_is_refused(cli: Callable[..., Any]) -> None:
+    outcome = cli("plugins", "new", "acme", "--kind", "reducer")
+    assert outcome.code == 2 and "'reducer' is not one of" in outcome.err and "'loss'" in outcome.err
