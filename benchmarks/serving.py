@@ -64,9 +64,10 @@ class Server:
     port: int
 
     @classmethod
-    def start(cls, sources: Path, index: Path) -> Server:
+    def start(cls, sources: Path, index: Path, hidden: tuple[str, ...] = ()) -> Server:
         """Start it, and wait until it is ready."""
-        code = f"import sys; sys.path[:0] = [{str(sources)!r}]; from retrieval.cli import main; main()"
+        hide = "".join(f"sys.modules[{name!r}] = None; " for name in hidden)
+        code = f"import sys; {hide}sys.path[:0] = [{str(sources)!r}]; from retrieval.cli import main; main()"
         process = subprocess.Popen(
             [sys.executable, "-c", code, "serve", str(index), "--port", "0", "--workers", "2"],
             stdout=subprocess.PIPE,
@@ -140,10 +141,13 @@ def main() -> None:
         folder = Path(name)
         makers.write_digits(folder / "photos", 200)
         build_index(makers.make_bundle(folder / "bundle"), [folder / "photos"], folder / "i", progress=False)
-        sources = {"this checkout": ROOT} | (
-            {"the older one": arguments.against.resolve()} if arguments.against else {}
-        )
-        servers = {who: Server.start(path, folder / "i") for who, path in sources.items()}
+        servers = {"this checkout": Server.start(ROOT, folder / "i")}
+        if arguments.against:
+            older = arguments.against.resolve()
+            servers["the older one"] = Server.start(older, folder / "i")
+            servers["the older one, h11 and asyncio"] = Server.start(
+                older, folder / "i", ("httptools", "uvloop")
+            )
         try:
             found = measure(servers, requests(folder / "photos"), arguments.count, arguments.rounds)
         finally:

@@ -75,14 +75,10 @@ class Pool:
         name: of the threads.
         threads: jobs at a time.
         waiting: jobs that may wait; beyond it the client with the most of them loses its newest.
-        start: run first in each thread.
     """
 
-    def __init__(
-        self, name: str, threads: int, waiting: int, start: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, name: str, threads: int, waiting: int) -> None:
         self._waiting = waiting
-        self._start = start
         self._queues: dict[str, deque[Job[Any]]] = {}  # in the order of their turns
         self._count = 0
         self._idle = threads
@@ -154,7 +150,6 @@ class Pool:
         return None
 
     def _serve(self) -> None:
-        self._start()
         while self._ready.get():
             with self._lock:
                 job = self._next()

@@ -43,7 +43,7 @@ class Searcher:
         self.index = index
         self.settings = settings
         waiting = settings.waiting * settings.workers
-        self.searches = Pool("search", settings.workers, waiting, _one_thread)
+        self.searches = Pool("search", settings.workers, waiting)
         self._decoders = Decoders(
             index.bundle.manifest.input.preprocessing,
             workers=settings.workers,
@@ -66,47 +66,57 @@ class Searcher:
             DataError: the image or vector cannot be used.
             RequestError: 503, too many are waiting.
         """
-        if query.image is not None:
-            given = await self._pixels(query.image, client)
-        else:
-            assert query.vector is not None
-            given = query.vector
-
-        def work(job: Job[bytes]) -> bytes:
-            return finish(self._hits(query, given, job))
-
-        return await self.searches.run(work, client)
-
-    async def _pixels(self, content: bytes, client: str) -> NDArray[Any]:
+        vector = query.vector
+        if vector is not None:
+            return await self.searches.run(lambda job: finish(self._hits(vector, query.k, job)), client)
         given = self.index.bundle.manifest.input
         if given.preprocessing is None:
             raise DataError(f"This index takes vectors of {given.shape[0]} features, not images.")
-        decoded: Decoded = await self._decoded(self._decoders.pixels, content, client)
-        return decoded.pixels
 
-    async def _decoded(self, start: Callable[..., Decoding], content: bytes, client: str) -> Any:
-        """Return what a process makes of an image; it is told when nobody waits for that any more."""
+        def work(decoded: Decoded, job: Job[bytes]) -> bytes:
+            return finish(self._hits(decoded.pixels, query.k, job))
+
+        return await self._decoded(self._decoders.pixels, query.image, client, work)
+
+    async def _decoded(
+        self,
+        start: Callable[..., Decoding],
+        content: bytes | None,
+        client: str,
+        work: Callable[[Any, Job[bytes]], bytes],
+    ) -> bytes:
+        """Return what `work` makes of a decoded image; its process is told when nobody waits for that any more.
+
+        The thread that is given the pixels goes on with them: handing them to another costs as much as a small search.
+        """
         try:
             decoding = start(content, client=client)
+            job = Job(lambda job: work(decoding.future.result(), job), client)
+            decoding.future.add_done_callback(lambda future: job.run())
             try:
-                return await asyncio.wrap_future(decoding.future)
+                return await job.future
             except asyncio.CancelledError:
+                job.abandon()
                 decoding.abandon()
                 raise
         except Busy as fault:
             raise RequestError(503, str(fault)) from None
 
-    def _hits(self, query: Query, given: NDArray[Any], job: Job[Any]) -> list[Hit]:
+    def _hits(self, given: NDArray[Any], k: int, job: Job[Any]) -> list[Hit]:
         """Return what is nearest to pixels, features or a vector; for a thread."""
+        # Several searches run at a time: FAISS's threads would wait for each other.
+        load_faiss().omp_set_num_threads(1)
         bundle = self.index.bundle
-        takes_features = bundle.manifest.input.kind == "features"
-        if takes_features and len(given) != bundle.manifest.input.shape[0]:
-            raise DataError(
-                f"A vector for this index has {bundle.manifest.input.shape[0]} features, not {len(given)}."
-            )
-        encoded = bundle.encode(given[None]) if takes_features or query.image is not None else given
+        wanted = bundle.manifest.input
+        encoded: Any = given
+        if wanted.kind == "features":
+            if len(given) != wanted.shape[0]:
+                raise DataError(f"A vector for this index has {wanted.shape[0]} features, not {len(given)}.")
+            encoded = bundle.encode(given[None])
+        elif given.ndim > 1:
+            encoded = bundle.encode(given[None])
         job.check()
-        return self.index.search(encoded, query.k)[0]
+        return self.index.search(encoded, k)[0]
 
     async def picture(self, number: int, client: str = "") -> Picture:
         """Return the beginning of the file that an item was indexed from.
@@ -128,7 +138,7 @@ class Searcher:
         """
         content = await self.pictures.run(lambda job: picture.content(self.settings.max_bytes), client)
         try:
-            return bytes(await self._decoded(self._decoders.png, content, client))
+            return await self._decoded(self._decoders.png, content, client, lambda made, job: made)
         except DataError:
             raise RequestError(404, f"The image of item {picture.number} cannot be shown.") from None
 
@@ -147,8 +157,3 @@ class Searcher:
         """Stop decoding, and let what runs end; return whether it has, within the time."""
         self._decoders.close()
         return self.searches.close(seconds) & self.pictures.close(0.1)
-
-
-def _one_thread() -> None:
-    """One FAISS thread a search: several searches run at a time, and threads of one would wait for each other."""
-    load_faiss().omp_set_num_threads(1)

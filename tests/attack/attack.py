@@ -1,0 +1,324 @@
+"""Attack a server of one's own, while honest clients search it; say what each got.
+
+    python tests/attack/attack.py --requests 20000 --ends 20 --output benchmarks/results/attack.md
+
+The server is a real one in a process of its own on 127.0.0.1; the attackers' and the honest clients' addresses differ
+(127.0.0.2 … and 127.0.0.1), as they do outside. Its exit code is 1 when a promise was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # its neighbours, also where a test imports it by its path
+
+from hostile_images import damaged, worst  # noqa: E402
+from hostile_requests import Generator  # noqa: E402
+from wire import FORM, Answer, ask, form, get, post, vector  # noqa: E402
+
+DEADLINE = 8.0  # seconds: the server's own default
+GRACE = 10.0
+_WARM = 300  # requests before the memory is looked at
+_ATTACKERS = 8  # addresses
+
+
+def makers() -> ModuleType:
+    """Return the serving tests' makers of bundles and images."""
+    spec = importlib.util.spec_from_file_location("serving_makers", HERE.parent / "serving" / "makers.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass
+class Server:
+    """`retrieval serve` in a process of its own; what it logs goes to a file."""
+
+    process: subprocess.Popen[str]
+    port: int
+    log: Path
+
+    @classmethod
+    def start(cls, index: Path, log: Path, *options: str) -> Server:
+        """Start it, and wait until it is ready."""
+        command = [sys.executable, "-m", "retrieval.cli", "serve", str(index), "--port", "0", *options]
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=index.parent,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        server = cls(process, int(line.split("/ ")[0].rpartition(":")[2]), log)
+        for _ in range(200):
+            if ask(server.port, get("/v1/health/ready")).status == 200:
+                return server
+            time.sleep(0.1)
+        raise SystemExit(f"The server did not become ready: {log.read_text()}")
+
+    def memory(self) -> int:
+        """Return the resident bytes of the server and of its processes."""
+        total, todo = 0, [self.process.pid]
+        while todo:
+            pid = todo.pop()
+            with suppress(OSError, ValueError):
+                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    todo += map(int, (task / "children").read_text().split())
+        return total
+
+    def end(self) -> tuple[float, int]:
+        """Send SIGTERM; return the seconds until the process was gone, and its exit code."""
+        began = time.monotonic()
+        self.process.terminate()
+        try:
+            code = self.process.wait(3 * GRACE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return time.monotonic() - began, code
+
+
+@dataclass
+class Result:
+    """What came of an attack.
+
+    Attributes:
+        answers: how many of a status, by the attack's kind; 0 for no answer.
+        overload: the sentences of 503 with Retry-After, and how often an attacker read them.
+        faults: 5xx that no overload explains: the request's kind and number, and the answer.
+        honest: seconds of each search by honest clients that was answered.
+        refused: the same clients' 503.
+        late: their answers beyond the deadline, or none at all.
+        wrong: their answers that were not what they were before.
+        memory: bytes before, at most, and after.
+    """
+
+    answers: dict[str, Counter[int]] = field(default_factory=dict)
+    overload: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    honest: list[float] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    late: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    memory: tuple[int, int, int] = (0, 0, 0)
+    seconds: float = 0.0
+
+
+class Attack:
+    """Attackers and honest clients at one server.
+
+    Args:
+        server: under attack.
+        generator: of requests.
+        sound: an image that is in the index.
+        first: number of the first request.
+    """
+
+    def __init__(self, server: Server, generator: Generator, sound: bytes, first: int = 0) -> None:
+        self._server = server
+        self._generator = generator
+        self._searches = [post(form(sound, "3"), FORM), vector()]
+        self._expected = [self._results(ask(server.port, search)) for search in self._searches]
+        self._lock = threading.Lock()
+        self._next = first
+        self._stop = threading.Event()
+        self.result = Result()
+
+    def run(self, requests: int, threads: int) -> Result:
+        """Send so many requests, so many at a time, and return what came of it."""
+        result, began, before = self.result, time.monotonic(), self._server.memory()
+        honest = [threading.Thread(target=self._search) for _ in range(2)]
+        attackers = [
+            threading.Thread(target=self._attack, args=(n, self._next + requests)) for n in range(threads)
+        ]
+        for thread in [*honest, *attackers]:
+            thread.start()
+        most = before
+        while any(thread.is_alive() for thread in attackers):
+            most = max(most, self._server.memory())
+            time.sleep(0.1)
+        self._stop.set()
+        for thread in honest:
+            thread.join()
+        result.seconds = time.monotonic() - began
+        time.sleep(5.0)
+        result.memory = (before, most, self._server.memory())
+        return result
+
+    def stop(self) -> None:
+        """Begin no further request."""
+        self._stop.set()
+
+    def _attack(self, thread: int, last: int) -> None:
+        source = f"127.0.0.{2 + thread % _ATTACKERS}"
+        while True:
+            with self._lock:
+                number, self._next = self._next, self._next + 1
+            if number >= last or self._stop.is_set():
+                return
+            request = self._generator.make(number)
+            answer = None
+            with suppress(OSError):
+                answer = request.send(self._server.port, source)
+            with self._lock:
+                status = answer.status if answer is not None else 0
+                self.result.answers.setdefault(request.kind, Counter())[status] += 1
+                if answer is not None and status >= 500:
+                    self._judge(f"{request.kind}, number {number}", answer)
+
+    def _judge(self, name: str, answer: Answer) -> None:
+        if answer.status == 503 and "retry-after" in answer.headers:
+            self.result.overload[answer.error] += 1
+        else:
+            self.result.faults.append(f"{name}: {answer.status} {answer.body[:200]!r}")
+
+    def _search(self) -> None:
+        turn = 0
+        while not self._stop.is_set():
+            turn += 1
+            kind = turn % len(self._searches)
+            began = time.monotonic()
+            try:
+                answer = ask(self._server.port, self._searches[kind], 3 * DEADLINE)
+            except OSError as fault:
+                answer = Answer(0, {}, str(fault).encode())
+            took = time.monotonic() - began
+            with self._lock:
+                self._note(kind, answer, took)
+            time.sleep(0.02)
+
+    def _note(self, kind: int, answer: Answer, took: float) -> None:
+        if answer.status == 503 and "retry-after" in answer.headers:
+            self.result.refused[answer.error] += 1
+        elif answer.status != 200:
+            self.result.wrong.append(f"{answer.status} {answer.body[:200]!r}")
+        elif self._results(answer) != self._expected[kind]:
+            self.result.wrong.append("other results")
+        else:
+            self.result.honest.append(took)
+        if took > DEADLINE + 1 or answer.status == 0:
+            self.result.late.append(f"{took:.1f} s, status {answer.status}")
+
+    @staticmethod
+    def _results(answer: Answer) -> object:
+        return json.loads(answer.body)["results"] if answer.status == 200 else answer
+
+
+def ends(index: Path, log: Path, generator: Generator, sound: bytes, count: int, seed: int) -> list[float]:
+    """Start a server, attack it, and end it at a random moment, so many times; return the seconds each end took."""
+    took, chance = [], random.Random(seed)
+    for turn in range(count):
+        server = Server.start(index, log)
+        attack = Attack(server, generator, sound, turn * 1000)
+        thread = threading.Thread(target=attack.run, args=(1000, 24), daemon=True)
+        thread.start()
+        time.sleep(chance.uniform(0, 4))
+        took.append(server.end()[0])
+        attack.stop()
+        thread.join(60)
+    return took
+
+
+def prepare(folder: Path) -> tuple[Path, bytes]:
+    """Make an index of 200 digits; return its path and one of its images."""
+    from retrieval.index.build import build_index
+
+    made = makers()
+    made.write_digits(folder / "photos", 200)
+    build_index(made.make_bundle(folder / "bundle"), [folder / "photos"], folder / "i", progress=False)
+    return folder / "i", (folder / "photos" / "3" / "0003.png").read_bytes()
+
+
+def report(result: Result, took: list[float], log: int, requests: int) -> str:
+    """Return what came of it, for people."""
+    before, most, after = (f"{value / 1e6:,.0f}" for value in result.memory)
+    honest = sorted(result.honest) or [0.0]
+    statuses = sorted({status for counts in result.answers.values() for status in counts})
+    lines = [
+        "# An attack on the server",
+        "",
+        f"`tests/attack/attack.py`: {requests:,} generated requests in {result.seconds:.0f} s from {_ATTACKERS} addresses, while two honest "
+        f"clients of another address searched. {platform.machine()}, {os.cpu_count()} cores shared with other work, Python "
+        f"{platform.python_version()}.",
+        "",
+        f"- 5xx without an overload to explain it: {len(result.faults)}",
+        f"- honest searches: {len(result.honest):,} answered as before (median {honest[len(honest) // 2] * 1000:.0f} ms, 99th percentile "
+        f"{honest[int(len(honest) * 0.99)] * 1000:.0f} ms, longest {honest[-1]:.2f} s), {sum(result.refused.values())} told to come again, "
+        f"{len(result.wrong)} wrong, {len(result.late)} beyond the deadline of {DEADLINE:g} s",
+        f"- memory of the server and its processes: {before} MB after {_WARM} such requests, {most} MB at most, {after} MB at the end",
+        f"- lines in the log: {log:,}",
+    ]
+    if took:
+        lines.append(
+            f"- SIGTERM at {len(took)} random moments of further attacks: gone after {min(took):.1f} to {max(took):.1f} s; "
+            f"{GRACE:g} are promised"
+        )
+    lines += ["", "| kind | " + " | ".join(str(s) if s else "none read" for s in statuses) + " |"]
+    lines.append("| --- |" + " --- |" * len(statuses))
+    for kind, counts in sorted(result.answers.items()):
+        lines.append(f"| {kind} | " + " | ".join(str(counts[s] or "") for s in statuses) + " |")
+    lines += ["", "503 that attackers were given, all with `Retry-After`:", ""]
+    lines += [f"- {count} × {sentence}" for sentence, count in result.overload.most_common()] or ["- none"]
+    for title, found in (("Faults", result.faults), ("Wrong", result.wrong), ("Late", result.late)):
+        if found:
+            lines += ["", f"{title}:", "", *(f"- {text}" for text in found[:20])]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Attack, print the report, and say by the exit code whether the promises were kept."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--threads", type=int, default=48, help="attackers at a time")
+    parser.add_argument("--ends", type=int, default=3, help="servers that are ended in the middle")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    images = [*worst(options.seed), *damaged(options.seed, 20)]
+    with tempfile.TemporaryDirectory() as name:
+        index, sound = prepare(Path(name))
+        generator = Generator(images, sound, 16, options.seed)
+        server = Server.start(index, Path(name) / "log")
+        Attack(server, generator, sound, 10**6).run(
+            _WARM, options.threads
+        )  # every process is started, every pool filled
+        result = Attack(server, generator, sound).run(options.requests, options.threads)
+        server.end()
+        lines = server.log.read_text().count("\n")
+        took = ends(index, Path(name) / "log2", generator, sound, options.ends, options.seed)
+    text = report(result, took, lines, options.requests)
+    print(text)
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
+    kept = not (result.faults or result.wrong or result.late) and max(took, default=0) <= GRACE + 0.5
+    raise SystemExit(0 if kept else 1)
+
+
+if __name__ == "__main__":
+    main()

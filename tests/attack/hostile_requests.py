@@ -1,0 +1,234 @@
+"""Requests that no honest client sends, each made from its number: malformed, truncated, mislabelled, hostile, rude.
+
+request = Generator(images, seed).make(number)
+answer = request.send(port, source)
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from wire import FORM, Answer, chunked, connect, form, get, post, read_answer
+
+_TIMEOUT = 20.0
+
+
+@dataclass
+class Request:
+    """One attack: its kind, the bytes, and how they are sent.
+
+    Attributes:
+        manner: "whole" reads the answer, "vanish" leaves when all is sent, "cut" in the middle, "reset" likewise and
+            rudely; "drip" sends slowly and leaves, "idle" says nothing, "deaf" asks and does not read.
+        patience: seconds that slow ones stay.
+    """
+
+    kind: str
+    content: bytes
+    manner: str = "whole"
+    patience: float = 1.0
+
+    def send(self, port: int, source: str) -> Answer | None:
+        """Carry it out; return the answer, None where none was waited for."""
+        with suppress(OSError):
+            connection = connect(port, _TIMEOUT, source)
+            with connection:
+                return self._send(connection)
+        return None
+
+    def _send(self, connection: socket.socket) -> Answer | None:
+        content = self.content
+        if self.manner == "idle":
+            connection.sendall(content[:20])
+            time.sleep(self.patience)
+            return None
+        if self.manner == "drip":
+            end = time.monotonic() + self.patience
+            for start in range(0, len(content), max(1, len(content) // 50)):
+                connection.sendall(content[start : start + max(1, len(content) // 50)])
+                time.sleep(self.patience / 50)
+                if time.monotonic() > end:
+                    return None
+        elif self.manner in ("cut", "reset"):
+            connection.sendall(content[: max(1, len(content) // 2)])
+        else:
+            with suppress(ConnectionError):  # answered before all was sent
+                connection.sendall(content)
+        if self.manner == "deaf":
+            time.sleep(self.patience)
+        if self.manner in ("whole", "drip"):
+            return read_answer(connection)
+        if self.manner == "reset":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return None
+
+
+class Generator:
+    """Makes requests from numbers, always the same.
+
+    Args:
+        images: hostile and damaged images by name.
+        sound: an image that is found.
+        width: of a query vector.
+        seed: of all of them.
+    """
+
+    def __init__(self, images: Sequence[tuple[str, bytes]], sound: bytes, width: int, seed: int = 0) -> None:
+        self._images = images
+        self.sound = sound
+        self._width = width
+        self._seed = seed
+        self._makers: list[tuple[float, Callable[[random.Random], Request]]] = [
+            (3, self._image),
+            (1, self._mislabelled),
+            (3, self._malformed),
+            (2, self._header),
+            (2, self._form),
+            (2, self._json),
+            (1, self._chunks),
+            (1, self._pipelined),
+            (1, self._gallery),
+        ]
+
+    def make(self, number: int) -> Request:
+        """Return the request of a number."""
+        chance = random.Random(f"{self._seed} {number}")
+        weights, makers = zip(*self._makers, strict=True)
+        request = chance.choices(makers, weights)[0](chance)
+        if chance.random() < 0.2:
+            request.manner = chance.choice(["vanish", "cut", "reset", "drip", "idle", "deaf"])
+            request.patience = chance.choice([0.1, 0.5, 2.0])
+        return request
+
+    def _query(self, chance: random.Random) -> bytes:
+        """Return a request that is right."""
+        if chance.random() < 0.5:
+            return post(form(self.sound, chance.choice([None, "1", "50"])), FORM)
+        vector = [chance.uniform(-1, 1) for _ in range(self._width)]
+        return post(json.dumps({"vector": vector, "k": chance.randint(1, 20)}).encode())
+
+    def _image(self, chance: random.Random) -> Request:
+        name, content = chance.choice(self._images)
+        return Request(f"image, {name.partition(':')[0]}", post(form(content), FORM))
+
+    def _mislabelled(self, chance: random.Random) -> Request:
+        content = chance.choice(self._images)[1][:200_000]
+        kind = chance.choice(
+            ["application/json", "image/png", "text/plain", "", "multipart/form-data", "application/json; charset=idna",
+             "multipart/form-data; boundary=" + "b" * chance.choice([1, 70, 500]), 'multipart/form-data; boundary="',
+             "multipart/form-data; boundary=b; charset=" + chance.choice(["undefined", "punycode", "idna", "utf-7"]),
+             "MULTIPART/FORM-DATA; BOUNDARY=b"]
+        )  # fmt: skip
+        body = chance.choice([content, form(content), b'{"vector": [1]}'])
+        encoding = chance.choice(
+            [(), ("Content-Encoding: gzip",), ("Expect: 100-continue",), ("Expect: 200-ok",)]
+        )
+        return Request("mislabelled", post(body, kind, *encoding))
+
+    def _malformed(self, chance: random.Random) -> Request:
+        content = bytearray(self._query(chance))
+        for _ in range(chance.choice([1, 1, 2, 5, 20])):
+            place = chance.randrange(len(content) if chance.random() < 0.3 else min(len(content), 200))
+            how = chance.randrange(4)
+            if how == 0:
+                content[place] = chance.randrange(256)
+            elif how == 1:
+                del content[place : place + chance.randrange(1, 10)]
+            elif how == 2:
+                content[place:place] = chance.choice(
+                    [
+                        b"\r\n",
+                        b"\n",
+                        b"\0",
+                        b"\r\n ",
+                        b": ",
+                        b"%00",
+                        b"\xff" * 5,
+                        b"A" * 5000,
+                        b"Host: evil.example\r\n",
+                    ]
+                )
+            else:
+                content[place:place] = content[: chance.randrange(1, 200)]
+        # what it says of its length may be too much: it then waits, as an honest one cut off would
+        manner = "whole" if chance.random() < 0.3 else "vanish"
+        return Request("malformed", bytes(content), manner)
+
+    def _header(self, chance: random.Random) -> Request:
+        line = chance.choice(
+            ["GET", "POST", "PUT", "HEAD", "OPTIONS", "TRACE", "CONNECT", "BREW", "get", "PRI", "G" * 500]
+        )
+        path = chance.choice(
+            ["/", "/v1/search", "*", "http://evil.example/", "//x", "/%", "/%ff%fe", "/\xff", "/v1/search?k=1", "/v1/../etc",
+             "/" + "a" * chance.choice([10, 5000, 70_000]), "/v1/items/" + "9" * chance.choice([5, 5000]) + "/image"]
+        )  # fmt: skip
+        version = chance.choice(
+            ["HTTP/1.1"] * 4 + ["HTTP/1.0", "HTTP/0.9", "HTTP/2.0", "HTTP/9.9", "", "HTTP/1.1 x"]
+        )
+        headers = chance.choices(
+            ["Host: localhost", "Host: evil.example", "Host:", "Host: [::1", "Connection: close", "Connection: upgrade",
+             "Upgrade: websocket", "Upgrade: h2c", "Transfer-Encoding: chunked", "Transfer-Encoding: \x0bchunked",
+             "Content-Length: 0", "Content-Length: -1", "Content-Length: 9" + "9" * 30, "Content-Length: 0, 0",
+             "Origin: null", "Sec-Fetch-Site: cross-site", "X: " + "y" * 20_000, "X:\ty\x00", " folded", "Expect: 100-continue",
+             "If-None-Match: *", "Range: bytes=0-", "Accept-Encoding: gzip", "Cookie: " + "a=b;" * 1000],
+            k=chance.choice([0, 1, 2, 3, 6, 100]),
+        )  # fmt: skip
+        end = chance.choice(["\r\n"] * 5 + ["\n", "\r", ""])
+        return Request("header", end.join([f"{line} {path} {version}", *headers, "", ""]).encode("latin-1"))
+
+    def _form(self, chance: random.Random) -> Request:
+        part = b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n3\r\n'
+        body = chance.choice(
+            [form(self.sound, "9" * chance.choice([1, 9, 5000, 100_000])), form(self.sound, name="\u00e9"), form(self.sound) * 3,
+             form(self.sound, filename=None), form(self.sound, filename="../../x\0"), part * chance.choice([2, 5000]),
+             b"--b\r\n" + b"A: b\r\n" * 50_000 + b"\r\n\r\n--b--", b"--b\r\n" + b"A" * 500_000, b"--b--", b"", b"\r\n--b" * 100_000,
+             form(self.sound)[:-3], form(b"\r\n--" * 200_000), b"x" * 300_000, form(bytes(3_000_000))]
+        )  # fmt: skip
+        return Request("form", post(body, FORM))
+
+    def _json(self, chance: random.Random) -> Request:
+        many = chance.choice([10, 1000, 200_000])
+        body = chance.choice(
+            [b"[" * many, b'{"vector":' * many, b'{"vector": [' + b"1," * many + b"1]}", b'{"vector": [' + b"1" * many + b"]}",
+             b'{"vector": [1e' + b"9" * many + b"]}", b'{"vector": "' + b"\\u0000" * many + b'"}', b'{"a": 1, "a": 2}', b"null", b"\xef\xbb\xbf{}",
+             b'{"vector": [NaN]}', b'{"vector": [0.5], "k": true}', b'{"k": 5}', b"\xff" * many, b" " * many * 10,
+             json.dumps({str(n): n for n in range(many)}).encode(), json.dumps({"vector": [0.5] * self._width, "k": 10**6}).encode(),
+             json.dumps({"vector": [1e39] * self._width}).encode(), json.dumps({"vector": [0.0] * (self._width + 1)}).encode()]
+        )  # fmt: skip
+        return Request("json", post(body))
+
+    def _chunks(self, chance: random.Random) -> Request:
+        body = form(bytes(chance.choice([10, 5000, 100_000])))
+        size = chance.choice([1, 7, 1000, 1_000_000])
+        content = chunked([body[i : i + size] for i in range(0, len(body), size)], FORM)
+        harm = chance.randrange(5)
+        if harm == 0:
+            content = content.replace(b"\r\n1\r\n", b"\r\n-1\r\n").replace(b"0\r\n\r\n", b"")
+        elif harm == 1:
+            content = content[:-2] + b"X: y\r\n" * chance.choice([3, 20_000]) + b"\r\n"
+        elif harm == 2:
+            content = content.replace(b"\r\n\r\n", b"\r\n\r\nffffffffffffffffff\r\n", 1)
+        elif harm == 3:
+            content = content.replace(
+                b"\r\n\r\n", b"\r\n\r\n1;" + b"e" * chance.choice([10, 300_000]) + b"\r\nx\r\n", 1
+            )
+        return Request("chunks", content, "vanish" if harm in (0, 2) else "whole")
+
+    def _pipelined(self, chance: random.Random) -> Request:
+        return Request("pipelined", b"".join(self._query(chance) for _ in range(chance.choice([2, 8, 200]))))
+
+    def _gallery(self, chance: random.Random) -> Request:
+        number = chance.choice(
+            ["0", "5", "199", "200", "-1", "x", "9" * 30, "1" * 5000, "%00", "0/../0", "1e3"]
+        )
+        content = get(
+            f"/v1/items/{number}/image", *chance.choice([(), ('If-None-Match: "x"',), ("Range: bytes=5-1",)])
+        )
+        return Request("gallery", content * chance.choice([1, 1, 30]))

@@ -1,0 +1,55 @@
+"""A short attack on a real server; `attack.py` is the long one, run by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location("attack", Path(__file__).with_name("attack.py"))
+attack = importlib.util.module_from_spec(_spec)
+sys.modules["attack"] = attack
+_spec.loader.exec_module(attack)
+
+REQUESTS = 600
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("attacked")
+    index, sound = attack.prepare(folder)
+    worst = (case for case in attack.worst(0) if len(case[1]) < 2_000_000)
+    images = [*worst, *attack.damaged(0, 2)]
+    return index, folder / "log", attack.Generator(images, sound, 16)
+
+
+def test_requests_are_the_same_for_a_number(prepared):
+    _, _, generator = prepared
+    made = [generator.make(number) for number in range(100)]
+    assert made == [generator.make(number) for number in range(100)]
+    assert len({request.kind.partition(",")[0] for request in made}) == 9
+    assert len({request.manner for request in made}) >= 5
+
+
+def test_an_attack_costs_others_nothing(prepared):
+    """No 5xx that a client caused, no honest search late, wrong or refused, memory back, an end in time."""
+    index, log, generator = prepared
+    sound = generator.sound
+    options = ("--idle-seconds", "2", "--body-seconds", "3")
+    server = attack.Server.start(index, log, *options)
+    try:
+        attack.Attack(server, generator, sound, 10**6).run(150, 32)
+        result = attack.Attack(server, generator, sound).run(REQUESTS, 32)
+    finally:
+        took, code = server.end()
+    text = attack.report(result, [took], 0, REQUESTS)
+    assert not result.faults, text
+    assert not result.wrong, text
+    assert not result.late, text
+    assert len(result.honest) > 50, text
+    before, _, after = result.memory
+    assert after - before < 150_000_000, text
+    assert (took < attack.GRACE, code) == (True, 0)
+    assert len(log.read_text().splitlines()) < 200
