@@ -104,9 +104,13 @@ class Connections:
 
     async def sweep(self) -> None:
         """Close what has been idle or stuck for too long, for ever."""
+        now = time.monotonic()
         while True:
+            last = now
             await asyncio.sleep(_SWEEP_SECONDS)
             now = time.monotonic()
+            if now - last > 2 * _SWEEP_SECONDS:
+                continue  # this process was kept waiting: what they sent may not have been read yet
             for one, since in list(self._idle.items()):
                 if now - since < self._idle_seconds:
                     break

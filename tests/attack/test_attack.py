@@ -37,7 +37,7 @@ def test_an_attack_costs_others_nothing(prepared):
     """No 5xx that a client caused, no honest search late, wrong or refused, memory back, an end in time."""
     index, log, generator = prepared
     sound = generator.sound
-    options = ("--idle-seconds", "2", "--body-seconds", "3")
+    options = ("--idle-seconds", "5", "--body-seconds", "5")
     server = attack.Server.start(index, log, *options)
     try:
         attack.Attack(server, generator, sound, 10**6).run(150, 32)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -106,6 +110,15 @@ def chunked(pieces: list[bytes], kind: str, *headers: str) -> bytes:
     ]
     head = "\r\n".join([*lines, *headers, "", ""]).encode()
     return head + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+def until(what: Callable[[], T], seconds: float = 15.0) -> T:
+    """Ask again and again, and return the first answer that is not false."""
+    end = time.monotonic() + seconds
+    while not (got := what()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return got
 
 
 def found(answer: Answer) -> list[dict[str, Any]]:

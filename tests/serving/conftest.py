@@ -16,6 +16,10 @@ from retrieval.index.build import build_index
 
 _spec = importlib.util.spec_from_file_location("serving_makers", Path(__file__).with_name("makers.py"))
 _makers = importlib.util.module_from_spec(_spec)
+_wire_spec = importlib.util.spec_from_file_location("wire", Path(__file__).parents[1] / "attack" / "wire.py")
+_wire = importlib.util.module_from_spec(_wire_spec)
+sys.modules["wire"] = _wire  # `import wire` in the tests of the server, and in tests/attack
+_wire_spec.loader.exec_module(_wire)
 _spec.loader.exec_module(_makers)
 
 
@@ -66,6 +70,7 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
         assert "Serving" in line, line + process.stderr.read()
         url = line.split(" at ")[1].split("/ ")[0]
         server = SimpleNamespace(url=url, process=process, client=httpx.Client(base_url=url, timeout=30))
+        server.port = int(url.rpartition(":")[2])
         clients.append(server.client)
         _until_ready(server.client)
         return server

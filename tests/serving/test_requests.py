@@ -1,0 +1,198 @@
+"""Requests that are not what they should be, to a real server over real sockets: a sentence, and never a 500."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import wire
+from retrieval.index.build import build_index
+
+LIVE = wire.get("/v1/health/live")
+
+
+@pytest.fixture
+def port(served, index_path) -> int:
+    return served(index_path).port
+
+
+# --- framing, headers, hosts
+
+
+def test_ambiguous_framing_is_refused(port):
+    """Whatever a proxy before this server might read in another way."""
+    line, host, end = b"POST /v1/search HTTP/1.1\r\n", b"Host: localhost\r\n", b"\r\n"
+    kind, body = b"Content-Type: application/json\r\n", b'{"vector": [1]}'
+    for name, request, status in (
+        ("both lengths", line + host + kind + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        ("both, in the other order", line + host + kind + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n", 400),
+        ("a list of lengths", line + host + kind + b"Content-Length: 0, 0\r\n\r\n", 400),
+        ("two lengths", line + host + kind + b"Content-Length: 15\r\nContent-Length: 15\r\n\r\n" + body, 400),
+        ("a signed length", line + host + kind + b"Content-Length: +15\r\n\r\n" + body, 400),
+        ("twice chunked", line + host + kind + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n", 400),
+        ("another encoding", line + host + kind + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
+        ("a bare line feed", b"GET /v1/health/live HTTP/1.1\nHost: localhost\n\n", 400),
+        ("a bare line feed in a header", b"GET /v1/health/live HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n", 400),
+        ("a folded header", b"GET /v1/health/live HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n", 400),
+        ("space before the colon", b"GET /v1/health/live HTTP/1.1\r\nHost : localhost\r\n\r\n", 400),
+        ("a null in a header", b"GET /v1/health/live HTTP/1.1\r\nHost: localhost\r\nX: a\0b\r\n\r\n", 400),
+        ("no host", b"GET /v1/health/live HTTP/1.1\r\n\r\n", 400),
+        ("two hosts", b"GET /v1/health/live HTTP/1.1\r\n" + host + host + end, 400),
+        ("a bad chunk", line + host + kind + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        ("a chunk without its length", line + host + kind + b"Transfer-Encoding: chunked\r\n\r\n1\r\nabc", 400),
+        ("many headers", b"GET /v1/health/live HTTP/1.1\r\n" + host + b"X: y\r\n" * 100 + end, 431),
+        ("a large header", b"GET /v1/health/live HTTP/1.1\r\n" + host + b"X: " + b"y" * 40_000 + b"\r\n\r\n", 431),
+        ("a header without an end", b"GET /v1/health/live HTTP/1.1\r\n" + host + b"X: " + b"y" * 400_000, 431),
+        ("a long address", b"GET /" + b"y" * 40_000 + b" HTTP/1.1\r\n" + host + end, 431),
+        ("no HTTP at all", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100), 400),
+    ):  # fmt: skip
+        answer = wire.ask(port, request)
+        assert answer.status == status, (name, answer)
+        assert answer.error.endswith("."), name
+        assert answer.headers["connection"] == "close", name
+    many = b"".join([LIVE] * 50)
+    with wire.connect(port) as connection:
+        connection.sendall(many)
+        answers = b"".join(iter(lambda: connection.recv(65_536), b""))
+    assert answers.count(b"HTTP/1.1 200 OK") <= 10
+    assert b"without waiting for an answer" in answers
+    assert wire.ask(port, LIVE).status == 200
+
+
+def test_a_large_trailer_ends_the_connection(port):
+    request = wire.chunked([b"{}"], "application/json")[:-2] + b"X: y\r\n" * 100_000 + b"\r\n"
+    assert wire.ask(port, request).status in (0, 400)
+    assert wire.ask(port, LIVE).status == 200
+
+
+def test_only_known_hosts_are_answered_and_none_is_reflected(served, index_path):
+    port = served(index_path, "--allow-host", "Photos.example").port
+    for host in (
+        "localhost",
+        f"localhost:{port}",
+        "127.0.0.1",
+        f"[::1]:{port}",
+        "10.1.2.3",
+        "photos.example:80",
+        "LOCALHOST.",
+    ):
+        assert wire.ask(port, wire.get("/v1/index", host=host)).status == 200, host
+    for host in (
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "photos.example.evil.example",
+        "a@localhost",
+    ):
+        answer = wire.ask(port, wire.get("/v1/index", host=host))
+        assert answer.status == 421, host
+        assert "--allow-host" in answer.error
+    for path in ("/v1/search/", "/v1/index/", "//evil.example/", "/nowhere-of-mine"):
+        answer = wire.ask(port, wire.get(path))
+        assert answer.status == 404, path
+        assert "location" not in answer.headers
+        assert b"example" not in answer.body + str(answer.headers).encode()
+        assert b"nowhere-of-mine" not in answer.body
+
+
+def test_other_sites_pages_cannot_search_or_show(port):
+    body = json.dumps({"vector": [0.25] * 16}).encode()
+    for headers, status in (
+        ((), 200),
+        ((f"Origin: http://localhost:{port}", "Sec-Fetch-Site: same-origin"), 200),
+        (("Sec-Fetch-Site: none",), 200),
+        (("Sec-Fetch-Site: cross-site",), 403),
+        (("Sec-Fetch-Site: same-site", f"Origin: http://localhost:{port}"), 403),
+        (("Origin: http://evil.example",), 403),
+        (("Origin: null",), 403),
+    ):
+        answer = wire.ask(port, wire.post(body, "application/json", *headers, host=f"localhost:{port}"))
+        assert answer.status == status, (headers, answer)
+    for path in ("/", "/page.js", "/v1/items/0/image", "/v1/index", "/nowhere", "/v1/index?x=1"):
+        answer = wire.ask(port, wire.get(path))
+        assert answer.headers["cross-origin-resource-policy"] == "same-origin", path
+        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"], path
+
+
+# --- what a client sends is never a 500
+
+
+def test_no_request_is_the_servers_fault(served, index_path, photos):
+    server = served(index_path)
+    port, good = server.port, (photos / "3" / "0003.png").read_bytes()
+    for charset in ("undefined", "punycode", "idna", "rot13", "x" * 1000, "utf-8\\"):
+        answer = wire.ask(
+            port, wire.post(wire.form(good, "3"), f"multipart/form-data; boundary=b; charset={charset}")
+        )
+        assert answer.status in (200, 400), (charset, answer)
+    for number in ("1" * 4301, "9" * 20_000, "1" * 19, "²", "%C2%B2", "1_0", "+1", " 1", "0x1", "1e3"):
+        assert wire.ask(
+            port,
+            wire.get(
+                f"/v1/items/{number}/image".replace(" ", "%20"),
+            ),
+        ).status in (400, 404), number
+    for body in (b'{"vector": [1e999]}', b'{"vector": [' + b"9" * 5000 + b"]}", b'{"vector": [1], "k": ' + b"9" * 5000 + b"}",
+                 b'{"k": 1, "k": 2, "vector": [1]}', b'{"vector": ' + b"[" * 60_000, b'"\\ud800"', b"\xff\xfe{}", b"\x00", b"nul"):  # fmt: skip
+        answer = wire.ask(port, wire.post(body))
+        assert answer.status in (400, 422), (body[:50], answer)
+    for name, body in (
+        (
+            "a field too many",
+            wire.form(good).replace(
+                b"--b--", b'--b\r\nContent-Disposition: form-data; name="kk"\r\n\r\n3\r\n--b--'
+            ),
+        ),
+        (
+            "k twice",
+            wire.form(good, "3").replace(
+                b"--b--", b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n3\r\n--b--'
+            ),
+        ),
+        ("no end", wire.form(good)[:-10]),
+        ("no name", b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n--b--\r\n"),
+        ("no disposition", b"--b\r\n\r\nx\r\n--b--\r\n"),
+        ("many parts", b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n\r\n' * 20_000),
+        ("many headers", b"--b\r\n" + b"X: y\r\n" * 20_000 + b"\r\nx\r\n--b--\r\n"),
+        (
+            "a long header",
+            b"--b\r\nContent-Disposition: form-data; name=" + b"x" * 60_000 + b"\r\n\r\nx\r\n--b--\r\n",
+        ),
+        ("nothing", b""),
+    ):
+        answer = wire.ask(port, wire.post(body, wire.FORM))
+        assert answer.status == 400, (name, answer)
+    unknown = wire.ask(port, wire.post(wire.form(good, "3").replace(b'"k"', b'"K"'), wire.FORM))
+    assert unknown.status == 400 and "unknown field" in unknown.error
+    query = wire.post(wire.form(good, "3"), wire.FORM).replace(b"/v1/search ", b"/v1/search?k=1 ")
+    assert "query string" in wire.ask(port, query).error
+    assert len(wire.found(wire.ask(port, wire.post(wire.form(good, "3"), wire.FORM)))) == 3
+    server.process.terminate()
+    assert server.process.wait(15) == 0
+    assert server.process.stderr.read().count("\n") < 40
+
+
+def test_no_path_of_the_machine_is_shown(served, makers, tmp_path):
+    bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
+    np.savez(tmp_path / "f.npz", features=np.random.default_rng(0).normal(size=(10, 64)))
+    build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    port = served(tmp_path / "i").port
+    for request in (
+        wire.post(wire.form(b"x"), wire.FORM),
+        wire.vector(width=3),
+        wire.post(json.dumps({"vector": [1e300] * 64}).encode()),
+        wire.get("/v1/items/1/image"),
+    ):
+        answer = wire.ask(port, request)
+        assert 400 <= answer.status < 500
+        assert str(tmp_path) not in answer.body.decode(), answer.body
+
+
+def test_the_log_stays_small(served, index_path):
+    server = served(index_path)
+    for _ in range(300):
+        wire.ask(server.port, b"nonsense\r\n\r\n")
+    server.process.terminate()
+    assert server.process.wait(15) == 0
+    assert len(server.process.stderr.read()) < 10_000
