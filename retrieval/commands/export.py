@@ -24,6 +24,11 @@ from retrieval.commands.plugins import TRUST_OPTION
     help="Also the encoder in this precision, with its measured drift; repeatable.",
 )
 @click.option(
+    "--allow-drift",
+    is_flag=True,
+    help="Write a variant even if its vectors' cosine to the encoder's is below 0.99 on average or 0.9 at worst.",
+)
+@click.option(
     "--tolerance",
     default=1e-4,
     show_default=True,
@@ -44,6 +49,7 @@ def export_command(
     run: Path,
     output: Path | None,
     variants: tuple[Any, ...],
+    allow_drift: bool,
     tolerance: float,
     opset: int,
     exporter: Any,
@@ -66,6 +72,7 @@ def export_command(
             loaded,
             output,
             variants=variants,
+            allow_drift=allow_drift,
             tolerance=tolerance,
             opset=opset,
             exporter=exporter,

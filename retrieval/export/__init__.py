@@ -32,7 +32,14 @@ from retrieval.export.graph import (
     to_onnx,
 )
 from retrieval.export.output import refuse_existing, whole_folder
-from retrieval.export.variants import VariantName, make_fp16, make_int8, measure, rounded_to_float16
+from retrieval.export.variants import (
+    VariantName,
+    check_drift,
+    make_fp16,
+    make_int8,
+    measure,
+    rounded_to_float16,
+)
 from retrieval.export.verify import (
     Difference,
     Floats,
@@ -70,6 +77,7 @@ def export_model(
     calibration: NDArray[Any] | None = None,
     codes: Tensor | None = None,
     variants: Sequence[VariantName] = (),
+    allow_drift: bool = False,
     tolerance: float = TOLERANCE,
     evaluation: Mapping[str, float] | None = None,
     opset: int = OPSET,
@@ -94,6 +102,7 @@ def export_model(
         codes: codes (N, C) of more real items, by which the number of candidates is chosen and their overlap with the exhaustive
             ranking measured; by default those of `items`. Of no use with an `exact` combiner.
         variants: further precisions of the encoder: "fp16", "int8".
+        allow_drift: write a variant even if its vectors are further from the encoder's than `variants.DRIFT`.
         tolerance: see above.
         evaluation: figures for the manifest.
         opset: version of ONNX's operators.
@@ -159,6 +168,8 @@ def export_model(
                 for graph in (encoder, content, *graphs)
             )
             made[variant] = measure(file, before, afters, labels, rescore, subspaces, merge)
+            if not allow_drift:
+                check_drift(variant, made[variant])
             (folder / file).write_bytes(content)
         steps.next("opening the bundle")
         code = export.outputs.get("code")

@@ -31,6 +31,7 @@ def export_run(
     output: Path | None = None,
     *,
     variants: Sequence[VariantName] = (),
+    allow_drift: bool = False,
     tolerance: float = TOLERANCE,
     opset: int = OPSET,
     exporter: Literal["auto"] | Exporter = "auto",
@@ -43,6 +44,7 @@ def export_run(
         run: a loaded run.
         output: folder to make; by default `bundle` in the run's folder.
         variants: see `export_model`, as for the others.
+        allow_drift: see `export_model`.
         tolerance: see `export_model`.
         opset: see `export_model`.
         exporter: see `export_model`.
@@ -69,6 +71,7 @@ def export_run(
         calibration=_load(run, spread(splits.train)) if "int8" in variants else None,
         codes=None if run.model.combiner is None or run.model.combiner.exact else _codes(run, held_out),
         variants=variants,
+        allow_drift=allow_drift,
         tolerance=tolerance,
         evaluation=_evaluation(run.path),
         opset=opset,

@@ -25,6 +25,9 @@ _HEAVY = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 _CALIBRATION_BATCH = 8
 
+DRIFT = Cosine(mean=0.99, min=0.9)
+"""The cosine between a variant's vectors and the encoder's that `check_drift` asks for: on average, and of each item."""
+
 SCORED = 10
 """How many answers are asked for where an answer's place depends on it: what a search gives by default."""
 
@@ -261,6 +264,21 @@ def measure(
     return Variant(
         file=file, cosine=Cosine(mean=float(cosine.mean()), min=float(cosine.min())), recall_at_1=recall
     )
+
+
+def check_drift(name: str, variant: Variant) -> None:
+    """Refuse a variant whose vectors are too far from the encoder's: a search by them is another search.
+
+    Raises:
+        BundleError: the cosine is below `DRIFT`.
+    """
+    cosine = variant.cosine
+    if cosine.mean < DRIFT.mean or cosine.min < DRIFT.min:
+        raise BundleError(
+            f"The {name} variant drifts too far: the cosine of its vectors to the encoder's is {cosine.mean:.3f} on average "
+            f"and {cosine.min:.3f} at worst on held-out items; {DRIFT.mean:g} and {DRIFT.min:g} are asked for. Leave this variant "
+            "out, or write it anyway with --allow-drift."
+        )
 
 
 def row_cosine(a: Floats, b: Floats) -> NDArray[np.float64]:

@@ -119,6 +119,23 @@ def test_weights_are_really_narrower(trained, digits, tmp_path):
     assert per_channel, "one scale a channel"
 
 
+def test_a_variant_that_drifts_is_not_written_unless_allowed(trained, digits, tmp_path):
+    black = digits[0][:150] * 0
+    with pytest.raises(
+        BundleError, match=r"int8 variant drifts too far.*0\.99 and 0\.9 are asked.*--allow-drift"
+    ):
+        export_model(
+            trained,
+            digits[0][150:],
+            tmp_path / "b",
+            name="net",
+            calibration=black,
+            variants=["int8"],
+            exporter="torchscript",
+        )
+    assert not list(tmp_path.iterdir())
+
+
 def test_calibration_is_what_the_caller_gave(trained, digits, tmp_path):
     """Ranges come from calibration alone: with black images for calibration, real ones are cut off."""
     found = []
@@ -130,6 +147,7 @@ def test_calibration_is_what_the_caller_gave(trained, digits, tmp_path):
             name="net",
             calibration=calibration,
             variants=["int8"],
+            allow_drift=number == 1,
             exporter="torchscript",
         )
         found.append(manifest.variants["int8"].cosine.mean)
