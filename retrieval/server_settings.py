@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -18,12 +19,14 @@ class Settings:
         workers: searches at a time.
         hosts: names that a request's `Host` may have besides localhost and IP addresses; None takes any.
         health_port: an additional port that answers `/v1/health/…` only; None for none.
+        images: folders whose files may be shown as items' images, besides those of an index that this user built here.
         debug: whether the log holds tracebacks.
     """
 
     workers: int = 1
     hosts: tuple[str, ...] | None = None
     health_port: int | None = None
+    images: tuple[Path, ...] = ()
     debug: bool = False
     max_pixels: int = _limit(25_000_000, 1, "Largest image.")
     max_bytes: int = _limit(20_000_000, 1, "Largest file.")

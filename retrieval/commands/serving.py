@@ -206,6 +206,13 @@ Examples:
 @click.option(
     "--workers", type=click.IntRange(1), help="Searches at a time; as many as there are cores by default."
 )
+@click.option(
+    "--images",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Show items' images from here; without it, of an index that you built on this machine. Repeatable.",
+)
 @_limits
 @click.option("--debug", is_flag=True, help="Tracebacks in the log.")
 @PLUGIN_OPTION
@@ -217,6 +224,7 @@ def serve_command(
     health_port: int | None,
     hosts: tuple[str, ...],
     workers: int | None,
+    images: tuple[Path, ...],
     debug: bool,
     extra: tuple[str, ...],
     device: Any,
@@ -230,6 +238,7 @@ def serve_command(
         workers=workers or os.cpu_count() or 1,
         hosts=tuple(name.lower() for name in hosts),
         health_port=health_port,
+        images=images,
         debug=debug,
         **limits,
     )

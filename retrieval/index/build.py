@@ -20,13 +20,15 @@ from retrieval.bundle import Bundle, Device
 from retrieval.errors import DataError, StoreError, printable
 from retrieval.images import Limits, decode
 from retrieval.index.backends import built_in, choose, make_backend
-from retrieval.index.files import put_in_place, refuse_existing, storage_errors, write_sums
+from retrieval.index.built import remember
+from retrieval.index.files import SUMS, put_in_place, refuse_existing, storage_errors, write_sums
 from retrieval.index.items import Item, write_items
 from retrieval.index.journal import Done, Journal
 from retrieval.index.manifest import BackendRecord, BundleRecord, IndexManifest, PartRecord
 from retrieval.index.recall import recall_at_10
 from retrieval.index.sources import Source, Sources, collect
 from retrieval.locks import hold
+from retrieval.manifest import sha256_of
 from retrieval.progress import Meter
 
 _SHOWN = 10  # faults that a message spells out
@@ -127,7 +129,9 @@ def build_index(
             opened.copy(journal.folder / "bundle")  # now: hours later it may be another one
             work.encode(journal)
             manifest = _assemble(journal, opened, found, backend, options or {}, plugins, progress)
+            made = sha256_of(journal.folder / "index" / SUMS)
             put_in_place(journal.folder / "index", target, replace=replace)
+            remember(made)
         except Exception:
             journal.remove()
             raise

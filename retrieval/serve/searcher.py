@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from retrieval.decoders import Busy, Decoded, Decoders
 from retrieval.decoders import Job as Decoding
 from retrieval.errors import DataError
 from retrieval.images import Limits
+from retrieval.index.gallery import Gallery
 from retrieval.index.store import Hit, Index
 from retrieval.runtime import load_faiss
 from retrieval.serve.body import Query
@@ -35,12 +37,14 @@ class Searcher:
         settings: limits.
 
     Attributes:
+        gallery: which originals may be shown.
         searches: the pool for searches.
         pictures: the pool for the gallery's files, whose storage may hang.
     """
 
     def __init__(self, index: Index, settings: Settings) -> None:
         self.index = index
+        self.gallery = Gallery(index, settings.images)
         self.settings = settings
         waiting = settings.waiting * settings.workers
         self.searches = Pool("search", settings.workers, waiting)
@@ -122,9 +126,18 @@ class Searcher:
         """Return the beginning of the file that an item was indexed from.
 
         Raises:
-            RequestError: 404, no such item, or its file is gone or another one; 503, too many are waiting.
+            RequestError: 404, no such item, or its file may not be shown, is gone or another one; 503, too many are waiting.
         """
-        return await self.pictures.run(lambda job: Picture.of(number, self.index.item(number)), client)
+        return await self.pictures.run(lambda job: self._picture(number), client)
+
+    def _picture(self, number: int) -> Picture:
+        item = self.index.item(number)
+        if item is not None and item.path is not None:
+            path = self.gallery.original(item.path)
+            if path is None:
+                raise RequestError(404, f"The image of item {number} is in no folder that may be shown.")
+            item = replace(item, path=path)
+        return Picture.of(number, item)
 
     async def piece(self, picture: Picture, offset: int, client: str = "") -> bytes:
         """Return the file's next bytes."""

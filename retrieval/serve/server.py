@@ -72,6 +72,8 @@ def serve(
         set_up(settings.debug)
         searcher = Searcher(index, settings)
         _announce(host, listeners, len(index))
+        if index.bundle.manifest.input.kind == "image" and searcher.gallery.note:
+            print(searcher.gallery.note, file=sys.stderr, flush=True)
         end = _Running(searcher, settings, listeners).run()
         if not searcher.close(max(0.1, end - time.monotonic())):
             _leave_now()  # closing the index under a search that hangs would crash

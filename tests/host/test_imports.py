@@ -121,7 +121,7 @@ LAZY: dict[str, set[str]] = {
     "rules": {"evaluate", "train"},  # the names of metrics, optimisers and schedules
     "evaluate": {"bundle"},  # a bundle beside the run
     "export": {"runtime"},
-    "index": {"factory", "plugins"},  # a plugin's back end, only when one is named
+    "index": {"factory", "plugins", "trust"},  # a plugin's back end, only when one is named
     "demo": {"recipe", "evaluate", "export"},
     "cli": {"plugins", "__init__"},
     "commands": HOST

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 from retrieval.images import Preprocessing
+from retrieval.index import items
 from retrieval.manifest import (
     Cosine,
     Distance,
@@ -29,6 +30,7 @@ from retrieval.manifest import (
 from sklearn.datasets import load_digits
 
 SIDE = 8
+ITEMS = items._SCHEMA + ";"
 WIDTH = 16
 
 
