@@ -178,6 +178,9 @@ class Combiner(BaseDistance):
             nearest, and an item keeps its best. Those answers are not the order of any distance of two codes, so
             `compute_mat` then serves training and exact evaluation only.
         candidates: how many candidates a rescorer is given by default, unless `choose_candidates` says otherwise.
+        measure: how the distance of an answer is measured where vectors alone decide: "euclidean", between query vector and
+            stored vector; "inner", as `retrieval.merging.of_products`: needed where that, and not the Euclidean distance of the two, is
+            `compute_mat`. Both have one order where stored vectors are of one length.
         plain: True when there is nothing to combine, as with one part: the model keeps the head and goes without the
             combiner, bit for bit as if the recipe named none.
     """
@@ -185,6 +188,7 @@ class Combiner(BaseDistance):
     exact: bool = True
     subspaces: tuple[Subspace, ...] = ()
     merge: Literal["min", "score"] = "min"
+    measure: Literal["euclidean", "inner"] = "euclidean"
     candidates: int = 200
     plain: bool = False
 

@@ -100,11 +100,14 @@ class Distance(Part):
 
     Attributes:
         name: of the combiner or of a plain distance, for people.
-        exact: True when the Euclidean order of vectors is the distance's order; the reported distance then is Euclidean.
+        exact: True when the Euclidean order of vectors is the distance's order; the reported distance is then measured on the vectors.
+        measure: how it is measured: "euclidean", or "inner", √(2 − 2 p) of the inner product p of query and vector. A bundle that does
+            not say is "euclidean".
     """
 
     name: str
     exact: bool
+    measure: Literal["euclidean", "inner"] = "euclidean"
 
 
 class Subspace(Part):
@@ -236,6 +239,10 @@ class Manifest(Part):
             raise ValueError("a bundle with a rescorer needs 'code', the width of its codes")
         if not self.distance.exact and self.rescorer is None and not self.subspaces:
             raise ValueError(f"distance '{self.distance.name}' is not exact, so the bundle needs a rescorer")
+        if self.distance.measure == "inner" and (self.subspaces or self.rescorer is not None):
+            raise ValueError(
+                "distance measure 'inner' is of whole vectors: it has no sub-spaces and no rescorer"
+            )
         names = [space.name for space in self.subspaces]
         if len(set(names)) != len(names):
             raise ValueError("two sub-spaces have the same name")

@@ -1,4 +1,7 @@
-"""How an item's distances in several sub-spaces become one number; smaller is closer. No torch here."""
+"""How a query's distance to an item is measured on stored vectors, and how several sub-spaces' distances become one number.
+
+Smaller is closer. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.floating[Any]]
+
+_ZERO = 8 * float(np.finfo(np.float32).eps)
+"""A squared distance of unit vectors below this is what float32 made of 0."""
+
+
+def of_products(products: Floats) -> NDArray[np.float64]:
+    """Return √(2 − 2 p) of inner products p of a query with items, any shape: measure "inner".
+
+    It is the distance of two unit vectors; and √(Σ α_l D_l²) where an item's vector is unit vectors side by side, a query's likewise, each times
+    its weight α_l, and the weights sum to 1.
+    """
+    squares = 2.0 - 2.0 * np.asarray(products, dtype=np.float64)
+    return np.asarray(np.sqrt(np.where(squares < _ZERO, 0.0, squares)), dtype=np.float64)
 
 
 def nearest_of(distances: Floats) -> NDArray[np.float64]:

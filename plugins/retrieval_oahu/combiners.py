@@ -149,7 +149,7 @@ class HedgeSum(Hedge):
     """Hedge-weighted spaces, searched in one index by Σ α_l D_l²; the weights may change without a rebuild.
 
     Items are stored as their unit embeddings side by side, and a query's are multiplied with the weights: the inner product is
-    then Σ α_l f_l(q)·f_l(x), whose order is that of Σ α_l D_l². With `oahu.abtl` the weights adapt during training. This is
+    then Σ α_l f_l(q)·f_l(x) = 1 − ½ Σ α_l D_l²; the distance of an answer is √(Σ α_l D_l²), 0 for the item itself. With `oahu.abtl` the weights adapt during training. This is
     not Eq 27 of the paper (`oahu.hedge`), and no approximation of it.
 
     Args:
@@ -160,6 +160,8 @@ class HedgeSum(Hedge):
         smoothing: s; no weight falls below about s / (depth + 1).
         rule: how losses discount weights, as for `oahu.oahu`.
     """
+
+    measure = "inner"
 
     def query_vectors(self, codes: Tensor) -> Tensor:
         """Return the unit embeddings times the weights, side by side."""

@@ -159,8 +159,9 @@ def _untrained(run: Run) -> Model:
 
 
 def _bundle(run: Run, path: Path, items: Rows, first: Rows, second: Rows) -> Floats:
-    """Return a bundle's distances: of the rescorer, or between vectors (the smallest over sub-spaces)."""
+    """Return a bundle's distances: of the rescorer, or measured on vectors as its manifest says."""
     from retrieval.bundle import Bundle
+    from retrieval.merging import of_products
 
     opened = Bundle.open(path)
     got = encoded(opened, run, items)
@@ -171,9 +172,12 @@ def _bundle(run: Run, path: Path, items: Rows, first: Rows, second: Rows) -> Flo
             query = first[group[0]]
             out[group] = opened.rescore(got["code"][query : query + 1], got["code"][second[group]])[0]
         return out
-    spans = [slice(s.start, s.stop) for s in opened.manifest.subspaces] or [slice(None)]
     vectors, queries = (torch.from_numpy(got[name]).double() for name in ("vector", "query"))
     both = torch.cat([queries, vectors])
+    if opened.manifest.distance.measure == "inner":
+        products = _in_parts(lambda a, b: (a * b).sum(1), both, first, second + len(items))
+        return of_products(products)
+    spans = [slice(s.start, s.stop) for s in opened.manifest.subspaces] or [slice(None)]
     each = [_euclidean(both[:, span], first, second + len(items)) for span in spans]
     nearest: Floats = np.minimum.reduce(each)
     return nearest

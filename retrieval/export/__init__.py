@@ -185,7 +185,9 @@ def export_model(
                 query_vectors="query" in export.outputs,
                 normalized=is_normalized(export.outputs["vector"]),
                 distance=Distance(
-                    name="Euclidean" if model.combiner is None else type(model.combiner).__name__, exact=exact
+                    name="Euclidean" if model.combiner is None else type(model.combiner).__name__,
+                    exact=exact,
+                    measure="euclidean" if model.combiner is None else model.combiner.measure,
                 ),
                 subspaces=tuple(
                     Subspace(name=s.name, start=s.start, stop=s.stop, weight=s.weight) for s in subspaces

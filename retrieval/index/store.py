@@ -21,7 +21,7 @@ from retrieval.index.files import SUMS, damaged, hold_listed, read_sums
 from retrieval.index.items import Item, Items
 from retrieval.index.manifest import INDEX, IndexManifest, PartRecord, contradictory, parse_index
 from retrieval.manifest import FILE, parse_manifest
-from retrieval.merging import best_score, nearest_of
+from retrieval.merging import best_score, nearest_of, of_products
 from retrieval.places import instead
 from retrieval.snapshot import Held, Snapshot, Unusable, Watch, at_one_moment, close_all
 
@@ -155,8 +155,8 @@ class Index:
     ) -> list[list[Hit]]:
         """Return the nearest items of each query, nearest first; equal distances by id.
 
-        Without a rescorer the distance is Euclidean, measured on the stored vectors (with sub-spaces, what the bundle's
-        merge makes of them: `retrieval.merging`). With one, it is the rescorer's.
+        Without a rescorer the distance is measured on the stored vectors, Euclidean unless the bundle says otherwise (with sub-spaces,
+        what the bundle's merge makes of them: `retrieval.merging`). With one, it is the rescorer's.
 
         Args:
             queries: what the bundle's encoder gave, or vectors (Q, P) or (P,) where there is no rescorer.
@@ -230,7 +230,9 @@ class Index:
         return answers
 
     def _measure(self, query: Floats, rows: Rows, k: int) -> NDArray[np.float64]:
-        """Return Euclidean distances (n,), merged over the sub-spaces as the bundle says, in float64."""
+        """Return distances (n,) in float64, as the bundle's manifest says: from products, or Euclidean and merged over sub-spaces."""
+        if self.bundle.manifest.distance.measure == "inner":
+            return of_products(self._vectors[rows].astype(np.float64) @ query.astype(np.float64))
         squared = (self._vectors[rows].astype(np.float64) - query) ** 2
         parts = [squared[:, part.start : part.stop].sum(axis=1) for part in self.manifest.parts]
         distances = np.sqrt(parts)

@@ -182,7 +182,7 @@ def test_an_exported_bundle_agrees(fresh: Callable[[str], Path], tmp_path: Path)
 
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"query_vectors": True}, {"subspaces": True}, {"rescorer": True}],
+    [{}, {"query_vectors": True}, {"inner": True}, {"subspaces": True}, {"rescorer": True}],
     ids=lambda kind: "".join(kind) or "plain",
 )
 def test_a_bundles_distances_by_loops(
@@ -220,6 +220,10 @@ def test_a_bundles_distances_by_loops(
             expected.append(
                 sum(abs(x - y) for x, y in zip(got["code"][a].tolist(), got["code"][b].tolist(), strict=True))
             )
+            continue
+        if kind == {"inner": True}:
+            product = sum(x * y for x, y in zip(got["query"][a], got["vector"][b], strict=True))
+            expected.append((2 - 2 * product) ** 0.5)
             continue
         squares = [
             (x - y) ** 2 for x, y in zip(got["query"][a].tolist(), got["vector"][b].tolist(), strict=True)

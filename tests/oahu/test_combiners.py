@@ -15,6 +15,7 @@ from retrieval.bundle import Bundle
 from retrieval.export import export_model
 from retrieval.index.build import build_index
 from retrieval.index.store import Index
+from retrieval.manifest import checksum_of
 from retrieval.merging import best_score
 from retrieval.model import Model
 from retrieval.plugins import load_plugins
@@ -204,6 +205,24 @@ def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_
         for hits, row in zip(answers, truth, strict=True):
             got = [row[hit.id] for hit in hits]
             assert got == pytest.approx(np.sort(row)[:5].tolist(), abs=1e-4)
+            # what is served is the root of the sum, of the weights that the query came with
+            assert [hit.distance**2 for hit in hits] == pytest.approx([row[hit.id] for hit in hits], abs=1e-5)
+        for number, hits in enumerate(index.search(other.encode(X[:20]), 1)):
+            assert (hits[0].id, hits[0].distance) == (number, 0.0)
+
+
+def test_a_bundle_that_says_nothing_of_inner_products_still_opens(tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    exported(learned("sum"), folder)
+    content = json.loads((folder / "manifest.json").read_text())
+    assert content["distance"].pop("measure") == "inner"
+    content["checksum"] = checksum_of(content)
+    (folder / "manifest.json").write_text(json.dumps(content))
+    old = Bundle.open(folder, threads=1)
+    assert old.manifest.distance.measure == "euclidean"
+    with indexed(old, tmp_path) as index:
+        (hits,) = index.search(old.encode(X[:1]), 1)
+        assert hits[0].id == 0 and hits[0].distance > 1  # as it always was there
 
 
 @pytest.mark.parametrize("search", ["score", "sum"])

@@ -70,6 +70,7 @@ def make_bundle(
     rescorer: bool = False,
     subspaces: bool = False,
     query_vectors: bool = False,
+    inner: bool = False,
     normalized: bool = True,
     variant: bool = False,
     features: int = 64,
@@ -129,7 +130,9 @@ def make_bundle(
             query_vectors=query_vectors,
             normalized=normalized,
             distance=Distance(
-                name="manhattan" if rescorer else "euclidean", exact=not (rescorer or subspaces)
+                name="manhattan" if rescorer else "euclidean",
+                exact=not (rescorer or subspaces),
+                measure="inner" if inner else "euclidean",
             ),
             subspaces=(Subspace(name="left", start=0, stop=6), Subspace(name="right", start=6, stop=WIDTH))
             if subspaces
