@@ -28,9 +28,9 @@ RECIPE = Path(__file__).parents[1] / "models" / "digits-lanml" / "recipe.toml"
 SEEDS = (0, 1, 2)
 METRICS = ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"]
 CANDIDATES: dict[str, list[dict[str, Any]]] = {
-    "core.pca": [{"components": width} for width in (9, 16, 32)],
+    "core.pca": [{"n_components": width} for width in (9, 16, 32)],
     "core.lda": [{}],
-    "core.nca": [{"components": width} for width in (9, 16, 32)],
+    "core.nca": [{"n_components": width} for width in (9, 16, 32)],
     "anml.lanml": [
         {"gamma1": gamma1, "regularization": weight, "n_components": width}
         for gamma1 in (-1.0, 1.0)

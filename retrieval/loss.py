@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from retrieval.errors import DataError
 from retrieval.factory import Part
+from retrieval.model import full_precision as full_precision
 
 Distance = Annotated[nn.Module | None, Part("distances")]
 Reducer = Annotated[nn.Module | None, Part("reducers")]
@@ -18,7 +19,7 @@ Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class CheckedLoss(BaseMetricLossFunction):
-    """A loss in float32 or float64 whatever autocast says, of embeddings and labels that fit.
+    """A loss computed in float32 or float64 whatever autocast says, of embeddings and labels that fit.
 
     A subclass defines pytorch-metric-learning's `compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)`; there
     `ref_emb is embeddings` where there is no reference set.
@@ -39,7 +40,7 @@ class CheckedLoss(BaseMetricLossFunction):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss, a scalar; see `retrieval.Loss`.
+        """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see `retrieval.Loss`.
 
         Raises:
             ValueError: shapes, labels or indices do not fit.
@@ -56,7 +57,7 @@ class CheckedLoss(BaseMetricLossFunction):
             ref_labels = checked_labels(ref_labels, reference, "ref_labels")
         with torch.autocast(device_type=query.device.type, enabled=False):
             total: Tensor = super().forward(query, labels, indices_tuple, reference, ref_labels)
-        return total
+        return as_given(total, embeddings)
 
 
 def nothing(*embeddings: Tensor) -> dict[str, Any]:
@@ -65,9 +66,12 @@ def nothing(*embeddings: Tensor) -> dict[str, Any]:
     return {"losses": zero, "indices": None, "reduction_type": "already_reduced"}
 
 
-def full_precision(x: Tensor) -> Tensor:
-    """Return half-precision numbers in float32; others as they are."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+def as_given(loss: Tensor, embeddings: Tensor) -> Tensor:
+    """Return a loss in the embeddings' type; under autocast as it is, which is what autocast makes of torch's own losses.
+
+    A gradient scaler multiplies a loss by 65,536, which float16 cannot hold.
+    """
+    return loss if torch.is_autocast_enabled(embeddings.device.type) else loss.to(embeddings.dtype)
 
 
 def checked_embeddings(x: Any, name: str) -> Tensor:

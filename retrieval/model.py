@@ -13,12 +13,17 @@ from retrieval.contracts import Backbone, Combiner
 from retrieval.images import Preprocessing
 
 
+def full_precision(x: Tensor) -> Tensor:
+    """Return half-precision numbers in float32; others as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 class Normalize(nn.Module):
     """Scale each row to unit Euclidean length; a zero row stays zero."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return unit vectors (B, D) of (B, D), in float32 even under autocast."""
-        return functional.normalize(x.float(), dim=-1)
+        """Return unit vectors (B, D) of (B, D), at least in float32 even under autocast."""
+        return functional.normalize(full_precision(x), dim=-1)
 
 
 def build_head(

@@ -137,6 +137,16 @@ class TestLoss:
         checked_backward(value, embeddings)
         assert {key: tensor.dtype for key, tensor in loss.state_dict().items()} == before
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+    def test_is_of_the_embeddings_type(self, name: str, dtype: torch.dtype) -> None:
+        embeddings = batch().detach().to(dtype).requires_grad_()
+        value = build(PLUGINS, "losses", name)(embeddings, LABELS)
+        assert value.dtype == dtype
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # a scaled loss would overflow half precision
+            assert build(PLUGINS, "losses", name)(embeddings, LABELS).dtype in (torch.float32, torch.float64)
+        value.backward()
+        assert embeddings.grad is not None and bool(torch.isfinite(embeddings.grad).all())
+
     def test_reference_set_as_stated(self, name: str) -> None:
         loss, other = build(PLUGINS, "losses", name), batch(items=20).detach().flip(0)
         labels = torch.arange(20) % 4

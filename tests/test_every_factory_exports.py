@@ -29,8 +29,8 @@ GIVEN = {"features": VECTORS.shape[1], "embedding_size": 16, "classes": 10}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "core.convnet": {"width": 8, "size": 32, "channels": 3},
     "core.efficientnet_lite0": {"pretrained": False, "size": 64},
-    "core.pca": {"components": 16},
-    "core.nca": {"components": 4, "max_iter": 3},
+    "core.pca": {"n_components": 16},
+    "core.nca": {"n_components": 4, "max_iter": 3},
     "metric_learn.itml": {"max_iter": 20},
     "metric_learn.rca": {"n_chunks": 40},
     "core.timm": {"model": "mobilenetv3_small_050", "size": 64},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -46,10 +47,7 @@ class LinearLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     components_: Floats
     mean_: Floats
-
-    def _fit(self, X: Floats, y: NDArray[Any]) -> tuple[Floats, Floats]:
-        """Return components (C, F) and mean (F,)."""
-        raise NotImplementedError
+    former_names: ClassVar[Mapping[str, str]] = {"components": "n_components"}
 
     def transform(self, X: ArrayLike) -> Floats:
         """Return codes (N, C) of features (N, F)."""
@@ -83,20 +81,20 @@ class PCA(LinearLearner):
     Pearson, "On Lines and Planes of Closest Fit to Systems of Points in Space", 1901; scikit-learn's `PCA`.
 
     Args:
-        components: width C of the codes, at most the number of features and of items.
+        n_components: width C of the codes, at most the number of features and of items.
         whiten: whether each component is scaled to unit variance.
         seed: seed of the randomised solver, which scikit-learn chooses for large data.
     """
 
-    def __init__(self, components: Count = 64, whiten: bool = False, seed: int = 0) -> None:
-        self.components = components
+    def __init__(self, n_components: Count = 64, whiten: bool = False, seed: int = 0) -> None:
+        self.n_components = n_components
         self.whiten = whiten
         self.seed = seed
 
     def fit(self, X: ArrayLike, y: ArrayLike | None = None) -> Self:
         """Learn from features (N, F); labels are ignored."""
         x = validate_data(self, X, dtype=np.float64, ensure_min_samples=2)
-        fitted = SklearnPCA(self.components, whiten=self.whiten, random_state=self.seed).fit(x)
+        fitted = SklearnPCA(self.n_components, whiten=self.whiten, random_state=self.seed).fit(x)
         self.mean_, self.components_ = fitted.mean_, fitted.components_
         if self.whiten:
             scale = np.sqrt(fitted.explained_variance_)[:, None]
@@ -112,24 +110,24 @@ class LDA(LinearLearner):
     with its eigenvalue solver.
 
     Args:
-        components: width C of the codes, at most the number of classes less one, and of features; none: as many.
+        n_components: width C of the codes, at most the number of classes less one, and of features; none: as many.
         shrinkage: how far the classes' covariance is drawn towards a multiple of the identity, 0 to 1; "auto" finds it by
             the lemma of Ledoit and Wolf. Above 0 it keeps many features with few items from fitting noise.
     """
 
     def __init__(
         self,
-        components: Count | None = None,
+        n_components: Count | None = None,
         shrinkage: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto",
     ) -> None:
-        self.components = components
+        self.n_components = n_components
         self.shrinkage = shrinkage
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,)."""
         x, labels = validate_data(self, X, y, dtype=np.float64)
         fitted = LinearDiscriminantAnalysis(
-            "eigen", n_components=self.components, shrinkage=self.shrinkage
+            "eigen", n_components=self.n_components, shrinkage=self.shrinkage
         ).fit(x, labels)
         width = fitted._max_components
         self.components_ = np.ascontiguousarray(fitted.scalings_[:, :width].T)
@@ -144,7 +142,7 @@ class NCA(LinearLearner):
     `NeighborhoodComponentsAnalysis`. Memory and time of a step grow with the square of the number of items.
 
     Args:
-        components: width C of the codes; none: the number of features.
+        n_components: width C of the codes; none: the number of features.
         init: where it starts: "auto" takes "lda", "pca" or "identity" by the sizes.
         max_iter: most iterations of L-BFGS.
         tol: smallest relative gain of an iteration that is worth another.
@@ -153,13 +151,13 @@ class NCA(LinearLearner):
 
     def __init__(
         self,
-        components: Count | None = None,
+        n_components: Count | None = None,
         init: Literal["auto", "pca", "lda", "identity", "random"] = "auto",
         max_iter: Count = 50,
         tol: Annotated[float, Field(gt=0)] = 1e-5,
         seed: int = 0,
     ) -> None:
-        self.components = components
+        self.n_components = n_components
         self.init = init
         self.max_iter = max_iter
         self.tol = tol
@@ -169,7 +167,7 @@ class NCA(LinearLearner):
         """Learn from features (N, F) and labels (N,)."""
         x, labels = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         fitted = NeighborhoodComponentsAnalysis(
-            self.components, init=self.init, max_iter=self.max_iter, tol=self.tol, random_state=self.seed
+            self.n_components, init=self.init, max_iter=self.max_iter, tol=self.tol, random_state=self.seed
         ).fit(x, labels)
         self.components_, self.n_iter_ = fitted.components_, fitted.n_iter_
         self.mean_ = x.mean(axis=0)  # no distance depends on it, and float32 codes near zero are more precise

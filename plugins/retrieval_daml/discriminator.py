@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from retrieval import TripletIndices
 from retrieval.errors import RecipeError
+from retrieval.model import full_precision
 from torch import Tensor, nn
 
 from retrieval_daml.local_metrics import LocalMetrics, Metrics, Weight, all_pairs, widened
@@ -34,7 +35,7 @@ class _Flows(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the codes."""
-        return torch.cat([self.embedding(features), self.flows(features).float()], dim=-1)
+        return torch.cat([self.embedding(features), full_precision(self.flows(features))], dim=-1)
 
 
 class Discriminator(LocalMetrics):

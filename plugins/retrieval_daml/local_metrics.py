@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from retrieval import Combiner
 from retrieval.errors import RecipeError
-from retrieval.model import Normalize
+from retrieval.model import Normalize, full_precision
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,8 +26,8 @@ class UnitParts(nn.Module):
         self.parts = parts
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, D) of (B, D), in float32 even under autocast."""
-        return functional.normalize(split(x.float(), self.parts), dim=-1).flatten(-2)
+        """Return (B, D) of (B, D), at least in float32 even under autocast."""
+        return functional.normalize(split(full_precision(x), self.parts), dim=-1).flatten(-2)
 
 
 class ViewMaps(nn.Module):
@@ -132,7 +132,7 @@ def split(x: Tensor, parts: int) -> Tensor:
 
 def widened(*codes: Tensor) -> tuple[Tensor, ...]:
     """Return codes in at least float32, as matrices of distances need."""
-    return tuple(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in codes)
+    return tuple(full_precision(x) for x in codes)
 
 
 __all__ = ["LocalMetrics", "Metrics", "UnitParts", "ViewMaps", "Weight", "all_pairs", "split", "widened"]

@@ -75,6 +75,7 @@ class MetricLearnLearner(LinearMap):
 
         Raises:
             ValueError: the features are not finite, there is one class only, or metric-learn cannot fit them.
+            LinAlgError: a ValueError too: a matrix that it has to invert is singular.
             MissingDependency: metric-learn is not installed.
         """
         x, labels = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
@@ -96,7 +97,9 @@ class MetricLearnLearner(LinearMap):
             components = self._components(np.atleast_2d(np.real(fitted.components_)))
         except (ValueError, RuntimeError, AssertionError, ArithmeticError, TypeError, IndexError) as error:
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-            raise ValueError(
+            # LinAlgError is a ValueError: who catches either of metric-learn's finds it here too
+            kind = np.linalg.LinAlgError if isinstance(error, np.linalg.LinAlgError) else ValueError
+            raise kind(
                 f"metric-learn's {self.estimator} cannot be fitted on these {len(x)} items: {reason}."
             ) from error
         if not np.isfinite(components).all():
@@ -109,3 +112,25 @@ class MetricLearnLearner(LinearMap):
         if hasattr(fitted, "n_iter_"):
             self.n_iter_ = int(fitted.n_iter_)
         return self
+
+    def pair_distance(self, pairs: ArrayLike) -> Floats:
+        """Return the learned distances (P,) of pairs of features (P, 2, F).
+
+        Raises:
+            ValueError: another shape or width, NaN or infinity.
+        """
+        given = np.asarray(pairs)
+        if given.ndim != 3 or given.shape[1] != 2:
+            raise ValueError(
+                f"Pairs must have the shape (P, 2, F), two items of F features each, not {given.shape}."
+            )
+        found: Floats = np.linalg.norm(self.transform(given[:, 0]) - self.transform(given[:, 1]), axis=1)
+        return found
+
+    def pair_score(self, pairs: ArrayLike) -> Floats:
+        """Return the negative distances (P,) of pairs (P, 2, F): larger is more alike."""
+        return -self.pair_distance(pairs)
+
+    def score_pairs(self, pairs: ArrayLike) -> Floats:
+        """Return what `pair_distance` does; metric-learn's older name of it."""
+        return self.pair_distance(pairs)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from retrieval.contracts import Combiner
+from retrieval.model import full_precision
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,7 +20,7 @@ class UnitLength(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return unit vectors (B, F)."""
-        return functional.normalize(x.float(), dim=1, eps=TINY)
+        return functional.normalize(full_precision(x), dim=1, eps=TINY)
 
 
 class Bilinear(Combiner):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,7 @@ class MatrixLearner(LinearMap, OnlineLearner):
         raise NotImplementedError
 
     def _begin(self, features: int, sample: Floats | None) -> None:
+        _roots.pop(self, None)
         self.matrix_ = np.eye(features)
         self.mean_ = np.zeros(features) if sample is None else sample.mean(axis=0)
         self.unit_ = 0.0
@@ -71,7 +73,7 @@ class MatrixLearner(LinearMap, OnlineLearner):
             apart /= self.unit_
             similar, dissimilar = self._pair(apart[0], True), self._pair(apart[1], False)
             used += similar or dissimilar
-        self._map: Floats | None = None
+        _roots.pop(self, None)
         return used
 
     @property
@@ -79,18 +81,17 @@ class MatrixLearner(LinearMap, OnlineLearner):
         """The learned map (F, F): the root of M, in the features' own units."""
         if not hasattr(self, "matrix_"):
             raise AttributeError("components_")
-        found = getattr(self, "_map", None)
+        found = _roots.get(self)
         if found is None:
             values, vectors = np.linalg.eigh((self.matrix_ + self.matrix_.T) / 2)
             order = np.argsort(-values, kind="stable")
             root = np.sqrt(np.maximum(values[order], 0.0)) / (self.unit_ or 1.0)
-            found = self._map = np.ascontiguousarray((vectors[:, order] * root).T)
+            found = _roots[self] = np.ascontiguousarray((vectors[:, order] * root).T)
         return found
 
-    def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = {**super().__getstate__()}
-        state.pop("_map", None)
-        return state
+
+_roots: WeakKeyDictionary[MatrixLearner, Floats] = WeakKeyDictionary()
+"""Maps that were asked for, until their learner learns on: kept here because to be asked must not change an estimator."""
 
 
 def add_outer(matrix: Floats, factor: float, x: Floats, y: Floats) -> None:

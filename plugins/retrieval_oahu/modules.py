@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from retrieval.model import full_precision
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -67,7 +68,7 @@ class OverComplete(nn.Module):
         factor = self.get_buffer("factor")
         found = []
         for level, layer in enumerate(self.embedding):
-            found.append(functional.normalize(layer(h).float(), dim=1, eps=TINY) * factor[level])
+            found.append(functional.normalize(full_precision(layer(h)), dim=1, eps=TINY) * factor[level])
             if level < len(self.hidden):
                 h = self.hidden[level](h).relu()
         return torch.cat(found, dim=1)

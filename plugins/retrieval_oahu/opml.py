@@ -29,7 +29,7 @@ class OPML(MatrixLearner):
         seed: seed of the order in which `fit` passes over the items.
 
     Attributes:
-        map_: (F, F) L, codes are L x of features divided by `unit_`.
+        map_: (F, F) L: codes are L x of features divided by `unit_`, less their mean.
     """
 
     def __init__(self, gamma: Annotated[float, Field(gt=0)] = 1e-3, seed: int = 0) -> None:
@@ -58,7 +58,6 @@ class OPML(MatrixLearner):
                 used += super()._learn(triplet[None])
                 continue
             used += self._triplet(apart / self.unit_)
-        self._map = None
         return used
 
     def _triplet(self, apart: Floats) -> bool:
@@ -73,6 +72,11 @@ class OPML(MatrixLearner):
         for row, column in zip(left, apart, strict=True):
             add_outer(self.matrix_, -1.0, row, column)
         return True
+
+    @property
+    def map_(self) -> Floats:
+        """L (F, F); the learner's `matrix_` is this map, not M."""
+        return self.matrix_
 
     @property
     def components_(self) -> Floats:  # type: ignore[override]

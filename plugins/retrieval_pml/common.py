@@ -13,6 +13,7 @@ from pytorch_metric_learning.losses import GenericPairLoss
 from pytorch_metric_learning.miners import BaseMiner
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from retrieval.factory import Part
+from retrieval.loss import as_given
 from torch import Tensor, nn
 
 Distance = Annotated[nn.Module | None, Part("distances")]
@@ -66,11 +67,12 @@ class PreciseLoss(_Mixin):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return the loss, a scalar; see `retrieval.Loss`."""
+        """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see `retrieval.Loss`."""
         full = _full(embeddings)
         reference = full if ref_emb is embeddings else _full(ref_emb)
         with _no_autocast(embeddings):
-            return super().forward(full, labels, indices_tuple, reference, ref_labels)
+            loss = super().forward(full, labels, indices_tuple, reference, ref_labels)
+        return as_given(loss, embeddings) if isinstance(loss, Tensor) else loss
 
 
 class PreciseMiner(_Mixin):

@@ -10,6 +10,7 @@ from pytorch_metric_learning import losses
 from pytorch_metric_learning.losses.base_loss_wrapper import BaseLossWrapper
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from retrieval.factory import Part, traits
+from retrieval.loss import as_given, full_precision
 from torch import Tensor, nn
 
 from retrieval_pml.common import AnyLoss, AnyMiner, Count, no_reference, on_labels
@@ -178,10 +179,9 @@ class CrossBatchMemory(losses.CrossBatchMemory):
             raise ValueError(
                 f"memory_size ({self.memory_size}) must be at least the batch's size ({entering})"
             )
-        if embeddings.dtype in (torch.float16, torch.bfloat16):
-            embeddings = embeddings.float()
         with torch.autocast(device_type=embeddings.device.type, enabled=False):
-            return super().forward(embeddings, labels, indices_tuple, enqueue_mask)
+            loss = super().forward(full_precision(embeddings), labels, indices_tuple, enqueue_mask)
+        return as_given(loss, embeddings)
 
     def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:
         """Put items into the queue, over the oldest."""

@@ -41,14 +41,14 @@ def digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 def scikit(learner: LinearLearner) -> Any:
     """The estimator of scikit-learn with the same settings."""
     if isinstance(learner, PCA):
-        return SklearnPCA(learner.components, whiten=learner.whiten, random_state=learner.seed)
+        return SklearnPCA(learner.n_components, whiten=learner.whiten, random_state=learner.seed)
     if isinstance(learner, LDA):
         return LinearDiscriminantAnalysis(
-            "eigen", n_components=learner.components, shrinkage=learner.shrinkage
+            "eigen", n_components=learner.n_components, shrinkage=learner.shrinkage
         )
     assert isinstance(learner, NCA)
     return NeighborhoodComponentsAnalysis(
-        learner.components,
+        learner.n_components,
         init=learner.init,
         max_iter=learner.max_iter,
         tol=learner.tol,
@@ -125,8 +125,8 @@ def test_in_a_pipeline_and_a_search(learner: LinearLearner, digits: Any) -> None
     x, y = digits[0][:150], digits[1][:150]
     name = type(learner).__name__.lower()
     pipeline = make_pipeline(StandardScaler(), learner, KNeighborsClassifier(1))
-    search = GridSearchCV(pipeline, {f"{name}__components": [1, 5]}, cv=2, error_score="raise").fit(x, y)
-    assert search.best_params_ == {f"{name}__components": 5}
+    search = GridSearchCV(pipeline, {f"{name}__n_components": [1, 5]}, cv=2, error_score="raise").fit(x, y)
+    assert search.best_params_ == {f"{name}__n_components": 5}
     assert search.best_estimator_[:-1].transform(x).shape == (150, 5)
     assert len(search.best_estimator_[:-1].get_feature_names_out()) == 5
 
@@ -149,10 +149,15 @@ def test_not_fitted() -> None:
 
 def test_from_a_recipe() -> None:
     plugins = load_plugins(block=["pml"])
+    for name in ("components", "n_components"):  # as older recipes say, and as all other learners
+        made = plugins.build("learners", {"name": "core.pca", name: 5}, {"features": 9})
+        assert made.get_params()["n_components"] == 5
+    with pytest.raises(RecipeError, match="components: is called n_components now, which is set too"):
+        plugins.build("learners", {"name": "core.pca", "components": 5, "n_components": 5})
     made = plugins.build(
-        "learners", {"name": "core.lda", "components": 3, "shrinkage": "auto"}, {"features": 9}
+        "learners", {"name": "core.lda", "n_components": 3, "shrinkage": "auto"}, {"features": 9}
     )
-    assert made.get_params() == {"components": 3, "shrinkage": "auto"}
+    assert made.get_params() == {"n_components": 3, "shrinkage": "auto"}
     with pytest.raises(RecipeError, match="shrinkage"):
         plugins.build("learners", {"name": "core.lda", "shrinkage": 1.5})
 

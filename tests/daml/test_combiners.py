@@ -37,10 +37,20 @@ def items(number: int, seed: int = 1) -> Tensor:
 
 
 def embed(head: nn.Module, features: Tensor) -> Tensor:
-    """The head in float64: it rounds to float32 on purpose, which finite differences would see."""
+    """The head's codes, made of its layers one by one."""
     linear, flows = head.embedding[0], head.flows
     unit = nn.functional.normalize(linear(features).unflatten(-1, (-1, 4)), dim=-1).flatten(-2)
     return torch.cat([unit, flows(features)], dim=-1)
+
+
+@pytest.mark.parametrize("metrics", [1, 3])
+def test_in_double_precision_throughout(metrics: int) -> None:
+    combiner, head = made(metrics)
+    features = items(6).requires_grad_()
+    distances = combiner.compute_mat(head(features), head(features))
+    distances.sum().backward()
+    assert distances.dtype == torch.float64 and features.grad is not None
+    assert head.float()(features.detach().float()).dtype == torch.float32
 
 
 # --- plain loops -----------------------------------------------------------------------------------------
@@ -105,9 +115,9 @@ def test_distances_weights_and_similarities_are_the_papers() -> None:
 def test_the_head_makes_the_codes_that_the_loops_start_from() -> None:
     combiner, head = made()
     x = items(4)
-    assert torch.allclose(head(x), embed(head, x).float(), atol=1e-6)
+    assert torch.allclose(head(x), embed(head, x), atol=1e-12)
     assert torch.equal(combiner.index_vectors(head(x)), head(x)[:, :D])
-    assert torch.allclose(head(x)[:, :D].unflatten(-1, (3, 4)).norm(dim=-1), torch.ones(4, 3))
+    assert torch.allclose(head(x)[:, :D].unflatten(-1, (3, 4)).norm(dim=-1), torch.ones(4, 3).double())
 
 
 @pytest.mark.parametrize("power", [1, 2])

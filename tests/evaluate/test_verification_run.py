@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
         "combiner": {"combiner": {"name": "toolbox.local"}},
-        "learner": {"learner": {"name": "core.pca", "components": 8}, "loss": None, "sampler": None},
+        "learner": {"learner": {"name": "core.pca", "n_components": 8}, "loss": None, "sampler": None},
     }
     kinds["learner"] |= {"backbone": {"name": "toolbox.net", "frozen": True}, "head": None, "train": None}
     for name, tables in kinds.items():

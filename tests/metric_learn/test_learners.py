@@ -191,6 +191,31 @@ def test_refuses(wine: Any) -> None:
             learner.transform(x)
 
 
+@each
+def test_pairs_as_metric_learn_has_them(learner: Any, wine: Any) -> None:
+    x, y = wine
+    learner = type(learner)(**learner.get_params()).fit(x, y)
+    pairs = np.stack([x[:40], x[60:100]], axis=1)
+    apart = pairs[:, 0] - pairs[:, 1]
+    expected = np.sqrt(np.einsum("nf,fg,ng->n", apart, learner.get_mahalanobis_matrix(), apart))
+    assert np.allclose(learner.pair_distance(pairs), expected)
+    assert np.array_equal(learner.score_pairs(pairs), learner.pair_distance(pairs))
+    assert np.array_equal(learner.pair_score(pairs), -learner.pair_distance(pairs))
+    with pytest.raises(ValueError, match=r"shape \(P, 2, F\)"):
+        learner.pair_distance(x)
+
+
+def test_a_singular_matrix_is_a_lin_alg_error_as_in_metric_learn(wine: Any) -> None:
+    x, y = wine
+    doubled = np.hstack([x, x[:, :1]])
+    with pytest.raises(np.linalg.LinAlgError):
+        adapter.adapted("ITML_Supervised")(prior="covariance").fit(doubled, y)
+    with pytest.raises(
+        np.linalg.LinAlgError, match="metric-learn's ITML_Supervised cannot be fitted on these 178 items"
+    ):
+        ITML(prior="covariance").fit(doubled, y)
+
+
 def test_from_a_recipe() -> None:
     plugins = load_plugins(block=["pml"])
     assert {name.removeprefix("metric_learn.") for name in plugins.factories("learners")} >= set(LEARNERS)

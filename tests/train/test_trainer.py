@@ -482,9 +482,9 @@ def test_two_processes_train_as_one(make: Make, tmp_path: Path, adversarial: boo
 @pytest.mark.parametrize("learner", ["core.pca", "core.lda", "core.nca"])
 def test_a_learner_trains_saves_and_loads(make: Make, tmp_path: Path, learner: str) -> None:
     table: dict[str, Any] = (
-        {"name": learner, "components": 4}
+        {"name": learner, "n_components": 4}
         if learner != "core.nca"
-        else {"name": learner, "components": 4, "max_iter": 10}
+        else {"name": learner, "n_components": 4, "max_iter": 10}
     )
     made = make(loss=None, learner=table, split={"by": "item"})
     folder = fit(tmp_path, made)
