@@ -91,7 +91,7 @@ def classified(learner: Any, refs: Floats, labels: Floats, query: Floats, k: int
     """Return labels of the queries by each learner's own way; None is Euclid."""
     kind = type(learner).__name__
     if kind == "OAHU":
-        return learner.predict(query, learner.spaces(refs), labels, k)
+        return learner.classify(query, learner.spaces(refs), labels, k)
     if kind == "OASIS":
         return vote(labels[nearest(learner.queries(query), learner.transform(refs), k, inner=True)])
     if learner is not None:

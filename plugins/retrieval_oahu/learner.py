@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from retrieval_oahu.ahu import Rule, hedge_update
@@ -111,12 +112,12 @@ class OAHU(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
         return self.spaces(X).codes()
 
     def spaces(self, X: ArrayLike) -> Spaces:
-        """Return the unit embeddings of features (N, F) with the present weights, for `predict`, `similar` and `retrieve`."""
+        """Return the unit embeddings of features (N, F) with the present weights, for `classify`, `similar` and `retrieve`."""
         check_is_fitted(self, "n_triplets_")
         x = validate_data(self, X, reset=False, dtype=np.float64)
         return Spaces(self._network().embed(self._standardized(x)), self.alpha_.copy())
 
-    def predict(self, X: ArrayLike, references: Spaces, labels: ArrayLike, k: int = 5) -> NDArray[Any]:
+    def classify(self, X: ArrayLike, references: Spaces, labels: ArrayLike, k: int = 5) -> NDArray[Any]:
         """Return the label (N,) of each of the features (N, F), from its k nearest references in each space (Eq 23–25).
 
         Args:
@@ -125,7 +126,7 @@ class OAHU(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
             labels: one label a reference.
             k: how many neighbours.
         """
-        return self.spaces(X).predict(references, labels, k)
+        return self.spaces(X).classify(references, labels, k)
 
     def similar(self, X: ArrayLike, Y: ArrayLike, threshold: float = 0.55) -> NDArray[np.float64]:
         """Return P (N,), the weight of the spaces in which x and y are alike (Eq 26); alike on the whole from .5 on.
@@ -158,6 +159,14 @@ class OAHU(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
         head = OverComplete.of_learner(self)
         kind = HedgeScore if self.search == "score" else HedgeSum
         return head, kind.of_weights(self.alpha_, self.embedding)
+
+    def __sklearn_tags__(self) -> Tags:
+        tags: Tags = super().__sklearn_tags__()
+        assert tags.transformer_tags is not None
+        tags.transformer_tags.preserves_dtype = [
+            self.dtype
+        ]  # codes are of the network's precision, whatever comes in
+        return tags
 
     def __getstate__(self) -> dict[str, Any]:
         # the working network shares memory with the fitted arrays: a copy makes its own

@@ -78,8 +78,8 @@ class Spaces:
         found: Floats = np.sqrt((apart * apart).sum(axis=2))
         return found
 
-    def predict(self, references: Spaces, labels: ArrayLike, k: int = 5) -> NDArray[Any]:
-        """Return labels (N,): each of the k neighbours in each space votes with its score (Eq 23–25); see `OAHU.predict`.
+    def classify(self, references: Spaces, labels: ArrayLike, k: int = 5) -> NDArray[Any]:
+        """Return labels (N,): each of the k neighbours in each space votes with its score (Eq 23–25); see `OAHU.classify`.
 
         Raises:
             ValueError: labels do not fit the references, or k is below 1.

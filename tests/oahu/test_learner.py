@@ -268,7 +268,7 @@ def test_the_three_uses_are_those_of_plain_loops(k: int) -> None:
     r = references.embeddings.transpose(1, 0, 2).tolist()
     q = queries.embeddings.transpose(1, 0, 2).tolist()
     alpha = learner.alpha_.tolist()
-    found = learner.predict(x[60:], references, names[:60], k)
+    found = learner.classify(x[60:], references, names[:60], k)
     assert found.tolist() == [loops.predict(each, r, names[:60].tolist(), alpha, min(k, 60)) for each in q]
     rows, scores = learner.retrieve(x[60:], references, k)
     for i, each in enumerate(q):
@@ -299,7 +299,7 @@ def test_uses_refuse_what_does_not_fit() -> None:
     learner = OAHU(**SMALL).fit(x, y)
     spaces = learner.spaces(x)
     for call, words in (
-        (lambda: learner.predict(x, spaces, y[:5]), "5 labels for 90"),
+        (lambda: learner.classify(x, spaces, y[:5]), "5 labels for 90"),
         (lambda: learner.retrieve(x, spaces, 0), "k is 0"),
         (lambda: learner.similar(x, x[:3]), "as many items"),
         (lambda: learner.similar(x, x, 1.0), "threshold"),
