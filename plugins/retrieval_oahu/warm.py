@@ -1,8 +1,8 @@
-"""`Warm`: exactly Euclid until the stream has shown that a learned geometry errs less often, and that one from then on."""
+"""`Warm`: exactly Euclid until the stream has shown that a learned geometry has better neighbours, and that one from then on."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,6 +10,7 @@ from pydantic import Field
 from retrieval.linear import LinearMap
 
 from retrieval_oahu.history import recorded
+from retrieval_oahu.memory import VOTERS, Memory, digest
 from retrieval_oahu.network import unit
 from retrieval_oahu.online import OnlineLearner, refuse_range
 
@@ -18,40 +19,50 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.floating[Any]]
 
-POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""The experts at unit length: how far along the geodesic from the identity to (I + A / ridge)⁻¹ each has gone."""
-REFRESH = (64, 512)
-"""Triplets between two decompositions of the moment: among the first thousand, and later."""
+
+class Expert(NamedTuple):
+    """A metric (I + A / (ridge · `reach`))⁻¹: of differences, or of unit vectors (the angle)."""
+
+    reach: float
+    angle: bool
+
+
+EXPERTS = (Expert(1.0, False), Expert(1e-3, False), Expert(1.0, True), Expert(1e-2, True))
+"""Short and long reach, with lengths and without them. A long one evens out features of very different scales."""
+BLOCK = 64
+"""Triplets that are judged and then learned at a time; at the very start 1, 1, 2, 4, … of them."""
+REFRESH = 512
+"""Triplets between two decompositions of the moment, after the first thousand; before that, each block has its own."""
 SETTLE = 500
 """Without `prepare` or `fit`, mean and principal components are taken from this many triplets; until then the map is the identity."""
 MIXTURE = 10.0
-"""Around how many differing verdicts the bound of `_bound` is tightest; it holds at any number."""
+"""Around which n the bound of `_bound` is tightest; it holds at any number."""
 
 
 class Warm(LinearMap, OnlineLearner):
-    """A warm start: Euclid before the first triplet, and until the triplets have refuted it.
+    """A warm start: Euclid before the first triplet, and until the neighbours of the stream's own items have refuted it.
 
-    Let A be the second moment of the differences between similar items, divided by its mean eigenvalue. Expert s measures the angle
-    between (centred) features in the metric M_s = (I + A / ridge)^−s, on the geodesic from the identity (s = 0, cosine similarity)
-    to the regularised Mahalanobis distance of differences within classes (s = 1); directions in which similar items do not differ stay as they are. Two
-    decisions are made from the stream, each triplet judged before it is learned:
+    Let A be the second moment of the differences between similar items, divided by its mean eigenvalue. Each expert of `EXPERTS`
+    measures with (I + A / r)⁻¹, the regularised Mahalanobis distance of differences within classes; directions in which similar items do not differ
+    stay as they are. An expert is served in Euclid's place when two judges agree, each asked before the triplets are learned:
 
-    - *which s*: Hedge weighs the experts by how often each put the negative nearer than the positive, e^(−√(8 ln N / t) · errors), which
-      needs no learning rate (Cesa-Bianchi & Lugosi, "Prediction, Learning, and Games", 2006, §2.3). The challenger is the map of the average metric Σ w_s M_s.
-    - *whether to leave Euclid at all*: among the n triplets of which challenger and Euclid have only one right, let S be the
-      challenger's lead. It takes Euclid's place once S > √((n + r) (ln((n + r) / r) + 2 ln(1 / doubt))), which luck alone exceeds with
-      probability at most `doubt`, at whatever time it is looked at (Robbins, "Statistical methods related to the law of the iterated
-      logarithm", 1970; r = 10), where triplets are independent. Should its lead vanish again, Euclid returns.
+    - *neighbours*: a memory holds the latest items, and what the triplets say of them: who is alike, who is not. An item's nearest of which
+      that is known, among the nearest hundredth of the memory, vote whether it is what it is, once 1 of them, once 3, 5, 7 and 9. Each item counts once, with the
+      mean of its latest votes. Let d be the expert's verdict less Euclid's, S their sum and n the sum of their squares; needed is S > √((n + r) (ln((n + r) / r) + 2 ln(1 / p))), which luck
+      alone exceeds with probability at most p at whatever time it is looked at (Robbins, "Statistical methods related to the
+      law of the iterated logarithm", 1970; r = 10; p is `doubt` over the number of experts), where items are independent;
+    - *triplets*: the expert has put the negative nearer than the positive less often than Euclid has.
 
-    So the model is one linear map, and a scaling to unit length after it unless it is Euclid. The geodesic is that of Zadeh, Hosseini & Sra, "Geometric Mean
-    Metric Learning" (ICML 2016), between other ends.
+    Random triplets alone say little of neighbours: they order classes. Of several such experts the one with the largest S is served; when its lead with
+    either judge is gone, Euclid returns. So the model is one linear map, and after some experts a scaling to unit length.
 
     Args:
         components: along how many principal components A is known; features stay as they are along the others. None, or as many as there
             are features or more: all.
         prior: for how many similar pairs the start counts: after t pairs A is multiplied with t / (t + prior).
-        ridge: see above; the smaller, the further the experts reach.
+        ridge: r is the expert's `reach` times this; the smaller, the further the experts reach.
         doubt: see above.
+        memory: how many items are held.
         seeds: how many random triplets `fit` draws.
         closure: how many triplets that follow from those it adds.
         seed: seed of `fit`'s triplets.
@@ -60,18 +71,17 @@ class Warm(LinearMap, OnlineLearner):
         components_: (F, F) the learned map.
         mean_: (F,) what is subtracted from features first.
         left_: whether Euclid has been left.
-        alpha_: (N + 1,) the weights of what is served: Euclid, and the experts of `POWERS`.
-        weights_: (M, N + 1) these weights along the stream; M is bounded.
+        alpha_: (N + 1,) what is served, as a 1 among zeros: Euclid, or one of `EXPERTS`.
+        weights_: (M, N + 1) the same along the stream; M is bounded.
         weights_at_: (M,) after how many triplets each row was taken.
-        errors_: (N,) triplets that each expert had wrong; ties count half.
-        differing_: n, triplets of which either Euclid or the challenger had one right, and not the other.
-        lead_: S.
+        lead_: (N,) S.
+        differing_: (N,) n: how many items only one of the two has right, where all their votes agree.
+        triplets_lead_: (N,) by how many triplets each expert leads; ties count half.
     """
 
     alpha_: NDArray[np.float64]
     weights_: Floats
     weights_at_: NDArray[np.int64]
-    errors_: Floats
     basis_: Floats
     left_: bool
 
@@ -81,6 +91,7 @@ class Warm(LinearMap, OnlineLearner):
         prior: Annotated[float, Field(gt=0)] = 20.0,
         ridge: Annotated[float, Field(gt=0)] = 1.0,
         doubt: Annotated[float, Field(gt=0, lt=1)] = 0.05,
+        memory: Annotated[int, Field(ge=256)] = 2000,
         seeds: Annotated[int, Field(ge=0)] = 5000,
         closure: Annotated[int, Field(ge=0)] = 5000,
         seed: int = 0,
@@ -89,22 +100,37 @@ class Warm(LinearMap, OnlineLearner):
         self.prior = prior
         self.ridge = ridge
         self.doubt = doubt
+        self.memory = memory
         self.seeds = seeds
         self.closure = closure
         self.seed = seed
 
     def _begin(self, features: int, sample: Floats | None) -> None:
-        if self.components is not None and self.components < 1:
-            raise ValueError(f"components is {self.components} and must be at least 1, or None for all.")
+        for name, least in (("components", 1), ("memory", 256)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value} and must be at least {least}.")
         for name in ("prior", "ridge"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)} and must be above 0.")
         refuse_range("doubt", self.doubt, 0, 1)
-        self.errors_ = np.zeros(len(POWERS))
-        self.differing_ = self.lead_ = self.learned_ = self.gathered_ = 0
+        number, places = len(EXPERTS), self.memory
+        self.learned_ = self.gathered_ = 0
         self.left_ = False
-        self.alpha_ = np.eye(len(POWERS) + 1)[0]
+        self.alpha_ = np.eye(number + 1)[0]
         self.weights_, self.weights_at_, self.stride_ = self.alpha_[None].copy(), np.zeros(1, np.int64), 1
+        self.lead_, self.differing_, self.triplets_lead_ = np.zeros((3, number))
+        self.proven_ = np.zeros(number, bool)
+        self.waiting_ = np.zeros((0, 3, features))
+        self.held_ = np.zeros((places, features))
+        self.keys_ = np.zeros((places, 2), np.uint64)
+        self.group_ = np.arange(places)
+        self.parted_ = np.zeros((places, places), bool)
+        self.used_ = np.zeros(places, np.int64)
+        # what each held item's latest votes were, less Euclid's, when they were, and the sums over those let go
+        self.verdicts_, self.judged_ = np.zeros((places, number)), np.zeros(places, np.int64)
+        self.let_go_ = np.zeros((2, number))
+        self._known: Memory | None = None
         self.components_ = np.eye(features)
         # what mean and principal components are made of when no sample gave them: sums over the first vectors
         self.sum_, self.products_ = np.zeros(features), np.zeros((features, features))
@@ -135,90 +161,137 @@ class Warm(LinearMap, OnlineLearner):
         mean = float(np.trace(self.moment_)) / self.basis_.shape[1] or 1.0
         known = self.learned_ / (self.learned_ + self.prior)
         values = np.maximum(values, 0.0) / mean * known / self.ridge
-        self.scales_ = (1 + values)[:, None] ** -np.array(POWERS)
-
-    def _hedge(self) -> Floats:
-        """Return the experts' weights (N,)."""
-        rate = (8 * np.log(len(POWERS)) / max(self.learned_, 1)) ** 0.5
-        weights = np.exp(-rate * (self.errors_ - self.errors_.min()))
-        found: Floats = weights / weights.sum()
-        return found
-
-    def _serve(self) -> None:
-        """Set the map and the weights of what is served."""
-        features = self.basis_.shape[1]
-        if not self.left_:
-            self.alpha_, self.components_ = np.eye(len(POWERS) + 1)[0], np.eye(features)
-            return
-        weights = self._hedge()
-        self.alpha_ = np.append(0.0, weights)
-        turned = self.directions_.T @ self.basis_
-        roots = np.sqrt(self.scales_ @ weights)
-        self.components_ = np.eye(features) + turned.T @ ((roots - 1)[:, None] * turned)
+        self.scales_ = 1 / (1 + values[:, None] / [expert.reach for expert in EXPERTS])
 
     def _learn(self, triplets: Floats) -> int:
-        used = 0
         for triplet in triplets:
             if not len(self.basis_):
-                used += 1
                 self._gather(triplet)
                 continue
-            weights = self._hedge()
-            wrong, challenger = self._judge(triplet, weights)
-            self.errors_ += wrong
-            apart = triplet[0] - triplet[1:]
-            squares = (apart**2).sum(axis=1)
-            euclid = _wrong(squares[0], squares[1])
-            if challenger != euclid:
-                self.differing_ += 1
-                self.lead_ += int(np.sign(euclid - challenger))
-                self.left_ = self.lead_ > 0 if self.left_ else self.lead_ > self._bound()
-            inside = self.basis_ @ apart[0]
-            self.moment_ += np.outer(inside, inside)
-            self.learned_ += 1
-            # every triplet adds to the moment, unless anchor and positive are the same
-            used += bool(inside.any() or np.ptp(wrong) > 0 or challenger != euclid)
-            often, seldom = REFRESH
-            young = self.learned_ < often and not self.learned_ & (self.learned_ - 1)
-            if young or self.learned_ % (often if self.learned_ <= 1024 else seldom) == 0:
-                self._decompose()
-            if not self.learned_ % self.stride_:
-                row = np.append(not self.left_, self.left_ * self._hedge())
-                self.weights_, self.weights_at_, self.stride_ = recorded(
-                    self.weights_, self.weights_at_, self.stride_, row, self.learned_
-                )
-        if len(self.basis_):
-            self._serve()
-        return used
+            self.waiting_ = np.concatenate([self.waiting_, triplet[None]])
+            if len(self.waiting_) == min(max(self.learned_, 1), BLOCK):
+                self._block(self.waiting_ - self.mean_)
+                self.waiting_ = self.waiting_[:0]
+        return len(triplets)  # each enters the memory
 
-    def _bound(self) -> float:
-        """Return what the lead must exceed: Robbins' boundary of a normal mixture, for signs."""
-        n: float = self.differing_ + MIXTURE
-        return float(np.sqrt(n * (np.log(n / MIXTURE) + 2 * np.log(1 / self.doubt))))
+    def _block(self, triplets: Floats) -> None:
+        """Judge some centred triplets, learn them, and decide what is served."""
+        codes = triplets @ self.basis_.T
+        self._judge_triplets(triplets, codes @ self.directions_)
+        self._judge_neighbours(self._remember(triplets))
+        apart = codes[:, 0] - codes[:, 1]
+        self.moment_ += apart.T @ apart
+        self.learned_ += len(triplets)
+        if self.learned_ <= 1024 or self.learned_ % REFRESH == 0:
+            self._decompose()
+        self._decide()
 
-    def _judge(self, triplet: Floats, weights: Floats) -> tuple[Floats, float]:
-        """Return whether each expert (N,) and their average has a triplet wrong, by its angles."""
-        centred = triplet - self.mean_
-        codes = centred @ self.basis_.T
-        outside = centred @ centred.T - codes @ codes.T
-        codes = codes @ self.directions_
-        scales = np.column_stack([self.scales_, self.scales_ @ weights])
-        lengths = np.sqrt(np.maximum(codes**2 @ scales + np.diag(outside)[:, None], 0.0))
-        products = (codes[:1] * codes[1:]) @ scales + outside[0, 1:, None]
-        lengths = lengths[:1] * lengths[1:]
-        cosines = np.divide(products, lengths, out=np.zeros_like(lengths), where=lengths > 0)
-        wrong = _wrong(cosines[1], cosines[0])
-        return wrong[:-1], float(wrong[-1])
+    def _remember(self, triplets: Floats) -> NDArray[np.int64]:
+        """Take triplets into the memory; return the places of anchors and positives that have not been judged for a while."""
+        memory, due = self._memory(), dict[int, None]()
+        for triplet in triplets:
+            places = []
+            for vector in triplet:
+                place, new = memory.take(vector, digest(vector))
+                if new:
+                    self.let_go_ += self.verdicts_[place], self.verdicts_[place] ** 2
+                    self.verdicts_[place], self.judged_[place] = 0.0, -1
+                places.append(place)
+            memory.learn(*places)
+            due.update(dict.fromkeys(places[:2]))
+        # an item is judged again when the stream is twice as long as it was then
+        return np.array([place for place in due if 2 * self.judged_[place] <= self.learned_], dtype=np.int64)
+
+    def _judge_neighbours(self, places: NDArray[np.int64]) -> None:
+        """Let the neighbours of items (A,) in the memory vote, by Euclid and by each expert."""
+        memory = self._memory()
+        if memory.size <= VOTERS[-1] or not len(places):
+            return
+        held = self.held_[: memory.size]
+        codes = held @ self.basis_.T @ self.directions_
+        squares, products = (held**2).sum(axis=1), held[places] @ held.T
+        outside = np.maximum(squares - (codes**2).sum(axis=1), 0.0)
+        products_outside = products - codes[places] @ codes.T
+        euclid = memory.votes(places, squares - 2 * products)
+        for number, expert in enumerate(EXPERTS):
+            scale = self.scales_[:, number]
+            lengths = codes**2 @ scale + outside
+            near = (codes[places] * scale) @ codes.T + products_outside
+            if expert.angle:
+                norms = np.sqrt(lengths)
+                distances = -_cosine(near, norms[places][:, None], norms)
+            else:
+                distances = lengths - 2 * near
+            self.verdicts_[places, number] = memory.votes(places, distances) - euclid
+        self.judged_[places] = self.learned_
+
+    def _judge_triplets(self, triplets: Floats, codes: Floats) -> None:
+        """Count which triplets (T, 3, F) each expert has right and Euclid wrong, and the other way round."""
+        squares = ((triplets[:, :1] - triplets[:, 1:]) ** 2).sum(axis=2)
+        euclid = _wrong(squares[:, 0], squares[:, 1])
+        outside = triplets @ triplets.transpose(0, 2, 1) - codes @ codes.transpose(0, 2, 1)
+        for number, expert in enumerate(EXPERTS):
+            products = (codes * self.scales_[:, number]) @ codes.transpose(0, 2, 1) + outside
+            lengths = np.maximum(products.diagonal(axis1=1, axis2=2), 0.0)
+            near = products[:, 0, 1:]
+            if expert.angle:
+                norms = np.sqrt(lengths)
+                distances = -_cosine(near, norms[:, :1], norms[:, 1:])
+            else:
+                distances = lengths[:, 1:] - 2 * near
+            self.triplets_lead_[number] += (euclid - _wrong(distances[:, 0], distances[:, 1])).sum()
+
+    def _decide(self) -> None:
+        """Say which expert is served, if any, and set the map."""
+        self.lead_ = self.let_go_[0] + self.verdicts_.sum(axis=0)
+        self.differing_ = self.let_go_[1] + (self.verdicts_**2).sum(axis=0)
+        self.proven_ |= self.lead_ > self._bound()
+        self.proven_ &= (self.lead_ > 0) & (self.triplets_lead_ > 0)
+        self.left_ = bool(self.proven_.any())
+        served = int(np.where(self.proven_, self.lead_, -np.inf).argmax()) if self.left_ else -1
+        self.alpha_ = np.eye(len(EXPERTS) + 1)[served + 1]
+        features = self.basis_.shape[1]
+        self.components_ = np.eye(features)
+        if self.left_:
+            turned = self.directions_.T @ self.basis_
+            self.components_ += turned.T @ ((np.sqrt(self.scales_[:, served]) - 1)[:, None] * turned)
+        self.weights_, self.weights_at_, self.stride_ = recorded(
+            self.weights_, self.weights_at_, self.stride_, self.alpha_, self.learned_
+        )
+
+    def _bound(self) -> Floats:
+        """Return what each lead must exceed: Robbins' boundary of a normal mixture, for signs."""
+        n = self.differing_ + MIXTURE
+        found: Floats = np.sqrt(n * (np.log(n / MIXTURE) + 2 * np.log(len(EXPERTS) / self.doubt)))
+        return found
+
+    def _memory(self) -> Memory:
+        """Return the working view, whose arrays *are* the fitted ones."""
+        known = getattr(self, "_known", None)
+        if known is None or known.vectors is not self.held_:
+            known = self._known = Memory(self.held_, self.keys_, self.group_, self.parted_, self.used_)
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy makes a view of its own arrays
+        state: dict[str, Any] = {**super().__getstate__()}
+        state.pop("_known", None)
+        return state
+
+    @property
+    def _unit(self) -> bool:
+        """Whether what is served is an angle."""
+        return self.left_ and EXPERTS[int(self.alpha_.argmax()) - 1].angle
 
     def transform(self, X: ArrayLike) -> Floats:
         """Return codes (N, F) of features (N, F), whose Euclidean distances are the learned ones."""
         codes = super().transform(X)
-        return unit(codes) if self.left_ else codes
+        return unit(codes) if self._unit else codes
 
     def to_model_parts(self) -> tuple[nn.Module, None]:
         """Return the head, float32, with the numbers of `transform`; distances are Euclidean."""
         head, _ = super().to_model_parts()
-        if self.left_:
+        if self._unit:
             from torch import nn
 
             from retrieval_oahu.bilinear import UnitLength
@@ -239,6 +312,14 @@ class Warm(LinearMap, OnlineLearner):
 def _wrong(near: Any, far: Any) -> Any:
     """Return 1 where what should be nearer is farther, ½ where both are equal."""
     return (near > far) + 0.5 * (near == far)
+
+
+def _cosine(products: Floats, one: Floats, other: Floats) -> Floats:
+    """Return products over lengths; 0 where a length is 0."""
+    lengths = one * other
+    return np.divide(
+        products, lengths, out=np.zeros(np.broadcast(products, lengths).shape), where=lengths > 0
+    )
 
 
 def _signed(directions: Floats) -> Floats:

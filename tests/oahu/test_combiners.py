@@ -232,7 +232,7 @@ def test_the_three_uses_work_from_a_bundle(search: str, tmp_path: Path) -> None:
     items, queries = (Spaces.of_bundle(bundle, x, 3) for x in (X, QUERIES))
     assert np.allclose(items.alpha, learner.alpha_, atol=1e-5)
     mine = learner.spaces(X)
-    assert (queries.predict(items, Y, 5) == learner.predict(QUERIES, mine, Y, 5)).all()
+    assert (queries.classify(items, Y, 5) == learner.classify(QUERIES, mine, Y, 5)).all()
     rows, scores = queries.retrieve(items, 5)
     assert np.allclose(scores, learner.retrieve(QUERIES, mine, 5)[1], atol=1e-4)
     assert (rows[:, 0] == learner.retrieve(QUERIES, mine, 5)[0][:, 0]).mean() > 0.9
@@ -265,13 +265,18 @@ def test_trained_exported_trained_on_and_exported_again(tmp_path: Path) -> None:
 
 
 def test_oasis_and_warm_are_served_too(tmp_path: Path) -> None:
-    for name, learner in (
-        ("oasis", OASIS(seeds=300, closure=0)),
-        ("warm", Warm(components=20, seeds=1500, closure=0)),
-        ("euclid", Warm(components=20, seeds=10, closure=0)),
+    rng = np.random.default_rng(0)
+    columns, rows = rng.lognormal(0, 1.5, X.shape[1]), rng.lognormal(0, 1.5, (len(X), 1))
+    for name, learner, features in (
+        ("oasis", OASIS(seeds=300, closure=0), X),
+        ("map", Warm(seeds=1500, closure=0), X * columns),
+        ("angle", Warm(components=20, seeds=1500, closure=0), X * rows),
+        ("euclid", Warm(components=20, seeds=1500, closure=0), X),  # as good as any on digits
     ):
-        learner.fit(X, Y)
-        assert getattr(learner, "left_", None) is {"warm": True, "euclid": False}.get(name)
+        learner.fit(features, Y)
+        if isinstance(learner, Warm):
+            assert learner.left_ is (name != "euclid")
+            assert np.allclose(np.linalg.norm(learner.transform(X), axis=1), 1) is (name == "angle")
         (tmp_path / name).mkdir()
         bundle = exported(learner, tmp_path / name / "bundle")
         with indexed(bundle, tmp_path / name) as index:

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retrieval_oahu import LEGO, OASIS, OPML, RDML, Warm, from_labels, in_chunks
+from retrieval_oahu import LEGO, OAHU, OASIS, OPML, RDML, Warm, from_labels, in_chunks
 from retrieval_oahu.closure import Triplet
 from retrieval_oahu.opml import one_pass
-from retrieval_oahu.warm import POWERS, SETTLE
 
 ALL = [LEGO, RDML, OASIS, OPML, Warm]
 
@@ -168,145 +167,33 @@ def test_opml_makes_one_pass() -> None:
     assert learner.n_triplets_ <= len(clouds()[0])
 
 
-def test_warm_is_euclid_before_the_first_triplet_and_until_refuted() -> None:
-    x, _ = clouds()
-    triplets = stream(2000)
-    for components in (None, 6, 256, 2, 3):
-        learner = Warm(components=components).prepare(x)
-        for start in range(0, 300, 20):  # labels that mean nothing
-            assert not learner.left_
-            assert np.array_equal(learner.get_mahalanobis_matrix(), np.eye(6))
-            assert np.array_equal(learner.transform(x), x - x.mean(0))
-            rng = np.random.default_rng(start)
-            learner.partial_fit(x[rng.integers(0, len(x), (20, 3))])
-        learner = Warm(components=components).prepare(x).partial_fit(triplets)
-        assert learner.left_ and learner.lead_ > learner._bound()
-        assert np.allclose(np.linalg.norm(learner.transform(x), axis=1), 1)
-
-
-def test_the_bound_holds_at_every_time() -> None:
-    """Of streams without a difference, at most the share `doubt` ever leaves Euclid: here at any of 2,000 differing verdicts."""
-    learner = Warm(doubt=0.05)
-    bounds = np.zeros(2000)
-    for n in range(2000):
-        learner.differing_ = n + 1
-        bounds[n] = learner._bound()
-    walks = np.random.default_rng(0).choice([-1, 1], (2000, 2000)).cumsum(axis=1)
-    share = (walks > bounds).any(axis=1).mean()
-    assert 0.002 < share < 0.05
-    n = 57
-    assert bounds[n - 1] == pytest.approx(math.sqrt((n + 10) * (math.log((n + 10) / 10) + 2 * math.log(20))))
-
-
-def test_warm_is_that_of_a_loop() -> None:
-    triplets = stream(400)
-    x = clouds()[0]
-    learner = Warm(components=None, prior=5.0, ridge=0.2).prepare(x).partial_fit(triplets)
-    mean, similar = x.mean(0), [t[0] - t[1] for t in triplets]
-
-    def metrics(count: int) -> list[Any]:
-        total = sum((np.outer(d, d) for d in similar[:count]), np.zeros((6, 6)))
-        a = total / (np.trace(total) / 6 if count else 1.0) * count / (count + 5.0)
-        values, vectors = np.linalg.eigh(np.eye(6) + a / 0.2)
-        return [vectors @ np.diag(values**-s) @ vectors.T for s in POWERS]
-
-    def hedged(errors: Any, count: int) -> Any:
-        found = np.exp(-math.sqrt(8 * math.log(len(POWERS)) / max(count, 1)) * errors)
-        return found / found.sum()
-
-    def angles_wrong(m: Any, t: Any) -> float:
-        a, p, n = t - mean
-        near, far = ((a @ m @ o) / math.sqrt((a @ m @ a) * (o @ m @ o)) for o in (p, n))
-        return float(near < far)
-
-    errors, present, lead, differing, left = np.zeros(len(POWERS)), metrics(0), 0, 0, False
-    turns = []
-    for number, (a, p, n) in enumerate(triplets, start=1):
-        weights = hedged(errors, number - 1)
-        average = sum(w * m for w, m in zip(weights, present, strict=True))
-        mine, euclid = angles_wrong(average, (a, p, n)), float(((a - p) ** 2).sum() > ((a - n) ** 2).sum())
-        errors += [angles_wrong(m, (a, p, n)) for m in present]
-        if mine != euclid:
-            differing, lead = differing + 1, lead + int(euclid - mine)
-            bound = math.sqrt((differing + 10) * (math.log((differing + 10) / 10) + 2 * math.log(1 / 0.05)))
-            left = lead > 0 if left else lead > bound
-        turns.append(left)
-        if number % 64 == 0 or number in (1, 2, 4, 8, 16, 32):
-            present = metrics(number)
-    weights = hedged(errors, 400)
-    assert (learner.lead_, learner.differing_, learner.left_) == (lead, differing, left) and left
-    assert 10 < turns.index(True) < 400
-    assert (learner.weights_[1:, 0] == 0).tolist() == turns and (learner.weights_.sum(1) == pytest.approx(1))
-    assert np.allclose(learner.errors_, errors) and np.allclose(learner.alpha_, [0, *weights])
-    m = sum(w * one for w, one in zip(weights, present, strict=True))
-    assert np.allclose(learner.get_mahalanobis_matrix(), m)
-    codes = learner.transform(x)
-    norms = np.sqrt(np.einsum("nf,fg,ng->n", x - mean, m, x - mean))
-    assert np.allclose(codes @ codes.T, (x - mean) @ m @ (x - mean).T / np.outer(norms, norms))
-    assert np.ptp(errors) > 3
-
-
-def test_warm_goes_back_to_euclid_when_the_stream_turns() -> None:
-    x, _ = clouds()
-    learner = Warm().prepare(x).partial_fit(stream(600))
-    assert learner.left_
-    turned = stream(2000)[:, [0, 2, 1]]  # what was alike is unlike
-    learner.partial_fit(turned)
-    assert not learner.left_ and np.array_equal(learner.get_mahalanobis_matrix(), np.eye(6))
-
-
-@pytest.mark.parametrize("components", [3, 256])
-def test_warm_finds_its_components_in_the_stream(components: int) -> None:
-    x, y = clouds()
-    learner = Warm(components=components)
-    triplets = next(in_chunks(itertools.islice(from_labels(y), SETTLE + 50), x, SETTLE + 50))
-    learner.partial_fit(triplets[: SETTLE - 1])
-    assert np.array_equal(learner.components_, np.eye(6)) and not learner.mean_.any()
-    learner.partial_fit(triplets[SETTLE - 1 :])
-    rows = triplets[:SETTLE].reshape(-1, 6)
-    assert np.allclose(learner.mean_, rows.mean(0))
-    directions = np.linalg.svd(rows - rows.mean(0), full_matrices=False)[2][:components]
-    assert np.allclose(learner.basis_.T @ learner.basis_, directions.T @ directions)
-    assert learner.learned_ == 50 and not learner.products_.size
-
-
-def test_warm_counts_errors_where_its_codes_lie() -> None:
-    triplets = stream(1060)
-    x = clouds()[0]
-    learner = Warm(components=3).prepare(x).partial_fit(triplets[:1024])
-    assert learner.left_
-    learner.learned_ = 10**9  # the weights stand still, and no refresh comes
-    before, lead = learner.errors_.copy(), learner.lead_
-    wrong = np.zeros(len(POWERS))
-    for expert in range(len(POWERS)):  # each expert alone, by its codes
-        alone = copy.deepcopy(learner)
-        alone.errors_ = np.where(np.arange(len(POWERS)) == expert, 0.0, 1e9)
-        alone._serve()
-        for triplet in triplets[1024:]:
-            a, p, n = alone.transform(triplet)
-            wrong[expert] += ((a - p) ** 2).sum() > ((a - n) ** 2).sum()
-    a, p, n = (learner.transform(triplets[1024:, i]) for i in range(3))
-    served = ((a - p) ** 2).sum(1) > ((a - n) ** 2).sum(1)
-    a, p, n = (triplets[1024:, i] for i in range(3))
-    euclid = ((a - p) ** 2).sum(1) > ((a - n) ** 2).sum(1)
-    learner._serve()
-    learner.partial_fit(triplets[1024:])
-    assert np.array_equal(learner.errors_ - before, wrong) and wrong.any()
-    assert abs(learner.lead_ - lead - int(euclid.sum() - served.sum())) <= 1
-
-
 @pytest.mark.parametrize(
     ("learner", "words"),
     [
         (LEGO(learning_rate=0.0), "learning_rate"), (LEGO(upper=0.0), "upper"), (LEGO(lower=100.0), "lower"),
         (RDML(learning_rate=-1.0), "learning_rate"), (OASIS(aggressiveness=0.0), "aggressiveness"),
-        (OASIS(margin=float("nan")), "margin"), (OPML(gamma=0.0), "gamma"), (Warm(components=0), "components"),
+        (OASIS(margin=float("nan")), "margin"), (OPML(gamma=0.0), "gamma"), (Warm(components=0), "components"), (Warm(memory=255), "memory"),
         (Warm(prior=0.0), "prior"), (Warm(ridge=0.0), "ridge"), (Warm(doubt=1.0), "doubt"),
     ],
 )  # fmt: skip
 def test_parameters_out_of_range_are_refused_by_name(learner: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         learner.prepare(clouds()[0])
+
+
+@pytest.mark.parametrize("kind", [*ALL, OAHU])
+def test_to_be_asked_changes_nothing(kind: Any) -> None:
+    x, y = clouds()
+    learner = kind(seed=0).fit(x, y)
+    before = dict(vars(learner))
+    learner.transform(x)
+    assert vars(learner) == before
+    if kind is OPML:
+        assert np.allclose(learner.transform(x), (x - learner.mean_) @ (learner.map_ / learner.unit_).T)
+    codes = learner.transform(x)
+    learner.partial_fit(x[[[0, 1, 100], [60, 61, 0], [120, 130, 7]]])
+    if kind in (LEGO, RDML, OPML, OAHU):  # and nothing stale is served
+        assert not np.array_equal(learner.transform(x), codes)
 
 
 @pytest.mark.parametrize("kind", ALL)

@@ -1,0 +1,118 @@
+"""The latest items of a stream, which of them are known to be alike or unlike, and how each item's neighbours vote.
+
+What is known is what follows from the triplets (the rules of `closure`), as far as the memory reaches: similar pairs join items into groups, a
+dissimilar one parts two groups. Where a triplet contradicts that, it is believed, and its items are known by it alone.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating[Any]]
+Ints = NDArray[np.int64]
+
+VOTERS = (1, 3, 5, 7, 9)
+"""How many neighbours vote: an item is asked with each of these numbers, and its verdict is the mean."""
+NEAR = 0.01
+"""Voters are among this share of the memory, the nearest, and among the largest of `VOTERS` where that is less."""
+
+
+class Memory:
+    """Working view of a learner's arrays, which are changed in place.
+
+    Args:
+        vectors: (m, F) items, centred.
+        keys: (m, 2) uint64, digests of the items' bytes, by which one is known again.
+        group: (m,) the group of each place, a number below m; that of an empty place is one that no other has.
+        parted: (m, m) bool, whether two groups are.
+        used: (m,) when each place was used last, 0 for never: the one used longest ago is given away.
+    """
+
+    def __init__(
+        self,
+        vectors: Floats,
+        keys: NDArray[np.uint64],
+        group: Ints,
+        parted: NDArray[np.bool_],
+        used: Ints,
+    ) -> None:
+        self.vectors, self.keys, self.group, self.parted, self.used = vectors, keys, group, parted, used
+        self._clock = int(used.max(initial=0))
+        self.size = int((used > 0).sum())  # places are filled in order
+        self._place = {keys[place].tobytes(): place for place in range(self.size)}
+
+    def take(self, vector: Floats, key: bytes) -> tuple[int, bool]:
+        """Return the place of an item, and whether it is new there."""
+        self._clock += 1
+        place = self._place.get(key)
+        new = place is None
+        if place is None:
+            if self.size < len(self.used):
+                place = self.size
+                self.size += 1
+            else:
+                place = int(self.used.argmin())
+                del self._place[self.keys[place].tobytes()]
+                self._leave(place)
+            self._place[key] = place
+            self.vectors[place] = vector
+            self.keys[place] = np.frombuffer(key, np.uint64)
+        self.used[place] = self._clock
+        return place, new
+
+    def learn(self, anchor: int, positive: int, negative: int) -> None:
+        """Take a triplet's two pairs in; what they contradict is given up."""
+        group, parted = self.group, self.parted
+        if parted[group[anchor], group[positive]]:
+            self._leave(anchor)
+            self._leave(positive)
+        one, other = int(group[anchor]), int(group[positive])
+        if one != other:
+            group[group == other] = one
+            parted[one] |= parted[other]
+            parted[:, one] |= parted[:, other]
+            parted[other] = parted[:, other] = False
+        if group[negative] == one:
+            self._leave(negative)
+        parted[one, group[negative]] = parted[group[negative], one] = True
+
+    def votes(self, anchors: Ints, distances: Floats) -> Floats:
+        """Return how the neighbours of items vote (A,), the mean over `VOTERS`: 1 for the item's own group, 0 for another, ½ for a tie or for nobody.
+
+        Args:
+            anchors: (A,) places.
+            distances: (A, size) to every item; changed.
+        """
+        distances[np.arange(len(anchors)), anchors] = np.inf
+        window = min(max(VOTERS[-1], int(NEAR * self.size)), self.size - 1)
+        near = np.argpartition(distances, window - 1, axis=1)[:, :window]
+        near = np.take_along_axis(near, np.argsort(np.take_along_axis(distances, near, 1), axis=1), 1)
+        groups, own = self.group[near], self.group[anchors][:, None]
+        alike, unlike = groups == own, self.parted[own, groups]
+        turn = (alike | unlike).cumsum(axis=1)
+        together = groups[:, :, None] == groups[:, None]
+        found = np.zeros(len(anchors))
+        for number in VOTERS:
+            against = unlike & (turn <= number)
+            most = (together & against[:, None] & against[:, :, None]).sum(axis=2).max(axis=1)
+            for_own = (alike & (turn <= number)).sum(axis=1)
+            found += (for_own > most) + 0.5 * (for_own == most)
+        return found / len(VOTERS)
+
+    def _leave(self, place: int) -> None:
+        """Make an item a group of its own of which nothing is known."""
+        group = int(self.group[place])
+        if np.count_nonzero(self.group == group) > 1:
+            taken = np.zeros(len(self.group), bool)
+            taken[self.group] = True
+            self.group[place] = group = int(taken.argmin())
+        self.parted[group] = self.parted[:, group] = False
+
+
+def digest(vector: Floats) -> bytes:
+    """Return 16 bytes by which a vector is known again; two zeros of different sign are one."""
+    return blake2b((vector + 0.0).tobytes(), digest_size=16).digest()

@@ -1,0 +1,289 @@
+"""The warm start: against a plain loop, its memory, its bound, and that it leaves Euclid for better neighbours only."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retrieval_oahu import Warm, from_labels, in_chunks
+from retrieval_oahu.memory import Memory, digest
+from retrieval_oahu.warm import EXPERTS, SETTLE
+
+
+def clouds(each: int = 60) -> tuple[Any, Any]:
+    """Three classes that differ in two features, among noise that is larger."""
+    rng = np.random.default_rng(0)
+    y = np.repeat(np.arange(3), each)
+    x = rng.standard_normal((len(y), 6)) * np.array([1, 1, 4, 4, 4, 4])
+    x[:, :2] += np.array([[0, 0], [4, 0], [0, 4]])[y]
+    return x + 10, y
+
+
+def stream(count: int, each: int = 60) -> Any:
+    x, y = clouds(each)
+    return next(in_chunks(itertools.islice(from_labels(y), count), x, count))
+
+
+def sectors() -> tuple[Any, Any]:
+    """Three sectors of a circle, the near and the far part of each a class, at distances between 1 and 20."""
+    rng = np.random.default_rng(1)
+    side, length = rng.integers(0, 3, 750), rng.uniform(0, 1, 750)
+    angle, radius = 0.8 * side + rng.uniform(-0.3, 0.3, 750), np.exp(3 * length)
+    return np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1), 2 * side + (length > 0.5)
+
+
+def correct(codes: Any, y: Any) -> float:
+    d = ((codes[:, None] - codes) ** 2).sum(2)
+    np.fill_diagonal(d, np.inf)
+    return float((y[d.argmin(1)] == y).mean())
+
+
+def test_euclid_before_the_first_triplet_and_until_refuted() -> None:
+    x, y = clouds()
+    for components in (None, 6, 256):
+        learner = Warm(components=components).prepare(x)
+        for start in range(0, 600, 20):  # labels that mean nothing
+            assert not learner.left_
+            assert np.array_equal(learner.get_mahalanobis_matrix(), np.eye(6))
+            assert np.array_equal(learner.transform(x), x - x.mean(0))
+            rng = np.random.default_rng(start)
+            learner.partial_fit(x[rng.integers(0, len(x), (20, 3))])
+        learner = Warm(components=components).prepare(x).partial_fit(stream(2000))
+        served = int(learner.alpha_.argmax()) - 1
+        assert learner.left_ and learner.lead_[served] > learner._bound()[served]
+        assert correct(learner.transform(x), y) > correct(x, y) + 0.1
+        if EXPERTS[served].angle:
+            assert np.allclose(np.linalg.norm(learner.transform(x), axis=1), 1)
+
+
+def test_what_orders_triplets_but_not_neighbours_is_not_served() -> None:
+    """Angles order these classes better than distances do, and their neighbours mix near and far."""
+    x, y = sectors()
+    learner = Warm(components=None).prepare(x)
+    learner.learn_from(itertools.islice(in_chunks(from_labels(y, seed=3), x, 256), 16))
+    angles = [n for n, expert in enumerate(EXPERTS) if expert.angle]
+    assert (learner.triplets_lead_[angles] > 100).all() and (learner.lead_[angles] < -50).all()
+    assert correct(learner.transform(x), y) >= correct(x, y) > 0.98
+
+
+def test_the_bound_holds_at_every_time() -> None:
+    """Of streams without a difference, at most `doubt` ever leave Euclid for any of the experts, at any of 2,000 differing votes."""
+    learner = Warm(doubt=0.2)
+    bounds = np.zeros(2000)
+    for n in range(2000):
+        learner.differing_ = np.full(len(EXPERTS), n + 1.0)
+        bounds[n] = learner._bound()[0]
+    walks = np.random.default_rng(0).choice([-1, 1], (2000, 2000)).cumsum(axis=1)
+    share = (walks > bounds).any(axis=1).mean()
+    assert 0.002 < share < 0.2 / len(EXPERTS)
+    n = 57
+    each = 0.2 / len(EXPERTS)
+    assert bounds[n - 1] == pytest.approx(
+        math.sqrt((n + 10) * (math.log((n + 10) / 10) + 2 * math.log(1 / each)))
+    )
+
+
+def components_of(alike: list[tuple[int, int]], items: int) -> list[int]:
+    """The component of each item in the graph of similar pairs."""
+    found = list(range(items))
+    changed = True
+    while changed:
+        changed = False
+        for a, b in alike:
+            low = min(found[a], found[b])
+            changed |= found[a] != low or found[b] != low
+            found[a] = found[b] = low
+    return found
+
+
+def loop_votes(
+    distance: Any, item: int, seen: list[int], part: list[int], unlike: set[tuple[int, int]]
+) -> float:
+    """What the nearest known neighbours of an item say of it, 1, 3, 5, 7 and 9 of them."""
+    others = sorted((distance(item, other), other) for other in seen if other != item)
+    window = min(max(9, int(0.01 * len(seen))), len(seen) - 1)
+    known: list[int] = []
+    for _, other in others[:window]:
+        if part[other] == part[item] or (part[item], part[other]) in unlike:
+            known.append(part[other])
+    total = 0.0
+    for number in (1, 3, 5, 7, 9):
+        said = known[:number]
+        own = said.count(part[item])
+        against = max((said.count(p) for p in said if p != part[item]), default=0)
+        total += 1.0 if own > against else 0.5 if own == against else 0.0
+    return total / 5
+
+
+def test_warm_is_that_of_a_loop() -> None:
+    x, y = clouds()
+    rows = list(itertools.islice(from_labels(y), 448))
+    learner = Warm(components=None, prior=5.0, ridge=0.2).prepare(x).partial_fit(x[np.array(rows)])
+    z = x - x.mean(0)
+    similar: list[Any] = []
+    learned, lead_of_triplets = 0, np.zeros(len(EXPERTS))
+    alike: list[tuple[int, int]] = []
+    apart: list[tuple[int, int]] = []
+    seen: list[int] = []
+    judged: dict[int, int] = {}
+    verdicts: dict[int, Any] = {}
+
+    def measures() -> list[Any]:
+        total = sum((np.outer(d, d) for d in similar), np.zeros((6, 6)))
+        a = total / (np.trace(total) / 6 if similar else 1.0) * learned / (learned + 5.0)
+        found: list[Any] = [lambda i, j: float(((z[i] - z[j]) ** 2).sum())]
+        for expert in EXPERTS:
+            m = np.linalg.inv(np.eye(6) + a / (0.2 * expert.reach))
+            if expert.angle:
+                found.append(
+                    lambda i, j, m=m: (
+                        -float(z[i] @ m @ z[j] / math.sqrt((z[i] @ m @ z[i]) * (z[j] @ m @ z[j])))
+                    )
+                )
+            else:
+                found.append(lambda i, j, m=m: float((z[i] - z[j]) @ m @ (z[i] - z[j])))
+        return found
+
+    while learned < len(rows):
+        block = rows[learned : learned + min(max(learned, 1), 64)]
+        euclid, *experts = measures()
+        for a, p, n in block:
+            for number, distance in enumerate(experts):
+                lead_of_triplets[number] += float(euclid(a, p) > euclid(a, n)) - float(
+                    distance(a, p) > distance(a, n)
+                )
+            alike.append((a, p))
+            apart.append((a, n))
+            seen += [item for item in dict.fromkeys((a, p, n)) if item not in seen]
+        part = components_of(alike, len(z))
+        unlike = {(part[a], part[n]) for a, n in apart} | {(part[n], part[a]) for a, n in apart}
+        for item in dict.fromkeys(item for a, p, _ in block for item in (a, p)):
+            if len(seen) > 9 and 2 * judged.get(item, -1) <= learned:
+                judged[item] = learned
+                own = loop_votes(euclid, item, seen, part, unlike)
+                verdicts[item] = np.array([loop_votes(d, item, seen, part, unlike) - own for d in experts])
+        similar += [z[a] - z[p] for a, p, _ in block]
+        learned += len(block)
+    assert np.allclose(learner.lead_, sum(verdicts.values()))
+    assert np.allclose(learner.differing_, sum(v**2 for v in verdicts.values()))
+    assert np.allclose(learner.triplets_lead_, lead_of_triplets)
+    assert learner.differing_.min() > 5 and np.ptp(learner.lead_) > 3
+    served = int(learner.alpha_.argmax()) - 1
+    assert learner.left_ == (served >= 0) and learner.left_
+    distance, codes = measures()[served + 1], learner.transform(x)
+    squares = ((codes[0] - codes) ** 2).sum(1)
+    for j in range(1, 30):
+        expected = distance(0, j)
+        assert squares[j] == pytest.approx(2 + 2 * expected if EXPERTS[served].angle else expected)
+
+
+def test_back_to_euclid_when_the_stream_turns() -> None:
+    x, _ = clouds()
+    learner = Warm().prepare(x).partial_fit(stream(600))
+    assert learner.left_
+    turned = stream(2000)[:, [0, 2, 1]]  # what was alike is unlike
+    learner.partial_fit(turned)
+    assert not learner.left_ and np.array_equal(learner.get_mahalanobis_matrix(), np.eye(6))
+
+
+@pytest.mark.parametrize("components", [3, 256])
+def test_components_come_from_the_stream(components: int) -> None:
+    triplets = stream(SETTLE + 50)
+    learner = Warm(components=components)
+    learner.partial_fit(triplets[: SETTLE - 1])
+    assert np.array_equal(learner.components_, np.eye(6)) and not learner.mean_.any()
+    learner.partial_fit(triplets[SETTLE - 1 :])
+    rows = triplets[:SETTLE].reshape(-1, 6)
+    assert np.allclose(learner.mean_, rows.mean(0))
+    directions = np.linalg.svd(rows - rows.mean(0), full_matrices=False)[2][:components]
+    assert np.allclose(learner.basis_.T @ learner.basis_, directions.T @ directions)
+    assert learner.learned_ + len(learner.waiting_) == 50 and not learner.products_.size
+
+
+def test_judges_by_the_distances_of_its_codes() -> None:
+    """With fewer components than features, too: what an expert is credited with is what it would serve."""
+    x, _ = clouds()
+    learner = Warm(components=3).prepare(x).partial_fit(stream(1024))
+    block = stream(1088)[1024:]
+    before = learner.triplets_lead_.copy()
+    found = []
+    for number in range(len(EXPERTS)):  # each expert alone, by its codes
+        alone = copy.deepcopy(learner)
+        alone.proven_[:] = np.arange(len(EXPERTS)) == number
+        alone.lead_ = alone.triplets_lead_ = np.ones(len(EXPERTS))
+        alone.let_go_[0] += 1e6  # nothing takes its proof away
+        alone._decide()
+        alone.proven_[:] = np.arange(len(EXPERTS)) == number
+        alone.verdicts_[:, number] += 1e6
+        alone._decide()
+        assert alone.alpha_[number + 1] == 1
+        a, p, n = (alone.transform(block[:, i]) for i in range(3))
+        found.append((((a - p) ** 2).sum(1) > ((a - n) ** 2).sum(1)).sum())
+    a, p, n = (block[:, i] for i in range(3))
+    euclid = (((a - p) ** 2).sum(1) > ((a - n) ** 2).sum(1)).sum()
+    learner.partial_fit(block)
+    assert np.array_equal(learner.triplets_lead_ - before, euclid - np.array(found))
+
+
+def memory(places: int) -> Memory:
+    return Memory(
+        np.zeros((places, 2)), np.zeros((places, 2), np.uint64), np.arange(places), np.zeros((places, places), bool),
+        np.zeros(places, np.int64),
+    )  # fmt: skip
+
+
+def test_the_memory_knows_what_follows_and_forgets_what_lies_longest() -> None:
+    held = memory(6)
+    vectors = np.arange(16.0).reshape(8, 2)
+
+    def take(*items: int) -> list[int]:
+        return [held.take(vectors[item], digest(vectors[item]))[0] for item in items]
+
+    def unlike(one: int, other: int) -> bool:
+        return bool(held.parted[held.group[one], held.group[other]])
+
+    held.learn(*take(0, 1, 2))
+    held.learn(*take(2, 3, 4))
+    a, b, c, d, e = take(0, 1, 2, 3, 4)
+    assert held.group[a] == held.group[b] and held.group[c] == held.group[d] and unlike(b, d) and unlike(c, e)
+    assert not unlike(a, e) and held.group[a] != held.group[e]
+    held.learn(*take(5, 4, 0))  # the sixth place
+    assert unlike(e, b)
+    take(1, 2, 3, 4, 5)
+    assert held.take(vectors[6], digest(vectors[6])) == (a, True)  # 0 lay longest
+    assert not held.parted[held.group[a]].any() and (held.group == held.group[a]).sum() == 1
+    assert held.take(vectors[1], digest(vectors[1])) == (b, False) and unlike(b, d)
+    assert np.array_equal(held.vectors[a], vectors[6])
+    assert (held.parted == held.parted.T).all() and not held.parted.diagonal().any()
+
+
+def test_a_contradiction_is_believed_and_its_items_known_by_it_alone() -> None:
+    held = memory(6)
+    places = [held.take(v, digest(v))[0] for v in np.arange(12.0).reshape(6, 2)]
+    held.learn(0, 1, 2)
+    held.learn(3, 4, 0)
+    held.learn(0, 2, 1)  # the opposite of the first
+    assert held.group[0] == held.group[2] and held.parted[held.group[0], held.group[1]]
+    assert not held.parted[held.group[0], held.group[3]] and held.group[3] == held.group[4]
+    assert places == list(range(6))
+    assert (held.parted == held.parted.T).all() and not held.parted.diagonal().any()
+
+
+def test_a_small_memory_is_bounded_and_saves_and_loads(tmp_path: Path) -> None:
+    triplets = stream(900, each=200)  # 600 items, places for 256
+    learner = Warm(memory=256).prepare(clouds(200)[0]).partial_fit(triplets[:500])
+    held = {name: value.shape for name, value in vars(learner).items() if isinstance(value, np.ndarray)}
+    learner.save(tmp_path / "x.safetensors")
+    again = Warm.load(tmp_path / "x.safetensors").partial_fit(triplets[500:])
+    learner.partial_fit(triplets[500:])
+    for name, value in vars(learner).items():
+        if isinstance(value, np.ndarray):
+            assert np.array_equal(value, getattr(again, name)), name
+            assert value.shape == held[name] or name in ("weights_", "weights_at_", "waiting_")
+    assert learner.let_go_[1].min() > 0
