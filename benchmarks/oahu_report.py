@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from published import has, published
+from retrieval_oahu.warm import EXPERTS
 
 POINTS = (0, 10, 30, 100, 300, 1000, 3000, 10_000)
 WARM = ("oahu.warm",)
-WARM_EXPERTS = ["Euclid", "s = 0, unit length", "s = ¼", "s = ½", "s = ¾", "s = 1"]
+WARM_EXPERTS = ["Euclid", *(f"{'angle' if e.angle else 'distance'}, reach {e.reach:g}" for e in EXPERTS)]
 PAPER = "oahu_table_3"
 FEATURES = (
     ("features", "EfficientNet-Lite0 features of unseen classes", "EfficientNet-Lite0 (ImageNet) on 10,000 of the images at 64 × 64 pixels."),
