@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from retrieval.errors import DataError
 from retrieval.factory import Part
-from retrieval.model import full_precision as full_precision
+from retrieval.precision import as_given, full_precision
 
 Distance = Annotated[nn.Module | None, Part("distances")]
 Reducer = Annotated[nn.Module | None, Part("reducers")]
@@ -64,14 +64,6 @@ def nothing(*embeddings: Tensor) -> dict[str, Any]:
     """Return a sub-loss of 0 with a gradient of 0, as pytorch-metric-learning's reducers read it."""
     zero = sum((each.sum() * 0 for each in embeddings), embeddings[0].new_zeros(()))
     return {"losses": zero, "indices": None, "reduction_type": "already_reduced"}
-
-
-def as_given(loss: Tensor, embeddings: Tensor) -> Tensor:
-    """Return a loss in the embeddings' type; under autocast as it is, which is what autocast makes of torch's own losses.
-
-    A gradient scaler multiplies a loss by 65,536, which float16 cannot hold.
-    """
-    return loss if torch.is_autocast_enabled(embeddings.device.type) else loss.to(embeddings.dtype)
 
 
 def checked_embeddings(x: Any, name: str) -> Tensor:

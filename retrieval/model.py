@@ -11,11 +11,7 @@ from torch.nn import functional
 
 from retrieval.contracts import Backbone, Combiner
 from retrieval.images import Preprocessing
-
-
-def full_precision(x: Tensor) -> Tensor:
-    """Return half-precision numbers in float32; others as they are."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+from retrieval.precision import full_precision
 
 
 class Normalize(nn.Module):

@@ -10,7 +10,8 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.miners import BaseMiner
-from retrieval.loss import Distance, full_precision
+from retrieval.loss import Distance
+from retrieval.precision import full_precision
 from torch import Tensor, nn
 
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from retrieval import TripletIndices
 from retrieval.errors import RecipeError
-from retrieval.model import full_precision
+from retrieval.precision import full_precision
 from torch import Tensor, nn
 
 from retrieval_daml.local_metrics import LocalMetrics, Metrics, Weight, all_pairs, widened

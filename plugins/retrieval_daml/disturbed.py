@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 from retrieval.contracts import Generator
-from retrieval.loss import full_precision
+from retrieval.precision import full_precision
 from torch import Tensor, nn
 
 

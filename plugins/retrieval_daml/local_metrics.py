@@ -8,7 +8,8 @@ import torch
 from pydantic import Field
 from retrieval import Combiner
 from retrieval.errors import RecipeError
-from retrieval.model import Normalize, full_precision
+from retrieval.model import Normalize
+from retrieval.precision import full_precision
 from torch import Tensor, nn
 from torch.nn import functional
 

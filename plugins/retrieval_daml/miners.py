@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from retrieval.contracts import TripletIndices
-from retrieval.loss import Distance, full_precision
+from retrieval.loss import Distance
+from retrieval.precision import full_precision
 from torch import Tensor, nn
 
 from retrieval_daml.base import Measure, default_distance

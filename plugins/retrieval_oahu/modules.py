@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from retrieval.model import full_precision
+from retrieval.precision import full_precision
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -13,7 +13,7 @@ from pytorch_metric_learning.losses import GenericPairLoss
 from pytorch_metric_learning.miners import BaseMiner
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from retrieval.factory import Part
-from retrieval.loss import as_given
+from retrieval.precision import as_given
 from torch import Tensor, nn
 
 Distance = Annotated[nn.Module | None, Part("distances")]

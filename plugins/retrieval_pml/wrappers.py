@@ -10,7 +10,7 @@ from pytorch_metric_learning import losses
 from pytorch_metric_learning.losses.base_loss_wrapper import BaseLossWrapper
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from retrieval.factory import Part, traits
-from retrieval.loss import as_given, full_precision
+from retrieval.precision import as_given, full_precision
 from torch import Tensor, nn
 
 from retrieval_pml.common import AnyLoss, AnyMiner, Count, no_reference, on_labels
