@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 from collections.abc import Mapping
@@ -59,6 +60,10 @@ class Guard:
             await (self._app if refused is None else refused)(scope, receive, with_headers)
         except Gone:
             pass
+        except asyncio.CancelledError:  # the server's end: its grace is over
+            if not started:
+                stopping = _error(503, "The server is stopping. Try again in a moment.")
+                await stopping(scope, receive, with_headers)
         except Exception as fault:
             report(fault, self._settings.debug)
             if started:
@@ -112,7 +117,8 @@ def report(fault: BaseException, debug: bool) -> None:
 
 
 def _error(status: int, sentence: str) -> JSONResponse:
-    return JSONResponse({"error": sentence}, status, headers={"Connection": "close"})
+    headers = {"Connection": "close"} | ({"Retry-After": "1"} if status == 503 else {})
+    return JSONResponse({"error": sentence}, status, headers=headers)
 
 
 def _name(host: str) -> str:

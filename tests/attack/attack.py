@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
+from tqdm import tqdm
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # its neighbours, also where a test imports it by its path
 
@@ -157,10 +159,12 @@ class Attack:
         ]
         for thread in [*honest, *attackers]:
             thread.start()
-        most = before
-        while any(thread.is_alive() for thread in attackers):
-            most = max(most, self._server.memory())
-            time.sleep(0.1)
+        most, first = before, self._next
+        with tqdm(total=requests, unit="req", disable=None) as bar:
+            while any(thread.is_alive() for thread in attackers):
+                most = max(most, self._server.memory())
+                bar.update(min(requests, self._next - first) - bar.n)
+                time.sleep(0.1)
         self._stop.set()
         for thread in honest:
             thread.join()

@@ -148,6 +148,10 @@ def test_it_ends_in_time_whatever_hangs(how, sleepy, photos):
     server.process.send_signal(how)
     assert server.process.wait(20) == 0
     assert time.monotonic() - began < 5  # 3 are promised
+    for one in asking[:3]:
+        answer = wire.read_answer(one)
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert answer.error == "The server is stopping. Try again in a moment."
     for one in asking:
         one.close()
 

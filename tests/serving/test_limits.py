@@ -92,6 +92,7 @@ def test_uploads_share_a_memory(served, index_path, photos):
     time.sleep(1.2)
     assert wire.ask(port, large).status == 422  # it was read: no image
     assert wire.ask(port, good).status == 200
+    assert "The upload stalled" in wire.read_answer(held[0]).error
     for connection in held:
         connection.close()
     for _ in range(20):  # what they held is back
