@@ -153,13 +153,14 @@ class Attack:
     def run(self, requests: int, threads: int) -> Result:
         """Send so many requests, so many at a time, and return what came of it."""
         result, began, before = self.result, time.monotonic(), self._server.memory()
+        first = self._next
         honest = [threading.Thread(target=self._search) for _ in range(2)]
         attackers = [
-            threading.Thread(target=self._attack, args=(n, self._next + requests)) for n in range(threads)
+            threading.Thread(target=self._attack, args=(n, first + requests)) for n in range(threads)
         ]
         for thread in [*honest, *attackers]:
             thread.start()
-        most, first = before, self._next
+        most = before
         with tqdm(total=requests, unit="req", disable=None) as bar:
             while any(thread.is_alive() for thread in attackers):
                 most = max(most, self._server.memory())
