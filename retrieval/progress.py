@@ -7,6 +7,8 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
+from retrieval.errors import printable
+
 EVERY = 10.0
 """Seconds between two lines; work that is done sooner says nothing."""
 _DELAY = 0.5  # seconds before a bar appears: an error that comes at once has nothing before it
@@ -70,7 +72,8 @@ class Meter:
         self.update(done - self._done)
 
     def say(self, line: str) -> None:
-        """Write a line to standard error that stays, above the bar if there is one."""
+        """Write a line to standard error that stays, above the bar if there is one; it may hold names from outside."""
+        line = printable(line)
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         else:

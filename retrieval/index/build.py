@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.bundle import Bundle, Device
-from retrieval.errors import DataError, StoreError, printable
+from retrieval.errors import DataError, StoreError
 from retrieval.images import Limits, decode
 from retrieval.index.backends import built_in, choose, make_backend
 from retrieval.index.built import remember
@@ -215,7 +215,7 @@ class _Work:
         if entry.fault is not None:
             faults.append(entry.fault)
             if self.skip_bad:
-                meter.say(printable(f"skipped: {entry.fault}"))
+                meter.say(f"skipped: {entry.fault}")
 
     def _decode(self, items: Sequence[Source]) -> Iterator[_Decoded]:
         """Give decoded items in order, a few batches ahead of their use."""

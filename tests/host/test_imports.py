@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "hookspecs": set(),
     "values": {"errors"},
     "merging": set(),
-    "progress": set(),
+    "progress": {"errors"},
     "places": set(),
     "columns": set(),
     "signature": set(),
