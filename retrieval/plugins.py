@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import EntryPoint, distributions
@@ -18,7 +19,7 @@ from typing import Any
 import pluggy
 
 from retrieval import hookspecs
-from retrieval.errors import MissingDependency, PluginError, RecipeError, did_you_mean
+from retrieval.errors import MissingDependency, PluginError, RecipeError, RetrievalError, did_you_mean
 from retrieval.factory import GIVEN, KINDS, Factory, Parameter
 from retrieval.importing import Source, import_extra, import_plugin, misfit, name_of, reason, refuse_misspelt
 
@@ -38,6 +39,23 @@ class Plugins:
     def hook(self) -> Any:
         """The hooks to call, as pluggy gives them."""
         return self.manager.hook
+
+    def notify(self, hook: str, **arguments: Any) -> None:
+        """Call a hook that gives nothing.
+
+        Raises:
+            PluginError: a plugin failed in it; the sentence names it and the line.
+        """
+        try:
+            getattr(self.hook, hook)(**arguments)
+        except (RetrievalError, OSError, ImportError):
+            raise  # sentences already, and what the command line has a sentence for
+        except Exception as error:
+            files = {getattr(m, "__file__", None): name for name, m in self.manager.list_name_plugin()}
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
+            who = f"The plugin '{files[frames[-1].filename]}'" if frames else "A plugin"
+            where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+            raise PluginError(f"{who} failed in {hook}: {reason(error)}{where}.") from error
 
     def factories(self, kind: str) -> dict[str, Factory]:
         """Return every factory of a kind by its full name, sorted. One with a fault is not among them: see `disabled`.

@@ -138,8 +138,7 @@ class Trainer:
             Interrupted: SIGINT or SIGTERM came; the checkpoint is written.
             DataError: the loss became NaN or infinite, or the disk is full; the last good checkpoint is kept.
         """
-        hook = self.run.plugins.hook
-        hook.retrieval_run_start(run=self.run)
+        self.run.plugins.notify("retrieval_run_start", run=self.run)
         total = sum(phase.epochs for phase in self.recipe.phases) * len(self.batches)
         meter = Meter("training", total, "batches", done=self.progress.total, show=self.main)
         if self.progress.total == 0:
@@ -251,7 +250,7 @@ class Trainer:
             warnings.append(NO_TRIPLETS)
         if warnings:
             record["warnings"] = warnings
-        self.run.plugins.hook.retrieval_epoch_end(run=self.run, epoch=progress.epoch, metrics=metrics)
+        self.run.plugins.notify("retrieval_epoch_end", run=self.run, epoch=progress.epoch, metrics=metrics)
         if self.main:
             for warning in record.get("warnings", ()):
                 self.report(f"warning: {warning}")
@@ -287,7 +286,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
         load_weights(self.run.model, checkpoint.load(self.run.best), self.run.best)
         self.run.model.eval()
-        self.run.plugins.hook.retrieval_run_end(run=self.run, metrics=self.progress.best_metrics)
+        self.run.plugins.notify("retrieval_run_end", run=self.run, metrics=self.progress.best_metrics)
         return self.progress.best_metrics
 
     # --- checkpoints -------------------------------------------------------------------------------------

@@ -188,6 +188,19 @@ def test_the_same_parts_unbroken_train(tables: dict[str, Any], tmp_path: Path) -
     assert train(tmp_path / "run", recipe, plugins).best.is_file()
 
 
+@pytest.mark.parametrize("hook", ["run_start(run)", "epoch_end(run, epoch)", "run_end(metrics)"])
+def test_a_hook_that_fails(hook: str, tmp_path: Path) -> None:
+    file = tmp_path / "hooked.py"
+    file.write_text(
+        f"from retrieval import hookimpl\n@hookimpl\ndef retrieval_{hook}:\n    return {{}}['gone']\n"
+    )
+    recipe, plugins = check_recipe(table(plugins=[BROKEN, str(file)]))
+    with pytest.raises(PluginError) as caught:
+        train(tmp_path / "run", recipe, plugins)
+    name = f"retrieval_{hook.partition('(')[0]}"
+    assert str(caught.value) == f"The plugin 'hooked' failed in {name}: KeyError: 'gone' ({file}, line 4)."
+
+
 def test_on_the_command_line(
     cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
