@@ -25,6 +25,7 @@ COMMANDS = {
     "index": "serving:index_command",
     "search": "serving:search_command",
     "serve": "serving:serve_command",
+    "sign": "sign:sign_command",
     "doctor": "doctor:doctor",
 }
 

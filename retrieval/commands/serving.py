@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 _LOW_RECALL = 0.9
 _DEVICE = click.Choice(["auto", "cpu", "cuda"])
+_SIGNED = click.option(
+    "--require-signature",
+    "signed_by",
+    type=click.Path(path_type=Path),
+    metavar="PUBLIC_KEY",
+    help="Refuse what the holder of this key did not sign (retrieval sign).",
+)
 
 
 @click.command(
@@ -53,6 +60,7 @@ Examples:
 @click.option("--batch", default=32, show_default=True, type=click.IntRange(1), help="Items encoded at once.")
 @click.option("--max-pixels", default="25M", show_default=True, type=Pixels(), help="Largest image.")
 @click.option("--max-bytes", default="20MB", show_default=True, type=Bytes(), help="Largest file.")
+@_SIGNED
 @click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
 def index_command(
     bundle: Path,
@@ -68,6 +76,7 @@ def index_command(
     max_pixels: int,
     max_bytes: int,
     device: Any,
+    signed_by: Path | None,
 ) -> None:
     """Encode IMAGES with BUNDLE and write an index.
 
@@ -93,6 +102,7 @@ def index_command(
             batch=batch,
             limits=Limits(max_pixels, max_bytes),
             device=device,
+            signed_by=signed_by,
         )
     except KeyboardInterrupt:
         kept = output.with_name(f"{output.name}.partial")
@@ -131,6 +141,7 @@ Examples:
 @click.option("--candidates", type=click.IntRange(1), help="How many candidates the rescorer is given.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @PLUGIN_OPTION
+@_SIGNED
 @click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
 def search_command(
     index: Path,
@@ -140,13 +151,14 @@ def search_command(
     as_json: bool,
     extra: tuple[str, ...],
     device: Any,
+    signed_by: Path | None,
 ) -> None:
     """Search INDEX with images (or .npz features) and print the nearest items, nearest first."""
     _quiet_threads()
     from retrieval.index.store import Index
 
     _refuse_swapped(index, queries)
-    with Index.open(index, device=device, plugins=extra) as opened:
+    with Index.open(index, device=device, plugins=extra, signed_by=signed_by) as opened:
         names, encoded = _encode(opened, queries)
         answers = opened.search(encoded, k, candidates=candidates)
     if as_json:
@@ -216,6 +228,7 @@ Examples:
 @_limits
 @click.option("--debug", is_flag=True, help="Tracebacks in the log.")
 @PLUGIN_OPTION
+@_SIGNED
 @click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
 def serve_command(
     index: Path,
@@ -228,6 +241,7 @@ def serve_command(
     debug: bool,
     extra: tuple[str, ...],
     device: Any,
+    signed_by: Path | None,
     **limits: Any,
 ) -> None:
     """Serve INDEX over HTTP: a page to search with an image, and the same as JSON at POST /v1/search."""
@@ -242,7 +256,7 @@ def serve_command(
         debug=debug,
         **limits,
     )
-    serve(index, host=host, port=port, settings=settings, plugins=extra, device=device)
+    serve(index, host=host, port=port, settings=settings, plugins=extra, device=device, signed_by=signed_by)
 
 
 def _quiet_threads() -> None:

@@ -75,6 +75,7 @@ def build_index(
     limits: Limits | None = None,
     progress: bool = True,
     device: Device = "auto",
+    signed_by: Path | None = None,
 ) -> Summary:
     """Encode items and write an index folder, whole or not at all.
 
@@ -95,6 +96,7 @@ def build_index(
         limits: the largest images that are decoded.
         progress: show on standard error how far it is.
         device: of the encoder: "auto", "cpu" or "cuda".
+        signed_by: a public key's file; a bundle that its holder did not sign is refused.
 
     Raises:
         DataError: no items, or images that cannot be used: all are found, the first ten named.
@@ -109,7 +111,11 @@ def build_index(
         make_backend(backend, options or {}, plugins)  # a misspelt name must not cost an hour first
     elif options:
         raise DataError("Parameters of a back end need its name: pass --backend with --set.")
-    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, variant=variant, device=device)
+    opened = (
+        bundle
+        if isinstance(bundle, Bundle)
+        else Bundle.open(bundle, variant=variant, device=device, signed_by=signed_by)
+    )
     found = collect(sources, opened.manifest.input.kind)
     work = _Work(opened, found, batch, workers or os.cpu_count() or 1, limits or Limits(), skip_bad, progress)
     with hold(target, "building this index", StoreError), storage_errors(target):

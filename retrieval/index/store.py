@@ -83,6 +83,7 @@ class Index:
         threads: int | None = None,
         device: Device = "auto",
         plugins: Iterable[str] = (),
+        signed_by: Path | None = None,
     ) -> Index:
         """Check every file of an index folder against its SHA-256, then load it.
 
@@ -91,6 +92,7 @@ class Index:
             threads: of one call of the encoder; None leaves it to ONNX Runtime.
             device: of the encoder: "auto", "cpu" or "cuda".
             plugins: files or modules of a third-party back end that is not installed.
+            signed_by: a public key's file; an index that its holder did not sign is refused.
 
         Raises:
             StoreError: missing, altered, of another format.
@@ -100,17 +102,25 @@ class Index:
         folder = Path(path)
         try:
             return at_one_moment(
-                folder, lambda opened: cls._load(opened, threads, device, list(plugins)), StoreError
+                folder,
+                lambda opened: cls._load(opened, threads, device, list(plugins), signed_by),
+                StoreError,
             )
         except Unusable as fault:
             raise StoreError(f"{folder} is not an index: {fault}.{instead(folder, 'index')}") from None
 
     @classmethod
-    def _load(cls, folder: Snapshot, threads: int | None, device: Device, plugins: list[str]) -> Index:
+    def _load(
+        cls, folder: Snapshot, threads: int | None, device: Device, plugins: list[str], signed_by: Path | None
+    ) -> Index:
         path = folder.path
         if not folder.has(INDEX) and not folder.has(SUMS):
             raise StoreError(f"{path} is not an index: it has no {INDEX}.{instead(path, 'index')}")
         sums, text = read_sums(folder)
+        if signed_by is not None:
+            from retrieval.signatures import check_signature
+
+            check_signature(folder, "index", text, signed_by)
         held = hold_listed(folder, sums)
         try:
             if INDEX not in held:

@@ -39,6 +39,7 @@ def serve(
     settings: Settings | None = None,
     plugins: Sequence[str] = (),
     device: Device = "auto",
+    signed_by: Path | None = None,
 ) -> None:
     """Serve an index until SIGINT or SIGTERM; requests under way are finished first.
 
@@ -49,6 +50,7 @@ def serve(
         settings: limits; a search at a time for each core by default.
         plugins: files or modules of a third-party back end.
         device: of the encoder.
+        signed_by: a public key's file; an index that its holder did not sign is refused.
 
     Raises:
         MissingDependency: the extra `serve` is not installed.
@@ -68,7 +70,7 @@ def serve(
             listeners.append(stack.enter_context(_listen(host, settings.health_port, "--health-port")))
             settings = replace(settings, health_port=listeners[1].getsockname()[1])
         threads = max(1, cores // settings.workers)
-        index = Index.open(Path(path), threads=threads, device=device, plugins=plugins)
+        index = Index.open(Path(path), threads=threads, device=device, plugins=plugins, signed_by=signed_by)
         set_up(settings.debug)
         searcher = Searcher(index, settings)
         _announce(host, listeners, len(index))

@@ -86,6 +86,7 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": {"runtime"},
     "manifest": {"errors", "images", "snapshot", "strict_json", "places"},
     "graphs": set(),
+    "signatures": {"errors", "runtime", "snapshot"},
     "sessions": {"errors", "graphs", "manifest", "runtime", "snapshot"},
     "bundle": {"errors", "images", "manifest", "sessions", "snapshot"},
     "index": {
@@ -122,7 +123,9 @@ LAZY: dict[str, set[str]] = {
     "rules": {"evaluate", "train"},  # the names of metrics, optimisers and schedules
     "evaluate": {"bundle"},  # a bundle beside the run
     "export": {"runtime"},
-    "index": {"factory", "plugins", "trust"},  # a plugin's back end, only when one is named
+    "index": {"factory", "plugins", "trust", "signatures"},
+    "bundle": {"signatures"},
+    "signatures": {"bundle", "index"},  # a plugin's back end, only when one is named
     "demo": {"recipe", "evaluate", "export"},
     "cli": {"plugins", "__init__"},
     "commands": HOST
@@ -136,6 +139,7 @@ LAZY: dict[str, set[str]] = {
         "bundle",
         "index",
         "serve",
+        "signatures",
         "runtime",
         "places",
         "progress",
