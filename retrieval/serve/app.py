@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from retrieval.errors import DataError
@@ -118,14 +118,22 @@ class _Handlers:
         client = _client(request)
         picture = await self._in_time(request, self._searcher.picture(number, client))
         if picture.media_type is None:
-            content = await self._in_time(request, self._searcher.shown(picture, client))
-            return Response(content, media_type="image/png", headers=headers)
+            return await self._shown(request, picture, client, headers)
         if picture.size <= PIECE:
             return Response(picture.first, media_type=picture.media_type, headers=headers)
-        headers["Content-Length"] = str(picture.size)
-        return StreamingResponse(
-            self._pieces(picture, client), media_type=picture.media_type, headers=headers
-        )
+        return Pieces(self._pieces(picture, client), picture.size, picture.media_type, headers)
+
+    async def _shown(
+        self, request: Request, picture: Picture, client: str, headers: Mapping[str, str]
+    ) -> Response:
+        """Return a PNG of a picture, which counts in the memory of uploads until it is sent."""
+        with ExitStack() as stack:
+            upload = stack.enter_context(self._budget.upload())
+            upload.arriving = False
+            self._budget.take(upload, picture.size)
+            content = await self._in_time(request, self._searcher.shown(picture, client))
+            self._budget.take(upload, len(content))
+            return Pieces(_slices(content), len(content), "image/png", headers, stack.pop_all())
 
     async def _pieces(self, picture: Picture, client: str) -> AsyncIterator[bytes]:
         yield picture.first
@@ -181,6 +189,46 @@ class _Handlers:
         if reason := self.readiness.reason():
             return JSONResponse({"error": reason}, 503, headers={"Retry-After": "1"})
         return JSONResponse({"status": "ready", "items": len(self._searcher.index)})
+
+
+class Pieces(Response):
+    """An answer that is made and sent piece by piece, no faster than its client takes it.
+
+    Args:
+        pieces: its content.
+        size: of them all, in bytes.
+        media_type: of the content.
+        headers: besides.
+        held: closed when the last piece is sent, or none will be.
+    """
+
+    def __init__(
+        self,
+        pieces: AsyncIterator[bytes],
+        size: int,
+        media_type: str,
+        headers: Mapping[str, str],
+        held: ExitStack | None = None,
+    ) -> None:
+        super().__init__(None, media_type=media_type, headers={**headers, "Content-Length": str(size)})
+        self._pieces = pieces
+        self._held = held or ExitStack()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send it."""
+        with self._held:
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            if scope["method"] != "HEAD":
+                async for piece in self._pieces:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _slices(content: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), PIECE):
+        yield content[start : start + PIECE]
 
 
 class _Departure:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from retrieval.serve.protocol import Connections
 
 _FILES = 256  # descriptors besides connections: the index, the gallery, libraries, pipes
-_MARGIN = 1.0  # seconds of the grace that are kept for what comes after the last answer
+_MARGIN = 1.5  # seconds of the grace that are kept for what comes after the last answer
 _HEALTH_CONNECTIONS = 64
 
 
@@ -152,7 +152,7 @@ class _Running:
         timer.start()
         if hasattr(signal, "setitimer"):  # the kernel's own, should something hold the interpreter
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, self._grace)
+            signal.setitimer(signal.ITIMER_REAL, self._grace - _MARGIN / 3)
 
 
 def _leave_now() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import platform
 import random
@@ -30,13 +29,14 @@ from tqdm import tqdm
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # its neighbours, also where a test imports it by its path
 
+from honest import HonestClients, Seen  # noqa: E402
 from hostile_images import damaged, worst  # noqa: E402
 from hostile_requests import Generator  # noqa: E402
 from wire import FORM, Answer, ask, form, get, post, vector  # noqa: E402
 
 DEADLINE = 8.0  # seconds: the server's own default
 GRACE = 10.0
-_WARM = 300  # requests before the memory is looked at
+_WARM = 1000  # requests before the memory is looked at
 _ATTACKERS = 8  # addresses
 
 
@@ -112,20 +112,14 @@ class Result:
         answers: how many of a status, by the attack's kind; 0 for no answer.
         overload: the sentences of 503 with Retry-After, and how often an attacker read them.
         faults: 5xx that no overload explains: the request's kind and number, and the answer.
-        honest: seconds of each search by honest clients that was answered.
-        refused: the same clients' 503.
-        late: their answers beyond the deadline, or none at all.
-        wrong: their answers that were not what they were before.
+        honest: what honest clients saw meanwhile.
         memory: bytes before, at most, and after.
     """
 
     answers: dict[str, Counter[int]] = field(default_factory=dict)
     overload: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    honest: list[float] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)
-    late: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+    honest: Seen = field(default_factory=Seen)
     memory: tuple[int, int, int] = (0, 0, 0)
     seconds: float = 0.0
 
@@ -144,7 +138,6 @@ class Attack:
         self._server = server
         self._generator = generator
         self._searches = [post(form(sound, "3"), FORM), vector()]
-        self._expected = [self._results(ask(server.port, search)) for search in self._searches]
         self._lock = threading.Lock()
         self._next = first
         self._stop = threading.Event()
@@ -154,11 +147,11 @@ class Attack:
         """Send so many requests, so many at a time, and return what came of it."""
         result, began, before = self.result, time.monotonic(), self._server.memory()
         first = self._next
-        honest = [threading.Thread(target=self._search) for _ in range(2)]
+        honest = HonestClients(self._server.port, self._searches, DEADLINE)
         attackers = [
             threading.Thread(target=self._attack, args=(n, first + requests)) for n in range(threads)
         ]
-        for thread in [*honest, *attackers]:
+        for thread in attackers:
             thread.start()
         most = before
         with tqdm(total=requests, unit="req", disable=None) as bar:
@@ -167,8 +160,7 @@ class Attack:
                 bar.update(min(requests, self._next - first) - bar.n)
                 time.sleep(0.1)
         self._stop.set()
-        for thread in honest:
-            thread.join()
+        result.honest = honest.stop()
         result.seconds = time.monotonic() - began
         time.sleep(5.0)
         result.memory = (before, most, self._server.memory())
@@ -201,37 +193,6 @@ class Attack:
         else:
             self.result.faults.append(f"{name}: {answer.status} {answer.body[:200]!r}")
 
-    def _search(self) -> None:
-        turn = 0
-        while not self._stop.is_set():
-            turn += 1
-            kind = turn % len(self._searches)
-            began = time.monotonic()
-            try:
-                answer = ask(self._server.port, self._searches[kind], 3 * DEADLINE)
-            except OSError as fault:
-                answer = Answer(0, {}, str(fault).encode())
-            took = time.monotonic() - began
-            with self._lock:
-                self._note(kind, answer, took)
-            time.sleep(0.02)
-
-    def _note(self, kind: int, answer: Answer, took: float) -> None:
-        if answer.status == 503 and "retry-after" in answer.headers:
-            self.result.refused[answer.error] += 1
-        elif answer.status != 200:
-            self.result.wrong.append(f"{answer.status} {answer.body[:200]!r}")
-        elif self._results(answer) != self._expected[kind]:
-            self.result.wrong.append("other results")
-        else:
-            self.result.honest.append(took)
-        if took > DEADLINE + 1 or answer.status == 0:
-            self.result.late.append(f"{took:.1f} s, status {answer.status}")
-
-    @staticmethod
-    def _results(answer: Answer) -> object:
-        return json.loads(answer.body)["results"] if answer.status == 200 else answer
-
 
 def ends(index: Path, log: Path, generator: Generator, sound: bytes, count: int, seed: int) -> list[float]:
     """Start a server, attack it, and end it at a random moment, so many times; return the seconds each end took."""
@@ -261,7 +222,8 @@ def prepare(folder: Path) -> tuple[Path, bytes]:
 def report(result: Result, took: list[float], log: int, requests: int) -> str:
     """Return what came of it, for people."""
     before, most, after = (f"{value / 1e6:,.0f}" for value in result.memory)
-    honest = sorted(result.honest) or [0.0]
+    seen = result.honest
+    honest = sorted(seen.answered) or [0.0]
     statuses = sorted({status for counts in result.answers.values() for status in counts})
     lines = [
         "# An attack on the server",
@@ -271,9 +233,9 @@ def report(result: Result, took: list[float], log: int, requests: int) -> str:
         f"{platform.python_version()}.",
         "",
         f"- 5xx without an overload to explain it: {len(result.faults)}",
-        f"- honest searches: {len(result.honest):,} answered as before (median {honest[len(honest) // 2] * 1000:.0f} ms, 99th percentile "
-        f"{honest[int(len(honest) * 0.99)] * 1000:.0f} ms, longest {honest[-1]:.2f} s), {sum(result.refused.values())} told to come again, "
-        f"{len(result.wrong)} wrong, {len(result.late)} beyond the deadline of {DEADLINE:g} s",
+        f"- honest searches: {len(seen.answered):,} answered as before (median {honest[len(honest) // 2] * 1000:.0f} ms, 99th percentile "
+        f"{honest[int(len(honest) * 0.99)] * 1000:.0f} ms, longest {honest[-1]:.2f} s), {sum(seen.refused.values())} told to come again, "
+        f"{len(seen.wrong)} wrong, {len(seen.late)} beyond the deadline of {DEADLINE:g} s",
         f"- memory of the server and its processes: {before} MB after {_WARM} such requests, {most} MB at most, {after} MB at the end",
         f"- lines in the log: {log:,}",
     ]
@@ -288,7 +250,7 @@ def report(result: Result, took: list[float], log: int, requests: int) -> str:
         lines.append(f"| {kind} | " + " | ".join(str(counts[s] or "") for s in statuses) + " |")
     lines += ["", "503 that attackers were given, all with `Retry-After`:", ""]
     lines += [f"- {count} × {sentence}" for sentence, count in result.overload.most_common()] or ["- none"]
-    for title, found in (("Faults", result.faults), ("Wrong", result.wrong), ("Late", result.late)):
+    for title, found in (("Faults", result.faults), ("Wrong", seen.wrong), ("Late", seen.late)):
         if found:
             lines += ["", f"{title}:", "", *(f"- {text}" for text in found[:20])]
     return "\n".join(lines) + "\n"
@@ -321,7 +283,10 @@ def main() -> None:
     print(text)
     if options.output:
         options.output.write_text(text, encoding="utf-8")
-    kept = not (result.faults or result.wrong or result.late) and max(took, default=0) <= GRACE + 0.5
+    kept = (
+        not (result.faults or result.honest.wrong or result.honest.late)
+        and max(took, default=0) <= GRACE + 0.5
+    )
     raise SystemExit(0 if kept else 1)
 
 

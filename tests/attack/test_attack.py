@@ -46,9 +46,9 @@ def test_an_attack_costs_others_nothing(prepared):
         took, code = server.end()
     text = attack.report(result, [took], 0, REQUESTS)
     assert not result.faults, text
-    assert not result.wrong, text
-    assert not result.late, text
-    assert len(result.honest) > 50, text
+    assert not result.honest.wrong, text
+    assert not result.honest.late, text
+    assert len(result.honest.answered) > 50, text
     before, _, after = result.memory
     assert after - before < 150_000_000, text
     assert (took < attack.GRACE, code) == (True, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import resource
 import shutil
@@ -212,3 +213,28 @@ def test_a_large_picture_comes_whole_and_a_slow_reader_holds_a_piece(served, mak
     assert memory_of(server) - before < 100_000_000  # 240 MB were asked for
     for one in slow:
         one.close()
+    head = wire.get(f"/v1/items/{number}/image").replace(b"GET", b"HEAD")
+    with wire.connect(port) as connection:
+        connection.sendall(head + wire.get("/v1/health/live"))
+        got = connection.recv(65_536)
+        while b"live" not in got:
+            got += connection.recv(65_536)
+    assert f"content-length: {paths[0].stat().st_size}".encode() in got
+
+
+def test_pictures_that_are_converted_count_in_the_memory_of_uploads(served, makers, bundle_path, tmp_path):
+    paths = makers.write_digits(tmp_path / "photos", 3)
+    noise = np.random.default_rng(0).integers(0, 256, (500, 600, 3), dtype=np.uint8)
+    paths[0].unlink()
+    Image.fromarray(noise).save(tmp_path / "photos" / "large.tiff")
+    build_index(bundle_path, [tmp_path / "photos"], tmp_path / "i", progress=False)
+    port = served(tmp_path / "i", "--body-memory", "2000000").port
+    hits = wire.found(wire.ask(port, wire.vector()))
+    (number,) = (hit["id"] for hit in hits if hit["key"] == "large.tiff")
+    ask = wire.get(f"/v1/items/{number}/image")
+    for _ in range(5):  # what one took is back for the next
+        shown = wire.ask(port, ask)
+        assert shown.status == 200
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(shown.body))), noise)
+    small = served(tmp_path / "i", "--body-memory", "1000000").port
+    assert "memory" in wire.ask(small, ask).error
