@@ -9,7 +9,6 @@ disturbs it little. The bundle is a projection of 8 × 8 pixels: nearly all of a
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
 import json
 import os
@@ -25,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from retrieval.index.build import build_index
 
 ROOT = Path(__file__).parents[1]
 TICK = os.sysconf("SC_CLK_TCK")
@@ -54,6 +52,21 @@ def requests(folder: Path) -> dict[str, bytes]:
         "item's image": b"GET /v1/items/3/image HTTP/1.1\r\nHost: localhost\r\n\r\n",
         "live": b"GET /v1/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n",
     }
+
+
+def prepare(sources: Path, folder: Path) -> None:
+    """Have one checkout make an index of 200 digits, in its own format."""
+    code = (
+        "import sys, pathlib, importlib.util as u\n"
+        "sources, folder = map(pathlib.Path, sys.argv[1:])\n"
+        "sys.path[:0] = [str(sources)]\n"
+        "spec = u.spec_from_file_location('makers', sources / 'tests' / 'serving' / 'makers.py')\n"
+        "makers = u.module_from_spec(spec); spec.loader.exec_module(makers)\n"
+        "from retrieval.index.build import build_index\n"
+        "makers.write_digits(folder / 'photos', 200)\n"
+        "build_index(makers.make_bundle(folder / 'bundle'), [folder / 'photos'], folder / 'i', progress=False)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(sources), str(folder)], check=True)
 
 
 @dataclass
@@ -130,26 +143,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--against", type=Path, help="another checkout")
+    parser.add_argument("--note", default="", help="what the other checkout is, for the page")
     parser.add_argument("--count", type=int, default=400, help="requests a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    spec = importlib.util.spec_from_file_location("makers", ROOT / "tests" / "serving" / "makers.py")
-    makers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(makers)
+    contestants = {"this checkout": (ROOT, ())}
+    if arguments.against:
+        older = arguments.against.resolve()
+        contestants["the older one"] = (older, ())
+        contestants["the older one, h11 and asyncio"] = (older, ("httptools", "uvloop"))
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        makers.write_digits(folder / "photos", 200)
-        build_index(makers.make_bundle(folder / "bundle"), [folder / "photos"], folder / "i", progress=False)
-        servers = {"this checkout": Server.start(ROOT, folder / "i")}
-        if arguments.against:
-            older = arguments.against.resolve()
-            servers["the older one"] = Server.start(older, folder / "i")
-            servers["the older one, h11 and asyncio"] = Server.start(
-                older, folder / "i", ("httptools", "uvloop")
-            )
+        servers, folder = {}, Path(name)
+        for who, (sources, hidden) in contestants.items():
+            prepare(sources, folder / who)
+            servers[who] = Server.start(sources, folder / who / "i", hidden)
+        photos = folder / "this checkout" / "photos"
         try:
-            found = measure(servers, requests(folder / "photos"), arguments.count, arguments.rounds)
+            found = measure(servers, requests(photos), arguments.count, arguments.rounds)
         finally:
             for server in servers.values():
                 server.process.terminate()
@@ -159,7 +170,7 @@ def main() -> None:
         "",
         f"`benchmarks/serving.py`: milliseconds of CPU (the server and its processes), mean ± standard deviation over "
         f"{arguments.rounds} rounds of {arguments.count} requests on one connection, contestants in turn. "
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}.",
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}. {arguments.note}".rstrip(),
         "",
         "| request | " + " | ".join(servers) + " |",
         "| --- |" + " --- |" * len(servers),
