@@ -186,7 +186,8 @@ def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(
     assert isinstance(stopped.exception, DataError)
     epoch = 1 + (stop - 1) // 4
     assert str(stopped.exception) == (
-        f"Training stopped at step {stop} (epoch {epoch}): the generator's output became NaN or infinite. "
+        f"Training stopped at step {stop} (epoch {epoch}): the generator's output became NaN or infinite "
+        "(generator fragile.hard). "
         f"The last good checkpoint is {run / 'checkpoints' / 'last.safetensors'}. "
         'Try a smaller learning rate, [train] clip_norm, or precision = "no".'
     )
