@@ -76,8 +76,7 @@ def report(rows: list[dict[str, Any]], figure: str) -> str:
         means = ", ".join(mean_std([float(np.mean(e))]).split(" ±")[0] for e in each)
         lines.append(f"| {name} | {mean_std([e for one in each for e in one])} | {means} |")
     lines += [
-        "", "An earlier prototype of tuned OAHU erred .236. What sets these apart, looked for on validation images only: neither k (1, 3, 5, 10: .26 to .30) nor references of equally many a class (by .003 at most),",
-        "but the trained network: ten seeds gave .243 to .285, .261 on average, each the mean of several draws. The three networks measured here lie at the upper end of that and beyond, which no difference of protocol that was tried explains. The prototype's Euclid had an AUC of .746, which here is that of standardised pixels (.75; raw ones .80).",
+        "", "How η .01 and τ 1.9 were first chosen was not recorded; `benchmarks/oahu_sensitivity.py` chooses again, on development images, and its page says what comes out.",
         "", "## Error against the number of triplets", "", f"`{figure}` beside this page draws it, with the weights along the stream; so does the page of OAHU.", "",
     ]  # fmt: skip
     every = dict.fromkeys(r["method"] for r in rows if r["part"] == "curve")

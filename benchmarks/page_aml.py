@@ -105,7 +105,31 @@ def deep() -> str:
   Recall@1 ({levels["Eq 11 (geometric_mean)"]:.1f} against {levels["DANML: plain"]:.1f}). The batches of 80 items are small for a covariance of 64 dimensions."""
 
 
+def held_out() -> str:
+    """Differences on sets that were chosen by rule."""
+    lines = []
+    for heading, size in (("All of the training part", "all"), ("Ten items", "ten a class")):
+        for entry in rows("aml_heldout", heading, 1):
+            lines.append([size, *entry.values()])
+    head = ["items", "difference of errors, points"]
+    head += list(rows("aml_heldout", "All of", 1)[0])[1:]
+    return markdown(head, lines)
+
+
+def verification() -> str:
+    """AUC of pairs."""
+    found = rows("aml_roc", "Verification")
+    gaps = rows("aml_roc", "Verification", 1)
+    return f"""{markdown(list(found[0]), [list(entry.values()) for entry in found])}
+
+AUC over pairs of unseen classes, mean ± Student's 95 % interval over five choices of the classes. Paired:
+
+{markdown(list(gaps[0]), [list(entry.values()) for entry in gaps])}"""
+
+
 BLOCKS = {
+    "aml-held-out": held_out,
+    "aml-verification": verification,
     "aml-table-1": table_1,
     "aml-findings": findings,
     "aml-deep": deep,

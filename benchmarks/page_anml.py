@@ -104,7 +104,7 @@ less for any setting measured. {memory}."""
 def loss_speed() -> str:
     """How many times faster the mined loss is, by machine."""
     said = []
-    for result in ("anml_loss_speed",):
+    for result in ("anml_loss_speed", "anml_loss_speed_amd"):
         found = rows(result, "DANML with its miner")
         title = next(iter(tables(result))).partition(": ")[2]
         times = [float(entry["times faster"].strip("*")) for entry in found]

@@ -23,8 +23,12 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "evaluation": ("evaluation_report", lambda script, raw: script.render(raw)),
     "onnx": ("onnx_report", lambda script, raw: script.render(raw)),
     "aml_algorithm1": ("aml_algorithm1", lambda script, raw: script.render(raw)),
+    "aml_heldout": ("aml_heldout", lambda script, raw: script.render(raw)),
+    "aml_roc": ("aml_roc", lambda script, raw: script.render(raw)),
     "anml_projected": ("anml_projected", lambda script, raw: script.render(raw)),
     "anml_table2": ("anml_table2", lambda script, raw: script.table(raw)),
+    "daml_weights": ("daml_weights", lambda script, raw: script.render()),
+    "oahu_sensitivity": ("oahu_sensitivity", lambda script, raw: script.render()),
 }
 """What writes each page, and how."""
 

@@ -1,0 +1,222 @@
+"""How much λ₁, λ₂, λ and μ matter: Tables XII and XIII and Figure 7 of DAML's paper, on a small set.
+
+    python benchmarks/daml_weights.py            # what is not measured yet, then the page and the picture
+    python benchmarks/daml_weights.py --write    # from what is kept
+
+letter, A–M train and N–Z are searched (`uci.py` says which package has it); standardised features of unit length, a hidden layer of 128 and 32 dimensions, the N-pair loss as in
+the paper's tables, DAML's three phases with 240 batches of the metric, three seeds. Like the paper, λ₁ varies at λ₂ = 50 and λ₂ at λ₁ = 1; besides, λ of Eq 7 (`loss_weight`) with both
+objectives flowing everywhere, the one case in which Adam lets it matter, and μ of Eq 15 with K = 4 and 60 items of each searched class. The held-out classes are looked at by every row: this shows how flat the
+curves are, and chooses nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from intervals import half_width
+from page_tables import markdown
+from published import published
+
+RESULT = Path(__file__).parent / "results" / "daml_weights.md"
+KEPT = RESULT.parent / "raw" / "daml_weights.jsonl"
+PICTURE = Path(__file__).parents[1] / "docs" / "daml_weights.png"
+SEEDS = (0, 1, 2)
+FEW = 60
+"""Items of each searched class for μ, whose distance is weighed for every pair."""
+GRID = (0.1, 1.0, 5.0, 10.0, 50.0, 100.0, 500.0, 1000.0)
+SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "lambda1": ("λ₁, at λ₂ = 50", GRID),
+    "lambda2": ("λ₂, at λ₁ = 1", GRID),
+    "lambda": ("λ, both objectives flowing everywhere", (0.01, 0.1, 1.0, 10.0, 100.0)),
+    "mu": ("μ, K = 4, 60 items a class", (0.0, 0.02, 0.2, 2.0, 20.0, 1e5)),
+}
+
+
+def recipe(file: Path, sweep: str, value: float, seed: int) -> dict[str, Any]:
+    """Return the recipe of one run."""
+    weights = {"lambda_reg": 1.0, "lambda_adv": 50.0}
+    if sweep in ("lambda1", "lambda2"):
+        weights["lambda_reg" if sweep == "lambda1" else "lambda_adv"] = value
+    metric = ["backbone", "head", "combiner", "loss"] if sweep == "mu" else ["backbone", "head", "loss"]
+    made: dict[str, Any] = {
+        "name": "weights",
+        "seed": seed,
+        "data": {"name": "core.features", "file": str(file)},
+        "split": {"by": "class", "test": list("NOPQRSTUVWXYZ"), "validation": 0.0},
+        "sampler": {"classes": 12, "items": 4, "batches": 60},
+        "backbone": {"name": "core.features"},
+        "head": {"embedding_size": 32, "hidden": [128]},
+        "loss": {"name": "daml.npair", "scale": 16.0},
+        "miner": {"name": "daml.one_per_class", "anchors": "one"},
+        "generator": {"name": "daml.hard_negative", **weights},
+        "generator_optimizer": {"lr": 1e-3},
+        "optimizer": {"lr": 1e-3},
+        "train": {"device": "cpu"},
+        "phase": [
+            {"name": "metric", "epochs": 1, "train": metric, "synthetic": False},
+            {"name": "generator", "epochs": 1, "train": ["generator"]},
+            {"name": "both", "epochs": 3, "train": [*metric, "generator"]},
+        ],
+        "evaluate": {"metrics": ["recall_at_1"]},
+    }
+    if sweep == "mu":
+        made["head"] = {"embedding_size": 32}
+        made["combiner"] = {"name": "daml.discriminator", "metrics": 4, "hidden": 32, "mu": value, "rho": 5.0}
+    if sweep == "lambda":
+        made["train"] |= {"coupling": "joint", "loss_weight": value}
+    if np.isnan(value):  # the loss alone, for as many batches
+        for part in ("generator", "generator_optimizer", "phase"):
+            del made[part]
+        made["train"]["epochs"] = 4
+    return made
+
+
+def measure() -> None:
+    """Run what is missing; keep each run at once."""
+    import torch
+    from retrieval.evaluate.protocol import evaluate_run
+    from retrieval.recipe import check_recipe
+    from retrieval.train.trainer import train
+
+    from uci import load
+
+    torch.set_num_threads(1)
+    lines = KEPT.read_text().splitlines() if KEPT.exists() else []
+    done = {(row["sweep"], row["value"], row["seed"]) for row in map(json.loads, lines)}
+    jobs = [("alone", float("nan"), seed) for seed in SEEDS]
+    jobs += [(sweep, value, seed) for seed in SEEDS for sweep, (_, grid) in SWEEPS.items() for value in grid]
+    with tempfile.TemporaryDirectory() as folder:
+        x, y = load("letter")
+        x = (x - x[y < 13].mean(0)) / x[y < 13].std(0)
+        x /= np.linalg.norm(x, axis=1, keepdims=True)
+        file = Path(folder) / "letter.npz"
+        small = Path(folder) / "small.npz"
+        letters, number_of = np.array([chr(ord("A") + c) for c in y]), np.zeros(len(y), dtype=int)
+        for c in range(26):
+            number_of[y == c] = np.arange((y == c).sum())
+        for path, kept in ((file, number_of >= 0), (small, (y < 13) | (number_of < FEW))):
+            np.savez(path, features=x[kept].astype(np.float32), labels=letters[kept])
+        for number, (sweep, value, seed) in enumerate(jobs):
+            kept = None if sweep == "alone" else value
+            if (sweep, kept, seed) in done:
+                continue
+            started = time.process_time()
+            data = small if sweep == "mu" else file
+            with contextlib.redirect_stderr(io.StringIO()):
+                run = train(
+                    Path(folder) / str(number), *check_recipe(recipe(data, sweep, value, seed)), report=len
+                )
+                found = evaluate_run(run)["figures"]["trained"]["recall_at_1"]
+            row = {"sweep": sweep, "value": kept, "seed": seed, "recall_at_1": found}
+            row["seconds"] = round(time.process_time() - started, 1)
+            with KEPT.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+            print(row, flush=True)
+
+
+def collected() -> dict[str, dict[Any, list[float]]]:
+    """Return Recall@1 in % by sweep and value."""
+    found: dict[str, dict[Any, list[float]]] = {}
+    for row in map(json.loads, KEPT.read_text(encoding="utf-8").splitlines()):
+        found.setdefault(row["sweep"], {}).setdefault(row["value"], []).append(100 * row["recall_at_1"])
+    return found
+
+
+def paper(sweep: str, value: float) -> float | None:
+    """Return what the paper has, in %."""
+    return published("daml_table_12", sweep, f"{value:g}") if sweep in ("lambda1", "lambda2") else None
+
+
+def said(values: list[float]) -> str:
+    """Return the mean, and the interval where there are several seeds."""
+    mean = f"{np.mean(values):.1f}"
+    return mean if len(values) < 2 else f"{mean} ± {half_width(values):.1f}"
+
+
+def render() -> str:
+    """Return the page."""
+    found = collected()
+    lines = [
+        "# DAML's weights: λ₁, λ₂, λ and μ",
+        "",
+        "`python benchmarks/daml_weights.py` says what is trained. Recall@1 in % on letter's classes N–Z, mean ± Student's 95 % interval over seeds;",
+        f"the loss alone, without generator and combiner: {said(found['alone'][None])}. The paper's figures are of Cars196.",
+        "",
+    ]
+    for sweep, (title, grid) in SWEEPS.items():
+        values = found.get(sweep, {})
+        if not values:
+            continue
+        rows = []
+        for value in grid:
+            if value in values:
+                theirs = paper(sweep, value)
+                rows.append(
+                    [
+                        f"{value:g}",
+                        said(values[value]),
+                        str(len(values[value])),
+                        "–" if theirs is None else f"{theirs:.1f}",
+                    ]
+                )
+        means = [np.mean(values[value]) for value in grid if value in values]
+        lines += [f"## {title}", "", markdown(["", "here", "seeds", "paper"], rows), ""]
+        lines += [f"From {min(means):.1f} to {max(means):.1f} over the whole range.", ""]
+    return "\n".join(lines)
+
+
+def draw() -> None:
+    """Draw the four sweeps."""
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("agg")
+    found = collected()
+    measured = [sweep for sweep in SWEEPS if sweep in found]
+    figure, axes = plt.subplots(
+        1, len(measured), figsize=(2.8 * len(measured), 2.9), layout="constrained", squeeze=False
+    )
+    for axis, sweep in zip(axes[0], measured, strict=True):
+        title, grid = SWEEPS[sweep]
+        values = found[sweep]
+        at = [value for value in grid if value in values]
+        means = np.array([np.mean(values[value]) for value in at])
+        bars = [half_width(values[value]) if len(values[value]) > 1 else 0 for value in at]
+        shown = [max(value, 1e-3) for value in at]
+        axis.errorbar(shown, means - means.mean(), bars, fmt="o-", ms=3, label="letter, here")
+        axis.axhline(
+            np.mean(found["alone"][None]) - means.mean(), ls=":", c="grey", label="the loss alone, here"
+        )
+        if sweep in ("lambda1", "lambda2"):
+            theirs = np.array([published("daml_table_12", sweep, f"{value:g}") for value in grid])
+            axis.plot(grid, theirs - theirs.mean(), "x--", c="#d6604d", ms=4, label="paper, Cars196")
+        axis.set_xscale("log")
+        axis.set_title(title, fontsize=8)
+        axis.tick_params(labelsize=7)
+    axes[0, 0].set_ylabel("Recall@1 less the curve's mean, points", fontsize=7)
+    axes[0, 0].legend(fontsize=6)
+    figure.savefig(PICTURE.with_suffix(".tmp"), format="png", dpi=90)
+    PICTURE.with_suffix(".tmp").replace(PICTURE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="run nothing")
+    if not parser.parse_args().write:
+        measure()
+    RESULT.write_text(render(), encoding="utf-8")
+    draw()
+
+
+if __name__ == "__main__":
+    main()
