@@ -64,13 +64,13 @@ CARDS: dict[str, list[Row]] = {
         Row(
             "core.pca, 9 components",
             "digits-lanml",
-            ('learner={name="core.pca", components=9}',),
+            ('learner={name="core.pca", n_components=9}',),
         ),
         Row("core.lda", "digits-lanml", ('learner={name="core.lda"}',)),
         Row(
             "core.nca, 9 components",
             "digits-lanml",
-            ('learner={name="core.nca", components=9}',),
+            ('learner={name="core.nca", n_components=9}',),
         ),
         Row(
             "anml.pnca, α = .1, 32 components",
