@@ -8,13 +8,18 @@ None is larger than 20 MB. `worst` gives what was made on purpose, `damaged` cut
 from __future__ import annotations
 
 import functools
-import io
 import random
 import struct
+import sys
 import zlib
 from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
 
 from PIL import Image, features
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hostile_containers import boxes, metadata, saved, tiffs
 
 MOST = 20_000_000
 
@@ -28,10 +33,10 @@ def cases(seed: int = 0, damage: int = 4) -> Iterator[tuple[str, bytes]]:
 def worst(seed: int = 0) -> Iterator[tuple[str, bytes]]:
     """Give the worst cases of every format by name, such as "jpeg: scans"."""
     noise = random.Random(seed)
-    for made in (_jpegs, _pngs, _gifs, _bmps, _ppms, _webps, _tiffs, _boxes):
-        for name, content in made(noise):
-            assert len(content) <= MOST, name
-            yield name, content
+    rasters = (made(noise) for made in (_jpegs, _pngs, _gifs, _bmps, _ppms, _webps))
+    for name, content in chain(*rasters, tiffs(_with_scans((1000, 1000), 5_000)), boxes(sound())):
+        assert len(content) <= MOST, name
+        yield name, content
 
 
 def damaged(seed: int = 0, count: int = 4) -> Iterator[tuple[str, bytes]]:
@@ -54,50 +59,42 @@ def sound() -> dict[str, bytes]:
     exif[0x0112], exif[0x010F] = 6, "A camera"
     palette = photo.quantize(64)
     found = {
-        "jpeg": _saved(photo, "JPEG", exif=exif, icc_profile=bytes(200_000), comment="a photograph"),
-        "jpeg progressive": _saved(photo, "JPEG", progressive=True),
-        "jpeg cmyk": _saved(photo.convert("CMYK"), "JPEG", progressive=True),
-        "png": _saved(photo, "PNG", exif=exif, icc_profile=bytes(200_000)),
+        "jpeg": saved(photo, "JPEG", exif=exif, icc_profile=bytes(200_000), comment="a photograph"),
+        "jpeg progressive": saved(photo, "JPEG", progressive=True),
+        "jpeg cmyk": saved(photo.convert("CMYK"), "JPEG", progressive=True),
+        "png": saved(photo, "PNG", exif=exif, icc_profile=bytes(200_000)),
         "png interlaced": _interlaced(photo.crop((0, 0, 60, 40))),
-        "png animated": _saved(
-            photo, "PNG", save_all=True, append_images=[photo.rotate(9), photo.rotate(20)]
-        ),
-        "png palette": _saved(palette, "PNG"),
-        "gif": _saved(palette, "GIF", comment=b"drawn by hand"),
-        "gif animated": _saved(palette, "GIF", save_all=True, append_images=[palette.rotate(90)] * 30),
-        "bmp": _saved(photo, "BMP"),
+        "png animated": saved(photo, "PNG", save_all=True, append_images=[photo.rotate(9), photo.rotate(20)]),
+        "png palette": saved(palette, "PNG"),
+        "gif": saved(palette, "GIF", comment=b"drawn by hand"),
+        "gif animated": saved(palette, "GIF", save_all=True, append_images=[palette.rotate(90)] * 30),
+        "bmp": saved(photo, "BMP"),
         "bmp run lengths": _run_lengths(64, 64, b"\x40\x05\x00\x00" * 64 + b"\0\1"),
-        "ppm": _saved(photo, "PPM"),
-        "pgm": _saved(photo.convert("L"), "PPM"),
+        "ppm": saved(photo, "PPM"),
+        "pgm": saved(photo.convert("L"), "PPM"),
         "ppm decimal": b"P3\n# made by hand\n4 2\n255\n" + b"12 200 7\n" * 8,
-        "webp": _saved(photo, "WEBP", exif=exif, icc_profile=bytes(9000)),
-        "webp lossless": _saved(photo, "WEBP", lossless=True),
-        "webp animated": _saved(photo, "WEBP", save_all=True, append_images=[photo.rotate(9)] * 3),
-        "tiff": _saved(photo, "TIFF", exif=exif),
+        "webp": saved(photo, "WEBP", exif=exif, icc_profile=bytes(9000)),
+        "webp lossless": saved(photo, "WEBP", lossless=True),
+        "webp animated": saved(photo, "WEBP", save_all=True, append_images=[photo.rotate(9)] * 3),
+        "tiff": saved(photo, "TIFF", exif=exif),
         **{
-            f"tiff {how}": _saved(photo, "TIFF", compression=how)
+            f"tiff {how}": saved(photo, "TIFF", compression=how)
             for how in ("tiff_lzw", "jpeg", "tiff_adobe_deflate")
         },
-        "tiff tiles": _saved(photo, "TIFF", compression="tiff_deflate", tiffinfo={322: 64, 323: 64}),
-        "tiff fax": _saved(photo.convert("1"), "TIFF", compression="group4"),
+        "tiff tiles": saved(photo, "TIFF", compression="tiff_deflate", tiffinfo={322: 64, 323: 64}),
+        "tiff fax": saved(photo.convert("1"), "TIFF", compression="group4"),
     }
     if features.check("avif"):
-        found["avif"] = _saved(photo, "AVIF", exif=exif)
-        found["avif animated"] = _saved(photo, "AVIF", save_all=True, append_images=[photo.rotate(9)])
+        found["avif"] = saved(photo, "AVIF", exif=exif)
+        found["avif animated"] = saved(photo, "AVIF", save_all=True, append_images=[photo.rotate(9)])
     try:
         from pillow_heif import register_heif_opener
     except ImportError:
         return found
     register_heif_opener()
-    found["heic"] = _saved(photo, "HEIF", exif=exif)
-    found["heic grid"] = _saved(photo, "HEIF", grid_tile_size=128)
+    found["heic"] = saved(photo, "HEIF", exif=exif)
+    found["heic grid"] = saved(photo, "HEIF", grid_tile_size=128)
     return found
-
-
-def _saved(image: Image.Image, format: str, **options: object) -> bytes:
-    out = io.BytesIO()
-    image.save(out, format, **options)
-    return out.getvalue()
 
 
 # JPEG
@@ -109,7 +106,7 @@ def _segment(kind: int, content: bytes) -> bytes:
 
 def _with_scans(size: tuple[int, int], scans: int, arithmetic: bool = False) -> bytes:
     """A progressive JPEG whose last scan is asked for again and again, without a byte of data."""
-    whole = bytearray(_saved(Image.new("L", size, 90), "JPEG", progressive=True, quality=50))
+    whole = bytearray(saved(Image.new("L", size, 90), "JPEG", progressive=True, quality=50))
     if arithmetic:
         whole[whole.index(b"\xff\xc2") + 1] = 0xCA
     last = whole.rindex(b"\xff\xda")
@@ -117,21 +114,15 @@ def _with_scans(size: tuple[int, int], scans: int, arithmetic: bool = False) -> 
     return bytes(whole[:-2]) + header * scans + b"\xff\xd9"
 
 
-def _metadata(entries: int, size: int) -> bytes:
-    """A TIFF directory whose entries all name the same bytes."""
-    rows = b"".join(struct.pack("<HHII", 1000 + number, 7, size, 8) for number in range(entries))
-    return b"II*\0" + struct.pack("<I", 8 + size) + bytes(size) + struct.pack("<H", entries) + rows + bytes(4)
-
-
 def _jpegs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
-    plain = _saved(Image.effect_noise((64, 64), 50), "JPEG")
+    plain = saved(Image.effect_noise((64, 64), 50), "JPEG")
     start, rest = plain[:20], plain[20:]  # after JFIF's own segment
     yield "jpeg: 1,000 scans in 10 KB", _with_scans((2000, 2000), 1_000)
     yield "jpeg: 20,000 scans in 200 KB", _with_scans((1000, 1000), 20_000)
     yield "jpeg: 25 megapixels, 40 scans", _with_scans((5000, 5000), 40)
     yield "jpeg: arithmetic coding, 60 scans", _with_scans((4000, 4000), 60, arithmetic=True)
-    yield "jpeg: 25 megapixels", _saved(Image.new("CMYK", (5000, 5000)), "JPEG", progressive=True)
-    yield "jpeg: 65,500 × 380", _saved(Image.new("L", (65_500, 380)), "JPEG")
+    yield "jpeg: 25 megapixels", saved(Image.new("CMYK", (5000, 5000)), "JPEG", progressive=True)
+    yield "jpeg: 65,500 × 380", saved(Image.new("L", (65_500, 380)), "JPEG")
     comment = _segment(0xFE, bytes(65_533))
     yield "jpeg: 20 MB of comments", start + comment * 300 + rest
     yield "jpeg: 4 million comments", start + _segment(0xFE, b"") * 4_000_000 + rest
@@ -139,14 +130,14 @@ def _jpegs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "jpeg: 20 MB of fill bytes", start + b"\xff" * 19_000_000 + rest
     yield "jpeg: 20 MB of junk", start + noise.randbytes(1000).replace(b"\xff", b"") * 19_000 + rest
     yield "jpeg: 20 MB of EXIF", start + _segment(0xE1, b"Exif\0\0" + bytes(65_000)) * 300 + rest
-    yield "jpeg: EXIF that shares bytes", start + _segment(0xE1, b"Exif\0\0" + _metadata(1000, 50_000)) + rest
+    yield "jpeg: EXIF that shares bytes", start + _segment(0xE1, b"Exif\0\0" + metadata(1000, 50_000)) + rest
     yield (
         "jpeg: 20 MB of colour profile",
         start + _segment(0xE2, b"ICC_PROFILE\0\1\xff" + bytes(65_000)) * 300 + rest,
     )
     photoshop = _segment(0xED, b"Photoshop 3.0\0" + b"8BIM\0\1\0\0\0\0\0\0" * 5_000)
     yield "jpeg: a million Photoshop blocks", start + photoshop * 300 + rest
-    mpf = b"MPF\0" + _metadata(500, 1000).replace(b"\xe8\x03\x07\0", b"\x01\xb0\x04\0")
+    mpf = b"MPF\0" + metadata(500, 1000).replace(b"\xe8\x03\x07\0", b"\x01\xb0\x04\0")
     yield "jpeg: many pictures in one", start + _segment(0xE2, mpf) + rest
     table = plain[plain.index(b"\xff\xc4") : plain.index(b"\xff\xda")]
     yield "jpeg: 20 MB of tables", start + table * (19_000_000 // len(table)) + rest
@@ -203,7 +194,7 @@ def _pngs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "png: text that grows", _png(8, 8, _chunk(b"iTXt", b"a\0\1\0\0\0" + bomb))
     yield "png: many texts that grow", _png(8, 8, _chunk(b"zTXt", b"a\0\0" + megabyte) * 10_000)
     yield "png: a colour profile that grows", _png(8, 8, _chunk(b"iCCP", b"a\0\0" + bomb))
-    yield "png: EXIF that shares bytes", _png(8, 8, _chunk(b"eXIf", _metadata(4_000, 10_000_000)))
+    yield "png: EXIF that shares bytes", _png(8, 8, _chunk(b"eXIf", metadata(4_000, 10_000_000)))
     yield (
         "png: a profile in text",
         _png(8, 8, _chunk(b"tEXt", b"Raw profile type exif\0\nexif\n9\n" + b"0a" * 9_000_000)),
@@ -310,15 +301,15 @@ def _vp8x(width: int, height: int, flags: int = 0) -> tuple[bytes, bytes]:
 
 
 def _webps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
-    small = _saved(Image.new("RGB", (8, 8)), "WEBP", lossless=True)
+    small = saved(Image.new("RGB", (8, 8)), "WEBP", lossless=True)
     picture = (b"VP8L", small[20 : 20 + int.from_bytes(small[16:20], "little")])
     header = b"\x2f" + struct.pack("<I", 16_382 | 1_524 << 14)
     yield "webp: 25 megapixels in 34 bytes", _riff((b"VP8L", header + b"\x88\x88\x08\0\0\0\0\0"))
     yield (
         "webp: 25 megapixels, lossless",
-        _saved(Image.new("RGBA", (5000, 5000), (1, 2, 3, 4)), "WEBP", lossless=True),
+        saved(Image.new("RGBA", (5000, 5000), (1, 2, 3, 4)), "WEBP", lossless=True),
     )
-    yield "webp: 25 megapixels", _saved(Image.new("RGB", (5000, 5000)), "WEBP", method=0)
+    yield "webp: 25 megapixels", saved(Image.new("RGB", (5000, 5000)), "WEBP", method=0)
     yield "webp: a canvas of 2 ** 24", _riff(_vp8x(1 << 24, 1 << 24), picture)
     yield "webp: a canvas larger than its picture", _riff(_vp8x(5000, 5000), picture)
     yield "webp: 2 million chunks", _riff(_vp8x(8, 8, 0x2C), picture, *[(b"JUNK", b"")] * 2_000_000)
@@ -331,140 +322,6 @@ def _webps(noise: random.Random) -> Iterator[tuple[str, bytes]]:
     )
     yield (
         "webp: EXIF that shares bytes",
-        _riff(_vp8x(8, 8, 8), picture, (b"EXIF", _metadata(4_000, 9_000_000))),
+        _riff(_vp8x(8, 8, 8), picture, (b"EXIF", metadata(4_000, 9_000_000))),
     )
     yield "webp: sizes beyond the file", b"RIFF\xff\xff\xff\xffWEBPVP8L\xff\xff\xff\xff" + header
-
-
-# TIFF
-
-
-def _tiff(tags: dict[int, tuple[int, int, int]], tail: bytes = b"", following: int = 0) -> bytes:
-    """A TIFF of one directory with (type, count, value or place) and whatever follows at place 1024."""
-    rows = b"".join(struct.pack("<HHII", tag, *tags[tag]) for tag in sorted(tags))
-    head = (
-        b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(tags)) + rows + struct.pack("<I", following)
-    )
-    return head.ljust(1024, b"\0") + tail
-
-
-def _plain(width: int, height: int, **more: tuple[int, int, int]) -> dict[int, tuple[int, int, int]]:
-    tags = {256: width, 257: height, 258: 8, 259: 1, 262: 1, 277: 1}
-    return {tag: (4, 1, value) for tag, value in tags.items()} | {
-        int(tag[1:]): value for tag, value in more.items()
-    }
-
-
-def _tiffs(noise: random.Random) -> Iterator[tuple[str, bytes]]:
-    zeros = zlib.compress(bytes(1_000_000), 9)
-    big = zlib.compress(bytes(100_000_000), 9)
-    deflate = {"t259": (3, 1, 8)}
-
-    def tiled(width: int, height: int, data: bytes = big) -> dict[int, tuple[int, int, int]]:
-        places = {"t324": (4, 1, 1024), "t325": (4, 1, len(data))}
-        return _plain(16, 16, t322=(4, 1, width), t323=(4, 1, height), **deflate, **places)
-
-    yield "tiff: one huge tile", _tiff(tiled(32_768, 32_768), big)
-    yield "tiff: one huge tile of a gigabyte", _tiff(tiled(65_536, 16_384, big * 10), big * 10)
-    yield "tiff: a tile of 4 megapixels", _tiff(tiled(2048, 2048), big)
-    many = 90_000
-    places, lengths = struct.pack("<I", 1024 + 8 * many) * many, struct.pack("<I", len(zeros)) * many
-    strips = {"t273": (4, many, 1024), "t279": (4, many, 1024 + 4 * many), "t278": (4, 1, 1)}
-    yield (
-        "tiff: strips that share their bytes",
-        _tiff(_plain(100, many, **deflate, **strips), places + lengths + zeros),
-    )
-    slow = struct.pack("<I", 1024 + 8 * 20_000) * 20_000 + struct.pack("<I", 15_000_000) * 20_000
-    strips = {"t273": (4, 20_000, 1024), "t279": (4, 20_000, 1024 + 80_000), "t278": (4, 1, 1)}
-    empty = b"\x78\x9c" + b"\0\0\0\xff\xff" * 3_000_000
-    yield "tiff: strips of nothing", _tiff(_plain(100, 20_000, **deflate, **strips), slow + empty)
-    strips = {"t273": (4, 4_000_000, 1024), "t279": (4, 4_000_000, 1024), "t278": (4, 1, 1)}
-    yield "tiff: 4 million strips", _tiff(_plain(100, 100, **strips), bytes(16_000_000))
-    yield (
-        "tiff: a directory that follows itself",
-        _tiff(_plain(8, 8, t273=(4, 1, 1024), t279=(4, 1, 64)), bytes(64), 8),
-    )
-    exif = {"t34665": (4, 1, 8), "t34853": (4, 1, 8), "t273": (4, 1, 1024), "t279": (4, 1, 64)}
-    yield "tiff: metadata in a circle", _tiff(_plain(8, 8, **exif), bytes(64))
-    yield "tiff: entries that share bytes", _metadata(60_000, 10_000_000)
-    yield "tiff: 4,000 entries that share bytes", _metadata(4_000, 10_000_000)
-    for name, tags in (
-        ("25 megapixels", _plain(5000, 5000, t273=(4, 1, 1024), t279=(4, 1, len(big)), **deflate)),
-        ("one line", _plain(24_000_000, 1, t273=(4, 1, 1024), t279=(4, 1, len(big)), **deflate)),
-        ("2 ** 32 pixels wide", _plain(2**32 - 1, 1, t273=(4, 1, 1024), t279=(4, 1, len(big)), **deflate)),
-        (
-            "a thousand samples",
-            _plain(2000, 2000, t277=(4, 1, 1000), t273=(4, 1, 1024), t279=(4, 1, len(big))),
-        ),
-    ):
-        yield f"tiff: {name}", _tiff(tags, big)
-    scans = _with_scans((1000, 1000), 5_000)
-    jpeg = _plain(1000, 1000, t259=(3, 1, 7), t273=(4, 1, 1024), t279=(4, 1, len(scans)), t278=(4, 1, 1000))
-    yield "tiff: a JPEG of 5,000 scans", _tiff(jpeg, scans)
-    yield (
-        "tiff: BigTIFF with 2 ** 64 entries",
-        b"II+\0\x08\0\0\0" + struct.pack("<QQ", 16, 2**64 - 1) + bytes(4000),
-    )
-
-
-# AVIF and HEIC
-
-
-def _box(kind: bytes, *content: bytes) -> bytes:
-    body = b"".join(content)
-    return struct.pack(">I", len(body) + 8) + kind + body
-
-
-def _boxed(
-    brand: bytes, item: bytes, size: tuple[int, int], grid: bytes = b"", more: bytes = b"", tiles: int = 1
-) -> bytes:
-    """A file of one item of a kind, a size, and what a grid says of itself."""
-    info = _box(b"infe", b"\2\0\0\0", struct.pack(">HH", 1, 0), item, b"\0")
-    count = struct.pack(">H", tiles)
-    properties = _box(b"iprp", _box(b"ipco", _box(b"ispe", bytes(4), struct.pack(">II", *size))),
-                      _box(b"ipma", bytes(4), struct.pack(">IHBB", 1, 1, 1, 1)))  # fmt: skip
-    place = b"\1\0\0\0\x44\0" + struct.pack(">HHHHHII", 1, 1, 1, 0, 1, 0, len(grid))
-    meta = _box(
-        b"meta", bytes(4), _box(b"hdlr", bytes(8), b"pict", bytes(13)), _box(b"pitm", bytes(4), b"\0\1"),
-        _box(b"iinf", bytes(4), count, info), properties, _box(b"iloc", place), _box(b"idat", grid), more,
-    )  # fmt: skip
-    return _box(b"ftyp", brand, bytes(4), b"mif1", brand) + meta
-
-
-def _boxes(noise: random.Random) -> Iterator[tuple[str, bytes]]:
-    for name, brand, kind in (("avif", b"avif", b"av01"), ("heic", b"heic", b"hvc1")):
-        yield f"{name}: a size of 2 ** 31", _boxed(brand, kind, (2**31, 2**31))
-        huge = b"\0\1\xff\xff" + struct.pack(">II", 60_000, 60_000)
-        yield f"{name}: a grid of 65,536 tiles", _boxed(brand, b"grid", (60_000, 60_000), huge)
-        yield (
-            f"{name}: a grid larger than its image",
-            _boxed(brand, b"grid", (64, 64), b"\0\1\0\0" + struct.pack(">II", 30_000, 30_000)),
-        )
-        yield (
-            f"{name}: an overlay larger than its image",
-            _boxed(brand, b"iovl", (64, 64), b"\0\1" + bytes(8) + struct.pack(">II", 30_000, 30_000)),
-        )
-        yield f"{name}: 65,535 items", _boxed(brand, kind, (64, 64), tiles=65_535)
-        yield f"{name}: 2 million boxes", _boxed(brand, kind, (64, 64), more=_box(b"free") * 2_000_000)
-        nested = b""
-        for _ in range(20_000):
-            nested = _box(b"meta", bytes(4), nested)
-            if len(nested) > 200_000:
-                break
-        yield f"{name}: boxes in boxes", _box(b"ftyp", brand, bytes(4), b"mif1", brand) + nested
-        yield (
-            f"{name}: EXIF that shares bytes",
-            _boxed(brand, kind, (64, 64), more=_box(b"free", _metadata(4_000, 9_000_000))),
-        )
-        yield (
-            f"{name}: a box of size 0",
-            _box(b"ftyp", brand, bytes(4), b"mif1", brand) + b"\0\0\0\0meta" + bytes(1000),
-        )
-    if "avif" in sound():
-        yield "avif: 25 megapixels", _saved(Image.new("RGB", (5000, 5000)), "AVIF", speed=10)
-    if "heic" in sound():
-        yield (
-            "heic: 9 megapixels in tiles",
-            _saved(Image.new("RGB", (3000, 3000)), "HEIF", grid_tile_size=512),
-        )
-        yield "heic: small tiles", _saved(Image.new("RGB", (1024, 960)), "HEIF", grid_tile_size=64)

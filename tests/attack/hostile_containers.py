@@ -1,0 +1,160 @@
+"""The worst cases of the formats that are boxes in boxes: TIFF and its metadata, AVIF and HEIC."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Collection, Iterator
+
+from PIL import Image
+
+
+def saved(image: Image.Image, format: str, **options: object) -> bytes:
+    """Return an image as a file of a format."""
+    out = io.BytesIO()
+    image.save(out, format, **options)
+    return out.getvalue()
+
+
+def metadata(entries: int, size: int) -> bytes:
+    """A TIFF directory whose entries all name the same bytes."""
+    rows = b"".join(struct.pack("<HHII", 1000 + number, 7, size, 8) for number in range(entries))
+    return b"II*\0" + struct.pack("<I", 8 + size) + bytes(size) + struct.pack("<H", entries) + rows + bytes(4)
+
+
+# TIFF
+
+
+def _tiff(tags: dict[int, tuple[int, int, int]], tail: bytes = b"", following: int = 0) -> bytes:
+    """A TIFF of one directory with (type, count, value or place) and whatever follows at place 1024."""
+    rows = b"".join(struct.pack("<HHII", tag, *tags[tag]) for tag in sorted(tags))
+    head = (
+        b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(tags)) + rows + struct.pack("<I", following)
+    )
+    return head.ljust(1024, b"\0") + tail
+
+
+def _plain(width: int, height: int, **more: tuple[int, int, int]) -> dict[int, tuple[int, int, int]]:
+    tags = {256: width, 257: height, 258: 8, 259: 1, 262: 1, 277: 1}
+    return {tag: (4, 1, value) for tag, value in tags.items()} | {
+        int(tag[1:]): value for tag, value in more.items()
+    }
+
+
+def tiffs(many_scans: bytes) -> Iterator[tuple[str, bytes]]:
+    """Give the worst TIFFs, one of them around a JPEG of too many scans."""
+    zeros = zlib.compress(bytes(1_000_000), 9)
+    big = zlib.compress(bytes(100_000_000), 9)
+    deflate = {"t259": (3, 1, 8)}
+
+    def tiled(width: int, height: int, data: bytes = big) -> dict[int, tuple[int, int, int]]:
+        places = {"t324": (4, 1, 1024), "t325": (4, 1, len(data))}
+        return _plain(16, 16, t322=(4, 1, width), t323=(4, 1, height), **deflate, **places)
+
+    yield "tiff: one huge tile", _tiff(tiled(32_768, 32_768), big)
+    yield "tiff: one huge tile of a gigabyte", _tiff(tiled(65_536, 16_384, big * 10), big * 10)
+    yield "tiff: a tile of 4 megapixels", _tiff(tiled(2048, 2048), big)
+    many = 90_000
+    places, lengths = struct.pack("<I", 1024 + 8 * many) * many, struct.pack("<I", len(zeros)) * many
+    strips = {"t273": (4, many, 1024), "t279": (4, many, 1024 + 4 * many), "t278": (4, 1, 1)}
+    yield (
+        "tiff: strips that share their bytes",
+        _tiff(_plain(100, many, **deflate, **strips), places + lengths + zeros),
+    )
+    slow = struct.pack("<I", 1024 + 8 * 20_000) * 20_000 + struct.pack("<I", 15_000_000) * 20_000
+    strips = {"t273": (4, 20_000, 1024), "t279": (4, 20_000, 1024 + 80_000), "t278": (4, 1, 1)}
+    empty = b"\x78\x9c" + b"\0\0\0\xff\xff" * 3_000_000
+    yield "tiff: strips of nothing", _tiff(_plain(100, 20_000, **deflate, **strips), slow + empty)
+    strips = {"t273": (4, 4_000_000, 1024), "t279": (4, 4_000_000, 1024), "t278": (4, 1, 1)}
+    yield "tiff: 4 million strips", _tiff(_plain(100, 100, **strips), bytes(16_000_000))
+    yield (
+        "tiff: a directory that follows itself",
+        _tiff(_plain(8, 8, t273=(4, 1, 1024), t279=(4, 1, 64)), bytes(64), 8),
+    )
+    exif = {"t34665": (4, 1, 8), "t34853": (4, 1, 8), "t273": (4, 1, 1024), "t279": (4, 1, 64)}
+    yield "tiff: metadata in a circle", _tiff(_plain(8, 8, **exif), bytes(64))
+    yield "tiff: entries that share bytes", metadata(60_000, 10_000_000)
+    yield "tiff: 4,000 entries that share bytes", metadata(4_000, 10_000_000)
+    for name, tags in (
+        ("25 megapixels", _plain(5000, 5000, t273=(4, 1, 1024), t279=(4, 1, len(big)), **deflate)),
+        ("one line", _plain(24_000_000, 1, t273=(4, 1, 1024), t279=(4, 1, len(big)), **deflate)),
+        ("2 ** 32 pixels wide", _plain(2**32 - 1, 1, t273=(4, 1, 1024), t279=(4, 1, len(big)), **deflate)),
+        (
+            "a thousand samples",
+            _plain(2000, 2000, t277=(4, 1, 1000), t273=(4, 1, 1024), t279=(4, 1, len(big))),
+        ),
+    ):
+        yield f"tiff: {name}", _tiff(tags, big)
+    jpeg = _plain(
+        1000, 1000, t259=(3, 1, 7), t273=(4, 1, 1024), t279=(4, 1, len(many_scans)), t278=(4, 1, 1000)
+    )
+    yield "tiff: a JPEG of 5,000 scans", _tiff(jpeg, many_scans)
+    yield (
+        "tiff: BigTIFF with 2 ** 64 entries",
+        b"II+\0\x08\0\0\0" + struct.pack("<QQ", 16, 2**64 - 1) + bytes(4000),
+    )
+
+
+# AVIF and HEIC
+
+
+def _box(kind: bytes, *content: bytes) -> bytes:
+    body = b"".join(content)
+    return struct.pack(">I", len(body) + 8) + kind + body
+
+
+def _boxed(
+    brand: bytes, item: bytes, size: tuple[int, int], grid: bytes = b"", more: bytes = b"", tiles: int = 1
+) -> bytes:
+    """A file of one item of a kind, a size, and what a grid says of itself."""
+    info = _box(b"infe", b"\2\0\0\0", struct.pack(">HH", 1, 0), item, b"\0")
+    count = struct.pack(">H", tiles)
+    properties = _box(b"iprp", _box(b"ipco", _box(b"ispe", bytes(4), struct.pack(">II", *size))),
+                      _box(b"ipma", bytes(4), struct.pack(">IHBB", 1, 1, 1, 1)))  # fmt: skip
+    place = b"\1\0\0\0\x44\0" + struct.pack(">HHHHHII", 1, 1, 1, 0, 1, 0, len(grid))
+    meta = _box(
+        b"meta", bytes(4), _box(b"hdlr", bytes(8), b"pict", bytes(13)), _box(b"pitm", bytes(4), b"\0\1"),
+        _box(b"iinf", bytes(4), count, info), properties, _box(b"iloc", place), _box(b"idat", grid), more,
+    )  # fmt: skip
+    return _box(b"ftyp", brand, bytes(4), b"mif1", brand) + meta
+
+
+def boxes(writable: Collection[str]) -> Iterator[tuple[str, bytes]]:
+    """Give the worst AVIF and HEIC files; large ones only of what can be written here."""
+    for name, brand, kind in (("avif", b"avif", b"av01"), ("heic", b"heic", b"hvc1")):
+        yield f"{name}: a size of 2 ** 31", _boxed(brand, kind, (2**31, 2**31))
+        huge = b"\0\1\xff\xff" + struct.pack(">II", 60_000, 60_000)
+        yield f"{name}: a grid of 65,536 tiles", _boxed(brand, b"grid", (60_000, 60_000), huge)
+        yield (
+            f"{name}: a grid larger than its image",
+            _boxed(brand, b"grid", (64, 64), b"\0\1\0\0" + struct.pack(">II", 30_000, 30_000)),
+        )
+        yield (
+            f"{name}: an overlay larger than its image",
+            _boxed(brand, b"iovl", (64, 64), b"\0\1" + bytes(8) + struct.pack(">II", 30_000, 30_000)),
+        )
+        yield f"{name}: 65,535 items", _boxed(brand, kind, (64, 64), tiles=65_535)
+        yield f"{name}: 2 million boxes", _boxed(brand, kind, (64, 64), more=_box(b"free") * 2_000_000)
+        nested = b""
+        for _ in range(20_000):
+            nested = _box(b"meta", bytes(4), nested)
+            if len(nested) > 200_000:
+                break
+        yield f"{name}: boxes in boxes", _box(b"ftyp", brand, bytes(4), b"mif1", brand) + nested
+        yield (
+            f"{name}: EXIF that shares bytes",
+            _boxed(brand, kind, (64, 64), more=_box(b"free", metadata(4_000, 9_000_000))),
+        )
+        yield (
+            f"{name}: a box of size 0",
+            _box(b"ftyp", brand, bytes(4), b"mif1", brand) + b"\0\0\0\0meta" + bytes(1000),
+        )
+    if "avif" in writable:
+        yield "avif: 25 megapixels", saved(Image.new("RGB", (5000, 5000)), "AVIF", speed=10)
+    if "heic" in writable:
+        yield (
+            "heic: 9 megapixels in tiles",
+            saved(Image.new("RGB", (3000, 3000)), "HEIF", grid_tile_size=512),
+        )
+        yield "heic: small tiles", saved(Image.new("RGB", (1024, 960)), "HEIF", grid_tile_size=64)
