@@ -28,7 +28,7 @@ _IDLE = 5.0  # the watch sleeps for good after so long without an image
 
 
 class Decoders:
-    """A pool of processes that decode, started when they are needed.
+    """A pool of processes that decode: one at once, the others when they are needed.
 
     Args:
         preprocessing: what `pixels` gives; None where only `png` is called.
@@ -71,6 +71,8 @@ class Decoders:
         self._watching = False
         self._watch = threading.Thread(target=self._keep_watch, name="decode watch", daemon=True)
         self._watch.start()
+        if preprocessing is not None:  # the first image need not wait for a process to start
+            self._start_another()
 
     def pixels(self, content: bytes, *, name: str = "the file", client: str = "") -> Job:
         """Decode and preprocess an image; its future is `Decoded`.
@@ -126,20 +128,18 @@ class Decoders:
                 if len(self._queue) >= self._waiting:
                     _refuse(self._queue.make_room(client), too_many())
                 self._queue.put(job)
-                if len(self._workers) < self._most:
-                    worker = Worker(
-                        self.next_for,
-                        json.dumps(self._setting),
-                        self.preprocessing,
-                        self.limits,
-                        self.seconds,
-                    )
-                    self._workers.append(worker)
-                    worker.start()
+                self._start_another()
             if not self._watching:
                 self._watching = True
                 self._awake.set()
         return job
+
+    def _start_another(self) -> None:
+        if len(self._workers) < self._most:
+            setting = json.dumps(self._setting)
+            worker = Worker(self.next_for, setting, self.preprocessing, self.limits, self.seconds)
+            self._workers.append(worker)
+            worker.start()
 
     def next_for(self, worker: Worker) -> None:
         """Give a worker that has nothing to do the next image, when there is one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,10 @@ WRONG = ("takes longer", "brings its decoder down", "needs more memory")
 @pytest.fixture
 def pool() -> Iterator[Decoders]:
     with Decoders(Preprocessing((224, 224), resize=256), workers=1, seconds=120) as decoders:
+        until = time.monotonic() + 60
+        while not decoders._idle:
+            assert time.monotonic() < until
+            time.sleep(0.02)
         yield decoders
 
 
