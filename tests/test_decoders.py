@@ -145,11 +145,11 @@ def test_processes_are_replaced_when_they_die(pool):
 
 def test_memory_is_limited():
     large = encoded(Image.new("RGB", (5000, 4000)), "PNG")  # 80 MB once decoded
-    with Decoders(PREPROCESSING, workers=1, memory=40_000_000) as pool:
+    with Decoders(PREPROCESSING, workers=1, seconds=60, memory=40_000_000) as pool:
         with pytest.raises(DataError, match="needs more memory"):
             pool.pixels(large).future.result(60)
         assert pool.pixels(photo()).future.result(60)
-    with Decoders(PREPROCESSING, workers=1, memory=200_000_000) as pool:
+    with Decoders(PREPROCESSING, workers=1, seconds=60, memory=200_000_000) as pool:
         assert pool.pixels(large).future.result(60).width == 5000
 
 
