@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import re
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from retrieval import hookspecs
 from retrieval.errors import PluginError, did_you_mean
+from retrieval.file_plugins import FilePlugin, is_file_plugin
 
 
 @dataclass(frozen=True)
@@ -28,9 +26,10 @@ class Source:
 
 
 def name_of(item: str) -> Source:
-    """Return the name that a file or module gives its plugin, and what to call it in a sentence."""
-    if item.endswith(".py"):
-        return Source(Path(item).stem, f"file {Path(item).resolve()}")
+    """Return the name that a file, folder or module gives its plugin, and what to call it in a sentence."""
+    if is_file_plugin(item):
+        path = Path(item).resolve()
+        return Source(path.stem, f"{'file' if item.endswith('.py') else 'folder'} {path}")
     return Source(item.rpartition(".")[2], f"module {item}")
 
 
@@ -63,49 +62,22 @@ def import_plugin(source: Source, load: Callable[[], Any]) -> ModuleType:
     return module
 
 
-class _FromSource(SourceFileLoader):
-    """Runs what a file says, never the bytecode beside it, which may be another's and was not looked at."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        """Return the compiled source."""
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
 def import_extra(item: str) -> ModuleType:
-    """Return the module of a plugin's file, or of that name.
+    """Return the module of a plugin's file or folder, or of that name.
 
     Raises:
         PluginError: there is none.
     """
-    if not item.endswith(".py"):
-        try:
-            return importlib.import_module(item)
-        except (ModuleNotFoundError, TypeError, ValueError) as error:
-            if isinstance(error, ModuleNotFoundError) and error.name not in (item, item.partition(".")[0]):
-                raise  # the module is there; what it imports is not
-            raise PluginError(
-                f"There is no module '{item}' to load as a plugin. A file's name must end in .py."
-            ) from error
-    path = Path(item)
-    if not path.is_file():
-        raise PluginError(f"The plugin file {item} does not exist.")
-    if not path.stem.isidentifier():
-        raise PluginError(
-            f"The plugin file {item} must be named like a Python identifier: its name is the plugin's name."
-        )
-    module_name = f"retrieval_file_plugin_{path.stem}"
-    spec = importlib.util.spec_from_file_location(
-        module_name, path, loader=_FromSource(module_name, str(path))
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickling of the plugin's classes look it up
+    if is_file_plugin(item):
+        return FilePlugin.at(item).load()
     try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        sys.modules.pop(module_name, None)
-        raise
-    return module
+        return importlib.import_module(item)
+    except (ModuleNotFoundError, TypeError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name not in (item, item.partition(".")[0]):
+            raise  # the module is there; what it imports is not
+        raise PluginError(
+            f"There is no module '{item}' to load as a plugin. A file's name must end in .py, a folder's in /."
+        ) from error
 
 
 def refuse_misspelt(source: Source, module: ModuleType) -> None:

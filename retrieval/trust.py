@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from retrieval.errors import PluginError
+from retrieval.file_plugins import FilePlugin, is_file_plugin
 
 LARGEST_PLUGIN = 4_000_000
 """Bytes of a plugin's file; a larger one is no program that anyone reads."""
@@ -96,14 +97,14 @@ def sources(item: str, near: Path) -> list[Path]:
     """Return the files that loading a plugin runs; none for a module that is installed.
 
     Args:
-        item: a `.py` file, a folder, or a module's name.
+        item: a `.py` file, which runs what it imports beside itself; a folder, or a module's name.
         near: the folder of the recipe that names it.
     """
-    path = Path(item)
-    if item.endswith(".py"):
-        return [path.resolve()] if path.is_file() else []
-    if path.is_absolute() and path.is_dir():
-        return _below(path)
+    if is_file_plugin(item):
+        if not Path(item).exists():
+            return []  # which is said where it is loaded
+        plugin = FilePlugin.at(item)
+        return [plugin.home / name for name in plugin.sources]
     return _module_files(item.partition(".")[0], near)
 
 

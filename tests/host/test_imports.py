@@ -15,7 +15,17 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "retrieval"
 PLUGINS = ROOT / "plugins"
 
-HOST = {"errors", "hookspecs", "values", "signature", "factory", "importing", "trust", "plugins"}
+HOST = {
+    "errors",
+    "hookspecs",
+    "values",
+    "signature",
+    "factory",
+    "file_plugins",
+    "importing",
+    "trust",
+    "plugins",
+}
 TRAINING = {
     "contracts",
     "guard",
@@ -38,18 +48,19 @@ ALLOWED: dict[str, set[str]] = {
     "strict_json": {"errors"},
     "hookspecs": set(),
     "values": {"errors"},
+    "file_plugins": {"errors"},
     "merging": set(),
     "progress": {"errors"},
     "places": set(),
     "columns": set(),
     "signature": set(),
     "factory": {"errors", "signature", "values"},
-    "importing": {"errors", "hookspecs"},
-    "trust": {"errors"},
+    "importing": {"errors", "hookspecs", "file_plugins"},
+    "trust": {"errors", "file_plugins"},
     "plugins": {"errors", "hookspecs", "factory", "importing"},
     # the training side
     "overrides": {"errors", "values"},
-    "recipe": {"errors", "values", "factory", "plugins", "overrides", "trust"},
+    "recipe": {"errors", "values", "factory", "file_plugins", "plugins", "overrides", "trust"},
     "rules": {"errors", "factory", "plugins"},
     "contracts": {"errors", "images"},
     "guard": {"contracts", "errors"},
