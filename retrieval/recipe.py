@@ -1,7 +1,7 @@
 """TOML → a checked recipe. Every problem of the file in one error, with 'did you mean'.
 
-The tables of the host are the classes below; the tables of plugins (`Component`) are checked against the
-signature of the factory that they name.
+The tables of the host are the classes of `retrieval.tables`; the tables of plugins (`Component`) are checked against
+the signature of the factory that they name.
 """
 
 from __future__ import annotations
@@ -10,260 +10,33 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
 from retrieval.factory import KINDS
+from retrieval.file_plugins import is_file_plugin
 from retrieval.overrides import apply_overrides
 from retrieval.plugins import Plugins, load_plugins
+from retrieval.tables import (
+    COMPONENTS,
+    Augmentation,
+    Component,
+    Evaluate,
+    Head,
+    Optimizer,
+    Phase,
+    Recipe,
+    Sampler,
+    Schedule,
+    Section,
+    Split,
+    Train,
+    Trainable,
+)
 from retrieval.trust import require
 from retrieval.values import Place, shown, validate
-
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Count = Annotated[int, Field(ge=1)]
-Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
-Component = dict[str, Any]
-"""`name = "PLUGIN.NAME"` and the parameters that `retrieval plugins show NAME` lists."""
-
-COMPONENTS = {
-    "data": "datasets",
-    "backbone": "backbones",
-    "combiner": "combiners",
-    "loss": "losses",
-    "miner": "miners",
-    "generator": "generators",
-    "learner": "learners",
-}
-"""The recipe's tables that plugins make, and the kind that each holds."""
-
-
-class Section(BaseModel):
-    """A table of the recipe."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-
-class Split(Section):
-    """`[split]`: which items train, which choose, which are held out."""
-
-    by: Literal["given", "class", "item"] = Field(
-        "given",
-        description="`given`: the dataset's own split; `class`: training and test classes are disjoint, the usual zero-shot protocol; `item`: items of every class on both sides.",
-    )
-    test: Fraction | list[str | int] = Field(
-        0.5,
-        description='With `by = "class"`, the fraction of the classes, or the very classes, that are held out; with `item`, the fraction of each class\'s items. Unused with `given`.',
-    )
-    validation: Fraction = Field(
-        0.2,
-        description="Part of the *training* side that is kept for early stopping and every choice; 0 for none.",
-    )
-    validation_by: Literal["item", "class"] = Field(
-        "item",
-        description="Whether that part is taken from every class (`item`) or is whole classes (`class`).",
-    )
-    seed: int = Field(
-        0,
-        description="Seed of the split; independent of the run's seed, so that several seeds share a split.",
-    )
-
-
-class Sampler(Section):
-    """`[sampler]`: a batch is P classes × M items."""
-
-    classes: Annotated[int, Field(ge=2)] = Field(16, description="P, classes in a batch.")
-    items: Count = Field(4, description="M, items of each class in a batch.")
-    batches: Count | None = Field(
-        None,
-        description="Batches in an epoch; by default as many as there are training items divided by P × M.",
-    )
-
-
-class Augmentation(Section):
-    """`[augmentation]`: random changes to training images (torchvision.transforms.v2)."""
-
-    crop_scale: tuple[float, float] | None = Field(
-        None, description="Random resized crop: smallest and largest part of the image's area; none: no crop."
-    )
-    crop_ratio: tuple[float, float] = Field(
-        (0.75, 1.3333), description="Smallest and largest aspect ratio of that crop."
-    )
-    horizontal_flip: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.0, description="Probability of a mirror image."
-    )
-
-    @property
-    def active(self) -> bool:
-        """Whether anything is changed at all."""
-        return self.crop_scale is not None or self.horizontal_flip > 0
-
-    @model_validator(mode="after")
-    def _ranges(self) -> Self:
-        if self.crop_scale and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
-            raise ValueError("crop_scale must be two numbers 0 < smallest ≤ largest ≤ 1")
-        if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
-            raise ValueError("crop_ratio must be two numbers 0 < smallest ≤ largest")
-        return self
-
-
-class Head(Section):
-    """`[head]`: features → embedding, where no combiner or learner brings its own."""
-
-    embedding_size: Count = Field(64, description="Width of the embedding.")
-    hidden: list[Count] = Field(
-        [], description="Widths of hidden layers (ReLU between them); none: a linear map."
-    )
-    normalize: bool = Field(True, description="Unit vectors: Euclidean and cosine order are then the same.")
-    identity: bool = Field(False, description="No head at all: the features are the embedding.")
-
-
-class Optimizer(Section):
-    """`[optimizer]`: any of `torch.optim` by its class name."""
-
-    name: str = Field("AdamW", description="A class of `torch.optim`.")
-    lr: Annotated[float, Field(gt=0)] = Field(1e-3, description="Learning rate.")
-    lr_factor: dict[Trainable, Annotated[float, Field(ge=0)]] = Field(
-        {}, description="Multiplies the rate of a part: `{ head = 10, loss = 100 }`."
-    )
-    options: dict[str, Any] = Field(
-        {}, description="Further arguments of that class, such as `weight_decay`."
-    )
-
-
-class Schedule(Section):
-    """`[schedule]`: the learning rate over a phase's steps."""
-
-    name: str = Field(
-        "constant",
-        description="`constant`, `cosine` or `linear` (both down to 0), or a class of `torch.optim.lr_scheduler`, stepped once an epoch.",
-    )
-    warmup: Fraction = Field(0.0, description="Part of the phase's steps in which the rate rises from 0.")
-    options: dict[str, Any] = Field({}, description="Arguments of a `torch.optim.lr_scheduler` class.")
-
-
-class Phase(Section):
-    """`[[phase]]`: what trains, and for how long."""
-
-    name: str = Field("train", description="What to call it in the log.")
-    epochs: Count = Field(10, description="Epochs.")
-    train: list[Trainable] = Field(
-        ["backbone", "head", "combiner", "loss", "generator"],
-        description="The parts that train; the others keep their weights (and batch statistics) as they are.",
-    )
-    lr: Annotated[float, Field(gt=0)] | None = Field(
-        None,
-        description="Learning rate of this phase, instead of `[optimizer] lr`: the generator's too, unless it has a `[generator_optimizer]`.",
-    )
-    generator_lr: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="The generator's learning rate in this phase, instead of what its optimiser says."
-    )
-    synthetic: bool = Field(
-        True, description="Whether the generator's negatives enter the loss in this phase."
-    )
-
-
-class Train(Section):
-    """`[train]`: how to train."""
-
-    epochs: Count = Field(10, description="Epochs, where no `[[phase]]` is given.")
-    precision: Literal["no", "bf16", "fp16"] = Field(
-        "no", description="Mixed precision; `bf16` gains on CPUs too."
-    )
-    channels_last: bool = Field(
-        False, description="Memory format of images; faster convolutions on CPUs and recent GPUs."
-    )
-    clip_norm: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Largest norm of the gradient; none: no clipping."
-    )
-    patience: Count | None = Field(
-        None, description="Stop after this many epochs without a better validation MAP@R; none: never early."
-    )
-    validate_every: Count = Field(1, description="Epochs between validations.")
-    checkpoint_every: Count | None = Field(
-        None, description="Steps between checkpoints; by default one at each epoch's end."
-    )
-    workers: Annotated[int, Field(ge=0)] = Field(0, description="Processes that load images.")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="`auto` takes a GPU when there is one."
-    )
-    real_weight: Annotated[float, Field(ge=0)] = Field(
-        0.0,
-        description="With a generator: weight of the same loss on the real negatives, added to the one on synthetic ones.",
-    )
-    loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        1.0,
-        description="With a generator or a combiner: weight λ of the loss, on real and synthetic samples alike, against the generator's and the combiner's own objectives, as in DAML's J_gen + μ J_dis + λ J_m.",
-    )
-    mine: Literal["before", "after"] = Field(
-        "before",
-        description="With a generator and a miner: `before` generates from the triplets that the miner picks; `after` generates from each positive pair and a random negative, and the miner picks among real and synthetic samples.",
-    )
-    coupling: Literal["separate", "joint"] = Field(
-        "separate",
-        description="With a generator: `separate` steps each side on its own objective; `joint` lets both gradients flow everywhere.",
-    )
-
-
-class Evaluate(Section):
-    """`[evaluate]`: the figures of validation and test."""
-
-    metrics: list[str] = Field(
-        ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"],
-        description="Figures by name; a plugin's metric as `PLUGIN.NAME`.",
-    )
-    clusters: bool = Field(False, description="Also NMI and F1 of k-means clusters, k = number of classes.")
-    batch: Count = Field(256, description="Images encoded at a time.")
-
-
-class Recipe(Section):
-    """A training run: `[data]`, `[backbone]`, and either a `[loss]` (trained by gradient) or a `[learner]` (fitted)."""
-
-    name: str = Field("run", description="What to call the run, and later the bundle.")
-    seed: int = Field(0, description="Seed of everything random but the split.")
-    plugins: list[str] = Field([], description="Plugin files (relative to the recipe) or modules.")
-    data: Component = Field(description="The dataset.")
-    split: Split = Field(default_factory=Split)
-    sampler: Sampler = Field(default_factory=Sampler)
-    augmentation: Augmentation = Field(default_factory=Augmentation)
-    backbone: Component = Field(
-        description="The backbone; `frozen = true` computes its features once and keeps them on disk."
-    )
-    head: Head = Field(default_factory=Head)
-    combiner: Component | None = Field(None, description="The distance over codes; it brings its own head.")
-    loss: Component | None = Field(None, description="The loss.")
-    miner: Component | None = Field(None, description="The miner.")
-    generator: Component | None = Field(None, description="The generator of synthetic negatives.")
-    learner: Component | None = Field(None, description="A learner, instead of a loss.")
-    optimizer: Optimizer = Field(default_factory=Optimizer)
-    generator_optimizer: Optimizer | None = Field(
-        None, description="The generator's own optimiser; by default like `[optimizer]`."
-    )
-    schedule: Schedule = Field(default_factory=Schedule)
-    phase: list[Phase] = Field(
-        [], description="Phases in order; none: one that trains everything for `[train] epochs`."
-    )
-    train: Train = Field(default_factory=Train)
-    evaluate: Evaluate = Field(default_factory=Evaluate)
-
-    @property
-    def frozen(self) -> bool:
-        """Whether the backbone keeps its weights, so that its features are computed once."""
-        return bool(self.backbone.get("frozen", False))
-
-    @property
-    def phases(self) -> list[Phase]:
-        """The phases, the default one included."""
-        return list(self.phase) or [Phase(epochs=self.train.epochs)]
-
-    def component(self, table: str) -> Component | None:
-        """Return a plugin's table without what the host reads of it (`frozen`)."""
-        values: Component | None = getattr(self, table)
-        return {k: v for k, v in values.items() if k != "frozen"} if values is not None else None
 
 
 def read_recipe(
@@ -283,6 +56,19 @@ def read_recipe(
         RecipeError: with every problem.
         PluginError: a plugin cannot be loaded, or the recipe brings one that the user does not know (see `retrieval.trust`).
     """
+    table, brought = read_table(path, overrides, plugins)
+    require(brought, path)
+    return check_recipe(table, str(path))
+
+
+def read_table(
+    path: Path, overrides: Sequence[str] = (), plugins: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Read a recipe file, unchecked; see `read_recipe`.
+
+    Returns:
+        The recipe's table, and which of its plugins the file brings and the user has not named.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
@@ -297,14 +83,12 @@ def read_recipe(
     brought = {item for item in before if isinstance(item, str)} if isinstance(before, list) else set()
     apply_overrides(table, overrides, COMPONENTS)
     named = table.get("plugins", [])
-    if isinstance(named, list) and (named or plugins):
-        table["plugins"] = [_beside(path, item) if isinstance(item, str) else item for item in named]
-        own = {_beside(Path(), item) for item in plugins}
-        require(
-            [_beside(path, item) for item in named if item in brought if _beside(path, item) not in own], path
-        )
-        table["plugins"] += [_beside(Path(), item) for item in plugins]
-    return check_recipe(table, str(path))
+    if not isinstance(named, list) or not (named or plugins):
+        return table, []
+    own = [_beside(Path(), item) for item in plugins]
+    table["plugins"] = [_beside(path, item) if isinstance(item, str) else item for item in named] + own
+    asked = [_beside(path, item) for item in named if isinstance(item, str) and item in brought]
+    return table, [item for item in asked if item not in own]
 
 
 @contextmanager
@@ -326,7 +110,7 @@ def check_recipe(table: Mapping[str, Any], where: str | None = None) -> tuple[Re
     """Check a recipe that is already a table; see `read_recipe`."""
     from retrieval.rules import check_names, check_together, option_hint
 
-    recipe, faults = _read_tables(table)
+    recipe, faults = read_tables(table)
     problems = [_bracketed(fault) + option_hint(recipe, place) for place, fault in faults.items()]
     extra = table.get("plugins", [])
     try:
@@ -350,7 +134,7 @@ def check_recipe(table: Mapping[str, Any], where: str | None = None) -> tuple[Re
     return recipe, plugins
 
 
-def _read_tables(table: Mapping[str, Any]) -> tuple[Recipe, dict[Place, str]]:
+def read_tables(table: Mapping[str, Any]) -> tuple[Recipe, dict[Place, str]]:
     """Return the recipe and what is wrong with its tables.
 
     When something is wrong, the recipe holds what is right, so that the checks that come after see the rest.
@@ -412,11 +196,12 @@ def _bracketed(problem: str) -> str:
 
 
 def _beside(recipe: Path, item: str) -> str:
-    """A plugin file is looked for beside the recipe, then where the command runs."""
-    if not item.endswith(".py"):
+    """A plugin file or folder is looked for beside the recipe, then where the command runs."""
+    if not is_file_plugin(item):
         return item
     beside = recipe.parent / item
-    return str((beside if beside.is_file() or not Path(item).is_file() else Path(item)).resolve())
+    found = str((beside if beside.exists() or not Path(item).exists() else Path(item)).resolve())
+    return found if item.endswith(".py") else found + "/"
 
 
 def to_toml(recipe: Recipe) -> str:
@@ -434,10 +219,23 @@ def _without_none(value: Any) -> Any:
 __all__ = [
     "COMPONENTS",
     "KINDS",
+    "Augmentation",
+    "Component",
+    "Evaluate",
+    "Head",
+    "Optimizer",
+    "Phase",
     "Recipe",
+    "Sampler",
+    "Schedule",
+    "Split",
+    "Train",
+    "Trainable",
     "apply_overrides",
     "check_recipe",
     "naming",
     "read_recipe",
+    "read_table",
+    "read_tables",
     "to_toml",
 ]

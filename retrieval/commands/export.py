@@ -62,11 +62,15 @@ def export_command(
     from retrieval.runtime import quiet_threads
 
     quiet_threads()
+    from retrieval.data.kept import KeptInputs
     from retrieval.export.runs import export_run
     from retrieval.progress import Meter
     from retrieval.train.run import load_run
 
-    loaded = load_run(run)
+    loaded = load_run(run, or_kept=True)
+    if isinstance(loaded.dataset, KeptInputs):
+        say(f"note: {loaded.splits.notes[0]}")
+        say("note: The bundle is verified on the held-out inputs that the run keeps.")
     with Meter("export", 0, "steps") as meter:
         folder, manifest = export_run(
             loaded,

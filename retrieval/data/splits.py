@@ -45,6 +45,11 @@ class Splits:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def held_out(self) -> Items:
+        """The items that did not train, the test side before the validation part; where there are none, those that did."""
+        return next((side for side in (self.query, self.validation) if len(side)), self.train)
+
+    @property
     def train_classes(self) -> list[str]:
         """The texts of the classes that train, in natural order; `train_labels` index it."""
         return [self.classes[i] for i in np.unique(self.labels[self.train])]

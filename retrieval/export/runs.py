@@ -12,15 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval.contracts import Dataset
+from retrieval.data.kept import KeptInputs, by_class, spread
 from retrieval.data.loading import inputs
 from retrieval.encode import encode
 from retrieval.errors import BundleError
 from retrieval.export import OPSET, TOLERANCE, Exporter, Progress, VariantName, export_model
 from retrieval.manifest import Manifest
 from retrieval.train.run import Run
-
-ITEMS = 512
-"""At most so many items verify a bundle, and at most so many calibrate."""
 
 MANY = 10_000
 """At most so many items say what a candidate step costs."""
@@ -41,7 +39,7 @@ def export_run(
     """Write the bundle of a run; its held-out items verify it, its training items calibrate int8.
 
     Args:
-        run: a loaded run.
+        run: a loaded run; with the few inputs that it keeps, where its data are gone.
         output: folder to make; by default `bundle` in the run's folder.
         variants: see `export_model`, as for the others.
         allow_drift: see `export_model`.
@@ -60,8 +58,11 @@ def export_run(
     """
     output = run.path / "bundle" if output is None else output
     splits = run.splits
-    held_out = next((side for side in (splits.query, splits.validation) if len(side)), splits.train)
-    chosen = by_class(held_out, splits.labels)
+    chosen = by_class(splits.held_out, splits.labels)
+    if "int8" in variants and isinstance(run.dataset, KeptInputs):
+        raise BundleError(
+            f"The int8 variant is calibrated on training items, and there are none. {splits.notes[0]}"
+        )
     manifest = export_model(
         run.model,
         _load(run, chosen),
@@ -69,7 +70,9 @@ def export_run(
         name=run.path.resolve().name,
         labels=splits.labels[chosen],
         calibration=_load(run, spread(splits.train)) if "int8" in variants else None,
-        codes=None if run.model.combiner is None or run.model.combiner.exact else _codes(run, held_out),
+        codes=None
+        if run.model.combiner is None or run.model.combiner.exact
+        else _codes(run, splits.held_out),
         variants=variants,
         allow_drift=allow_drift,
         tolerance=tolerance,
@@ -82,33 +85,9 @@ def export_run(
     return output, manifest
 
 
-def spread(indices: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]:
-    """Return up to `number` of the indices, evenly spaced."""
-    if len(indices) <= number:
-        return indices
-    return indices[np.linspace(0, len(indices) - 1, number).round().astype(np.int64)]
-
-
-def by_class(indices: NDArray[np.int64], labels: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]:
-    """Return up to `number` of the indices, whole classes where they are small: Recall@1 needs items that have a partner.
-
-    Classes are taken evenly spaced; with few large classes, items of each.
-
-    Args:
-        indices: (n,) of items.
-        labels: (N,) of all items.
-        number: how many at most.
-    """
-    if len(indices) <= number:
-        return indices
-    classes, counts = np.unique(labels[indices], return_counts=True)
-    each = max(2, min(8, int(np.median(counts))), number // len(classes))
-    kept = spread(classes, max(1, number // each))
-    rows = [spread(indices[labels[indices] == label], each) for label in kept]
-    return np.sort(np.concatenate(rows))[:number]
-
-
 def _load(run: Run, indices: NDArray[np.int64]) -> NDArray[Any]:
+    if isinstance(run.dataset, KeptInputs):
+        return run.dataset.inputs[indices]
     chunks = list(inputs(run.dataset, indices, run.model.preprocessing, 64))
     if not chunks:
         raise BundleError(f"{run.path} has no items to compare torch and ONNX Runtime on.")
@@ -119,6 +98,10 @@ def _codes(run: Run, indices: NDArray[np.int64]) -> torch.Tensor:
     """Return codes of many items, of a frozen backbone's features where they are kept since training."""
     from retrieval.train.features import backbone_features
 
+    if isinstance(run.dataset, KeptInputs):
+        with torch.inference_mode():
+            codes: torch.Tensor = run.model(torch.from_numpy(_load(run, indices)))[1].float()
+        return codes
     source: Dataset = run.dataset
     if run.recipe.frozen:
         source = backbone_features(run.model, source, torch.device("cpu"), run.recipe.evaluate.batch)

@@ -23,7 +23,9 @@ from retrieval.recipe import Recipe
 from retrieval.train import checkpoint
 from retrieval.train.build import build_backbone, build_dataset
 from retrieval.train.features import backbone_features
-from retrieval.train.run import Run, create_folder, describe, load_weights, write_json
+from retrieval.train.folder import write_json
+from retrieval.train.run import Run, begin_folder, load_weights
+from retrieval.train.start import take_weights
 from retrieval.train.surroundings import make_accelerator
 from retrieval.train.validate import validate
 
@@ -35,6 +37,7 @@ def fit_learner(
     *,
     report: Callable[[str], None] = lambda line: None,
     resume: bool = False,
+    replace: bool = False,
 ) -> Run:
     """Fit a recipe's learner on the backbone's features and write the run.
 
@@ -43,7 +46,8 @@ def fit_learner(
         recipe: a checked recipe with a `[learner]`.
         plugins: the plugins it was checked with.
         report: is told what was done.
-        resume: a fit has no steps to go on from: it is made again unless it is complete.
+        resume: write into the run that is there; a fit has no steps to go on from, and is made again.
+        replace: put the run in the place of one that is there.
 
     Raises:
         DataError: the learner refuses the features.
@@ -52,6 +56,7 @@ def fit_learner(
     dataset = build_dataset(recipe, plugins)
     splits = make_splits(dataset, recipe.split)
     model = Model(build_backbone(recipe, plugins, dataset), nn.Identity())
+    take_weights(model, recipe)
     device = make_accelerator(recipe).device
     features = backbone_features(model, dataset, device, recipe.evaluate.batch)
     learner = build_learner(recipe, plugins, model.backbone.features)
@@ -68,11 +73,10 @@ def fit_learner(
     seconds = time.perf_counter() - started
     head, combiner = model_parts(learner, name, model.backbone.features)
     model = Model(model.backbone, head, combiner).to(device).eval()
-    if not resume or not (path / "recipe.toml").is_file():
-        create_folder(path, recipe)
     run = Run(path, recipe, plugins, dataset, splits, model, device=device)
+    if not resume:
+        begin_folder(run, report, replace=replace)
     metrics = validate(run, features, True) if len(splits.validation) else {}
-    write_json(path / "run.json", describe(run))
     checkpoint.save(
         run.best, {"model": model.state_dict(), "learner": fitted_state(learner), "metrics": metrics}
     )

@@ -180,5 +180,10 @@ class StepSchedule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Go on from `state_dict()`; over another number of steps, from the same step on the new curve."""
         self.scheduler.__dict__.update(state)
+        if self.per_epoch:
+            return
+        optimizer, factors = self.scheduler.optimizer, self.scheduler.lr_lambdas
+        for group, base, factor in zip(optimizer.param_groups, self.scheduler.base_lrs, factors, strict=True):
+            group["lr"] = base * factor(self.scheduler.last_epoch)

@@ -1,20 +1,11 @@
-"""The run folder: what training writes, and what evaluation and export read.
-
-recipe.toml             the recipe as it was run, overrides included
-run.json                versions, machine, split sizes
-plugins/                copies of the plugin files that the recipe names
-metrics.jsonl           one line an epoch
-checkpoints/last.safetensors, previous.safetensors, best.safetensors
-summary.json            written last: the run is complete
-"""
+"""A run: everything built from its recipe, and the folder (`retrieval.train.folder`) that holds what came of it."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -24,15 +15,30 @@ from typing import Any
 import torch
 
 from retrieval.contracts import Dataset
+from retrieval.data.kept import pack_inputs, read_inputs
 from retrieval.data.splits import Splits, make_splits
-from retrieval.errors import DataError
+from retrieval.errors import DataError, RecipeError
 from retrieval.model import Model
 from retrieval.places import instead
 from retrieval.plugins import Plugins
-from retrieval.recipe import Recipe, naming, read_recipe, to_toml
+from retrieval.recipe import Recipe, naming, read_recipe
 from retrieval.train import checkpoint
 from retrieval.train.build import Objective, build_dataset, build_model, build_objective
-from retrieval.trust import digest, remember
+from retrieval.train.folder import INPUTS, checkpoint_file, create_folder, is_run, write_json
+from retrieval.train.resume import Standing
+from retrieval.train.start import take_weights
+
+__all__ = [
+    "Run",
+    "begin_folder",
+    "build_run",
+    "create_folder",
+    "describe",
+    "load_run",
+    "load_weights",
+    "versions",
+    "write_json",
+]
 
 
 @dataclass
@@ -62,17 +68,17 @@ class Run:
     @property
     def last(self) -> Path:
         """The checkpoint to resume from."""
-        return self.path / "checkpoints" / "last.safetensors"
+        return checkpoint_file(self.path, "last")
 
     @property
     def previous(self) -> Path:
         """The checkpoint that was written before the last one."""
-        return self.path / "checkpoints" / "previous.safetensors"
+        return checkpoint_file(self.path, "previous")
 
     @property
     def best(self) -> Path:
         """The weights with the best validation MAP@R, or the final ones where there is no validation part."""
-        return self.path / "checkpoints" / "best.safetensors"
+        return checkpoint_file(self.path, "best")
 
     @cached_property
     def metrics_file(self) -> Path:
@@ -88,21 +94,6 @@ class Run:
             raise DataError(
                 f"{self.metrics_file} cannot be written: {error.strerror or error}. Free some space, then go on with --resume."
             ) from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON, whole or not at all.
-
-    Raises:
-        DataError: the disk is full or the folder cannot be written.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def versions() -> dict[str, str]:
@@ -123,40 +114,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def create_folder(path: Path, recipe: Recipe) -> Recipe:
-    """Make a run's folder, with the recipe and its plugin files in it.
-
-    Returns:
-        The recipe that names the copies.
-
-    Raises:
-        DataError: the folder holds something already, or cannot be written.
-    """
-    if path.exists() and not path.is_dir():
-        raise DataError(f"{path} is a file, and a run is a folder. Choose another --output.")
-    if path.exists() and any(path.iterdir()):
-        raise DataError(
-            f"{path} exists already. Go on with it by --resume, or choose another folder with --output."
-        )
-    try:
-        (path / "checkpoints").mkdir(parents=True)
-        named = []
-        for item in recipe.plugins:
-            if item.endswith(".py"):
-                (path / "plugins").mkdir(exist_ok=True)
-                shutil.copyfile(item, path / "plugins" / Path(item).name)
-                named.append(f"plugins/{Path(item).name}")
-            else:
-                named.append(item)
-        copies = [path / item for item in named if item.endswith(".py")]
-        remember({copy.resolve(): digest(copy) for copy in copies})  # they have run: here they may run again
-        kept = recipe.model_copy(update={"plugins": named})
-        (path / "recipe.toml").write_text(to_toml(kept), encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
-    return kept
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -181,17 +138,52 @@ def describe(run: Run) -> dict[str, Any]:
     }
 
 
-def build_run(path: Path, recipe: Recipe, plugins: Plugins) -> Run:
-    """Build everything a recipe with a loss names; the random generators must be seeded before."""
+def begin_folder(run: Run, report: Callable[[str], None], *, replace: bool = False) -> None:
+    """Make a run's folder, with what is known before training.
+
+    Args:
+        run: the run, built.
+        report: is told when no held-out inputs can be kept.
+        replace: whether a run that is there gives way.
+
+    Raises:
+        DataError: the folder holds something already, or cannot be written.
+    """
+    files: dict[str, Any] = {"run.json": describe(run)}
+    try:
+        files[INPUTS] = pack_inputs(run.dataset, run.splits, run.model.preprocessing)
+    except DataError as error:
+        report(f"note: the run keeps no held-out inputs to export with, should its data be gone: {error}")
+    create_folder(run.path, run.recipe, files, replace=replace)
+
+
+def build_run(path: Path, recipe: Recipe, plugins: Plugins, standing: Standing | None = None) -> Run:
+    """Build everything a recipe with a loss names; the random generators must be seeded before.
+
+    Args:
+        path: the run's folder.
+        recipe: a checked recipe.
+        plugins: the plugins it was checked with.
+        standing: where the run stands, to have the weights from there; by default those that training starts from.
+    """
     dataset = build_dataset(recipe, plugins)
     splits = make_splits(dataset, recipe.split)
     model = build_model(recipe, plugins, dataset)
     objective = build_objective(recipe, plugins, model, len(splits.train_classes))
+    if standing is not None:
+        load_weights(model, standing.state, standing.file)
+    else:
+        take_weights(model, recipe)
     return Run(path, recipe, plugins, dataset, splits, model, objective)
 
 
-def load_run(path: Path) -> Run:
+def load_run(path: Path, *, or_kept: bool = False) -> Run:
     """Open a finished or interrupted run with its best weights, ready to evaluate or export.
+
+    Args:
+        path: the run's folder.
+        or_kept: whether the held-out inputs that the run keeps stand in where its data cannot be opened; its dataset is
+            then a `KeptInputs`, and a note of its splits says why.
 
     Returns:
         The run; its model is in evaluation mode on the CPU.
@@ -201,32 +193,44 @@ def load_run(path: Path) -> Run:
         RecipeError: its recipe no longer fits the installed plugins.
     """
     path = Path(path)
-    if not (path / "recipe.toml").is_file():
+    if not is_run(path):
         raise DataError(f"{path} is no run: it holds no recipe.toml.{instead(path, 'run')}")
     recipe, plugins = read_recipe(path / "recipe.toml")
     with naming(path / "recipe.toml"):
-        dataset = build_dataset(recipe, plugins)
-        splits = make_splits(dataset, recipe.split)
+        dataset, splits = _items(path, recipe, plugins, or_kept)
         if recipe.learner is None:
             model = build_model(recipe, plugins, dataset)
     if recipe.learner is not None:
         from retrieval.train.learn import load_learned
 
-        model = load_learned(recipe, plugins, dataset, path / "checkpoints" / "best.safetensors")
+        model = load_learned(recipe, plugins, dataset, checkpoint_file(path, "best"))
     else:
         chosen, advice = _weights_to_use(path)
         load_weights(model, checkpoint.load(chosen, advice), chosen)
     return Run(path, recipe, plugins, dataset, splits, model.eval())
 
 
+def _items(path: Path, recipe: Recipe, plugins: Plugins, or_kept: bool) -> tuple[Dataset, Splits]:
+    """Return a run's dataset and splits, or those of the inputs that it keeps."""
+    try:
+        dataset = build_dataset(recipe, plugins)
+        return dataset, make_splits(dataset, recipe.split)
+    except (DataError, RecipeError, OSError) as error:
+        if not or_kept or not (path / INPUTS).is_file():
+            raise
+        kept = read_inputs(path / INPUTS)
+        return kept, kept.splits_of(f"The run's data cannot be opened: {error}")
+
+
 def _weights_to_use(path: Path) -> tuple[Path, str]:
     """Return the checkpoint that evaluation and export read, and what to do if it is damaged."""
-    names = [f"{name}.safetensors" for name in ("best", "last", "previous")]
-    there = [name for name in names if (path / "checkpoints" / name).is_file()]
+    there = [name for name in ("best", "last", "previous") if checkpoint_file(path, name).is_file()]
+    if not there:
+        raise DataError(f"{path} has no checkpoint yet. Train on, with --resume.")
     advice = "Train again, with --replace."
     if len(there) > 1:
-        advice = f"Remove it to use {there[1]} instead, with the weights of another epoch; or train again, with --replace."
-    return path / "checkpoints" / (there[0] if there else names[0]), advice
+        advice = f"Remove it to use {there[1]}.safetensors instead, with the weights of another epoch; or train again, with --replace."
+    return checkpoint_file(path, there[0]), advice
 
 
 def load_weights(model: Model, state: Mapping[str, Any], path: Path) -> None:

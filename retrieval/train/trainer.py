@@ -10,8 +10,8 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from contextlib import closing, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,17 @@ from retrieval.recipe import Phase, Recipe
 from retrieval.train import checkpoint
 from retrieval.train.build import Objective
 from retrieval.train.features import frozen_dataset
-from retrieval.train.run import Run, build_run, create_folder, describe, load_weights, write_json
+from retrieval.train.folder import (
+    absolute_paths,
+    claimed,
+    is_complete,
+    record_changes,
+    refuse_taken,
+    write_json,
+)
+from retrieval.train.progress import Progress
+from retrieval.train.resume import Standing, changes, standing
+from retrieval.train.run import Run, begin_folder, build_run, load_run, load_weights
 from retrieval.train.sides import Sides
 from retrieval.train.step import Step
 from retrieval.train.surroundings import (
@@ -43,27 +53,6 @@ from retrieval.train.validate import validate
 
 NO_TRIPLETS = "no batch had a triplet, so the generator made nothing. It needs [sampler] items of 2 or more, and a [miner] that finds some."
 """Said at the end of such an epoch."""
-
-
-@dataclass
-class Progress:
-    """Where training is; part of the checkpoint."""
-
-    phase: int = 0
-    phase_epoch: int = 0
-    epoch: int = 0
-    step: int = 0
-    """Steps done in this epoch."""
-    total: int = 0
-    """Steps done in all."""
-    best: float | None = None
-    best_metrics: dict[str, float] = field(default_factory=dict)
-    stale: int = 0
-    """Validations since the best."""
-    sums: dict[str, float] = field(default_factory=dict)
-    """Sums of this epoch's figures so far."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """Steps that had each of them: a batch without triplets has no generator's objective."""
 
 
 class Trainer:
@@ -323,26 +312,18 @@ class Trainer:
             self.run.best, {"model": self.run.model.state_dict(), "metrics": self.progress.best_metrics}
         )
 
-    def resume(self) -> None:
-        """Go on from the run's last checkpoint, or from the one before it where there is no last one.
+    def resume(self, standing: Standing) -> None:
+        """Go on from where a run stands.
 
         Raises:
-            DataError: it is missing, damaged, or of another recipe.
+            DataError: its checkpoint is of another recipe or plugin.
         """
-        chosen = (
-            self.run.last if self.run.last.is_file() or not self.run.previous.is_file() else self.run.previous
-        )
-        advice = "Train again, with --replace."
-        if chosen == self.run.last and self.run.previous.is_file():
-            advice = (
-                f"Remove it, and --resume goes on from the checkpoint before it ({self.run.previous.name})."
-            )
-        state = checkpoint.load(chosen, advice)
+        state = standing.state
         try:
-            self.progress = Progress(**state["progress"])
+            self.progress = standing.progress
             if self.progress.phase < len(self.recipe.phases):
                 self._enter_phase()
-            load_weights(self.run.model, state, chosen)
+            load_weights(self.run.model, state, standing.file)
             modules = {
                 "loss": self.objective.loss,
                 "miner": self.objective.miner,
@@ -357,7 +338,7 @@ class Trainer:
                 self.accelerator.scaler.load_state_dict(state["scaler"])
         except (KeyError, TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
             raise DataError(
-                f"{chosen} does not fit this recipe ({error}). Resume with the recipe and plugins that started the run."
+                f"{standing.file} does not fit this recipe ({error}). Resume with the recipe and plugins that started the run."
             ) from error
         checkpoint.restore_random_state(state["random"])
         if self.main:
@@ -370,33 +351,59 @@ def train(
     plugins: Plugins,
     *,
     resume: bool = False,
+    replace: bool = False,
+    replace_plugins: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> Run:
-    """Train a recipe into a folder.
+    """Train a recipe into a folder, which no other process can do meanwhile.
 
     Args:
-        path: the run's folder; must not hold anything yet unless `resume`.
+        path: the run's folder; must not hold anything yet unless `resume` or `replace`.
         recipe: a checked recipe.
         plugins: the plugins it was checked with.
-        resume: go on from the folder's last checkpoint.
+        resume: go on from the folder's last checkpoint, or from the beginning where there is none yet. Only what
+            `resume.MAY_CHANGE` names may differ from the recipe that started the run.
+        replace: put a new run in the place of the one that is there.
+        replace_plugins: with `resume`, let the recipe's plugin files take the places of the run's copies.
         report: is told a line for each epoch.
 
     Returns:
         The run, with the best weights, in evaluation mode.
-    """
-    if recipe.learner is not None:
-        from retrieval.train.learn import fit_learner
 
-        return fit_learner(path, recipe, plugins, report=report, resume=resume)
+    Raises:
+        DataError: the folder is taken or in use, or what is there does not fit.
+    """
     accelerator = make_accelerator(recipe)
-    checkpoint.seed_everything(recipe.seed)
-    run = build_run(path, recipe, plugins)
-    trainer = Trainer(run, accelerator, report)
-    if resume:
-        trainer.resume()
-    elif accelerator.is_main_process:
-        create_folder(path, recipe)
-        write_json(path / "run.json", describe(run))
-    accelerator.wait_for_everyone()
-    trainer.fit()
+    main = bool(accelerator.is_main_process)
+    with claimed(path) if main else nullcontext():
+        stands, changed = None, []
+        if resume:
+            stands = standing(path)
+            changed = changes(path, recipe, plugins, None if stands is None else stands.progress)
+            if is_complete(path) and not (changed or replace_plugins):
+                report(f"{path} is complete already.")
+                return load_run(path)
+            if stands is None and recipe.learner is None:
+                report(f"{path} has no checkpoint yet: training begins again.")
+            for line in changed:
+                report(line)
+        else:
+            refuse_taken(path, replace)
+        recipe = absolute_paths(recipe, plugins)
+        checkpoint.seed_everything(recipe.seed)
+        if recipe.learner is not None:
+            from retrieval.train.learn import fit_learner
+
+            return fit_learner(path, recipe, plugins, report=report, resume=resume, replace=replace)
+        run = build_run(path, recipe, plugins, stands)
+        trainer = Trainer(run, accelerator, report)
+        if stands is not None:
+            trainer.resume(stands)
+        if main and not resume:
+            begin_folder(run, report, replace=replace)
+        elif main and (changed or replace_plugins):
+            what = [*changed, *(["the plugins were replaced"] if replace_plugins else [])]
+            record_changes(path, recipe, what, trainer.progress.total, replace_plugins=replace_plugins)
+        accelerator.wait_for_everyone()
+        trainer.fit()
     return run

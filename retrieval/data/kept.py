@@ -1,0 +1,116 @@
+"""A few held-out inputs that a run keeps, so that it can be exported once its data are gone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from retrieval.contracts import Dataset
+from retrieval.data.raw import RawInputs
+from retrieval.data.splits import Splits
+from retrieval.errors import DataError
+
+if TYPE_CHECKING:
+    from retrieval.images import Preprocessing
+
+FORMAT = "retrieval inputs 1"
+ITEMS = 512
+"""At most so many items verify a bundle, and at most so many calibrate."""
+
+MOST_ITEMS, MOST_BYTES = 64, 8 << 20
+"""How many are kept at most, and how large they are together."""
+
+
+class KeptInputs(Dataset):
+    """Held-out inputs as the encoder takes them, of a dataset that need not be there any more.
+
+    Args:
+        kind: the dataset's.
+        inputs: uint8 (N, channels, H, W) or float32 (N, F).
+        labels: one an item.
+    """
+
+    def __init__(self, kind: Any, inputs: NDArray[Any], labels: list[str]) -> None:
+        self.kind = kind
+        self.inputs = inputs
+        self.labels = labels
+        self.keys = [f"kept/{i}" for i in range(len(labels))]
+        if kind == "features":
+            self.arrays = inputs
+
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        """Return the input itself."""
+        row: NDArray[Any] = self.inputs[index]
+        return row
+
+    def splits_of(self, why: str) -> Splits:
+        """Return splits with all items on the test side, and a note that says why."""
+        classes = sorted(set(self.labels))
+        none = np.empty(0, np.int64)
+        numbers = np.array([classes.index(label) for label in self.labels], np.int64)
+        return Splits(numbers, classes, none, none, np.arange(len(self.labels)), notes=[why])
+
+
+def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing | None) -> bytes:
+    """Return a few held-out inputs with their labels as the content of a file.
+
+    Raises:
+        DataError: an item cannot be read.
+    """
+    raw = RawInputs(dataset, preprocessing, budget=0)
+    held_out = splits.held_out
+    size = raw.batch(held_out[:1]).nbytes
+    chosen = by_class(held_out, splits.labels, max(2, min(MOST_ITEMS, MOST_BYTES // max(1, size))))
+    labels = [splits.classes[i] for i in splits.labels[chosen]]
+    metadata = {"format": FORMAT, "kind": dataset.kind, "labels": json.dumps(labels)}
+    return save({"inputs": np.ascontiguousarray(raw.batch(chosen))}, metadata)
+
+
+def read_inputs(path: Path) -> KeptInputs:
+    """Return the inputs that a run keeps.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            labels = json.loads(metadata["labels"])
+            found = KeptInputs(metadata["kind"], file.get_tensor("inputs"), [str(label) for label in labels])
+        if metadata["format"] != FORMAT or not 0 < len(found.labels) == len(found.inputs):
+            raise ValueError("it is of another format")
+        return found
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} cannot be read: {error}.") from error
+
+
+def spread(indices: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]:
+    """Return up to `number` of the indices, evenly spaced."""
+    if len(indices) <= number:
+        return indices
+    return indices[np.linspace(0, len(indices) - 1, number).round().astype(np.int64)]
+
+
+def by_class(indices: NDArray[np.int64], labels: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]:
+    """Return up to `number` of the indices, whole classes where they are small: Recall@1 needs items that have a partner.
+
+    Classes are taken evenly spaced; with few large classes, items of each.
+
+    Args:
+        indices: (n,) of items.
+        labels: (N,) of all items.
+        number: how many at most.
+    """
+    if len(indices) <= number:
+        return indices
+    classes, counts = np.unique(labels[indices], return_counts=True)
+    each = max(2, min(8, int(np.median(counts))), number // len(classes))
+    kept = spread(classes, max(1, number // each))
+    rows = [spread(indices[labels[indices] == label], each) for label in kept]
+    return np.sort(np.concatenate(rows))[:number]
