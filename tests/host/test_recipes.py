@@ -105,7 +105,7 @@ metrics = ["recall_at_1", "map_at_s"]
         ({"optimizer": {"lr_factor": {"head": -2}}}, "[optimizer] lr_factor.head: should be a number (≥ 0), not -2."),
         ({"optimizer": {"options": {"weight_dcay": 1}}}, "[optimizer] options.weight_dcay: AdamW takes no such argument (it takes: "),
         ({"schedule": {"name": "cosin"}}, "[schedule] name: there is no schedule 'cosin' (known: "),
-        ({"schedule": {"name": "StepLR", "options": {}, "warmup": 0.1}}, "[schedule] warmup: goes with constant, linear and cosine, not with StepLR."),
+        ({"schedule": {"name": "StepLR", "options": {"step_size": 2}, "warmup": 0.1}}, "[schedule] warmup: goes with constant, linear and cosine, not with StepLR."),
         ({"phase": [{"epochs": 0}]}, "[[phase]] 0.epochs: should be an integer (≥ 1), not 0."),
         ({"phase": [{"train": ["heads"]}]}, '[[phase]] 0.train.0: should be "backbone" or "head" or "combiner" or "loss" or "generator", not "heads". Did you mean \'head\'?'),
         ({"phase": [{"train": []}]}, "[[phase]] train: train must name at least one part."),
