@@ -170,7 +170,9 @@ def copy_plugins(path: Path, recipe: Recipe) -> Recipe:
 def record_changes(
     path: Path, recipe: Recipe, changed: Sequence[str], step: int, *, replace_plugins: bool = False
 ) -> None:
-    """Put what has changed into a run that goes on: it is complete no more, and `run.json` says what and when.
+    """Put what has changed into a run that goes on: `run.json` says what and when.
+
+    It is complete no more, and what was evaluated is removed, for its weights are about to be others.
 
     Args:
         path: the run's folder.
@@ -188,7 +190,9 @@ def record_changes(
         else:
             own = tomllib.loads((path / "recipe.toml").read_text(encoding="utf-8")).get("plugins", [])
             recipe = recipe.model_copy(update={"plugins": own})
-        (path / "summary.json").unlink(missing_ok=True)
+        for stale in ("summary.json", "evaluation-*.json", "verification-*.json"):
+            for file in path.glob(stale):
+                file.unlink()
         temporary = path / "recipe.toml.tmp"
         temporary.write_text(to_toml(recipe), encoding="utf-8")
         temporary.replace(path / "recipe.toml")

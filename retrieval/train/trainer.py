@@ -376,17 +376,13 @@ def train(
     accelerator = make_accelerator(recipe)
     main = bool(accelerator.is_main_process)
     with claimed(path) if main else nullcontext():
-        stands, changed = None, []
+        stands: Standing | None = None
+        changed: list[str] = []
         if resume:
-            stands = standing(path)
-            changed = changes(path, recipe, plugins, None if stands is None else stands.progress)
+            stands, changed = _going_on(path, recipe, plugins, report)
             if is_complete(path) and not (changed or replace_plugins):
                 report(f"{path} is complete already.")
                 return load_run(path)
-            if stands is None and recipe.learner is None:
-                report(f"{path} has no checkpoint yet: training begins again.")
-            for line in changed:
-                report(line)
         else:
             refuse_taken(path, replace)
         recipe = absolute_paths(recipe, plugins)
@@ -407,3 +403,16 @@ def train(
         accelerator.wait_for_everyone()
         trainer.fit()
     return run
+
+
+def _going_on(
+    path: Path, recipe: Recipe, plugins: Plugins, report: Callable[[str], None]
+) -> tuple[Standing | None, list[str]]:
+    """Return where a run stands and what the recipe changes of it, and say both."""
+    stands = standing(path)
+    changed = changes(path, recipe, plugins, None if stands is None else stands.progress)
+    if stands is None and recipe.learner is None:
+        report(f"{path} has no checkpoint yet: training begins again.")
+    for line in changed:
+        report(line)
+    return stands, changed

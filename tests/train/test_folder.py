@@ -231,3 +231,11 @@ def test_a_claim_ends_with_its_block(tmp_path: Path) -> None:
     with claimed(run):
         pass
     assert list(run.parent.iterdir()) == []
+
+
+def test_the_command_to_go_on_with_replaces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrieval.commands.again import this_command
+    from retrieval.commands.train import ONCE
+
+    monkeypatch.setattr(sys, "argv", ["retrieval", "train", "my recipe.toml", "--replace", "--set", "seed=1"])
+    assert this_command("--resume", without=ONCE) == "retrieval train 'my recipe.toml' --set seed=1 --resume"

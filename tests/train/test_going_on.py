@@ -156,6 +156,7 @@ def test_trained_longer_it_ends_as_if_it_had_been_as_long_from_the_start(
     train(mine, "whole", *schedule, "--set", "train.epochs=4")
     train(mine, "run", *schedule)
     assert "is complete already" in train(mine, "run", *schedule, "--resume")
+    retrieval("evaluate", mine / "run")
     said = train(mine, "run", *schedule, "--resume", "--set", "train.epochs=4")
     assert "train.epochs: 2 → 4" in said and "epoch 3" in said and "epoch 2:" not in said
     for name in ("last", "best"):
@@ -163,6 +164,7 @@ def test_trained_longer_it_ends_as_if_it_had_been_as_long_from_the_start(
     assert log(mine / "run") == log(mine / "whole")
     assert (mine / "run" / "summary.json").read_text() == (mine / "whole" / "summary.json").read_text()
     assert "epochs = 4" in (mine / "run" / "recipe.toml").read_text()
+    assert not (mine / "run" / "evaluation-test.json").exists()  # it was of other weights
     assert json.loads((mine / "run" / "run.json").read_text())["changes"] == [
         {"step": 8, "what": ["train.epochs: 2 → 4"]}
     ]
