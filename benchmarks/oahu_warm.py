@@ -150,9 +150,7 @@ def _fashion(name: str, standardized: bool, seed: int, version: str) -> list[dic
     dev, queries = oahu_table3.split(seed)
     stream = np.random.default_rng(seed).permutation(oahu_table3.triplet_rows(y[dev], seed))
     return list(
-        along(
-            VERSIONS[version](seed=seed), x[dev], y[dev], x[queries], y[queries], stream, (1000, 3000, 10_000)
-        )
+        along(VERSIONS[version](seed=seed), x[dev], y[dev], x[queries], y[queries], stream, (10_000,))
     )
 
 

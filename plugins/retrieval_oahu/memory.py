@@ -17,8 +17,9 @@ Ints = NDArray[np.int64]
 
 VOTERS = (1, 3, 5, 7, 9)
 """How many neighbours vote: an item is asked with each of these numbers, and its verdict is the mean."""
-NEAR = 0.01
-"""Voters are among this share of the memory, the nearest, and among the largest of `VOTERS` where that is less."""
+NEAR, NEAR_TURNED_OVER = 0.01, 0.05
+"""Voters are among this share of the memory, the nearest, and among the largest of `VOTERS` where that is less. The second is for a memory that has
+let items go: of a stream in which few come back little is known, and what is known lies farther apart."""
 
 
 class Memory:
@@ -46,7 +47,7 @@ class Memory:
         self._place = {keys[place].tobytes(): place for place in range(self.size)}
 
     def take(self, vector: Floats, key: bytes) -> tuple[int, bool]:
-        """Return the place of an item, and whether it is new there."""
+        """Return the place of an item, and whether it is new there; another was let go for it if the size stayed the same."""
         self._clock += 1
         place = self._place.get(key)
         new = place is None
@@ -80,26 +81,30 @@ class Memory:
             self._leave(negative)
         parted[one, group[negative]] = parted[group[negative], one] = True
 
-    def votes(self, anchors: Ints, distances: Floats) -> Floats:
+    def votes(self, anchors: Ints, distances: Floats, share: float = NEAR) -> Floats:
         """Return how the neighbours of items vote (A,), the mean over `VOTERS`: 1 for the item's own group, 0 for another, ½ for a tie or for nobody.
 
         Args:
             anchors: (A,) places.
             distances: (A, size) to every item; changed.
+            share: see `NEAR`.
         """
         distances[np.arange(len(anchors)), anchors] = np.inf
-        window = min(max(VOTERS[-1], int(NEAR * self.size)), self.size - 1)
+        window = min(max(VOTERS[-1], int(share * self.size)), self.size - 1)
         near = np.argpartition(distances, window - 1, axis=1)[:, :window]
         near = np.take_along_axis(near, np.argsort(np.take_along_axis(distances, near, 1), axis=1), 1)
         groups, own = self.group[near], self.group[anchors][:, None]
         alike, unlike = groups == own, self.parted[own, groups]
-        turn = (alike | unlike).cumsum(axis=1)
+        known = alike | unlike
+        first = np.argsort(~known, axis=1, kind="stable")[:, : VOTERS[-1]]
+        groups, alike, unlike = (np.take_along_axis(each, first, 1) for each in (groups, alike, unlike))
         together = groups[:, :, None] == groups[:, None]
         found = np.zeros(len(anchors))
         for number in VOTERS:
-            against = unlike & (turn <= number)
-            most = (together & against[:, None] & against[:, :, None]).sum(axis=2).max(axis=1)
-            for_own = (alike & (turn <= number)).sum(axis=1)
+            against = unlike[:, :number]
+            most = (together[:, :number, :number] & against[:, None]).sum(axis=2)
+            most = np.where(against, most, 0).max(axis=1)
+            for_own = alike[:, :number].sum(axis=1)
             found += (for_own > most) + 0.5 * (for_own == most)
         return found / len(VOTERS)
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from retrieval.linear import LinearMap
 
 from retrieval_oahu.history import recorded
-from retrieval_oahu.memory import VOTERS, Memory, digest
+from retrieval_oahu.memory import NEAR, NEAR_TURNED_OVER, VOTERS, Memory, digest
 from retrieval_oahu.network import unit
 from retrieval_oahu.online import OnlineLearner, refuse_range
 
@@ -47,7 +47,7 @@ class Warm(LinearMap, OnlineLearner):
     stay as they are. An expert is served in Euclid's place when two judges agree, each asked before the triplets are learned:
 
     - *neighbours*: a memory holds the latest items, and what the triplets say of them: who is alike, who is not. An item's nearest of which
-      that is known, among the nearest hundredth of the memory, vote whether it is what it is, once 1 of them, once 3, 5, 7 and 9. Each item counts once, with the
+      that is known, among the nearest hundredth of the memory (the nearest twentieth once items have been let go), vote whether it is what it is, once 1 of them, once 3, 5, 7 and 9. Each item counts once, with the
       mean of its latest votes. Let d be the expert's verdict less Euclid's, S their sum and n the sum of their squares; needed is S > √((n + r) (ln((n + r) / r) + 2 ln(1 / p))), which luck
       alone exceeds with probability at most p at whatever time it is looked at (Robbins, "Statistical methods related to the
       law of the iterated logarithm", 1970; r = 10; p is `doubt` over the number of experts), where items are independent;
@@ -115,7 +115,7 @@ class Warm(LinearMap, OnlineLearner):
                 raise ValueError(f"{name} is {getattr(self, name)} and must be above 0.")
         refuse_range("doubt", self.doubt, 0, 1)
         number, places = len(EXPERTS), self.memory
-        self.learned_ = self.gathered_ = 0
+        self.learned_ = self.gathered_ = self.turnover_ = 0
         self.left_ = False
         self.alpha_ = np.eye(number + 1)[0]
         self.weights_, self.weights_at_, self.stride_ = self.alpha_[None].copy(), np.zeros(1, np.int64), 1
@@ -192,8 +192,10 @@ class Warm(LinearMap, OnlineLearner):
         for triplet in triplets:
             places = []
             for vector in triplet:
+                size = memory.size
                 place, new = memory.take(vector, digest(vector))
                 if new:
+                    self.turnover_ += memory.size == size
                     self.let_go_ += self.verdicts_[place], self.verdicts_[place] ** 2
                     self.verdicts_[place], self.judged_[place] = 0.0, -1
                 places.append(place)
@@ -212,7 +214,8 @@ class Warm(LinearMap, OnlineLearner):
         squares, products = (held**2).sum(axis=1), held[places] @ held.T
         outside = np.maximum(squares - (codes**2).sum(axis=1), 0.0)
         products_outside = products - codes[places] @ codes.T
-        euclid = memory.votes(places, squares - 2 * products)
+        share = NEAR_TURNED_OVER if self.turnover_ else NEAR
+        euclid = memory.votes(places, squares - 2 * products, share)
         for number, expert in enumerate(EXPERTS):
             scale = self.scales_[:, number]
             lengths = codes**2 @ scale + outside
@@ -222,7 +225,7 @@ class Warm(LinearMap, OnlineLearner):
                 distances = -_cosine(near, norms[places][:, None], norms)
             else:
                 distances = lengths - 2 * near
-            self.verdicts_[places, number] = memory.votes(places, distances) - euclid
+            self.verdicts_[places, number] = memory.votes(places, distances, share) - euclid
         self.judged_[places] = self.learned_
 
     def _judge_triplets(self, triplets: Floats, codes: Floats) -> None:

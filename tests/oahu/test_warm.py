@@ -263,6 +263,23 @@ def test_the_memory_knows_what_follows_and_forgets_what_lies_longest() -> None:
     assert (held.parted == held.parted.T).all() and not held.parted.diagonal().any()
 
 
+def test_how_far_voters_may_lie() -> None:
+    held = memory(400)
+    vectors = np.stack([np.arange(400.0), np.zeros(400)], axis=1)
+    for vector in vectors:
+        held.take(vector, digest(vector))
+    held.learn(0, 15, 30)  # the fifteenth from 0, and the thirtieth
+    distances = np.abs(vectors[:1, 0] - vectors[:, 0][None])
+    assert held.votes(np.array([0]), distances.copy()) == [0.5]  # nobody among the nine nearest
+    assert held.votes(np.array([0]), distances.copy(), 0.05) == [1.0]
+    held.learn(0, 12, 14)
+    assert held.votes(np.array([0]), distances.copy(), 0.05) == [1.0]  # 12, then 14 against it, then 15
+    held.learn(0, 1, 10)
+    held.learn(0, 1, 11)
+    # farthest first: 30, then 15, 14, 12, 11, 10 and 1, of which 15, 12 and 1 are alike; 1 of them is wrong, 3 are undecided, 5 and more right
+    assert held.votes(np.array([0]), -distances, 1.0) == pytest.approx([(0 + 0.5 + 1 + 1 + 1) / 5])
+
+
 def test_a_contradiction_is_believed_and_its_items_known_by_it_alone() -> None:
     held = memory(6)
     places = [held.take(v, digest(v))[0] for v in np.arange(12.0).reshape(6, 2)]
@@ -286,4 +303,4 @@ def test_a_small_memory_is_bounded_and_saves_and_loads(tmp_path: Path) -> None:
         if isinstance(value, np.ndarray):
             assert np.array_equal(value, getattr(again, name)), name
             assert value.shape == held[name] or name in ("weights_", "weights_at_", "waiting_")
-    assert learner.let_go_[1].min() > 0
+    assert learner.let_go_[1].min() > 0 and learner.turnover_ > 0
