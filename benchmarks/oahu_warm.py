@@ -10,7 +10,7 @@ seed, writes nothing). Half of a set's items give the triplets and are the refer
 Noise: of the queries that only one of both has right, c are the learner's and b Euclid's; the upper end of Clopper and Pearson's one-sided 95 % interval
 of c / (b + c) makes an upper bound of the gain. A stream is *below beyond noise* where that bound is under −.005 at some point.
 
-Then Fashion-MNIST's pixels, by the splits of `oahu_table3.py`. Each stream's figures go to a .jsonl beside the result as soon as they are measured, and a
+Then Fashion-MNIST's pixels, by the splits of `oahu_table3.py`. Each stream's figures go to results/raw/oahu_warm.jsonl as soon as they are measured, and a
 second run goes on from there. Some ten minutes of one core.
 """
 
@@ -162,7 +162,9 @@ def main() -> None:
     parser.add_argument("--development", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "oahu_warm.md")
     arguments = parser.parse_args()
-    kept = arguments.out.with_suffix(".development.jsonl" if arguments.development else ".jsonl")
+    kept = arguments.out.parent / (
+        "oahu_warm.development.jsonl" if arguments.development else "raw/oahu_warm.jsonl"
+    )
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     done = {tuple(row["stream"]) for row in rows}
     for stream, measure in jobs(arguments.development):
@@ -266,6 +268,8 @@ def _of_fashion(rows: list[dict[str, Any]]) -> list[str]:
     for point in dict.fromkeys(row["triplets"] for row in rows):
         for version in VERSIONS:
             own = [row for row in rows if row["triplets"] == point and row["stream"][3] == version]
+            if not own:  # stopped before it came to this
+                continue
             shown = [
                 ", ".join(f"{row[key]:+.4f}" for row in own) for key in ("gain", "recall_at_1", "map_at_r")
             ]

@@ -1,4 +1,4 @@
-"""The figures of the pages docs/aml.md, anml.md and daml.md: blocks between marks, made of what the benchmarks kept.
+"""The figures of the pages docs/aml.md, anml.md and daml.md, and of the warm start in oahu.md: blocks between marks, made of what the benchmarks kept.
 
     python benchmarks/pages.py        # writes them; a test compares
 
@@ -13,9 +13,15 @@ from pathlib import Path
 import page_aml
 import page_anml
 import page_daml
+import page_oahu
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = {"aml.md": page_aml.BLOCKS, "anml.md": page_anml.BLOCKS, "daml.md": page_daml.BLOCKS}
+PAGES = {
+    "aml.md": page_aml.BLOCKS,
+    "anml.md": page_anml.BLOCKS,
+    "daml.md": page_daml.BLOCKS,
+    "oahu.md": page_oahu.BLOCKS,
+}
 MARK = re.compile(r"<!-- figures: ([\w-]+) -->\n.*?<!-- end of figures -->", re.S)
 
 

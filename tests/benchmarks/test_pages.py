@@ -23,7 +23,7 @@ def without_source(text: str) -> list[str]:
     return [piece for piece in plain if FIGURE.search(piece) and not SOURCE.search(piece)]
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [*PAGES, "oahu.md"])
 def test_the_blocks_are_made_of_the_results(name: str) -> None:
     import pages
 
