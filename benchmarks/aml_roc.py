@@ -131,7 +131,7 @@ def render(rows: list[dict[str, Any]]) -> str:
         gaps.append([f"{one} less {other}", *cells])
     return "\n".join(
         [
-            "# Verification of pairs (AML's Figure 4)",
+            "# Verification of pairs (Figure 4 of AML)",
             "",
             "`python benchmarks/aml_roc.py` says what is measured: AUC over pairs of five classes that were not learned from; mean ± Student's 95 % interval over five choices of classes.",
             "",

@@ -146,7 +146,7 @@ def render() -> str:
     """Return the page."""
     found = collected()
     lines = [
-        "# DAML's weights: λ₁, λ₂, λ and μ",
+        "# Weights of DAML: λ₁, λ₂, λ and μ",
         "",
         "`python benchmarks/daml_weights.py` says what is trained. Recall@1 in % on letter's classes N–Z, mean ± Student's 95 % interval over seeds;",
         f"the loss alone, without generator and combiner: {said(found['alone'][None])}. The paper's figures are of Cars196.",

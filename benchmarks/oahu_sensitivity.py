@@ -158,7 +158,7 @@ def render() -> str:
     )
     return "\n".join(
         [
-            "# OAHU's parameters",
+            "# Parameters of OAHU",
             "",
             "`python benchmarks/oahu_sensitivity.py` says what is measured: development images of Fashion-MNIST only, one seed: differences of a point or two are none.",
             "",
