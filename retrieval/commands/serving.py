@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from retrieval.index.store import Hit, Index
 
 _LOW_RECALL = 0.9
+_DAY = 86_400.0  # seconds: no time-out is longer
 _DEVICE = click.Choice(["auto", "cpu", "cuda"])
 _SIGNED = click.option(
     "--require-signature",
@@ -178,7 +179,7 @@ def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add an option for each limit of the server's settings."""
     for each in reversed([each for each in fields(Settings) if each.metadata]):
         least = each.metadata["least"]
-        kind = click.IntRange(least) if isinstance(each.default, int) else click.FloatRange(least)
+        kind = click.IntRange(least) if isinstance(each.default, int) else click.FloatRange(least, _DAY)
         command = click.option(
             f"--{each.name.replace('_', '-')}",
             default=each.default,
