@@ -43,6 +43,7 @@ class Dataset(ABC):
             memory (or mapped) anyway: batches are then sliced from it. Otherwise None.
         files: one path an item, where items are files: with `arrays` or `files` a frozen backbone's features are
             cached from run to run.
+        notes: what the user should know of how the data were read, such as what was left out; kept in `run.json`.
     """
 
     kind: Literal["image", "features"] = "image"
@@ -53,6 +54,7 @@ class Dataset(ABC):
     metadata: Sequence[Mapping[str, Any]] | None = None
     arrays: NDArray[Any] | None = None
     files: Sequence[Path] | None = None
+    notes: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.labels)

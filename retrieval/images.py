@@ -331,25 +331,3 @@ def from_array(array: NDArray[Any]) -> Image.Image:
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     return Image.fromarray(np.ascontiguousarray(array))
-
-
-def find_images(folder: Path) -> list[Path]:
-    """Return the image files below a folder, by extension, sorted; hidden files and folders are left out.
-
-    Raises:
-        DataError: it is no folder, holds no image, or a folder below it cannot be read.
-    """
-    if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder.")
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
-
-    found = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
-    found = sorted(path for path in found if path.suffix.lower() in EXTENSIONS and path.is_file())
-    if not found:
-        raise DataError(f"{folder} holds no image (looked for {', '.join(sorted(EXTENSIONS))}).")
-    return found

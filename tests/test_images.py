@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.images import Limits, Preprocessing, decode, find_images, from_array, to_mode
+from retrieval.image_files import find_images
+from retrieval.images import Limits, Preprocessing, decode, from_array, to_mode
 
 
 def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
@@ -294,7 +295,7 @@ def test_find_images(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "folder.png").mkdir()
-    assert [path.relative_to(tmp_path).as_posix() for path in find_images(tmp_path)] == [
+    assert [path.relative_to(tmp_path).as_posix() for path in find_images(tmp_path).images] == [
         "a.webp",
         "b/1.jpg",
         "b/2.PNG",

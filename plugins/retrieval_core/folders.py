@@ -8,9 +8,9 @@ from pathlib import Path
 from retrieval.contracts import Dataset
 from retrieval.data.datasets import FileDataset
 from retrieval.data.problems import some
-from retrieval.data.readable import ADVICE, skip_unreadable
+from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
 from retrieval.errors import DataError
-from retrieval.images import find_images
+from retrieval.image_files import find_images
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
     top = _folders(folder)
     split = bool(top) and all(place.name.lower() in SIDES and _folders(place) for place in top)
     depth = 2 if split else 1  # folders above an image, its class the last of them
-    files = find_images(folder)
+    found = find_images(folder)
+    files, notes = found.images, report_left_out(found, folder)
     keys = [file.relative_to(folder) for file in files]
     stray = [key for key in keys if len(key.parts) <= depth]
     if stray:
@@ -59,7 +60,8 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
     if empty:
         log.warning("%s: no image in %s.", folder, some(empty))
     if skip_bad:
-        kept = skip_unreadable(files, str(folder))
+        kept, unread = skip_unreadable(files, str(folder))
+        notes += unread
         files, keys = [files[i] for i in kept], [keys[i] for i in kept]
     sides = [SIDES[key.parts[0].lower()] for key in keys] if split else None
     roles = [role for _, role in sides] if sides else []
@@ -70,6 +72,7 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
         splits=[side for side, _ in sides] if sides else None,
         roles=roles if any(roles) else None,
         advice=ADVICE,
+        notes=notes,
     )
 
 

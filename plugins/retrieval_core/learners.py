@@ -81,12 +81,12 @@ class PCA(LinearLearner):
     Pearson, "On Lines and Planes of Closest Fit to Systems of Points in Space", 1901; scikit-learn's `PCA`.
 
     Args:
-        n_components: width C of the codes, at most the number of features and of items.
+        n_components: width C of the codes, at most the number of features and of items; none: 64, or as many as those allow.
         whiten: whether each component is scaled to unit variance.
         seed: seed of the randomised solver, which scikit-learn chooses for large data.
     """
 
-    def __init__(self, n_components: Count = 64, whiten: bool = False, seed: int = 0) -> None:
+    def __init__(self, n_components: Count | None = None, whiten: bool = False, seed: int = 0) -> None:
         self.n_components = n_components
         self.whiten = whiten
         self.seed = seed
@@ -94,7 +94,8 @@ class PCA(LinearLearner):
     def fit(self, X: ArrayLike, y: ArrayLike | None = None) -> Self:
         """Learn from features (N, F); labels are ignored."""
         x = validate_data(self, X, dtype=np.float64, ensure_min_samples=2)
-        fitted = SklearnPCA(self.n_components, whiten=self.whiten, random_state=self.seed).fit(x)
+        width = min(64, *x.shape) if self.n_components is None else self.n_components
+        fitted = SklearnPCA(width, whiten=self.whiten, random_state=self.seed).fit(x)
         self.mean_, self.components_ = fitted.mean_, fitted.components_
         if self.whiten:
             scale = np.sqrt(fitted.explained_variance_)[:, None]

@@ -12,9 +12,9 @@ from retrieval.contracts import Dataset
 from retrieval.data.datasets import FileDataset
 from retrieval.data.pairs import find_pairs, read_people, stem
 from retrieval.data.problems import refuse, some
-from retrieval.data.readable import ADVICE, skip_unreadable
+from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
 from retrieval.errors import DataError
-from retrieval.images import find_images
+from retrieval.image_files import NO_IMAGE, find_images
 
 Sides = dict[int, str]
 """An item's number to "train" or "test"; items that are not in it are left out."""
@@ -53,7 +53,9 @@ def lfw_people(
     """
     if not folder.is_dir():
         raise DataError(f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}.")
-    files = find_images(folder)
+    found = find_images(folder)
+    found.left_out.pop(NO_IMAGE, None)  # the lists, and what else comes with the archive
+    files, notes = found.images, report_left_out(found, folder)
     keys = [file.relative_to(folder).as_posix() for file in files]
     problems = _name_problems(keys)
     if view == "none":
@@ -68,7 +70,8 @@ def lfw_people(
         refuse(str(folder), problems)
     kept = sorted(sides)
     if skip_bad:
-        readable = skip_unreadable([files[i] for i in kept], str(folder))
+        readable, unread = skip_unreadable([files[i] for i in kept], str(folder))
+        notes += unread
         kept = [kept[i] for i in readable]
     return FileDataset(
         [files[i] for i in kept],
@@ -76,6 +79,7 @@ def lfw_people(
         [keys[i] for i in kept],
         splits=None if view == "none" else [sides[i] for i in kept],
         advice=ADVICE,
+        notes=notes,
     )
 
 

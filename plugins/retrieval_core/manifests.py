@@ -51,8 +51,9 @@ def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -
         problems.append("it lists no image.")
     if problems:
         refuse(str(manifest), problems)
+    notes: list[str] = []
     if skip_bad:
-        kept = skip_unreadable([root / row["path"] for row in rows], str(manifest))
+        kept, notes = skip_unreadable([root / row["path"] for row in rows], str(manifest))
         rows = [rows[i] for i in kept]
     columns = list(rows[0])
     further = [name for name in columns if name not in (*REQUIRED, *OPTIONAL)]
@@ -64,6 +65,7 @@ def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -
         roles=[row["role"] for row in rows] if "role" in columns else None,
         metadata=typed([{name: row[name] for name in further} for row in rows]) if further else None,
         advice=ADVICE,
+        notes=notes,
     )
 
 

@@ -123,6 +123,8 @@ def index_command(
         notes.append(f"{summary.resumed:,} done by an interrupted run")
     if summary.repeated:
         notes.append(f"{summary.repeated:,} named twice and taken once")
+    for note in summary.left_out:
+        say(note, err=True)
     if summary.skipped:
         notes.append(f"{summary.skipped:,} skipped")
     say(f"Indexed {summary.count:,} items in {summary.seconds:.1f} s ({', '.join(notes)}): {output}")

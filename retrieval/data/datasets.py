@@ -84,6 +84,7 @@ class FileDataset(Dataset):
         roles: see `Dataset`.
         metadata: see `Dataset`.
         advice: what to do about an image that cannot be read; ends the error's sentence.
+        notes: see `Dataset`.
     """
 
     kind = "image"
@@ -99,8 +100,10 @@ class FileDataset(Dataset):
         roles: Sequence[str] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
         advice: str = "",
+        notes: Sequence[str] = (),
     ) -> None:
         self.files = files
+        self.notes = notes
         self.advice = advice
         self.labels = labels
         self.keys = [os.fspath(file) for file in files] if keys is None else keys

@@ -11,18 +11,19 @@ from pathlib import Path
 
 from retrieval.data.cache import cache_folder
 from retrieval.data.identity import files_identity
-from retrieval.data.problems import some
 from retrieval.errors import DataError
+from retrieval.image_files import Found
 from retrieval.images import decode
 from retrieval.progress import Meter
 
 log = logging.getLogger(__name__)
 
+SHOWN = 10  # images that a message names
 ADVICE = "Set [data] skip_bad = true to leave out what cannot be read."
 
 
-def skip_unreadable(files: Sequence[Path], what: str) -> list[int]:
-    """Return the indices of the images that can be decoded; the others are named on stderr.
+def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[str]]:
+    """Return the indices of the images that can be decoded, and a sentence on each of the others, which stderr names too.
 
     Each image is decoded in full: a file that is cut short has a sound header. What was found is kept in the cache
     until a file changes, so that only the first run waits for it.
@@ -44,11 +45,25 @@ def skip_unreadable(files: Sequence[Path], what: str) -> list[int]:
             f"{what}: none of its {len(files):,} images can be read. {next(iter(bad.values()), '')}"
         )
     if bad:
+        listed = "".join(f"\n  - {text}" for text in [*bad.values()][:SHOWN])
+        more = f"\n  - … and {len(bad) - SHOWN:,} more." if len(bad) > SHOWN else ""
         log.warning(
-            "%s: %d of %d images cannot be read and are left out: %s", what, len(bad), len(files),
-            some(list(bad.values()), 10),
-        )  # fmt: skip
-    return [i for i in range(len(files)) if i not in bad]
+            "%s: %d of %d images cannot be read and are left out:%s%s",
+            what,
+            len(bad),
+            len(files),
+            listed,
+            more,
+        )
+    return [i for i in range(len(files)) if i not in bad], [f"left out: {text}" for text in bad.values()]
+
+
+def report_left_out(found: Found, folder: Path) -> list[str]:
+    """Return what a folder holds besides images, a sentence for each reason, and say it on stderr."""
+    notes = found.notes(folder)
+    for note in notes:
+        log.warning("%s", note)
+    return notes
 
 
 def _unreadable(files: Sequence[Path]) -> dict[int, str]:

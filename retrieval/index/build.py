@@ -43,6 +43,7 @@ class Summary:
         count: items in it.
         skipped: images that could not be used.
         repeated: files that were named more than once and taken once.
+        left_out: a sentence on the files of folders that are no images, for each reason.
         resumed: items that an interrupted run had done already.
         backend: the back end's name, chosen or given.
         recall_at_10: of an approximate back end, else None.
@@ -57,6 +58,7 @@ class Summary:
     backend: str
     recall_at_10: float | None
     seconds: float
+    left_out: tuple[str, ...] = ()
 
 
 def build_index(
@@ -155,6 +157,7 @@ def build_index(
         manifest.backend.name,
         manifest.recall_at_10,
         time.monotonic() - began,
+        found.left_out,
     )
 
 

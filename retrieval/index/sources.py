@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from retrieval.columns import typed
 from retrieval.errors import DataError, did_you_mean, listed
-from retrieval.images import find_images
+from retrieval.image_files import find_images
 
 _ROW_CHARACTERS = 1_000_000  # an index gives no longer ones back
 
@@ -55,11 +55,13 @@ class Sources:
         items: one an item.
         features: (N, F) for a bundle of features, else None.
         repeated: how many files were named more than once; each is taken once.
+        left_out: a sentence on the files of folders that are no images, for each reason.
     """
 
     items: list[Source]
     features: NDArray[np.float32] | None = None
     repeated: int = 0
+    left_out: tuple[str, ...] = ()
 
 
 def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
@@ -92,9 +94,12 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
         return _features(paths)
     folders = [path for path in paths if path.is_dir()]
     items: list[Source] = []
+    left_out: list[str] = []
     for path in paths:
         if path.is_dir():
-            items += _folder(path, prefix=len(folders) > 1)
+            found = find_images(path)
+            left_out += found.notes(path)
+            items += _folder(path, found.images, prefix=len(folders) > 1)
         elif path.suffix.lower() == ".csv":
             items += read_csv(path)
         else:
@@ -102,13 +107,13 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     once: dict[Path, Source] = {}
     for item in items:
         once.setdefault(item.path, item)
-    return Sources(list(once.values()), repeated=len(items) - len(once))
+    return Sources(list(once.values()), repeated=len(items) - len(once), left_out=tuple(left_out))
 
 
-def _folder(folder: Path, prefix: bool) -> list[Source]:
+def _folder(folder: Path, images: list[Path], prefix: bool) -> list[Source]:
     own = folder.resolve()
     items = []
-    for path in find_images(folder):
+    for path in images:
         inside = path.relative_to(folder)
         label = inside.parts[0] if len(inside.parts) > 1 else own.name
         key = _text(Path(own.name) / inside if prefix else inside)

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from retrieval.data.loading import TrainBatches, inputs
+from retrieval.contracts import Dataset, Learner
+from retrieval.data.loading import inputs
+from retrieval.data.sampling import batches_in_epoch
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError
 from retrieval.model import Model
@@ -18,13 +20,14 @@ from retrieval.recipe import Recipe
 from retrieval.train import checkpoint
 from retrieval.train.build import build_backbone, build_dataset, code_size
 from retrieval.train.learn import build_learner
+from retrieval.train.probe import look_ahead, open_some
 from retrieval.train.run import build_run
-from retrieval.train.step import Step
 from retrieval.train.surroundings import make_accelerator
+from retrieval.train.untrained import NOTHING, nothing_to_train
 
 
 def run_one_batch(recipe: Recipe, plugins: Plugins) -> list[str]:
-    """Build a checked recipe and compute one batch, forward and backward, in each phase.
+    """Build a checked recipe, open some files, and compute a batch, forward and backward, in each phase.
 
     Returns:
         What was found, one line each.
@@ -38,42 +41,16 @@ def run_one_batch(recipe: Recipe, plugins: Plugins) -> list[str]:
         return _check_learner(recipe, plugins)
     with tempfile.TemporaryDirectory() as folder:
         run = build_run(Path(folder), recipe, plugins)
-    assert run.objective is not None
-    splits, model = run.splits, run.model.to(accelerator.device)
-    lines = [_items(recipe, splits), _model(recipe, model)]
-    lines += [f"note: {note}" for note in splits.notes]
-    batches = TrainBatches(
-        run.dataset, splits.train, splits.train_labels, model.preprocessing,
-        sampler=recipe.sampler, augmentation=recipe.augmentation, seed=recipe.seed,
-    )  # fmt: skip
-    for module in (run.objective.loss, run.objective.miner, run.objective.generator):
-        if module is not None:
-            module.to(accelerator.device)
-    step = Step(model, run.objective, recipe, accelerator, from_features=False)
-    batch, labels = (t.to(accelerator.device) for t in next(batches.epoch(0)))
-    for phase in recipe.phases:
-        losses = step(batch, labels, phase)
-        shown = []
-        for name, value in (("loss", losses.metric), ("generator loss", losses.generator)):
-            if value is None:
-                continue
-            if not torch.isfinite(value):
-                raise DataError(
-                    f"One batch in phase '{phase.name}' gives {name} {float(value)}: check the data and the parameters."
-                )
-            if value.requires_grad:
-                torch.autograd.backward(value, retain_graph=True)
-            shown.append(f"{name} {float(value.detach()):.4f}")
-        shown += [f"{name} {_short(float(value))}" for name, value in losses.figures.items()]
-        if losses.figures.get("triplets") == 0:
-            lines.append(
-                f"note: in phase '{phase.name}' the batch has no triplet that the generator could change."
-            )
-        lines.append(f"one batch of {len(labels)}, phase '{phase.name}': {', '.join(shown)}")
-    return [
-        *lines,
-        f"{len(batches)} batches an epoch, {sum(p.epochs for p in recipe.phases)} epochs. The recipe is fine.",
-    ]
+    lines = [_items(recipe, run.splits), _model(recipe, run.model)]
+    lines += [f"note: {note}" for note in run.splits.notes]
+    if nothing_to_train(run):
+        open_some(run)
+        return [*lines, f"{NOTHING} The recipe is fine."]
+    seen = look_ahead(run, accelerator)
+    lines += [*seen.lines, *(f"warning: {warning}" for warning in seen.warnings)]
+    batches = batches_in_epoch(len(run.splits.train), recipe.sampler)
+    verdict = "The recipe runs; read the warnings." if seen.warnings else "The recipe is fine."
+    return [*lines, f"{batches} batches an epoch, {sum(p.epochs for p in recipe.phases)} epochs. {verdict}"]
 
 
 def _check_learner(recipe: Recipe, plugins: Plugins) -> list[str]:
@@ -82,31 +59,35 @@ def _check_learner(recipe: Recipe, plugins: Plugins) -> list[str]:
     backbone = build_backbone(recipe, plugins, dataset).eval()
     learner = build_learner(recipe, plugins, backbone.features)
     model = Model(backbone, nn.Identity())
-    # a few classes, a few items of each: enough for any learner to fit
-    labels = splits.train_labels
-    few = np.concatenate([np.flatnonzero(labels == label)[:8] for label in np.unique(labels)[:16]])
-    with torch.inference_mode():
-        x = torch.cat(
-            [
-                model.features(b)
-                for b in inputs(dataset, splits.train[few], model.preprocessing, recipe.evaluate.batch)
-            ]
-        )
-    try:
-        learner.fit(x.numpy().astype(np.float64), labels[few])
-    except ValueError as error:
-        raise DataError(
-            f"{recipe.learner and recipe.learner['name']} refuses a small part of the training features: {error}."
-        ) from error
+    count = _fit_some(learner, model, dataset, splits, recipe)
     head, combiner = learner.to_model_parts()
     return [
         _items(recipe, splits), _model(recipe, Model(backbone, head, combiner)),
-        *(f"note: {note}" for note in splits.notes), f"fitted {len(few)} items. The recipe is fine.",
+        *(f"note: {note}" for note in splits.notes), f"fitted {count:,} items. The recipe is fine.",
     ]  # fmt: skip
 
 
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"
+def _fit_some(learner: Learner, model: Model, dataset: Dataset, splits: Splits, recipe: Recipe) -> int:
+    """Fit a learner on some of the training items, more of them where it refuses few; return how many."""
+    name = recipe.learner and recipe.learner["name"]
+    labels = splits.train_labels
+    classes = len(np.unique(labels))
+    # a few classes and a few items of each are enough for most; as many principal components as that take more
+    for number, of in ((16, 8), (classes, -(-512 // classes)), (classes, -(-4096 // classes))):
+        rows = np.concatenate([np.flatnonzero(labels == label)[:of] for label in np.unique(labels)[:number]])
+        with torch.inference_mode():
+            made = inputs(dataset, splits.train[rows], model.preprocessing, recipe.evaluate.batch)
+            x = torch.cat([model.features(batch) for batch in made]).numpy().astype(np.float64)
+        try:
+            learner.fit(x, labels[rows])
+            return len(rows)
+        except ValueError as error:
+            refused = error
+        if len(rows) == len(labels):
+            break
+    raise DataError(
+        f"{name} refuses {len(rows):,} of the {len(labels):,} items that train: {refused}."
+    ) from refused
 
 
 def _items(recipe: Recipe, splits: Splits) -> str:

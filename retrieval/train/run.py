@@ -134,7 +134,7 @@ def describe(run: Run) -> dict[str, Any]:
             "query": len(splits.query),
             "gallery": None if splits.gallery is None else len(splits.gallery),
         },
-        "notes": list(splits.notes),
+        "notes": [*run.dataset.notes, *splits.notes],
     }
 
 

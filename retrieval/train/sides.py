@@ -17,6 +17,26 @@ from retrieval.train.build import Objective
 from retrieval.train.optim import StepSchedule, build_optimizer
 
 
+def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable, list[Parameter]]:
+    """Return each part's parameters, each parameter once; a frozen backbone has none."""
+    modules: dict[Trainable, Sequence[nn.Module | None]] = {
+        "backbone": [] if frozen else [model.backbone],
+        "head": [model.head],
+        "combiner": [model.combiner],
+        "loss": [objective.loss, objective.miner],
+        "generator": [objective.generator],
+    }
+    seen: set[int] = set()
+    found: dict[Trainable, list[Parameter]] = {name: [] for name in modules}
+    # what a head shares with its combiner is the combiner's: the first to name a parameter has it
+    for name in sorted(modules, key=lambda name: name != "combiner"):
+        for parameter in (p for m in modules[name] if m is not None for p in m.parameters()):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[name].append(parameter)
+    return found
+
+
 class Sides:
     """The metric (backbone, head, combiner, loss) and the generator as a phase trains them, with a fresh optimiser each.
 
@@ -50,7 +70,7 @@ class Sides:
     ) -> None:
         self.model, self.objective, self.phase = model, objective, phase
         self.frozen = recipe.frozen
-        self.parts = self._parts()
+        self.parts = parts_of(model, objective, recipe.frozen)
         for name, parameters in self.parts.items():
             for parameter in parameters:
                 parameter.requires_grad_(name in phase.train)
@@ -80,25 +100,6 @@ class Sides:
             name: accelerator.prepare_optimizer(optimizer) if name == "metric" else optimizer
             for name, optimizer in found.items()
         }
-
-    def _parts(self) -> dict[Trainable, list[Parameter]]:
-        model, objective = self.model, self.objective
-        modules: dict[Trainable, Sequence[nn.Module | None]] = {
-            "backbone": [] if self.frozen else [model.backbone],
-            "head": [model.head],
-            "combiner": [model.combiner],
-            "loss": [objective.loss, objective.miner],
-            "generator": [objective.generator],
-        }
-        seen: set[int] = set()
-        found: dict[Trainable, list[Parameter]] = {name: [] for name in modules}
-        # what a head shares with its combiner is the combiner's: the first to name a parameter has it
-        for name in sorted(modules, key=lambda name: name != "combiner"):
-            for parameter in (p for m in modules[name] if m is not None for p in m.parameters()):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    found[name].append(parameter)
-        return found
 
     def _trains(self, part: Trainable) -> bool:
         return part in self.phase.train and not (part == "backbone" and self.frozen)

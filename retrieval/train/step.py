@@ -183,6 +183,12 @@ class Step:
             self.accelerator.clip_grad_norm_(metric_side, clip_norm)
             nn.utils.clip_grad_norm_(generator_side, clip_norm)
 
+    def real_loss(self, codes: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of codes (B, C) and labels (B,), with the miner's pairs and without a generator."""
+        return self._loss(
+            codes, labels, self._mine(codes, labels) if self.objective.miner is not None else None
+        )
+
     def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return features (B, F), as wide as the backbone says, and codes (B, C)."""
         model, size = self.model, len(inputs)

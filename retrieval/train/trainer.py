@@ -37,6 +37,7 @@ from retrieval.train.folder import (
     refuse_taken,
     write_json,
 )
+from retrieval.train.probe import look_ahead
 from retrieval.train.progress import Progress
 from retrieval.train.resume import Standing, changes, standing
 from retrieval.train.run import Run, begin_folder, build_run, load_run, load_weights
@@ -49,6 +50,7 @@ from retrieval.train.surroundings import (
     stopping,
     tensorboard,
 )
+from retrieval.train.untrained import nothing_to_train, write_untrained
 from retrieval.train.validate import validate
 
 NO_TRIPLETS = "no batch had a triplet, so the generator made nothing. It needs [sampler] items of 2 or more, and a [miner] that finds some."
@@ -392,6 +394,10 @@ def train(
 
             return fit_learner(path, recipe, plugins, report=report, resume=resume, replace=replace)
         run = build_run(path, recipe, plugins, stands)
+        if nothing_to_train(run):
+            return write_untrained(run, report, replace=replace, resume=resume)
+        if not resume and accelerator.num_processes == 1:
+            run.splits.notes.extend(look_ahead(run, accelerator).warnings)
         trainer = Trainer(run, accelerator, report)
         if stands is not None:
             trainer.resume(stands)

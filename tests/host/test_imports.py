@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "file_plugins": {"errors"},
     "merging": set(),
     "progress": {"errors"},
+    "image_files": {"errors", "images"},
     "places": set(),
     "columns": set(),
     "signature": set(),
@@ -72,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
     "loss": {"errors", "factory", "precision"},
     "linear": set(),
     "linear_head": set(),
-    "data": {"errors", "images", "contracts", "data", "progress"},
+    "data": {"errors", "image_files", "images", "contracts", "data", "progress"},
     "encode": {"contracts", "data", "model", "progress"},
     "evaluate": {
         "errors",
@@ -87,7 +88,7 @@ ALLOWED: dict[str, set[str]] = {
         "recipe",
         "train",
     },
-    "train": HOST | TRAINING | {"locks", "places", "progress"},
+    "train": HOST | TRAINING | {"images", "locks", "places", "progress"},
     "export": HOST | TRAINING | {"images", "locks", "manifest", "strict_json", "bundle", "merging"},
     # the serving side
     "screening": {"errors", "screening"},
@@ -117,6 +118,7 @@ ALLOWED: dict[str, set[str]] = {
         "columns",
         "places",
         "progress",
+        "image_files",
     },
     "serve": {"errors", "images", "decoders", "bundle", "index", "runtime", "server_settings", "serve"},
     "server_settings": set(),
@@ -162,6 +164,7 @@ LAZY: dict[str, set[str]] = {
 
 SERVING = [
     "columns",
+    "image_files",
     "places",
     "progress",
     "errors",

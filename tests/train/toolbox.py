@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -164,6 +165,14 @@ class Deadly(nn.Module):
         super().__init__()
         self.loss = losses.ContrastiveLoss(**({} if distance is None else {"distance": distance}))
         self.calls = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Deadly:
+        """A copy is made to look ahead, which is no step: it never kills."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made.calls = -1_000_000
+        return made
 
     def forward(
         self,

@@ -1,0 +1,220 @@
+"""What `check` and the start of `train` see: what cannot learn, what does not fit, what does not open; and what needs no training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from retrieval.errors import DataError, PluginError
+from retrieval.evaluate.protocol import evaluate_run
+from retrieval.export.runs import export_run
+from retrieval.train import checkpoint, probe
+from retrieval.train.check import run_one_batch
+from retrieval.train.memory import Allocated, drawn_out, free_bytes
+from retrieval.train.run import build_run, load_run
+from retrieval.train.surroundings import make_accelerator
+from retrieval.train.trainer import train
+
+Make = Callable[..., Any]
+NO_GRADIENT = '''
+import torch
+from retrieval import hookimpl
+
+class Deaf(torch.nn.Module):
+    """A loss without gradient."""
+    def __init__(self, zero: bool = False) -> None:
+        """Build.
+
+        Args:
+            zero: a gradient that is zero.
+        """
+        super().__init__()
+        self.zero = zero
+
+    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
+        return (embeddings * 0).sum() if self.zero else embeddings.detach().square().mean()
+
+@hookimpl
+def retrieval_losses():
+    return {"deaf": Deaf}
+'''
+
+
+@pytest.fixture
+def deaf(tmp_path: Path) -> str:
+    (tmp_path / "deafness.py").write_text(NO_GRADIENT)
+    return str(tmp_path / "deafness.py")
+
+
+def toolbox() -> str:
+    return str(Path(__file__).with_name("toolbox.py"))
+
+
+def test_a_loss_without_gradient_is_refused_before_anything_is_written(
+    make: Make, tmp_path: Path, deaf: str
+) -> None:
+    made = make(plugins=[toolbox(), deaf], loss={"name": "deafness.deaf"})
+    for attempt in (lambda: run_one_batch(*made), lambda: train(tmp_path / "run", *made)):
+        with pytest.raises(PluginError, match=r"deafness\.deaf gave [\d.]+ without a gradient"):
+            attempt()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gradient_of_zero_is_warned_of(make: Make, tmp_path: Path, deaf: str) -> None:
+    made = make(plugins=[toolbox(), deaf], loss={"name": "deafness.deaf", "zero": True})
+    lines = run_one_batch(*made)
+    assert any("no weight would change in 5 sampled batches" in line for line in lines)
+    assert lines[-1].endswith("The recipe runs; read the warnings.")
+    said: list[str] = []
+    train(tmp_path / "run", *made, report=said.append)
+    assert any("no weight would change" in line for line in said)
+    notes = json.loads((tmp_path / "run" / "run.json").read_text())["notes"]
+    assert any("no weight would change" in note for note in notes)
+
+
+def test_batches_without_a_pair_and_batches_beyond_the_data(make: Make) -> None:
+    miner = {"name": "pml.multi_similarity"}
+    lines = run_one_batch(*make(sampler={"classes": 4, "items": 1}, miner=miner))
+    assert any(
+        "toolbox.deadly compares items of one class, and a batch has one of each" in line for line in lines
+    )
+    fine = run_one_batch(*make(sampler={"classes": 4, "items": 4, "batches": 2}))
+    assert fine[-1].endswith("The recipe is fine.") and not any("warning" in line for line in fine)
+    lines = run_one_batch(*make(sampler={"classes": 4, "items": 500}))
+    assert any("a batch takes 4 classes × 500 items = 2,000, and only" in line for line in lines)
+    assert any(line.startswith("memory: a batch of 2,000 takes about") for line in lines)
+
+
+def test_a_batch_beyond_the_memory_is_refused_without_being_made(make: Make, tmp_path: Path) -> None:
+    made = make(sampler={"classes": 4, "items": 200_000})
+    for attempt in (lambda: run_one_batch(*made), lambda: train(tmp_path / "run", *made)):
+        with pytest.raises(DataError, match=r"a batch of 800,000 items takes about [\d.]+ GB of memory, and"):
+            attempt()
+
+
+@pytest.mark.parametrize(
+    ("loss", "size"), [("contrastive", 1024), ("multi_similarity", 1024), ("triplet_margin", 320)]
+)
+def test_what_a_batch_takes_is_about_what_it_takes(make: Make, loss: str, size: int) -> None:
+    recipe, plugins = make(sampler={"classes": 4, "items": size // 4}, loss={"name": f"pml.{loss}"})
+    run = build_run(Path("nowhere"), recipe, plugins)
+    accelerator = make_accelerator(recipe)
+    seen = probe.Seen()
+    tried = probe._Tried(run, run.model, run.objective, accelerator)
+    batches = tried._batches(recipe.sampler.model_copy(update={"items": size // 4}))
+    batch, labels = tried._batch(batches, 0)
+    with Allocated() as allocated:
+        tried.step(batch, labels, recipe.phases[0]).metric.backward()
+    small = probe.smaller(recipe.sampler, 128)
+    few, few_labels = tried._batch(tried._batches(small), 0)
+    with Allocated() as part:
+        tried.step(few, few_labels, recipe.phases[0]).metric.backward()
+    found: list[int] = []
+    real = probe.drawn_out
+    probe.drawn_out = lambda *a: found.append(real(*a)) or found[-1]  # type: ignore[func-returns-value]
+    try:
+        tried._memory(part.peak / len(few_labels), seen)
+    finally:
+        probe.drawn_out = real
+    estimate = found[0] + part.peak / len(few_labels) * size
+    assert 0.4 < estimate / allocated.peak < 2.5, (estimate, allocated.peak)
+
+
+def test_growth_is_drawn_out_by_its_power() -> None:
+    sizes = [128, 256, 512]
+    assert drawn_out(sizes, [100 * n for n in sizes], 10_000) == pytest.approx(1e6, rel=1e-6)
+    assert drawn_out(sizes, [100 * n + 24 * n * n for n in sizes], 10_000) == pytest.approx(
+        24e8 + 1e6, rel=1e-6
+    )
+    assert drawn_out(sizes, [8 * n**3 for n in sizes], 1_000) == pytest.approx(8e9, rel=1e-6)
+    free = free_bytes(torch.device("cpu"))
+    assert free is None or 1e6 < free < 1e15
+
+
+def test_looking_ahead_changes_nothing(make: Make) -> None:
+    recipe, plugins = make(backbone={"name": "toolbox.net", "dropout": 0.5})
+    checkpoint.seed_everything(0)
+    run = build_run(Path("nowhere"), recipe, plugins)
+    weights = {name: value.clone() for name, value in run.model.state_dict().items()}
+    before = torch.get_rng_state()
+    probe.look_ahead(run, make_accelerator(recipe))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, weights[name]) for name, value in run.model.state_dict().items())
+    assert all(p.grad is None for p in run.model.parameters())
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    for i in range(120):
+        place = tmp_path / "photos" / str(digits.target[i])
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((digits.images[i] * 15.9).astype(np.uint8)).save(place / f"{i:03}.png")
+    return tmp_path / "photos"
+
+
+def test_files_are_opened_before_training(make: Make, tmp_path: Path, photos: Path) -> None:
+    data = {"name": "core.image_folder", "folder": str(photos)}
+    made = make(data=data, split={"by": "item", "validation": 0.0})
+    assert run_one_batch(*made)[-1].endswith("The recipe is fine.")
+    for file in sorted(photos.rglob("*.png"))[::2]:
+        file.write_bytes(b"\x89PNG\r\n\x1a\nnot an image")
+    for attempt in (lambda: run_one_batch(*made), lambda: train(tmp_path / "run", *made)):
+        with pytest.raises(
+            DataError, match=r"64 files were opened, has \d+ problems:\n  - .*skip_bad = true"
+        ):
+            attempt()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_with_nothing_to_train_is_a_run(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(
+        backbone={"name": "toolbox.net", "frozen": True}, head={"identity": True}, train={"epochs": 1}
+    )
+    assert run_one_batch(*made)[-1].startswith("The model has nothing to train")
+    said: list[str] = []
+    with monkeypatch.context() as patch:  # no feature is computed to find that out
+        patch.setattr("retrieval.data.cache._Entry.fill", lambda *a: pytest.fail("features were computed"))
+        train(tmp_path / "run", *made, report=said.append)
+    assert said == ["The model has nothing to train: its features are taken as they are."]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["notes"] == said
+    run = load_run(tmp_path / "run")
+    figures = evaluate_run(run, baseline=True)["figures"]
+    assert 0 < figures["trained"]["recall_at_1"] <= 1 and "raw pixels" in figures
+    _, manifest = export_run(run)
+    assert manifest.vector == 16
+
+
+def test_principal_components_pass_where_training_would(make: Make, tmp_path: Path) -> None:
+    np.savez(
+        tmp_path / "f.npz",
+        features=np.random.default_rng(0).normal(size=(400, 200)).astype(np.float32),
+        labels=np.repeat(np.arange(4), 100).astype(str),
+    )
+    tables: dict[str, Any] = {
+        "data": {"name": "core.features", "file": str(tmp_path / "f.npz")},
+        "backbone": {"name": "core.features"}, "split": {"by": "item", "validation": 0.0},
+        "loss": None, "sampler": None, "head": None, "train": None,
+    }  # fmt: skip
+    made = make(learner={"name": "core.pca", "n_components": 128}, **tables)
+    assert "fitted 200 items. The recipe is fine." in run_one_batch(*made)  # 32 of them refuse 128 components
+    with pytest.raises(DataError, match=r"core\.pca refuses 200 of the 200 items that train"):
+        run_one_batch(*make(learner={"name": "core.pca", "n_components": 300}, **tables))
+
+
+def test_principal_components_of_few_features() -> None:
+    from retrieval_core import PCA
+
+    x = np.random.default_rng(0).normal(size=(50, 10))
+    assert PCA().fit_transform(x).shape == (50, 10)
+    assert PCA().fit_transform(np.random.default_rng(0).normal(size=(90, 100))).shape == (90, 64)
