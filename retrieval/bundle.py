@@ -8,13 +8,13 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import BundleError, DataError, did_you_mean
-from retrieval.images import decode
+from retrieval.images import decode, from_array
 from retrieval.manifest import (
     FILE,
     Manifest,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Bundle", "Device", "Encoded", "Manifest", "write_manifest"]
 
 Floats = NDArray[np.float32]
+ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image | NDArray[Any]"
 
 
 @dataclass(frozen=True)
@@ -212,22 +213,25 @@ class Bundle:
                 raise DataError(f"The encoder gives NaN or infinity in '{name}' for item {row} of the batch.")
         return Encoded(out["vector"], out.get("query", out["vector"]), out.get("code"))
 
-    def encode_image(self, image: bytes | str | os.PathLike[str] | Image) -> Encoded:
+    def encode_image(self, image: ImageLike) -> Encoded:
         """Decode, preprocess and encode one image.
 
         Args:
-            image: an encoded image's bytes, its file's path, or a Pillow image.
+            image: an encoded image's bytes, its file's path, a Pillow image, or its pixels: uint8 (H, W) or (H, W, 3).
 
         Raises:
-            DataError: it cannot be decoded, or this bundle takes features.
+            DataError: it cannot be decoded, it is an array of another shape or type, or this bundle takes features.
         """
         return self.encode(self.preprocess(image)[None])
 
-    def preprocess(self, image: bytes | str | os.PathLike[str] | Image) -> NDArray[np.uint8]:
+    def preprocess(self, image: ImageLike) -> NDArray[np.uint8]:
         """Return one image's pixels (C, H, W), ready for `encode`.
 
+        Args:
+            image: as `encode_image` takes it.
+
         Raises:
-            DataError: it cannot be decoded, or this bundle takes features.
+            DataError: it cannot be decoded, it is an array of another shape or type, or this bundle takes features.
         """
         preprocessing = self.manifest.input.preprocessing
         if preprocessing is None:
@@ -235,7 +239,11 @@ class Bundle:
                 f"The bundle {self.path} takes vectors of {self.manifest.input.shape[0]} features, not images: "
                 "give an .npz file that holds 'features'."
             )
-        return preprocessing(decode(image) if isinstance(image, bytes | str | os.PathLike) else image)
+        if isinstance(image, bytes | str | os.PathLike):
+            image = decode(image)
+        elif isinstance(image, np.ndarray):
+            image = from_array(image)
+        return preprocessing(image)
 
     def rescore(self, query_codes: NDArray[Any], item_codes: NDArray[Any]) -> Floats:
         """Return distances (Q, N) between codes (Q, C) and (N, C), smaller is closer.

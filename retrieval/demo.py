@@ -14,7 +14,6 @@ from retrieval.errors import DataError
 from retrieval.images import decode, from_array
 from retrieval.train.run import Run
 
-QUERIES = 8
 NEIGHBOURS = 10
 
 
@@ -90,10 +89,10 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
 
 def _write_images(run: Run, output: Path) -> list[Path]:
-    """Write the test digits as PNG: some as queries, the others to be indexed, in a folder a class."""
+    """Write the test digits as PNG: one of each class as a query, the others to be indexed, in a folder a class."""
     splits = run.splits
     chosen: list[int] = []
-    for label in np.unique(splits.labels)[:QUERIES]:
+    for label in np.unique(splits.labels[splits.query]):
         chosen.append(int(splits.query[splits.labels[splits.query] == label][0]))
     written = []
     for item in splits.query:

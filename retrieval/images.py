@@ -79,7 +79,7 @@ class Preprocessing:
     Attributes:
         size: height and width of the encoder's input, in pixels.
         channels: 1 (grey) or 3 (RGB).
-        mean: one number a channel, of pixels scaled to 0–1.
+        mean: one number a channel, of pixels scaled to 0–1; a single one is every channel's.
         std: likewise.
         interpolation: how resizing interpolates.
         resize: length of the shorter side before the centre crop; None stretches the image to `size` without a crop.
@@ -87,8 +87,8 @@ class Preprocessing:
 
     size: tuple[int, int]
     channels: int = 3
-    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
-    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
     interpolation: Interpolation = "bilinear"
     resize: int | None = None
 
@@ -99,6 +99,14 @@ class Preprocessing:
             raise ValueError(f"size must be a height and a width of at least 1 pixel, not {self.size}")
         if self.channels not in (1, 3):
             raise ValueError(f"channels must be 1 (grey) or 3 (RGB), not {self.channels}")
+        for name in ("mean", "std"):
+            numbers = tuple(getattr(self, name))
+            if len(numbers) not in (1, self.channels):
+                wanted = (
+                    "1 number" if self.channels == 1 else f"{self.channels} numbers, or 1 for all of them"
+                )
+                raise ValueError(f"{name} must be {wanted}, not {len(numbers)}: {numbers}")
+            object.__setattr__(self, name, numbers * (self.channels // len(numbers)))
         if self.resize is not None and self.resize < 1:
             raise ValueError(f"resize must be at least 1 pixel, not {self.resize}")
         if self.interpolation not in get_args(Interpolation):
@@ -324,6 +332,7 @@ def from_array(array: NDArray[Any]) -> Image.Image:
         array.dtype != np.uint8
         or array.ndim not in (2, 3)
         or (array.ndim == 3 and array.shape[2] not in (1, 3))
+        or not array.size
     ):
         raise DataError(
             f"Pixels must be uint8 of shape (H, W) or (H, W, 3), not {array.dtype} {array.shape}."

@@ -26,7 +26,10 @@ def test_the_demo_leaves_what_it_says_and_its_next_commands_work(tmp_path: Path)
     for file in ("run/summary.json", "bundle/manifest.json", "bundle/encoder.onnx", "index/index.json"):
         assert (demo / file).is_file(), file
     with Image.open(demo / "neighbours.png") as picture:
-        assert picture.width > 800
+        assert picture.height > picture.width > 800  # ten rows, each a query with its ten neighbours
+    shown = {folder.name: len(list(folder.iterdir())) for folder in (demo / "queries").iterdir()}
+    assert shown == {str(digit): 1 for digit in range(10)}
+    assert re.findall(r"^   a (\d) finds (?:\d ?){10}$", done.stdout, re.MULTILINE) == [*"0123456789"]
     figures = dict(re.findall(r"^ +(recall_at_1|map_at_r) +([\d.]+ +[\d.]+)$", done.stdout, re.MULTILINE))
     trained, raw = map(float, figures["map_at_r"].split())
     assert trained > raw + 0.2

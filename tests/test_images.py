@@ -270,11 +270,23 @@ def test_a_very_long_image_is_cut_before_it_is_resized():
         {"size": (8, 8), "channels": 4},
         {"size": (8, 8), "resize": 0},
         {"size": (8, 8), "interpolation": "best"},
+        {"size": (8, 8), "mean": (0.5, 0.5)},
+        {"size": (8, 8), "std": ()},
+        {"size": (8, 8), "channels": 1, "std": (1.0, 1.0, 1.0)},
     ],
 )
 def test_preprocessing_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(ValueError, match=r"must be"):
         Preprocessing(**wrong)
+
+
+def test_one_number_normalises_every_channel():
+    given = Preprocessing((8, 8), channels=3, mean=(0.5,), std=(0.25,))
+    assert given == Preprocessing((8, 8), 3, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    grey = Preprocessing((8, 8), channels=1)
+    assert (grey.mean, grey.std) == ((0.0,), (1.0,))
+    colour = Preprocessing((8, 8))  # as manifests have it
+    assert (colour.mean, colour.std) == ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
 def test_a_colour_space_without_conversion_is_a_sentence():
@@ -288,6 +300,8 @@ def test_from_array():
     assert from_array(pixels[:, :, :1]).mode == "L"
     with pytest.raises(DataError, match="uint8 of shape"):
         from_array(pixels.astype(np.float32))
+    with pytest.raises(DataError, match="uint8 of shape"):
+        from_array(pixels[:0])
 
 
 def test_find_images(tmp_path):
