@@ -5,10 +5,7 @@ Shapes, types and devices cost nothing; where a miner's indices point is read in
 
 from __future__ import annotations
 
-import contextlib
-import traceback
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -16,58 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from retrieval.contracts import Combiner, TripletIndices
-from retrieval.errors import DataError, PluginError, RetrievalError
-
-LONGEST_REASON = 300
-"""Characters of a foreign error's text that a sentence repeats."""
-
-
-@contextlib.contextmanager
-def calling(what: str) -> Iterator[None]:
-    """Turn whatever a plugin raises inside into one sentence.
-
-    Args:
-        what: who is called, as a sentence begins: "The loss acme.margin".
-
-    Raises:
-        PluginError: it raised something that is no error of ours.
-        DataError: it ran out of memory.
-    """
-    try:
-        yield
-    except (RetrievalError, OSError, ImportError):
-        raise  # sentences already, and what the command line has a sentence for
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise _out_of_memory(what) from error
-    except Exception as error:
-        if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch's, on a CPU
-            raise _out_of_memory(what) from error
-        reason = " ".join(str(error).split())[:LONGEST_REASON].rstrip(".")
-        if isinstance(error, NotImplementedError) and "forward" in reason:
-            reason = "it defines no forward"
-        kind = type(error).__name__
-        raise PluginError(
-            f"{what} failed: {f'{kind}: {reason}' if reason else kind}{_place(error)}. The traceback: retrieval --debug …"
-        ) from error
-
-
-def _out_of_memory(what: str) -> DataError:
-    return DataError(
-        f"{what} ran out of memory. Make it smaller, or the batch: [sampler] classes × items, [evaluate] batch."
-    )
-
-
-def _place(error: BaseException) -> str:
-    """Where in the plugin it happened: the last frame that is neither ours nor a library's."""
-    here = str(Path(__file__).parent)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename
-        and not frame.filename.startswith(("<", here))
-        and "/lib/python" not in frame.filename
-    ]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+from retrieval.errors import PluginError
+from retrieval.plugin_calls import calling
 
 
 def shown(value: Any) -> str:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from retrieval.contracts import Backbone, Combiner, Dataset, Generator
 from retrieval.errors import PluginError
-from retrieval.guard import calling, checked_rows, shown
+from retrieval.guard import checked_rows, shown
 from retrieval.images import Preprocessing
+from retrieval.plugin_calls import calling
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import PluginError, StoreError, did_you_mean
+from retrieval.plugin_calls import calling
 
 if TYPE_CHECKING:
     from retrieval.factory import Factory
@@ -139,14 +141,34 @@ def make_backend(name: str, options: Mapping[str, Any], plugins: Iterable[str] =
     return backend
 
 
+def using(name: str, doing: str) -> AbstractContextManager[None]:
+    """Turn whatever a back end raises inside into one sentence that names it and what it was asked to do.
+
+    Raises:
+        PluginError: it raised something that is no error of ours, and no OSError.
+        DataError: it ran out of memory.
+    """
+    return calling(called(name, doing), "Give it parameters that need less, or index fewer items.")
+
+
+def called(name: str, doing: str) -> str:
+    """Return who is asked to do what, as a sentence begins."""
+    return f"The index back end {name}, asked to {doing},"
+
+
 def checked_search(backend: IndexBackend, name: str, queries: Floats, k: int, count: int) -> Rows:
     """Search and refuse an answer that breaks the contract, so that a plugin's fault is named as such.
 
     Returns:
         Row numbers (Q, k), -1 where fewer were found.
+
+    Raises:
+        PluginError: it fails.
+        StoreError: it answers with something else.
     """
-    _, rows = backend.search(np.ascontiguousarray(queries, dtype=np.float32), k)
-    rows = np.asarray(rows)
+    with using(name, "search"):
+        _, found = backend.search(np.ascontiguousarray(queries, dtype=np.float32), k)
+        rows = np.asarray(found)
     if (
         rows.shape != (len(queries), k)
         or rows.dtype.kind != "i"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from retrieval.bundle import Bundle, Device
 from retrieval.errors import DataError, StoreError
 from retrieval.images import Limits, decode
-from retrieval.index.backends import built_in, choose, make_backend
+from retrieval.index.backends import built_in, choose, make_backend, using
 from retrieval.index.built import remember
 from retrieval.index.files import SUMS, put_in_place, refuse_existing, storage_errors, write_sums
 from retrieval.index.items import Item, write_items
@@ -322,9 +322,10 @@ def _assemble(
         file = f"vectors.{number}.{ending}" if len(spans) > 1 else f"vectors.{ending}"
         made = make_backend(name, options, plugins)
         columns = np.ascontiguousarray(vectors[:, start:stop])
-        with Meter("indexing", len(columns), "items", show=progress) as meter:
+        with Meter("indexing", len(columns), "items", show=progress) as meter, using(name, "build"):
             made.build(columns, meter.update)
-        made.save(folder / file)
+        with using(name, "save"):
+            made.save(folder / file)
         parts.append(PartRecord(file=file, start=start, stop=stop))
         if not made.exact:
             recalls.append(recall_at_10(made, name, columns))

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from retrieval.bundle import Bundle, Device, Encoded
 from retrieval.errors import DataError, RetrievalError, StoreError
-from retrieval.index.backends import Floats, IndexBackend, Rows, checked_search, make_backend
+from retrieval.index.backends import Floats, IndexBackend, Rows, called, checked_search, make_backend
 from retrieval.index.files import SUMS, damaged, hold_listed, read_sums
 from retrieval.index.items import Item, Items
 from retrieval.index.manifest import INDEX, IndexManifest, PartRecord, contradictory, parse_index
 from retrieval.manifest import FILE, parse_manifest
 from retrieval.merging import best_score, nearest_of, of_products
 from retrieval.places import instead
+from retrieval.plugin_calls import failure
 from retrieval.snapshot import Held, Snapshot, Unusable, Watch, at_one_moment, close_all
 
 _BLOCK = 256  # queries at a time: bounds the memory of measuring candidates
@@ -320,7 +321,8 @@ def _backend(
         backend.load(held.path())
         backend.check(manifest.count, part.stop - part.start)
     except Exception as fault:  # a plugin's may be anything
-        said = str(fault) if isinstance(fault, RetrievalError) else f"{type(fault).__name__}: {fault}"
+        ours = isinstance(fault, RetrievalError)
+        said = str(fault) if ours else failure(called(manifest.backend.name, "load"), fault)
         raise StoreError(
             f"{path / part.file} cannot be used: {said.rstrip('.')}. Build the index again."
         ) from fault

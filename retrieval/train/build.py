@@ -11,8 +11,8 @@ from torch import nn
 
 from retrieval.contracts import Backbone, Dataset, Generator
 from retrieval.errors import PluginError, RecipeError
-from retrieval.guard import calling
 from retrieval.model import Model, build_head
+from retrieval.plugin_calls import calling
 from retrieval.plugins import Plugins
 from retrieval.products import (
     check_backbone,

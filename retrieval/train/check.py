@@ -14,12 +14,15 @@ from retrieval.data.loading import inputs
 from retrieval.data.sampling import batches_in_epoch
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError
+from retrieval.guard import check_width
 from retrieval.model import Model
+from retrieval.plugin_calls import calling
 from retrieval.plugins import Plugins
+from retrieval.products import model_parts
 from retrieval.recipe import Recipe
 from retrieval.train import checkpoint
 from retrieval.train.build import build_backbone, build_dataset, code_size
-from retrieval.train.learn import build_learner
+from retrieval.train.learn import build_learner, fit
 from retrieval.train.probe import look_ahead, open_some
 from retrieval.train.run import build_run
 from retrieval.train.surroundings import make_accelerator
@@ -60,7 +63,7 @@ def _check_learner(recipe: Recipe, plugins: Plugins) -> list[str]:
     learner = build_learner(recipe, plugins, backbone.features)
     model = Model(backbone, nn.Identity())
     count = _fit_some(learner, model, dataset, splits, recipe)
-    head, combiner = learner.to_model_parts()
+    head, combiner = model_parts(learner, str((recipe.learner or {}).get("name")), backbone.features)
     return [
         _items(recipe, splits), _model(recipe, Model(backbone, head, combiner)),
         *(f"note: {note}" for note in splits.notes), f"fitted {count:,} items. The recipe is fine.",
@@ -69,17 +72,18 @@ def _check_learner(recipe: Recipe, plugins: Plugins) -> list[str]:
 
 def _fit_some(learner: Learner, model: Model, dataset: Dataset, splits: Splits, recipe: Recipe) -> int:
     """Fit a learner on some of the training items, more of them where it refuses few; return how many."""
-    name = recipe.learner and recipe.learner["name"]
+    name, backbone = str((recipe.learner or {}).get("name")), f"The backbone {recipe.backbone['name']}"
     labels = splits.train_labels
     classes = len(np.unique(labels))
     # a few classes and a few items of each are enough for most; as many principal components as that take more
     for number, of in ((16, 8), (classes, -(-512 // classes)), (classes, -(-4096 // classes))):
         rows = np.concatenate([np.flatnonzero(labels == label)[:of] for label in np.unique(labels)[:number]])
-        with torch.inference_mode():
-            made = inputs(dataset, splits.train[rows], model.preprocessing, recipe.evaluate.batch)
+        made = inputs(dataset, splits.train[rows], model.preprocessing, recipe.evaluate.batch)
+        with calling(backbone), torch.inference_mode():
             x = torch.cat([model.features(batch) for batch in made]).numpy().astype(np.float64)
+        check_width(x, backbone, model.backbone.features)
         try:
-            learner.fit(x, labels[rows])
+            fit(learner, name, x, labels[rows])
             return len(rows)
         except ValueError as error:
             refused = error

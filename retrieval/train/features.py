@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from retrieval.contracts import Backbone, Dataset
 from retrieval.data.cache import frozen_features
 from retrieval.encode import evaluating
-from retrieval.guard import calling, check_width
+from retrieval.guard import check_width
 from retrieval.model import Model
+from retrieval.plugin_calls import calling
 from retrieval.train.run import Run
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from retrieval.contracts import Dataset, Learner
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, PluginError
-from retrieval.guard import calling
 from retrieval.model import Model
+from retrieval.plugin_calls import calling
 from retrieval.plugins import Plugins
 from retrieval.products import check_learner, model_parts
 from retrieval.recipe import Recipe
@@ -64,12 +64,9 @@ def fit_learner(
     started = time.perf_counter()
     name = str((recipe.learner or {}).get("name"))
     try:
-        with calling(f"The learner {name}"):
-            learner.fit(np.asarray(features.arrays[splits.train], dtype=np.float64), splits.train_labels)
-    except PluginError as error:
-        if isinstance(error.__cause__, ValueError):  # an estimator's way to say that data do not serve
-            raise DataError(f"{name} refuses the training features: {error.__cause__}.") from error
-        raise
+        fit(learner, name, np.asarray(features.arrays[splits.train], dtype=np.float64), splits.train_labels)
+    except ValueError as refused:
+        raise DataError(f"{name} refuses the training features: {refused}.") from refused
     seconds = time.perf_counter() - started
     head, combiner = model_parts(learner, name, model.backbone.features)
     model = Model(model.backbone, head, combiner).to(device).eval()
@@ -103,6 +100,22 @@ def build_learner(recipe: Recipe, plugins: Plugins, features: int) -> Learner:
     learner = plugins.build("learners", recipe.component("learner") or {}, {"features": features})
     check_learner(learner, str((recipe.learner or {}).get("name")))
     return cast(Learner, learner)
+
+
+def fit(learner: Learner, name: str, features: NDArray[np.float64], labels: NDArray[np.int64]) -> None:
+    """Fit a learner on features (N, F) and labels (N,).
+
+    Raises:
+        ValueError: an estimator's way to say that data do not serve.
+        PluginError: it failed in any other way.
+    """
+    try:
+        with calling(f"The learner {name}"):
+            learner.fit(features, labels)
+    except PluginError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise
 
 
 def fitted_state(learner: Learner) -> dict[str, Any]:

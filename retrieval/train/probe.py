@@ -171,10 +171,13 @@ class _Tried:
     def _losses(self, batch: torch.Tensor, labels: torch.Tensor, phase: Phase, sides: Sides) -> Losses:
         sides.zero_grad()
         losses = self.step(batch, labels, phase)
-        for name, value in (("loss", losses.metric), ("generator loss", losses.generator)):
+        for name, value, who in (
+            ("loss", losses.metric, self.step.loss), ("generator loss", losses.generator, self.step.generator),
+        ):  # fmt: skip
             if value is not None and not torch.isfinite(value):
                 raise DataError(
-                    f"One batch in phase '{phase.name}' gives {name} {float(value)}: check the data and the parameters."
+                    f"One batch in phase '{phase.name}' was tried, and {name} is {float(value.detach())} ({who[4:]}). "
+                    "Check the data and the parameters."
                 )
         self.step.backward(losses, sides.parts, None)
         return losses

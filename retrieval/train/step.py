@@ -18,8 +18,9 @@ from torch.nn import Parameter
 
 from retrieval.contracts import TripletIndices, count_indices
 from retrieval.errors import DataError
-from retrieval.guard import calling, checked_indices, checked_objective, checked_rows, checked_scalar
+from retrieval.guard import checked_indices, checked_objective, checked_rows, checked_scalar
 from retrieval.model import Model
+from retrieval.plugin_calls import calling
 from retrieval.recipe import Phase, Recipe, Trainable
 from retrieval.train.build import Objective
 from retrieval.train.synthetic import choose_triplets, extend, mine

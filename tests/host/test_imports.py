@@ -25,6 +25,7 @@ HOST = {
     "importing",
     "trust",
     "plugins",
+    "plugin_calls",
 }
 TRAINING = {
     "contracts",
@@ -51,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "values": {"errors"},
     "file_plugins": {"errors"},
     "merging": set(),
+    "plugin_calls": {"errors"},
     "progress": {"errors"},
     "image_files": {"errors", "images"},
     "places": set(),
@@ -66,8 +68,8 @@ ALLOWED: dict[str, set[str]] = {
     "recipe": {"errors", "values", "factory", "file_plugins", "plugins", "overrides", "tables", "trust"},
     "rules": {"errors", "factory", "plugins"},
     "contracts": {"errors", "images"},
-    "guard": {"contracts", "errors"},
-    "products": {"contracts", "errors", "guard", "images"},
+    "guard": {"contracts", "errors", "plugin_calls"},
+    "products": {"contracts", "errors", "guard", "images", "plugin_calls"},
     "precision": set(),
     "model": {"contracts", "images", "precision"},
     "loss": {"errors", "factory", "precision"},
@@ -116,6 +118,7 @@ ALLOWED: dict[str, set[str]] = {
         "runtime",
         "index",
         "columns",
+        "plugin_calls",
         "places",
         "progress",
         "image_files",
@@ -163,6 +166,7 @@ LAZY: dict[str, set[str]] = {
 """What a function in each may import besides, when it is called."""
 
 SERVING = [
+    "plugin_calls",
     "columns",
     "image_files",
     "places",

@@ -280,6 +280,37 @@ def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.parametrize("method", ["build", "save", "search", "load"])
+def test_a_back_end_that_raises_is_named(method, bundle_path, photos, tmp_path):
+    plugin, broken = tmp_path / "mine.py", "raise KeyError('no such key')"
+    given = {
+        "build": "self.vectors = np.array(vectors)",
+        "search": "BREAK",
+        "save": 'with path.open("wb") as file:',
+        "load": "self.vectors = np.load(path, allow_pickle=False)",
+    }[method]
+    whole = PLUGIN.replace("BREAK", "pass") if method != "search" else PLUGIN
+    replacement = "if {}['no such key']:" if given.startswith("with") else broken
+    text = whole.replace(given, replacement)
+    line = 1 + text.splitlines().index(next(each for each in text.splitlines() if "no such key" in each))
+    plugin.write_text(text)
+
+    def build():
+        return build_index(
+            bundle_path, [photos], tmp_path / "i", backend="mine.brute", plugins=[str(plugin)], progress=False
+        )  # fmt: skip
+
+    named = rf"he index back end mine\.brute, asked to {method}, failed: KeyError: 'no such key' \(.*mine\.py, line {line}\)\."
+    if method == "load":
+        build()
+        with pytest.raises(StoreError, match=named):
+            Index.open(tmp_path / "i", threads=1, plugins=[str(plugin)])
+    else:
+        with pytest.raises(PluginError, match=named):
+            build()
+        assert not list(tmp_path.glob("i*"))
+
+
 def test_the_index_keeps_its_own_copy_of_the_bundle(makers, photos, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b")
     manifest = read_manifest(bundle)

@@ -13,6 +13,7 @@ import torch
 from retrieval.errors import DataError, PluginError
 from retrieval.guard import checked_indices, checked_scalar
 from retrieval.recipe import check_recipe
+from retrieval.train.check import run_one_batch
 from retrieval.train.trainer import train
 
 BROKEN = str(Path(__file__).with_name("broken.py"))
@@ -46,7 +47,7 @@ LOSSES = [
     (of("loss", "zero"), ["gave 0;", "embeddings.sum() * 0"]),
     (of("loss", "dictionary"), ["gave a dict;", "define compute_loss"]),
     (of("loss", "none"), ["gave None;"]),
-    (of("loss", "nan"), ["Training stopped at step 1", "loss is nan", "loss broken.loss"]),
+    (of("loss", "nan"), ["One batch in phase", "loss is nan", "loss broken.loss"]),
     (of("loss", "detached"), ["without a gradient", "Was it detached"]),
     (of("loss", "numpy"), ["gave a float32;", "must give a scalar"]),
     (of("loss", "whole"), ["of shape () and type int64"]),
@@ -88,7 +89,10 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
         {"backbone": of("same", "width"), "loss": None, "learner": of("learner", "right")},
         ["Same gave", "(48, 7)"],
     ),
-    ({"backbone": {**of("same", "width"), "frozen": True}}, ["Same gave", "shape (48, 5)", "(48, 7)"]),
+    (
+        {"backbone": {**of("same", "width"), "frozen": True}},
+        ["backbone broken.same gave", "(12, 5)", "(12, 7)"],
+    ),
     ({"backbone": of("same", "none")}, ["backbone broken.same has features = None"]),
     ({"backbone": of("same", "preprocessing")}, ["preprocessing = a tuple of 2 (8, 8)"]),
     ({"backbone": of("same", "list")}, ["backbone broken.same"]),
@@ -166,6 +170,32 @@ def test_each_is_one_sentence(tables: dict[str, Any], words: list[str], tmp_path
     recipe, plugins = check_recipe(table(**tables))
     with pytest.raises((PluginError, DataError)) as caught:
         train(tmp_path / "run", recipe, plugins)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
+    for word in words:
+        assert word in sentence, sentence
+
+
+LEARNERS = [(tables, words) for tables, words in OTHERS if tables.get("learner") and "backbone" not in tables]
+NARROW = {"backbone": of("same", "width"), "loss": None, "learner": of("learner", "right")}
+BEFORE_TRAINING = [
+    *LEARNERS,
+    (NARROW, ["backbone broken.same gave", "of shape (18, 7)"]),
+    (
+        {**NARROW, "backbone": of("same", "raises")},
+        ["backbone broken.same failed: TypeError", "broken.py, line "],
+    ),
+    ({"loss": of("loss", "nan")}, ["loss is nan (loss broken.loss)"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"), BEFORE_TRAINING, ids=lambda x: json.dumps(x)[:70] if isinstance(x, dict) else ""
+)
+def test_check_says_what_train_says(tables: dict[str, Any], words: list[str]) -> None:
+    recipe, plugins = check_recipe(table(**tables))
+    with pytest.raises((PluginError, DataError)) as caught:
+        run_one_batch(recipe, plugins)
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
     for word in words:
