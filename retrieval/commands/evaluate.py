@@ -8,13 +8,14 @@ import click
 
 from retrieval.commands import say, say_json
 from retrieval.commands.plugins import TRUST_OPTION
+from retrieval.commands.types import Choice
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option(
     "--protocol",
-    type=click.Choice(["retrieval", "verification"]),
+    type=Choice(["retrieval", "verification"]),
     default="retrieval",
     show_default=True,
     help="Search for each item, or judge pairs: the same or not.",
@@ -22,7 +23,7 @@ from retrieval.commands.plugins import TRUST_OPTION
 @click.option(
     "--split",
     "side",
-    type=click.Choice(["test", "validation"]),
+    type=Choice(["test", "validation"]),
     default="test",
     show_default=True,
     help="Which items are searched for, or paired.",

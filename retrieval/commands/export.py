@@ -9,6 +9,7 @@ import click
 
 from retrieval.commands import say
 from retrieval.commands.plugins import TRUST_OPTION
+from retrieval.commands.types import Choice, Number
 
 
 @click.command("export")
@@ -20,7 +21,7 @@ from retrieval.commands.plugins import TRUST_OPTION
     "--variant",
     "variants",
     multiple=True,
-    type=click.Choice(["fp16", "int8"]),
+    type=Choice(["fp16", "int8"]),
     help="Also the encoder in this precision, with its measured drift; repeatable.",
 )
 @click.option(
@@ -32,7 +33,7 @@ from retrieval.commands.plugins import TRUST_OPTION
     "--tolerance",
     default=1e-4,
     show_default=True,
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     help="Largest difference between torch and ONNX Runtime, on vectors of length 1.",
 )
 @click.option("--opset", default=18, show_default=True, type=int, help="Version of ONNX's operators.")
@@ -40,7 +41,7 @@ from retrieval.commands.plugins import TRUST_OPTION
     "--exporter",
     default="auto",
     show_default=True,
-    type=click.Choice(["auto", "dynamo", "torchscript"]),
+    type=Choice(["auto", "dynamo", "torchscript"]),
     help="torch's exporter: the present one, the older one, or the first that works.",
 )
 @click.option("--replace", is_flag=True, help="Put the new bundle in the place of an older one.")

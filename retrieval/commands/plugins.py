@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from retrieval.commands import say
+from retrieval.commands.types import Choice
 
 
 def _named(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> tuple[str, ...]:
@@ -115,7 +116,7 @@ def trust_command(paths: tuple[Path, ...], forget: bool) -> None:
     "--kind",
     default="loss",
     show_default=True,
-    type=click.Choice(
+    type=Choice(
         ["loss", "miner", "generator", "combiner", "learner", "dataset", "backbone", "metric", "index"]
     ),
     help="What it offers.",

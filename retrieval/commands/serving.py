@@ -16,7 +16,7 @@ import click
 from retrieval.commands import say, say_json
 from retrieval.commands.again import this_command
 from retrieval.commands.plugins import PLUGIN_OPTION
-from retrieval.commands.types import Bytes, Pixels
+from retrieval.commands.types import Bytes, Choice, Number, Pixels
 from retrieval.server_settings import Settings
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _LOW_RECALL = 0.9
 _DAY = 86_400.0  # seconds: no time-out is longer
-_DEVICE = click.Choice(["auto", "cpu", "cuda"])
+_DEVICE = Choice(["auto", "cpu", "cuda"])
 _SIGNED = click.option(
     "--require-signature",
     "signed_by",
@@ -181,7 +181,7 @@ def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add an option for each limit of the server's settings."""
     for each in reversed([each for each in fields(Settings) if each.metadata]):
         least = each.metadata["least"]
-        kind = click.IntRange(least) if isinstance(each.default, int) else click.FloatRange(least, _DAY)
+        kind = click.IntRange(least) if isinstance(each.default, int) else Number(least, _DAY)
         command = click.option(
             f"--{each.name.replace('_', '-')}",
             default=each.default,

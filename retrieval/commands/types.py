@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import click
+
+from retrieval.errors import did_you_mean
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -40,3 +43,25 @@ class Bytes(Pixels):
     """A number of bytes: 20000000, 20M, 10MB, 1.5GB or 64KiB."""
 
     unit = "B"
+
+
+class Choice(click.Choice):  # type: ignore[type-arg]
+    """One of some words; for another one, the word that was probably meant."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the word."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as fault:
+            self.fail(fault.message + did_you_mean(str(value), map(str, self.choices)), param, ctx)
+
+
+class Number(click.FloatRange):
+    """A finite number within bounds; click takes NaN to be within any."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"'{value}' is not a finite number.", param, ctx)
+        return number

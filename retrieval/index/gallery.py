@@ -40,9 +40,14 @@ class Gallery:
         return real if self.own or any(real.is_relative_to(folder) for folder in self._folders) else None
 
     @property
+    def empty(self) -> bool:
+        """Whether no item's original may be shown; asks no disk, as `original` does."""
+        return not self.own and not self._folders
+
+    @property
     def note(self) -> str | None:
         """How to have images shown, where none are."""
-        if self.own or self._folders:
+        if not self.empty:
             return None
         return (
             "Items' images are not shown: this user did not build this index on this machine. "

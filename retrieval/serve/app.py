@@ -91,7 +91,7 @@ class _Handlers:
         body = Body(request.headers, self._settings.max_bytes)
 
         def finish(hits: list[Hit]) -> bytes:
-            return _answer(hits, prefix, began)
+            return _answer(hits, None if self._searcher.gallery.empty else prefix, began)
 
         async def answer() -> bytes:
             if body.large:
@@ -255,8 +255,14 @@ class _Departure:
             self._watch.cancel()
 
 
-def _answer(hits: list[Hit], prefix: str, began: float) -> bytes:
-    """Return a search's answer as JSON; for a thread."""
+def _answer(hits: list[Hit], prefix: str | None, began: float) -> bytes:
+    """Return a search's answer as JSON; for a thread.
+
+    Args:
+        hits: what was found.
+        prefix: of the images' addresses; None where no image is shown.
+        began: when the request came, by `time.perf_counter`.
+    """
     results = [
         {
             "id": hit.id,
@@ -264,7 +270,7 @@ def _answer(hits: list[Hit], prefix: str, began: float) -> bytes:
             "label": hit.label,
             "distance": hit.distance,
             "metadata": dict(hit.metadata),
-            "image_url": f"{prefix}/v1/items/{hit.id}/image" if hit.path is not None else None,
+            "image_url": None if prefix is None or hit.path is None else f"{prefix}/v1/items/{hit.id}/image",
         }
         for hit in hits
     ]

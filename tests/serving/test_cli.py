@@ -8,9 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from retrieval.commands.serving import serve_command
+from retrieval.server_settings import Settings
 
 
 @pytest.fixture
@@ -64,6 +68,9 @@ def test_index_search_and_their_errors(retrieval, makers, bundle_path, tmp_path)
         ),
         (("index", "i", "photos", "--output", "j"), "It is an index; the bundle in it is i/bundle."),
         (("index", bundle_path, "photos", "--output", "j", "--max-bytes", "100B"), "the limit is 100"),
+        (("index", bundle_path, "photos", "--output", "j", "--device", "gpu"), "Did you mean 'cuda'?"),
+        (("search", "i", "photos/3/0003.png", "--device", "gpu"), "Did you mean 'cuda'?"),
+        (("serve", "i", "--device", "gpu"), "Did you mean 'cuda'?"),
     ):
         run = retrieval(*arguments)
         assert run.returncode == 2, (arguments, run.stdout)
@@ -106,3 +113,13 @@ def test_help_shows_an_example_that_works(command, retrieval, served, makers, bu
     else:
         run = retrieval(*words)
         assert run.returncode == 0, run.stderr
+
+
+_TIMES = [f"--{each.name.replace('_', '-')}" for each in fields(Settings) if isinstance(each.default, float)]
+
+
+@pytest.mark.parametrize("option", _TIMES)
+@pytest.mark.parametrize("time", ["nan", "-NaN", "inf", "-inf", "-1", "0"])
+def test_a_time_is_a_number_within_bounds(option, time):
+    run = CliRunner().invoke(serve_command, ["no.index", option, time])
+    assert run.exit_code == 2 and f"Invalid value for '{option}'" in run.output, run.output

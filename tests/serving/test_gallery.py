@@ -33,11 +33,17 @@ def stranger(index_path, makers, tmp_path):
     return makers.summed(made)
 
 
+def image_urls(server):
+    answer = server.client.post("/v1/search", json={"vector": [0.0] * 16, "k": 200})
+    return {hit["image_url"] for hit in answer.json()["results"]}
+
+
 def test_a_strangers_index_shows_no_file_of_this_machine(stranger, served, tmp_path):
     server = served(stranger)
     answer = server.client.get("/v1/items/0/image")
     assert answer.status_code == 404
     assert answer.json() == {"error": "The image of item 0 is in no folder that may be shown."}
+    assert image_urls(server) == {None}
     server.process.send_signal(signal.SIGTERM)
     told = server.process.communicate(timeout=20)[1]
     assert "Items' images are not shown" in told and "--images FOLDER" in told
@@ -45,6 +51,7 @@ def test_a_strangers_index_shows_no_file_of_this_machine(stranger, served, tmp_p
         (tmp_path / folder).mkdir(exist_ok=True)
         server = served(stranger, "--images", str(tmp_path / folder))
         assert server.client.get("/v1/items/0/image").status_code == status
+        assert "/v1/items/0/image" in image_urls(server)  # which file it leads to, only the disk knows
 
 
 def test_what_this_user_built_is_shown(index_path, served):
