@@ -167,10 +167,11 @@ def main() -> None:
     )
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     done = {tuple(row["stream"]) for row in rows}
+    machine = f"numpy {np.__version__}, {platform.machine()}, one core, shared with other work."
     for stream, measure in jobs(arguments.development):
         if stream in done:
             continue
-        found = [{"stream": stream} | row for row in measure(*stream)]
+        found = [{"stream": stream, "machine": machine} | row for row in measure(*stream)]
         with kept.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in found)
         rows += json.loads(json.dumps(found))
@@ -193,7 +194,7 @@ def report(rows: list[dict[str, Any]]) -> str:
     lines += _counts(sets) + _means(sets) + _each(sets)
     if len(sets) < len(rows):
         lines += _of_fashion([row for row in rows if row["stream"][0] == "fashion"])
-    lines += [f"numpy {np.__version__}, {platform.machine()}, one core, shared with other work."]
+    lines += sorted({row["machine"] for row in rows})
     return "\n".join(lines) + "\n"
 
 

@@ -18,6 +18,8 @@ FARTHEST = 20.0
 """Largest exponent that a trial step of the line search may reach: the optimum lies within that of GMML."""
 ROUND = 25
 """Iterations after which the search begins again around the metric reached, with the second derivatives of that place."""
+RESOLVED = 1e-7
+"""Slope below which steps follow the gradient alone: what they gain is lost in the value's rounding."""
 FLATTEST = 1e-8
 """Least curvature, relative to the largest, that the search scales a direction by."""
 
@@ -104,8 +106,19 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Fo
         method="L-BFGS-B",
         options={"maxiter": max_iter, "maxfun": 20 * max_iter, "gtol": tol, "ftol": 0.0, "maxcor": 20},
     )
-    value, gradient = loss(found.x)
-    return Found(factor(found.x)[0], value * unit, float(np.abs(gradient).max()), int(found.nit))
+    flat, iterations = found.x, int(found.nit)
+    value, gradient = loss(flat)
+    slope = float(np.abs(gradient).max())
+    # Below about 1e-8 a step changes the value by less than its rounding, and the line search fails; the gradient still
+    # tells. All second derivatives are about 1 here, so the gradient is the step.
+    while tol < slope < RESOLVED and iterations < max_iter:
+        next_value, next_gradient = loss(flat - gradient)
+        next_slope = float(np.abs(next_gradient).max())
+        if next_slope >= slope:
+            break
+        flat, value, gradient, slope = flat - gradient, next_value, next_gradient, next_slope
+        iterations += 1
+    return Found(factor(flat)[0], value * unit, slope, iterations)
 
 
 def _exponential_slopes(s: Floats) -> Floats:

@@ -29,6 +29,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "anml_table2": ("anml_table2", lambda script, raw: script.table(raw)),
     "daml_weights": ("daml_weights", lambda script, raw: script.render()),
     "oahu_sensitivity": ("oahu_sensitivity", lambda script, raw: script.render()),
+    "oahu_warm": ("oahu_warm", lambda script, raw: script.report(raw)),
 }
 """What writes each page, and how."""
 

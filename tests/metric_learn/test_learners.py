@@ -228,7 +228,7 @@ def test_from_a_recipe() -> None:
 def test_without_metric_learn(monkeypatch: pytest.MonkeyPatch, wine: Any) -> None:
     adapter.adapted.cache_clear()
     monkeypatch.setitem(sys.modules, "metric_learn", None)
-    with pytest.raises(MissingDependency, match=r"pip install 'retrieval\[metric-learn\]'"):
+    with pytest.raises(MissingDependency, match=r"pip install 'embedding-retrieval\[metric-learn\]'"):
         LFDA().fit(*wine)
     assert load_plugins(block=["pml"]).find("learners", "metric_learn.lfda")
     adapter.adapted.cache_clear()
