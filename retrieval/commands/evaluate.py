@@ -59,7 +59,7 @@ from retrieval.commands.types import Choice
 @click.option(
     "--baseline",
     is_flag=True,
-    help="Also the raw inputs (pixels, or vectors), which need no training; for verification also the untrained model. Without it the raw inputs' retrieval figures stay as they were measured before.",
+    help="Also the raw inputs (pixels, or vectors), which need no training; for verification also the untrained model. Without it these figures stay as they were measured before, for the same items or pairs.",
 )
 @click.option(
     "--bundle",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +19,11 @@ from retrieval.evaluate.drawing import draw_pairs, make_folds
 from retrieval.evaluate.protocol import encoded
 from retrieval.evaluate.table import grid
 from retrieval.evaluate.verification import Verification, verification
+from retrieval.evaluate.verification_files import standing, write
 from retrieval.model import Model
 from retrieval.train.build import build_model
 from retrieval.train.features import backbone_features
-from retrieval.train.run import Run, write_json
+from retrieval.train.run import Run
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -57,7 +55,7 @@ def verify_run(
         folds: how many folds, where pairs are drawn or their list has none.
         seed: of the pairs drawn, or of their folds.
         baseline: also the raw inputs (unit length, Euclidean), and the model before its training; with a learner the
-            backbone's features (Euclidean).
+            backbone's features (Euclidean). Otherwise their figures are kept where they stand for the same pairs.
         bundle: also a bundle's distances: its rescorer's if it has one, else those of its vectors.
 
     Returns:
@@ -85,23 +83,28 @@ def verify_run(
         return pair_distances(other, codes, first, second)
 
     distances["trained"] = measured(model)
-    if baseline:
-        name = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
-        distances[name] = _raw(run, items, first, second, batch)
+    raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
+    start = "untrained" if run.recipe.learner is None else "backbone features"
+    found: dict[str, Verification] = {}
+    if not baseline:
+        found = standing(run, side, chosen, (raw, start))
+    else:
+        distances[raw] = _raw(run, items, first, second, batch)
         if run.recipe.learner is None:
-            distances["untrained"] = measured(_untrained(run))
+            distances[start] = measured(_untrained(run))
         else:
             assert source.arrays is not None
             features = torch.from_numpy(np.asarray(source.arrays[items]))
-            distances["backbone features"] = _euclidean(features, first, second)
+            distances[start] = _euclidean(features, first, second)
     if bundle is not None:
         distances["bundle"] = _bundle(run, bundle, items, first, second)
     if device.type != "cpu":
         model.to("cpu")
     assert chosen.fold is not None
-    found = {row: verification(each, chosen.same, chosen.fold) for row, each in distances.items()}
+    found |= {row: verification(each, chosen.same, chosen.fold) for row, each in distances.items()}
+    found = {row: found[row] for row in ("trained", raw, start, "bundle") if row in found}
     results = _results(run, side, chosen, origin, len(items), found)
-    _write(run, side, chosen, found, distances["trained"], results)
+    write(run, side, chosen, found, distances["trained"], results)
     return results
 
 
@@ -257,64 +260,6 @@ def _shared(pairs: Pairs, labels: NDArray[np.int64]) -> str:
     if apart(labels[pairs.first], labels[pairs.second]):
         return "nothing"
     return "classes" if apart(pairs.first, pairs.second) else "items"
-
-
-def _write(
-    run: Run,
-    side: str,
-    pairs: Pairs,
-    found: dict[str, Verification],
-    trained: Floats,
-    results: dict[str, Any],
-) -> None:
-    """Write the curves, the pairs and the figures: the figures last, all of them or none."""
-    from retrieval.evaluate.roc import draw_roc
-
-    counts = int(pairs.same.sum()), int((~pairs.same).sum())
-    curves = {row: each.roc.corners(*counts) for row, each in found.items()}
-    points = _csv(
-        ("contestant", "threshold", "far", "tar"),
-        (
-            (row, *map(repr, map(float, point)))
-            for row, roc in curves.items()
-            for point in zip(roc.threshold, roc.far, roc.tar, strict=True)
-        ),
-    )
-    keys, fold = run.dataset.keys, pairs.fold
-    assert fold is not None
-    used = _csv(
-        ("first", "second", "same", "fold", "distance"),
-        (
-            (keys[a], keys[b], int(same), pairs.folds[k], repr(float(d)))
-            for a, b, same, k, d in zip(pairs.first, pairs.second, pairs.same, fold, trained, strict=True)
-        ),
-    )
-    picture = draw_roc({row: (curves[row], found[row].values["auc"]) for row in found})
-    contents = {"roc.csv": points.encode(), "roc.svg": picture, "pairs.csv": used.encode()}
-    written: list[tuple[Path, Path]] = []
-    try:
-        for name, content in contents.items():
-            path = run.path / results["files"][name]
-            written.append((path.with_name(path.name + ".tmp"), path))
-            written[-1][0].write_bytes(content)
-        for temporary, path in written:
-            temporary.replace(path)
-    except OSError as error:
-        for temporary, _ in written:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        raise DataError(
-            f"{run.path} cannot be written into: {error.strerror or error}. Free some space or make it writable."
-        ) from error
-    write_json(run.path / f"verification-{side}.json", results)
-
-
-def _csv(header: tuple[str, ...], rows: Any) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def verification_table(results: dict[str, Any]) -> str:
