@@ -96,6 +96,12 @@ class Objective:
     miner: nn.Module | None
     generator: Generator | None
 
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """Those that there are, by name."""
+        named = {"loss": self.loss, "miner": self.miner, "generator": self.generator}
+        return {name: module for name, module in named.items() if module is not None}
+
 
 def build_objective(recipe: Recipe, plugins: Plugins, model: Model, classes: int) -> Objective:
     """Return the recipe's loss, miner and generator for a model and a number of training classes."""

@@ -107,9 +107,8 @@ class _Tried:
     def __init__(self, run: Run, model: Model, objective: Objective, accelerator: Accelerator) -> None:
         self.run, self.model, self.objective, self.accelerator = run, model, objective, accelerator
         self.recipe: Recipe = run.recipe
-        for module in (objective.loss, objective.miner, objective.generator):
-            if module is not None:
-                module.to(accelerator.device)
+        for module in objective.modules.values():
+            module.to(accelerator.device)
         self.step = Step(model, objective, self.recipe, accelerator, from_features=False)
         self.size = self.recipe.sampler.classes * self.recipe.sampler.items
         whole = self.size <= WHOLE

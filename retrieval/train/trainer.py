@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from retrieval.train.progress import Progress
 from retrieval.train.resume import Standing, changes, standing
 from retrieval.train.run import Run, begin_folder, build_run, load_run, load_weights
 from retrieval.train.sides import Sides
+from retrieval.train.state import fitting, restore, training_state
 from retrieval.train.step import Step
 from retrieval.train.surroundings import (
     Interrupted,
@@ -81,9 +81,8 @@ class Trainer:
         run.model.channels_last = self.recipe.train.channels_last
         if self.recipe.train.channels_last:
             run.model.backbone.to(memory_format=torch.channels_last)
-        for module in (self.objective.loss, self.objective.miner, self.objective.generator):
-            if module is not None:
-                module.to(run.device)
+        for module in self.objective.modules.values():
+            module.to(run.device)
         self.dataset = frozen_dataset(run) if self.recipe.frozen else run.dataset
         self.step = Step(run.model, self.objective, self.recipe, accelerator, self.recipe.frozen)
         preprocessing = None if self.recipe.frozen else run.model.preprocessing
@@ -282,26 +281,13 @@ class Trainer:
 
     # --- checkpoints -------------------------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Any]:
-        modules = {
-            "loss": self.objective.loss,
-            "miner": self.objective.miner,
-            "generator": self.objective.generator,
-        }
-        return {
-            "model": self.run.model.state_dict(),
-            "modules": {name: module.state_dict() for name, module in modules.items() if module is not None},
-            **self.sides.state_dict(),
-            "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {},
-            "random": checkpoint.random_state(),
-            "progress": asdict(self.progress),
-        }
-
     def save(self) -> None:
         """Write the checkpoint to resume from; one that holds NaN would replace a good one, and is refused."""
         self._refuse_nan()
         if self.main:
-            checkpoint.save(self.run.last, self._state(), previous=self.run.previous)
+            scaler = self.accelerator.scaler
+            state = training_state(self.run, self.objective, self.sides, scaler, self.progress)
+            checkpoint.save(self.run.last, state, previous=self.run.previous)
 
     def _refuse_nan(self) -> None:
         for name, parameters in self.sides.parts.items():
@@ -320,29 +306,12 @@ class Trainer:
         Raises:
             DataError: its checkpoint is of another recipe or plugin.
         """
-        state = standing.state
-        try:
+        with fitting(standing.file):
             self.progress = standing.progress
             if self.progress.phase < len(self.recipe.phases):
                 self._enter_phase()
-            load_weights(self.run.model, state, standing.file)
-            modules = {
-                "loss": self.objective.loss,
-                "miner": self.objective.miner,
-                "generator": self.objective.generator,
-            }
-            for name, values in state["modules"].items():
-                module = modules[name]
-                assert module is not None
-                module.load_state_dict(values)
-            self.sides.load_state_dict(state)
-            if state["scaler"] and self.accelerator.scaler is not None:
-                self.accelerator.scaler.load_state_dict(state["scaler"])
-        except (KeyError, TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
-            raise DataError(
-                f"{standing.file} does not fit this recipe ({error}). Resume with the recipe and plugins that started the run."
-            ) from error
-        checkpoint.restore_random_state(state["random"])
+            restore(standing, self.run, self.objective, self.sides, self.accelerator.scaler)
+        checkpoint.restore_random_state(standing.state["random"])
         if self.main:
             forget_after(self.run.metrics_file, self.progress.total)
 
