@@ -125,9 +125,22 @@ def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine: Path) -> N
     retrieval("evaluate", mine / "run")
 
 
+LATE = """
+class Late:
+    uses = 0
+
+    def __mul__(self, loss):
+        self.uses += 1
+        return loss * (2.0 if self.uses < 2 else float("nan"))
+
+FACTOR = Late()
+"""
+"""Right in the look ahead, which would refuse to begin, and NaN in training."""
+
+
 def test_replace_plugins_goes_on_with_the_mended_files(mine: Path) -> None:
     train(mine, "whole")
-    (mine / "factors.py").write_text("FACTOR = float('nan')\n")
+    (mine / "factors.py").write_text(LATE)
     with pytest.raises(RetrievalError, match="loss is nan"):
         train(mine, "run")
     (mine / "factors.py").write_text("FACTOR = 2.0\n")
