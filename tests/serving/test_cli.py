@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import fields
@@ -91,6 +92,63 @@ def test_features(retrieval, makers, tmp_path):
     assert retrieval("index", "b", "f.npz", "-o", "i").returncode == 0
     found = json.loads(retrieval("search", "i", "f.npz", "-k", "1", "--json").stdout)
     assert [one["results"][0]["key"] for one in found] == [f"f/{row}" for row in range(20)]
+
+
+def test_every_fault_of_a_csv_is_listed_at_once(retrieval, makers, bundle_path, tmp_path):
+    makers.write_digits(tmp_path / "photos", 1)
+    rows = ["path,label", "photos/0/0000.png,0", "a.png,1,2", ",x", "gone.png,3", "b.png", *["x.png"] * 8]
+    (tmp_path / "bad.csv").write_text("\n".join(rows))
+    run = retrieval("index", bundle_path, "bad.csv", "--output", "i")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.splitlines() == [
+        "Error: bad.csv has 12 problems:",
+        "  - line 3: has more or fewer fields than the header.",
+        "  - line 4: 'path' is empty or no path.",
+        f"  - line 5: {tmp_path / 'gone.png'} does not exist.",
+        *(f"  - line {line}: has more or fewer fields than the header." for line in range(6, 13)),
+        "  - … and 2 more.",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.csv", "photos"]
+
+
+HANGING = """
+import time
+import retrieval.index.journal as journal
+from retrieval.bundle import Bundle
+from retrieval.cli import main
+
+journal._SYNC_SECONDS = 0
+encode, batches = Bundle.encode, []
+
+def hang(self, inputs, **options):
+    batches.append(len(inputs))
+    if len(batches) > 1:
+        print("encoding", flush=True)
+        time.sleep(100)
+    return encode(self, inputs, **options)
+
+Bundle.encode = hang
+main()
+"""
+
+
+def test_ctrl_c_prints_the_whole_command_to_go_on_with(retrieval, makers, bundle_path, tmp_path):
+    makers.write_digits(tmp_path / "my photos", 40)
+    words = ["index", str(bundle_path), "my photos", "--output", "i", "--batch", "16", "--set", "m=16"]
+    words += ["--backend", "hnsw"]
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGING, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
+    ) as running:  # fmt: skip
+        assert running.stdout.readline() == "encoding\n"
+        running.send_signal(signal.SIGINT)
+        assert running.wait(60) == 130
+        told = [line for line in running.stderr.read().splitlines() if line]
+    command = shlex.join(["retrieval", *words])
+    assert told[-2:] == [f"What was encoded is kept in i.partial. Go on with: {command}", "Interrupted."]
+    again = retrieval(*shlex.split(command)[1:])
+    assert again.returncode == 0, again.stderr
+    assert "Indexed 40 items" in again.stdout and "16 done by an interrupted run" in again.stdout
 
 
 @pytest.mark.parametrize("command", ["index", "search", "serve"])
