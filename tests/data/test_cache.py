@@ -82,9 +82,12 @@ def test_computed_once_then_read(data: ArrayDataset, tmp_path: Path) -> None:
     assert net.items == 37
 
 
-def test_progress_bar(data: ArrayDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress(
+    data: ArrayDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrieval.progress.EVERY", 0.0)
     compute(Net(), data, tmp_path, progress=True)
-    assert "37/37" in capsys.readouterr().err
+    assert "features: 37 of 37 items (100 %)" in capsys.readouterr().err
 
 
 def test_interrupted_it_goes_on(data: ArrayDataset, tmp_path: Path) -> None:
