@@ -361,7 +361,7 @@ def test_what_the_disk_alters_after_the_last_look_is_noticed(bundle_path, photos
             file.seek(1000)
             file.write(bytes([byte ^ 1]))
 
-    monkeypatch.setattr("retrieval.index.build.write_items", write)
+    monkeypatch.setattr("retrieval.index.assembly.write_items", write)
     with pytest.raises(StoreError, match="The numbers of item 13 were altered on the disk"):
         build_index(bundle_path, [photos], tmp_path / "i", progress=False)
     assert not list(tmp_path.iterdir())
