@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,17 +83,7 @@ def evaluate_run(
     device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
     model = run.model.to(device)
 
-    # a frozen backbone's features are on disk since training
-    frozen = run.recipe.frozen or run.recipe.learner is not None
-    source = (
-        backbone_features(model, run.dataset, device, run.recipe.evaluate.batch) if frozen else run.dataset
-    )
-
-    def codes(indices: NDArray[np.int64]) -> torch.Tensor:
-        batch = run.recipe.evaluate.batch
-        return encode(
-            model, source, indices, batch=batch, device=device, progress="encoding", from_features=frozen
-        )
+    codes = _coder(run, device)
 
     def figures(ours: Any, others: Any, distance: Any = None) -> Evaluation:
         return evaluate(
@@ -127,6 +117,21 @@ def evaluate_run(
         model.to("cpu")
     write_json(file, results)
     return results
+
+
+def _coder(run: Run, device: torch.device) -> Callable[[NDArray[np.int64]], torch.Tensor]:
+    """Return a function from items' indices (N,) to their codes (N, C) under a run's model."""
+    recipe, batch = run.recipe, run.recipe.evaluate.batch
+    # a frozen backbone's features are on disk since training
+    frozen = recipe.frozen or recipe.learner is not None
+    source = backbone_features(run.model, run.dataset, device, batch) if frozen else run.dataset
+
+    def codes(indices: NDArray[np.int64]) -> torch.Tensor:
+        return encode(
+            run.model, source, indices, batch=batch, device=device, progress="encoding", from_features=frozen
+        )
+
+    return codes
 
 
 def _standing(file: Path, results: dict[str, Any], row: str) -> dict[str, float]:

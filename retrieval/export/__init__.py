@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import onnx
 import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
@@ -35,10 +34,8 @@ from retrieval.export.output import refuse_existing, whole_folder
 from retrieval.export.variants import (
     VariantName,
     check_drift,
-    make_fp16,
-    make_int8,
+    make_variant,
     measure,
-    rounded_to_float16,
 )
 from retrieval.export.verify import (
     Difference,
@@ -116,6 +113,62 @@ def export_model(
             refuses. Nothing is left behind.
         MissingDependency: no ONNX Runtime.
     """
+    items, calibration = _checked(model, items, calibration, labels, variants)
+    refuse_existing(Path(output), replace)
+    check_size(model)
+    exact = model.combiner is None or model.combiner.exact
+    steps = _Steps(progress, 2 + (not exact) + len(set(variants)))
+    with ready(model), whole_folder(Path(output), replace=replace) as folder:
+        export = _Export(model, items, tolerance, opset, exporter, steps)
+        encoder = export.encoder()
+        (folder / "encoder.onnx").write_bytes(encoder)
+        rescore, entry = None, None
+        largest = export.worst.value
+        if model.combiner is not None and not exact:
+            rescore, entry = _write_rescorer(folder, export, model.combiner, codes)
+            largest = max(largest, export.worst.value)
+        subspaces = () if model.combiner is None else model.combiner.subspaces
+        merge = "min" if model.combiner is None else model.combiner.merge
+        made = {}
+        for variant in dict.fromkeys(variants):
+            steps.next(f"making the {variant} variant")
+            content, graphs = make_variant(variant, encoder, calibration, folder)
+            before, *afters = (
+                onnx_outputs(session(graph), list(export.outputs), items)
+                for graph in (encoder, content, *graphs)
+            )
+            file = f"encoder_{variant}.onnx"
+            made[variant] = measure(file, before, afters, labels, rescore, subspaces, merge)
+            if not allow_drift:
+                check_drift(variant, made[variant])
+            (folder / file).write_bytes(content)
+        steps.next("opening the bundle")
+        return _seal(
+            folder,
+            {
+                "name": name,
+                "opset": opset,
+                **_description(model, items, export.outputs),
+                "rescorer": entry,
+                "variants": made,
+                "verified": Verified(tolerance=tolerance, largest_difference=largest, items=len(items)),
+                "evaluation": None if evaluation is None else dict(evaluation),
+            },
+        )
+
+
+def _checked(
+    model: Model,
+    items: NDArray[Any],
+    calibration: NDArray[Any] | None,
+    labels: NDArray[Any] | None,
+    variants: Sequence[VariantName],
+) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """Return items and calibration items as the model takes them.
+
+    Raises:
+        BundleError: they do not fit the model, the labels or the variants.
+    """
     for variant in variants:
         if variant not in _VARIANTS:
             raise BundleError(f"There is no variant '{variant}'; there are {' and '.join(_VARIANTS)}.")
@@ -128,81 +181,61 @@ def export_model(
         )
     if labels is not None and len(labels) != len(items):
         raise BundleError(f"There are {len(labels)} labels for {len(items)} items.")
-    refuse_existing(Path(output), replace)
-    check_size(model)
-    exact = model.combiner is None or model.combiner.exact
-    steps = _Steps(progress, 2 + (not exact) + len(set(variants)))
-    with ready(model), whole_folder(Path(output), replace=replace) as folder:
-        export = _Export(model, items, tolerance, opset, exporter, steps)
-        encoder = export.encoder()
-        (folder / "encoder.onnx").write_bytes(encoder)
-        rescore, entry = None, None
-        largest = export.worst.value
-        if model.combiner is not None and not exact:
-            graph, rescore = export.rescorer(model.combiner)
-            (folder / "rescorer.onnx").write_bytes(graph)
-            known = torch.from_numpy(export.outputs["code"]) if codes is None else codes
-            entry = RescorerEntry(
-                file="rescorer.onnx",
-                candidates=model.combiner.choose_candidates(known),
-                overlap=candidate_overlap(model.combiner, known),
-                items=len(known),
-            )
-            largest = max(largest, export.worst.value)
-        subspaces = () if model.combiner is None else model.combiner.subspaces
-        merge = "min" if model.combiner is None else model.combiner.merge
-        made = {}
-        for variant in dict.fromkeys(variants):
-            steps.next(f"making the {variant} variant")
-            proto = onnx.load_from_string(encoder)
-            file = f"encoder_{variant}.onnx"
-            graphs = []
-            if variant == "fp16":
-                content = make_fp16(proto).SerializeToString()
-                graphs.append(rounded_to_float16(proto).SerializeToString())
-            else:
-                assert calibration is not None
-                content = make_int8(proto, calibration, folder).SerializeToString()
-            before, *afters = (
-                onnx_outputs(session(graph), list(export.outputs), items)
-                for graph in (encoder, content, *graphs)
-            )
-            made[variant] = measure(file, before, afters, labels, rescore, subspaces, merge)
-            if not allow_drift:
-                check_drift(variant, made[variant])
-            (folder / file).write_bytes(content)
-        steps.next("opening the bundle")
-        code = export.outputs.get("code")
-        try:
-            manifest = Manifest(
-                name=name,
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
-                versions=versions(),
-                opset=opset,
-                input=input_of(model, items),
-                vector=export.outputs["vector"].shape[1],
-                code=None if code is None else code.shape[1],
-                query_vectors="query" in export.outputs,
-                normalized=is_normalized(export.outputs["vector"]),
-                distance=Distance(
-                    name="Euclidean" if model.combiner is None else type(model.combiner).__name__,
-                    exact=exact,
-                    measure="euclidean" if model.combiner is None else model.combiner.measure,
-                ),
-                subspaces=tuple(
-                    Subspace(name=s.name, start=s.start, stop=s.stop, weight=s.weight) for s in subspaces
-                ),
-                merge=merge,
-                rescorer=entry,
-                variants=made,
-                verified=Verified(tolerance=tolerance, largest_difference=largest, items=len(items)),
-                evaluation=None if evaluation is None else dict(evaluation),
-            )
-        except ValidationError as fault:
-            raise BundleError(f"The bundle's manifest cannot be written:\n{problems_of(fault)}") from None
-        manifest = write_manifest(folder, manifest)
-        for opened in (None, *made):  # as the serving side will: what it refuses must not appear
-            Bundle.open(folder, variant=opened, threads=1, device="cpu")
+    return items, calibration
+
+
+def _write_rescorer(
+    folder: Path, export: _Export, combiner: Combiner, codes: Tensor | None
+) -> tuple[Callable[[Floats, Floats], Floats], RescorerEntry]:
+    """Write the rescorer's graph; return a function that runs it, and what the manifest says of it."""
+    graph, rescore = export.rescorer(combiner)
+    (folder / "rescorer.onnx").write_bytes(graph)
+    known = torch.from_numpy(export.outputs["code"]) if codes is None else codes
+    entry = RescorerEntry(
+        file="rescorer.onnx",
+        candidates=combiner.choose_candidates(known),
+        overlap=candidate_overlap(combiner, known),
+        items=len(known),
+    )
+    return rescore, entry
+
+
+def _description(model: Model, items: NDArray[Any], outputs: Mapping[str, Floats]) -> dict[str, Any]:
+    """Return what a manifest says of a model's input, outputs and distance."""
+    combiner, code = model.combiner, outputs.get("code")
+    distance = Distance(name="Euclidean", exact=True, measure="euclidean")
+    if combiner is not None:
+        distance = Distance(name=type(combiner).__name__, exact=combiner.exact, measure=combiner.measure)
+    return {
+        "input": input_of(model, items),
+        "vector": outputs["vector"].shape[1],
+        "code": None if code is None else code.shape[1],
+        "query_vectors": "query" in outputs,
+        "normalized": is_normalized(outputs["vector"]),
+        "distance": distance,
+        "subspaces": tuple(
+            Subspace(name=s.name, start=s.start, stop=s.stop, weight=s.weight)
+            for s in (combiner.subspaces if combiner is not None else ())
+        ),
+        "merge": combiner.merge if combiner is not None else "min",
+    }
+
+
+def _seal(folder: Path, said: Mapping[str, Any]) -> Manifest:
+    """Write the manifest of a filled folder, and open the bundle as the serving side will: what it refuses must not appear.
+
+    Raises:
+        BundleError: what the manifest would say, or the bundle, is not valid.
+    """
+    try:
+        manifest = Manifest(
+            created=datetime.now(UTC).isoformat(timespec="seconds"), versions=versions(), **said
+        )
+    except ValidationError as fault:
+        raise BundleError(f"The bundle's manifest cannot be written:\n{problems_of(fault)}") from None
+    manifest = write_manifest(folder, manifest)
+    for variant in (None, *manifest.variants):
+        Bundle.open(folder, variant=variant, threads=1, device="cpu")
     return manifest
 
 

@@ -32,6 +32,27 @@ SCORED = 10
 """How many answers are asked for where an answer's place depends on it: what a search gives by default."""
 
 
+def make_variant(
+    name: VariantName, encoder: bytes, calibration: NDArray[Any] | None, scratch: Path
+) -> tuple[bytes, list[bytes]]:
+    """Return a variant of an encoder's graph, and further graphs that show what its precision alone does.
+
+    Args:
+        name: of the variant.
+        encoder: the graph in float32.
+        calibration: raw inputs from the training side, needed by "int8".
+        scratch: a folder for files in passing.
+
+    Raises:
+        BundleError: the variant cannot be made.
+    """
+    proto = onnx.load_from_string(encoder)
+    if name == "fp16":
+        return make_fp16(proto).SerializeToString(), [rounded_to_float16(proto).SerializeToString()]
+    assert calibration is not None
+    return make_int8(proto, calibration, scratch).SerializeToString(), []
+
+
 def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy with float16 weights and arithmetic, and the same inputs and (float32) outputs.
 
