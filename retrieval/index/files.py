@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import hashlib
-import os
 import re
-import shutil
 import sqlite3
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from retrieval.errors import StoreError
 from retrieval.places import instead
+from retrieval.renaming import rename_whole, sync_file
 from retrieval.snapshot import Held, Snapshot, Unusable, close_all, hold_all
 
 SUMS = "SHA256SUMS"
 _SUMS_BYTES = 1_000_000
-_NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\x00-\x1f]+)")
 
 
@@ -43,15 +39,6 @@ def storage_errors(output: Path) -> Iterator[None]:
         raise StoreError(
             f"The index {output} cannot be written: {reason}. Nothing was left behind."
         ) from fault
-
-
-def sync_file(path: Path) -> None:
-    """Have the file, or the folder's list of names, on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def files_below(folder: Path) -> list[str]:
@@ -155,26 +142,7 @@ def put_in_place(finished: Path, output: Path, *, replace: bool) -> None:
     Raises:
         StoreError: something has appeared there, and `replace` was not asked for.
     """
-    if not output.exists():
-        if not _rename(finished, output, _NOREPLACE):
-            if output.exists():
-                raise exists_already(output)
-            finished.rename(output)  # no such system call here
-    elif not replace:
-        raise exists_already(output)
-    elif _rename(finished, output, _EXCHANGE):
-        shutil.rmtree(finished)
-    else:  # no such system call here: a moment without an index, and the old one survives a crash in it
-        old = output.with_name(f".{output.name}.old")
-        output.rename(old)
-        try:
-            finished.rename(output)
-        except OSError:
-            old.rename(output)
-            raise
-        shutil.rmtree(old)
-    with suppress(OSError):  # a folder that cannot be opened for syncing does not undo the rename
-        sync_file(output.parent)
+    rename_whole(finished, output, replace=replace, taken=exists_already(output))
 
 
 def exists_already(output: Path) -> StoreError:
@@ -182,15 +150,3 @@ def exists_already(output: Path) -> StoreError:
     return StoreError(
         f"{output} exists already. Choose another --output, or pass --replace to put the new index there."
     )
-
-
-def _rename(one: Path, other: Path, how: int) -> bool:
-    """Rename a folder by Linux's renameat2; False where that does not exist or refuses."""
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return False
-    here = -100  # AT_FDCWD
-    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), how) == 0)

@@ -77,7 +77,7 @@ def test_a_stopped_export_leaves_no_bundle_under_its_name(script, tmp_path, end)
     process = script("wait")
     assert process.stdout.readline() == "written\n", process.stderr.read()
     assert visible(tmp_path / "out") == []
-    hidden = list((tmp_path / "out").iterdir())
+    hidden = list((tmp_path / "out").glob(".*.part"))
     assert {path.name for path in hidden[0].iterdir()} == {"encoder.onnx", "encoder_fp16.onnx"}
     process.send_signal(end)
     process.communicate(timeout=30)
@@ -114,6 +114,37 @@ def test_a_failed_replacement_keeps_the_old_bundle(linear, vectors, parts, tmp_p
     with pytest.raises(BundleError, match="NaN or infinity"):
         export_model(Model(parts.Vectors(), head), vectors[0], target, name="second", replace=True)
     assert Bundle.open(target, threads=1).manifest == first
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_of_two_exports_to_one_path_one_is_refused(linear, vectors, tmp_path):
+    """The second begins while the first is at work: neither replaces the other unasked."""
+    target, refused = tmp_path / "b", []
+
+    def second(step, number, of):
+        if not refused:
+            with pytest.raises(BundleError) as caught:
+                export_model(linear, vectors[0], target, name="second", exporter="torchscript")
+            refused.append(str(caught.value))
+
+    first = export_model(linear, vectors[0], target, name="first", exporter="torchscript", progress=second)
+    assert "Another process is exporting this bundle" in refused[0]
+    assert Bundle.open(target, threads=1).manifest == first
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_what_appears_meanwhile_is_not_replaced(tmp_path):
+    target = tmp_path / "b"
+
+    def write():
+        with whole_folder(target, replace=False) as folder:
+            (folder / "manifest.json").write_text("ours")
+            target.mkdir()  # by a program that does not know of the lock
+            (target / "manifest.json").write_text("theirs")
+
+    with pytest.raises(BundleError, match=r"exists\. Say replace"):
+        write()
+    assert (target / "manifest.json").read_text() == "theirs"
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 

@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "values": {"errors"},
     "file_plugins": {"errors"},
     "merging": set(),
+    "renaming": {"errors"},
     "plugin_calls": {"errors"},
     "progress": {"errors"},
     "image_files": {"errors", "images"},
@@ -91,7 +92,9 @@ ALLOWED: dict[str, set[str]] = {
         "train",
     },
     "train": HOST | TRAINING | {"images", "locks", "places", "progress"},
-    "export": HOST | TRAINING | {"images", "locks", "manifest", "strict_json", "bundle", "merging"},
+    "export": HOST
+    | TRAINING
+    | {"images", "locks", "manifest", "strict_json", "bundle", "merging", "renaming"},
     # the serving side
     "screening": {"errors", "screening"},
     "images": {"errors", "screening"},
@@ -119,6 +122,7 @@ ALLOWED: dict[str, set[str]] = {
         "index",
         "columns",
         "plugin_calls",
+        "renaming",
         "places",
         "progress",
         "image_files",
@@ -167,6 +171,7 @@ LAZY: dict[str, set[str]] = {
 
 SERVING = [
     "plugin_calls",
+    "renaming",
     "columns",
     "image_files",
     "places",
