@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import beta
 
-import warm_sets
 from oahu_warm_before import WarmBefore
 from retrieval_oahu import Warm
 from retrieval_oahu.streams import paper_stream
@@ -44,6 +43,8 @@ VERSIONS = {"before": WarmBefore, "now": Warm}
 
 def split(name: str, seed: int, standardized: bool) -> tuple[Floats, Floats, Floats, Floats]:
     """Return features and labels of the part that learns, and of the queries."""
+    import warm_sets  # its packages are needed to measure, not to write the page
+
     x, y = warm_sets.items(name)
     order = np.random.default_rng(1000 + seed).permutation(len(x))
     own, asked = order[: len(x) // 2], order[len(x) // 2 :]
@@ -127,6 +128,8 @@ def upper(row: dict[str, Any]) -> float:
 
 def jobs(development: bool) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Return each stream's name and what measures it."""
+    import warm_sets
+
     for seed in SEEDS[:1] if development else SEEDS:
         for name in warm_sets.DEVELOPMENT if development else warm_sets.EVALUATION:
             for standardized in (False, True):
