@@ -170,7 +170,9 @@ def run_missing(name: str, seeds: int) -> None:
             if wanted in done:
                 continue
             # one raw row is enough where the items searched are the same for every seed
-            baseline = row is CARDS[name][0] and not (seed and row.recipe in ("fashion-mnist", "fashion-danml"))
+            baseline = row is CARDS[name][0] and not (
+                seed and row.recipe in ("fashion-mnist", "fashion-danml")
+            )
             done[wanted] = {"key": wanted, **measure(row, seed, baseline)}
             KEPT.parent.mkdir(parents=True, exist_ok=True)
             with KEPT.open("a", encoding="utf-8") as file:
