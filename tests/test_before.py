@@ -1,0 +1,71 @@
+"""A run, a bundle and an index of an earlier version open, go on and answer as they did: `before/README.md`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BEFORE = Path(__file__).with_name("before")
+EXPECTED = json.loads((BEFORE / "expected.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> Path:
+    """A copy that a command may write to."""
+    return Path(shutil.copytree(BEFORE, tmp_path / "before"))
+
+
+@pytest.mark.parametrize("name", ["run", "learner_run"])
+def test_a_run_has_the_figures_that_it_had(cli: Callable[..., Any], before: Path, name: str) -> None:
+    done = cli("evaluate", before / name)
+    assert done.code == 0, done.err
+    found = json.loads((before / name / "evaluation-test.json").read_text(encoding="utf-8"))["figures"]
+    # another processor may swap neighbours that are equally far but for the last digit
+    assert found["trained"] == pytest.approx(EXPECTED["figures"][name]["trained"], abs=0.02)
+
+
+def test_a_run_goes_on(cli: Callable[..., Any], before: Path) -> None:
+    recipe = before / "run" / "recipe.toml"
+    done = cli("train", recipe, "phase.0.epochs=2", "--output", before / "run", "--resume")
+    assert done.code == 0, done.err
+    epochs = [
+        json.loads(line)["epoch"] for line in (before / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert epochs == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["run", "learner_run"])
+def test_a_run_is_exported(cli: Callable[..., Any], before: Path, name: str) -> None:
+    done = cli("export", before / name)
+    assert done.code == 0, done.err
+
+
+def nearest(done: Any) -> list[dict[str, Any]]:
+    assert done.code == 0, done.err
+    results = json.loads(done.out)[0]["results"]
+    return [{key: result[key] for key in ("key", "label", "distance")} for result in results]
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    assert [(r["key"], r["label"]) for r in found] == [(r["key"], r["label"]) for r in EXPECTED["nearest"]]
+    assert [r["distance"] for r in found] == pytest.approx(
+        [r["distance"] for r in EXPECTED["nearest"]], abs=1e-4
+    )
+
+
+def test_an_index_answers_as_it_did(cli: Callable[..., Any]) -> None:
+    check(nearest(cli("search", BEFORE / "index", BEFORE / "query.png", "-k", "5", "--json")))
+
+
+def test_a_bundle_is_indexed_and_answers(cli: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "images" / "3").mkdir(parents=True)
+    shutil.copy(BEFORE / "query.png", tmp_path / "images" / "3")
+    done = cli("index", BEFORE / "bundle", tmp_path / "images", "--output", tmp_path / "index")
+    assert done.code == 0, done.err
+    [found] = nearest(cli("search", tmp_path / "index", BEFORE / "query.png", "--json"))
+    assert found == {"key": "3/query.png", "label": "3", "distance": 0.0}
