@@ -19,11 +19,13 @@ from PIL import Image
 
 from retrieval.errors import DataError
 from retrieval.images import Limits, Preprocessing, decode, to_png
+from retrieval.memory import Memory
 
 REQUEST = struct.Struct(">BIQ")  # kind, bytes of the name, bytes of the image
 ANSWER = struct.Struct(">BIIQ")  # kind, width and height of the decoded image, bytes that follow
 READY, PIXELS, PNG, SENTENCE = range(4)
 LONGEST_SENTENCE = 4096
+_KEPT = 8_000_000  # bytes of free memory that the next image finds ready
 
 
 class Setting(NamedTuple):
@@ -52,6 +54,7 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # what a library prints about a hostile file helps nobody
         os.dup2(nowhere, stream)
+    memory = Memory(_KEPT)
     _confine(setting.memory)
     _write(out, ANSWER.pack(READY, 0, 0, 0))
     while head := _read(given, REQUEST.size):
@@ -60,6 +63,8 @@ def main() -> None:
         content = _read(given, size)
         _allow(setting.seconds)
         _answer(out, kind, name, content, preprocessing, limits)
+        del content
+        memory.give_back()
 
 
 def _answer(

@@ -6,6 +6,7 @@ import functools
 import io
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +55,11 @@ def pool() -> Iterator[Decoders]:
 
 def processes(pool: Decoders) -> list[int]:
     return [worker._process.pid for worker in pool._workers if worker._process is not None]
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of memory that a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def wait_until(what: Callable[[], bool], seconds: float = 30) -> None:
@@ -151,6 +157,27 @@ def test_memory_is_limited():
         assert pool.pixels(photo()).future.result(60)
     with Decoders(PREPROCESSING, workers=1, seconds=60, memory=200_000_000) as pool:
         assert pool.pixels(large).future.result(60).width == 5000
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("upload", ["jpeg", "ppm"])
+def test_memory_comes_back_once_large_images_are_done(upload):
+    """A process that is idle after uploads of 15 to 20 MB holds at most 16 MB more than when it was ready."""
+    small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
+    if upload == "jpeg":  # 20 megapixels
+        content = encoded(small.resize((5000, 4000), Image.Resampling.NEAREST), quality=30) + bytes(
+            15_000_000
+        )
+    else:
+        content = encoded(small.resize((2500, 2600)), "PPM")
+    with Decoders(PREPROCESSING, workers=1, seconds=60) as pool:
+        wait_until(lambda: bool(pool._idle), 60)
+        (pid,) = processes(pool)
+        before = resident(pid)
+        for _ in range(4):
+            assert pool.pixels(content).future.result(60)
+        wait_until(lambda: resident(pid) < before + 16_000_000)
+        assert processes(pool) == [pid]
 
 
 def test_who_waits_is_served_in_turn_and_bounded():
