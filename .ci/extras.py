@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from retrieval.runtime import FAISS, ONNXRUNTIME  # noqa: E402
+from retrieval.serving.runtime import FAISS, ONNXRUNTIME  # noqa: E402
 
 command = [
     sys.executable,

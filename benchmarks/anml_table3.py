@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 from retrieval.data.idx import read_idx
-from retrieval.evaluate.protocol import evaluate_run
-from retrieval.recipe import check_recipe
-from retrieval.train.trainer import train
+from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.recipe.read import check_recipe
+from retrieval.training.trainer import train
 
 from published import published
 from uci import load

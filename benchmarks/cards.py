@@ -123,12 +123,13 @@ def kept() -> dict[str, dict[str, Any]]:
 def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
     """Train and evaluate one row once; raw pixels beside it if asked for."""
     import torch
-    from retrieval.evaluate.protocol import evaluate_run
-    from retrieval.overrides import apply_overrides
-    from retrieval.recipe import check_recipe
-    from retrieval.train import checkpoint
-    from retrieval.train.run import build_run, create_folder, load_run, versions
-    from retrieval.train.trainer import train
+    from retrieval.evaluation.evaluate_run import evaluate_run
+    from retrieval.recipe.overrides import apply_overrides
+    from retrieval.recipe.read import check_recipe
+    from retrieval.run import checkpoint
+    from retrieval.run.folder import create_folder
+    from retrieval.run.open import build_run, load_run, versions
+    from retrieval.training.trainer import train
 
     torch.set_num_threads(1)
     recipe = MODELS / row.recipe / "recipe.toml"

@@ -51,9 +51,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from retrieval.evaluate.protocol import evaluate_run
-from retrieval.recipe import check_recipe
-from retrieval.train.trainer import train
+from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.recipe.read import check_recipe
+from retrieval.training.trainer import train
 
 from daml_report import report
 from daml_sets import CHOOSING_SEED, SEEDS, SETS, held_out, prepare

@@ -104,11 +104,11 @@ def apart(*arguments: object) -> dict[str, float]:
 
 def trained(folder: Path, overrides: list[str]) -> Path:
     """Train, export and index one model."""
-    from retrieval.export.runs import export_run
-    from retrieval.index.build import build_index
-    from retrieval.recipe import read_recipe
-    from retrieval.train.run import load_run
-    from retrieval.train.trainer import train
+    from retrieval.export.export_run import export_run
+    from retrieval.recipe.read import read_recipe
+    from retrieval.run.open import load_run
+    from retrieval.serving.index.build import build_index
+    from retrieval.training.trainer import train
 
     recipe = folder.with_suffix(".toml")
     recipe.write_text(RECIPE)
@@ -134,9 +134,9 @@ def trained(folder: Path, overrides: list[str]) -> Path:
 
 def served(folder: Path) -> dict[str, Any]:
     """Search the index for some of its images, with few candidates and with all, and rank them with torch too."""
-    from retrieval.encode import encode
-    from retrieval.index.store import Index
-    from retrieval.train.run import load_run
+    from retrieval.data.encode import encode
+    from retrieval.run.open import load_run
+    from retrieval.serving.index.store import Index
 
     run = load_run(folder)
     log = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
@@ -195,10 +195,10 @@ def rescoring(bundle: Any, width: int) -> float:
 
 def paper_size(folder: Path) -> float:
     """Return the same for the paper's sizes: features 1,024, embedding 512, hidden layer 1,024, K = 4."""
-    from retrieval.bundle import Bundle
-    from retrieval.export import export_model
-    from retrieval.model import Model
-    from retrieval.plugins import load_plugins
+    from retrieval.export.export_model import export_model
+    from retrieval.host.plugins import load_plugins
+    from retrieval.model.model import Model
+    from retrieval.serving.bundle import Bundle
 
     from retrieval_daml import Discriminator
 

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from PIL import Image
-from retrieval.recipe import check_recipe
-from retrieval.train import checkpoint
-from retrieval.train.run import build_run
-from retrieval.train.trainer import Trainer
+from retrieval.recipe.read import check_recipe
+from retrieval.run import checkpoint
+from retrieval.run.open import build_run
+from retrieval.training.trainer import Trainer
 
 BATCH = 120
 CASES: dict[str, dict[str, Any]] = {

@@ -51,15 +51,15 @@ from numpy.typing import NDArray
 from PIL import Image
 from retrieval import Combiner, hookimpl
 from retrieval.data.datasets import ArrayDataset
+from retrieval.data.features import backbone_features
 from retrieval.data.idx import read_idx
-from retrieval.evaluate.protocol import evaluate_run
-from retrieval.export.runs import export_run
-from retrieval.model import Model
-from retrieval.plugins import load_plugins
-from retrieval.recipe import check_recipe
-from retrieval.train.features import backbone_features
-from retrieval.train.run import Run
-from retrieval.train.trainer import train
+from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.export.export_run import export_run
+from retrieval.host.plugins import load_plugins
+from retrieval.model.model import Model
+from retrieval.recipe.read import check_recipe
+from retrieval.run.open import Run
+from retrieval.training.trainer import train
 from torch import Tensor, nn
 
 from retrieval_daml.local_metrics import UnitParts, ViewMaps

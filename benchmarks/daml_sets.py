@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from retrieval.data.features import backbone_features
 from retrieval.data.idx import read_idx
-from retrieval.model import Model
-from retrieval.plugins import load_plugins
-from retrieval.train.features import backbone_features
+from retrieval.host.plugins import load_plugins
+from retrieval.model.model import Model
 from torch import nn
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")

@@ -83,9 +83,9 @@ def recipe(file: Path, sweep: str, value: float, seed: int) -> dict[str, Any]:
 def measure() -> None:
     """Run what is missing; keep each run at once."""
     import torch
-    from retrieval.evaluate.protocol import evaluate_run
-    from retrieval.recipe import check_recipe
-    from retrieval.train.trainer import train
+    from retrieval.evaluation.evaluate_run import evaluate_run
+    from retrieval.recipe.read import check_recipe
+    from retrieval.training.trainer import train
 
     from uci import load
 

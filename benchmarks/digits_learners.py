@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from retrieval.evaluate.protocol import evaluate_run
-from retrieval.recipe import read_recipe
-from retrieval.train.learn import fit_learner
-from retrieval.train.run import load_run
+from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.recipe.read import read_recipe
+from retrieval.run.open import load_run
+from retrieval.training.learn import fit_learner
 
 RECIPE = Path(__file__).parents[1] / "models" / "digits-lanml" / "recipe.toml"
 SEEDS = (0, 1, 2)

@@ -17,11 +17,12 @@ import tomllib
 from pathlib import Path
 
 import torch
-from retrieval.evaluate.protocol import evaluate_run
-from retrieval.recipe import read_recipe
-from retrieval.train import checkpoint
-from retrieval.train.run import build_run, create_folder, load_run
-from retrieval.train.trainer import train
+from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.recipe.read import read_recipe
+from retrieval.run import checkpoint
+from retrieval.run.folder import create_folder
+from retrieval.run.open import build_run, load_run
+from retrieval.training.trainer import train
 
 MODELS = Path(__file__).parents[1] / "models"
 SEEDS = (0, 1, 2)

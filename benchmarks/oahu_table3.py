@@ -343,9 +343,9 @@ def efficientnet(x: Floats, y: Floats) -> tuple[Floats, Floats]:
 def convnet(repeat: int, x: Floats, y: Floats) -> tuple[Floats, Floats]:
     """Return features (N, 64) of the same 10,000 images by the net of models/fashion-mnist, trained on the stream's classes only."""
     import torch
-    from retrieval.recipe import read_recipe
-    from retrieval.train.run import load_run
-    from retrieval.train.trainer import train
+    from retrieval.recipe.read import read_recipe
+    from retrieval.run.open import load_run
+    from retrieval.training.trainer import train
 
     torch.set_num_threads(1)
     unseen = [str(c) for c in range(10) if c not in LEARNED[repeat]]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval.linear import LinearMap
+from retrieval.model.linear import LinearMap
 
 from retrieval_oahu.history import recorded
 from retrieval_oahu.network import unit

@@ -29,13 +29,13 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from retrieval.contracts import Backbone
-from retrieval.export import export_model
-from retrieval.images import from_array
-from retrieval.manifest import Manifest
-from retrieval.model import Model, build_head
-from retrieval.plugins import load_plugins
-from retrieval.runtime import load_onnxruntime
+from retrieval.export.export_model import export_model
+from retrieval.host.plugins import load_plugins
+from retrieval.model.contracts import Backbone
+from retrieval.model.model import Model, build_head
+from retrieval.serving.images import from_array
+from retrieval.serving.manifest import Manifest
+from retrieval.serving.runtime import load_onnxruntime
 from torch import nn
 
 from onnx_report import render
@@ -271,7 +271,7 @@ def machine() -> str:
 
 
 def main() -> None:
-    from retrieval.export import versions
+    from retrieval.export.export_model import versions
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -24,15 +24,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-from retrieval.index.build import build_index
-from retrieval.index.store import Index
-from retrieval.manifest import Distance, Input, Manifest, Verified, write_manifest
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.store import Index
+from retrieval.serving.manifest import Distance, Input, Manifest, Verified, write_manifest
 
 RESULT = Path(__file__).parent / "results" / "opening.md"
 OPEN = """
 import json, sys, time
 import faiss, onnxruntime
-from retrieval.index.store import Index
+from retrieval.serving.index.store import Index
 import numpy as np
 def memory(name):
     text = open("/proc/self/status").read()
@@ -45,7 +45,7 @@ print(json.dumps({"wall": wall, "cpu": cpu, "before": before, "after": memory("V
 """
 REPLACE = """
 import itertools, sys
-from retrieval.index.build import build_index
+from retrieval.serving.index.build import build_index
 for turn in itertools.count():
     name = f"{sys.argv[1]}/{turn % 2 + 1}"
     build_index(f"{name}.bundle", [f"{name}.npz"], f"{sys.argv[1]}/out", replace=True, progress=False)

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_metric_learning import losses, miners, samplers
-from retrieval.progress import Meter
-from retrieval.recipe import check_recipe
-from retrieval.train import checkpoint
-from retrieval.train.run import build_run
-from retrieval.train.surroundings import make_accelerator
-from retrieval.train.trainer import Trainer
+from retrieval.recipe.read import check_recipe
+from retrieval.run import checkpoint
+from retrieval.run.open import build_run
+from retrieval.serving.progress import Meter
+from retrieval.training.surroundings import make_accelerator
+from retrieval.training.trainer import Trainer
 from torch import nn
 
 CLASSES, ITEMS, BATCHES = 8, 16, 40

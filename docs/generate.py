@@ -13,12 +13,12 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
-from retrieval import hookspecs
-from retrieval.describe import snippet
-from retrieval.factory import GIVEN, KINDS, Factory, type_text
-from retrieval.plugins import Plugins, installed, load_plugins
-from retrieval.recipe import COMPONENTS, Recipe
-from retrieval.values import toml_value
+from retrieval.host import hookspecs
+from retrieval.host.describe import snippet
+from retrieval.host.factory import COMPONENTS, GIVEN, KINDS, Factory
+from retrieval.host.plugins import Plugins, installed, load_plugins
+from retrieval.host.values import toml_value, type_text
+from retrieval.recipe.tables import Recipe
 
 FOLDER = Path(__file__).parent
 NOTE = "<!-- Written by docs/generate.py from the code: change that, and run it again. -->\n"
@@ -31,7 +31,7 @@ def hooks() -> str:
         "# Hooks\n",
         f"{inspect.cleandoc(hookspecs.__doc__ or '')}\n",
         "Mark a hook with `retrieval.hookimpl`. It may leave out arguments that it has no use for.\n",
-        "`Factories` is `Mapping[str, Callable[..., Any]]`; `run` is a `retrieval.train.run.Run`, `app` a `click.Group`.\n",
+        "`Factories` is `Mapping[str, Callable[..., Any]]`; `run` is a `retrieval.Run`, `app` a `click.Group`.\n",
         "What the host gives to a factory that names it, and a recipe cannot set:\n",
         *(f"- `{name}`: {meaning}" for name, meaning in GIVEN.items()),
         "",

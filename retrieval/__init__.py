@@ -5,13 +5,23 @@ All that a plugin author imports is here: `hookimpl`, and the contracts, which l
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from retrieval.hookspecs import hookimpl
+from retrieval.host.hookspecs import hookimpl
+from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
-    from retrieval.contracts import (
+    from retrieval.errors import (
+        BundleError,
+        DataError,
+        MissingDependency,
+        PluginError,
+        RecipeError,
+        RetrievalError,
+        StoreError,
+    )
+    from retrieval.host.factory import Part, traits
+    from retrieval.model.contracts import (
         Backbone,
         Combiner,
         Dataset,
@@ -23,15 +33,64 @@ if TYPE_CHECKING:
         Subspace,
         TripletIndices,
     )
-    from retrieval.factory import Part, traits
-    from retrieval.images import Preprocessing
-    from retrieval.index.backends import IndexBackend
+    from retrieval.model.linear import LinearMap
+    from retrieval.model.loss import CheckedLoss
+    from retrieval.recipe.tables import Recipe
+    from retrieval.run.open import Run, load_run
+    from retrieval.serving.bundle import Bundle
+    from retrieval.serving.images import Preprocessing
+    from retrieval.serving.index.contract import IndexBackend
+    from retrieval.serving.index.store import Index
 
     __version__: str
 
-_HOME = {
-    **dict.fromkeys(
-        [
+__all__ = [
+    "Backbone",
+    "Bundle",
+    "BundleError",
+    "CheckedLoss",
+    "Combiner",
+    "DataError",
+    "Dataset",
+    "Generator",
+    "Index",
+    "IndexBackend",
+    "Learner",
+    "LinearMap",
+    "Loss",
+    "Metric",
+    "Miner",
+    "MissingDependency",
+    "Part",
+    "PluginError",
+    "Preprocessing",
+    "Recipe",
+    "RecipeError",
+    "RetrievalError",
+    "Run",
+    "StoreError",
+    "Subspace",
+    "TripletIndices",
+    "__version__",
+    "hookimpl",
+    "load_run",
+    "traits",
+]
+
+_load, _ = lazy(
+    __name__,
+    {
+        "retrieval.errors": [
+            "BundleError",
+            "DataError",
+            "MissingDependency",
+            "PluginError",
+            "RecipeError",
+            "RetrievalError",
+            "StoreError",
+        ],
+        "retrieval.host.factory": ["Part", "traits"],
+        "retrieval.model.contracts": [
             "Backbone",
             "Combiner",
             "Dataset",
@@ -43,42 +102,25 @@ _HOME = {
             "Subspace",
             "TripletIndices",
         ],
-        "contracts",
-    ),
-    **dict.fromkeys(["Part", "traits"], "factory"),
-    "Preprocessing": "images",
-    "IndexBackend": "index.backends",
-}
+        "retrieval.model.linear": ["LinearMap"],
+        "retrieval.model.loss": ["CheckedLoss"],
+        "retrieval.recipe.tables": ["Recipe"],
+        "retrieval.run.open": ["Run", "load_run"],
+        "retrieval.serving.bundle": ["Bundle"],
+        "retrieval.serving.images": ["Preprocessing"],
+        "retrieval.serving.index.contract": ["IndexBackend"],
+        "retrieval.serving.index.store": ["Index"],
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+        from retrieval.host.version import installed_version
 
-        try:
-            return version("embedding-retrieval")
-        except PackageNotFoundError:  # a source tree that was never installed
-            return "0"
-    if name in _HOME:
-        return getattr(importlib.import_module(f"retrieval.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'retrieval' has no attribute '{name}'")
+        return installed_version()
+    return _load(name)
 
 
-__all__ = [
-    "Backbone",
-    "Combiner",
-    "Dataset",
-    "Generator",
-    "IndexBackend",
-    "Learner",
-    "Loss",
-    "Metric",
-    "Miner",
-    "Part",
-    "Preprocessing",
-    "Subspace",
-    "TripletIndices",
-    "__version__",
-    "hookimpl",
-    "traits",
-]
+def __dir__() -> list[str]:
+    return __all__

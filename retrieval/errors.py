@@ -10,7 +10,13 @@ from collections.abc import Iterable, Sequence
 
 
 class RetrievalError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    Attributes:
+        exit_code: what the command line leaves with.
+    """
+
+    exit_code = 2
 
 
 class PluginError(RetrievalError):

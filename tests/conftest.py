@@ -29,7 +29,7 @@ class Outcome:
 @pytest.fixture(scope="session", autouse=True)
 def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep cached features, and what is trusted, in folders of this session, whatever the user has set."""
-    from retrieval.trust import trust
+    from retrieval.host.trust import trust
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RETRIEVAL_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -46,7 +46,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     """The command line in this process: `cli("plugins", "list")`."""
 
     def run(*arguments: str | Path) -> Outcome:
-        from retrieval.cli import main
+        from retrieval.cli.app import main
 
         monkeypatch.setattr(sys, "argv", ["retrieval", *map(str, arguments)])
         capsys.readouterr()

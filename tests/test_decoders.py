@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.decoders import Busy, Decoders, Job
 from retrieval.errors import DataError
-from retrieval.images import Limits, Preprocessing, decode
+from retrieval.serving.decoding.pool import Busy, Decoders, Job
+from retrieval.serving.images import Limits, Preprocessing, decode
 
 PREPROCESSING = Preprocessing((24, 32), resize=24)
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import torch
-from retrieval.contracts import Combiner
 from retrieval.errors import RecipeError
-from retrieval.factory import KINDS, Factory
-from retrieval.plugins import Plugins, load_plugins
+from retrieval.host.factory import KINDS, Factory
+from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.model.contracts import Combiner
 from torch import Tensor, nn
 
 PLUGINS = load_plugins()

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.image_files import find_images
-from retrieval.images import Limits, Preprocessing, decode, from_array, to_mode
+from retrieval.serving.image_files import find_images
+from retrieval.serving.images import Limits, Preprocessing, decode, from_array, to_mode
 
 
 def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
@@ -52,7 +52,7 @@ def test_a_decompression_bomb_is_refused_before_its_pixels_are_made(side, tmp_pa
     path.write_bytes(png_bomb(side))
     code = (
         "import resource, sys\n"
-        "from retrieval.images import decode\n"
+        "from retrieval.serving.images import decode\n"
         "from retrieval.errors import DataError\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try:\n    decode(sys.argv[1])\nexcept DataError as error:\n    print(error)\n"

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from retrieval.recipe import read_recipe
+from retrieval.recipe.read import read_recipe
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(path for path in (ROOT / "models").iterdir() if path.is_dir())

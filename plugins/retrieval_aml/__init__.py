@@ -6,24 +6,19 @@ learners need no torch to fit.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from retrieval import hookimpl
-from retrieval.hookspecs import Factories
+from retrieval.host.hookspecs import Factories
+from retrieval.host.lazy import lazy
 
-_HOME = {
-    "AML": "aml",
-    "Confusion": "confusion",
-    "GMML": "gmml",
-    "GeometricMeanLoss": "geometric_mean",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"retrieval_aml.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'retrieval_aml' has no attribute '{name}'")
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "retrieval_aml.aml": ["AML"],
+        "retrieval_aml.confusion": ["Confusion"],
+        "retrieval_aml.gmml": ["GMML"],
+        "retrieval_aml.geometric_mean": ["GeometricMeanLoss"],
+    },
+)
 
 
 @hookimpl

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
-from retrieval.contracts import Generator
-from retrieval.model import Normalize
-from retrieval.precision import full_precision
+from retrieval import Generator
+from retrieval.model.model import Normalize
+from retrieval.model.precision import full_precision
 from torch import Tensor, nn
 
 # Where the two halves of a point on the sphere cancel to less than this part of their length, no direction is left.

@@ -6,7 +6,8 @@ from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from retrieval.linear import LinearMap, class_codes, deviations
+from retrieval import LinearMap
+from retrieval.model.linear import class_codes, deviations
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 from threadpoolctl import threadpool_limits
 

@@ -5,32 +5,23 @@ Song et al., "Adaptive Neighborhood Metric Learning". The learners and the log-e
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from retrieval import hookimpl
-from retrieval.hookspecs import Factories
+from retrieval.host.hookspecs import Factories
+from retrieval.host.lazy import lazy
 
-_HOME = {
-    "DANMLoss": "danml",
-    "ImprovedLiftedLoss": "lifted",
-    "ImprovedNPairLoss": "npair",
-    "ImprovedProxyNCALoss": "proxies",
-    "LANML": "lanml",
-    "LiftedLoss": "lifted",
-    "MinedDANMLoss": "danml",
-    "NPairLoss": "npair",
-    "PNCA": "pnca",
-    "PairMiner": "miners",
-    "gamma_for_mean_of_k_smallest": "means",
-    "log_exp_mean": "means",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"retrieval_anml.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'retrieval_anml' has no attribute '{name}'")
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "retrieval_anml.danml": ["DANMLoss", "MinedDANMLoss"],
+        "retrieval_anml.lifted": ["ImprovedLiftedLoss", "LiftedLoss"],
+        "retrieval_anml.npair": ["ImprovedNPairLoss", "NPairLoss"],
+        "retrieval_anml.proxies": ["ImprovedProxyNCALoss"],
+        "retrieval_anml.lanml": ["LANML"],
+        "retrieval_anml.pnca": ["PNCA"],
+        "retrieval_anml.miners": ["PairMiner"],
+        "retrieval_anml.means": ["gamma_for_mean_of_k_smallest", "log_exp_mean"],
+    },
+)
 
 
 @hookimpl

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import Field
-from retrieval.factory import traits
-from retrieval.loss import Distance, Reducer
+from retrieval import traits
+from retrieval.model.loss import Distance, Reducer
 from torch import Tensor
 
 from retrieval_anml.base import (

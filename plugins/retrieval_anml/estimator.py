@@ -7,7 +7,8 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from retrieval.linear import LinearMap, class_codes, deviations
+from retrieval import LinearMap
+from retrieval.model.linear import class_codes, deviations
 from scipy.optimize import minimize
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_array, validate_data

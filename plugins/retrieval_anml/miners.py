@@ -10,8 +10,8 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.miners import BaseMiner
-from retrieval.loss import Distance
-from retrieval.precision import full_precision
+from retrieval.model.loss import Distance
+from retrieval.model.precision import full_precision
 from torch import Tensor, nn
 
 

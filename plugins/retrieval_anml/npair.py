@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from pytorch_metric_learning.distances import DotProductSimilarity
-from retrieval.loss import Distance, Reducer, nothing
+from retrieval.model.loss import Distance, Reducer, nothing
 from torch import Tensor, nn
 
 from retrieval_anml.base import Positive, SimilarityLoss, similarities

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from retrieval.loss import listed_pairs
+from retrieval.model.loss import listed_pairs
 from torch import Tensor
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from retrieval.factory import traits
-from retrieval.loss import Distance, Reducer
+from retrieval import traits
+from retrieval.model.loss import Distance, Reducer
 from torch import Tensor, nn
 
 from retrieval_anml.base import (

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from retrieval import hookimpl
-from retrieval.hookspecs import Factories
+from retrieval.host.hookspecs import Factories
+from retrieval.host.lazy import lazy
 
-_HOME = {
-    "ConvNet": "convnet",
-    "Features": "convnet",
-    "LDA": "learners",
-    "NCA": "learners",
-    "PCA": "learners",
-    "Pixels": "pixels",
-    "cifar10": "more_small",
-    "digits": "small",
-    "efficientnet_lite0": "timm_models",
-    "emnist": "more_small",
-    "fashion_mnist": "small",
-    "features": "vectors",
-    "image_folder": "folders",
-    "lfw_people": "lfw",
-    "manifest": "manifests",
-    "timm_model": "timm_models",
-    "torchvision_model": "torchvision_models",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"retrieval_core.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'retrieval_core' has no attribute '{name}'")
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "retrieval_core.convnet": ["ConvNet", "Features"],
+        "retrieval_core.learners": ["LDA", "NCA", "PCA"],
+        "retrieval_core.pixels": ["Pixels"],
+        "retrieval_core.more_small": ["cifar10", "emnist"],
+        "retrieval_core.small": ["digits", "fashion_mnist"],
+        "retrieval_core.timm_models": ["efficientnet_lite0", "timm_model"],
+        "retrieval_core.vectors": ["features"],
+        "retrieval_core.folders": ["image_folder"],
+        "retrieval_core.lfw": ["lfw_people"],
+        "retrieval_core.manifests": ["manifest"],
+        "retrieval_core.torchvision_models": ["torchvision_model"],
+    },
+)
 
 
 @hookimpl
@@ -86,7 +75,7 @@ def retrieval_learners() -> Factories:
 @hookimpl
 def retrieval_metrics() -> Factories:
     """The built-in figures, also under their plain names."""
-    from retrieval.evaluate import metrics
+    from retrieval.model import metrics
 
     return {
         "map": metrics.mean_average_precision,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
-from retrieval.contracts import Backbone
-from retrieval.images import Preprocessing
+from retrieval import Backbone, Preprocessing
 from torch import Tensor, nn
 
 Count = Annotated[int, Field(ge=1)]

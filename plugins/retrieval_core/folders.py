@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from retrieval.contracts import Dataset
+from retrieval import DataError, Dataset
 from retrieval.data.datasets import FileDataset
 from retrieval.data.problems import some
 from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
-from retrieval.errors import DataError
-from retrieval.image_files import find_images
+from retrieval.serving.image_files import find_images
 
 log = logging.getLogger(__name__)
 

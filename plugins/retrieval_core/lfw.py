@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
-from retrieval.contracts import Dataset
+from retrieval import DataError, Dataset
 from retrieval.data.datasets import FileDataset
 from retrieval.data.pairs import find_pairs, read_people, stem
 from retrieval.data.problems import refuse, some
 from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
-from retrieval.errors import DataError
-from retrieval.image_files import NO_IMAGE, find_images
+from retrieval.serving.image_files import NO_IMAGE, find_images
 
 Sides = dict[int, str]
 """An item's number to "train" or "test"; items that are not in it are left out."""

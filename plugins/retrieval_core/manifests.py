@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from retrieval.columns import typed
-from retrieval.contracts import Dataset
+from retrieval import DataError, Dataset
 from retrieval.data.datasets import FileDataset
 from retrieval.data.problems import refuse
 from retrieval.data.readable import ADVICE, skip_unreadable
 from retrieval.data.splits import ROLES, SPLITS
-from retrieval.errors import DataError, did_you_mean
+from retrieval.errors import did_you_mean
+from retrieval.serving.files.columns import typed
 
 REQUIRED = ("path", "label")
 OPTIONAL = ("split", "role")

@@ -7,10 +7,9 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval.contracts import Dataset
+from retrieval import DataError, Dataset
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.idx import read_idx
-from retrieval.errors import DataError
 
 Pixels = NDArray[np.uint8]
 

@@ -10,9 +10,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
-from retrieval.contracts import Backbone
-from retrieval.errors import DataError
-from retrieval.images import Interpolation, Preprocessing
+from retrieval import Backbone, DataError, Preprocessing
+from retrieval.serving.images import Interpolation
 from torch import Tensor, nn
 
 T = TypeVar("T")

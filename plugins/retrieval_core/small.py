@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from retrieval.contracts import Dataset
+from retrieval import DataError, Dataset
 from retrieval.data.cache import cache_folder
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.idx import read_idx
-from retrieval.errors import DataError
 
 from retrieval_core.pretrained import fetch
 

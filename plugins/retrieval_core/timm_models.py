@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from retrieval.contracts import Backbone
+from retrieval import Backbone, DataError, MissingDependency, Preprocessing, RecipeError
 from retrieval.data.problems import some
-from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean
-from retrieval.images import Preprocessing
+from retrieval.errors import did_you_mean
 from torch import nn
 
 from retrieval_core.pretrained import Network, fetch, hub_from_cache_when_away, interpolation

@@ -8,9 +8,8 @@ from urllib.parse import urlsplit
 
 import torch
 from pydantic import Field
-from retrieval.contracts import Backbone
-from retrieval.errors import RecipeError, did_you_mean
-from retrieval.images import Preprocessing
+from retrieval import Backbone, Preprocessing, RecipeError
+from retrieval.errors import did_you_mean
 from torch import nn
 
 from retrieval_core.pretrained import Network, fetch, interpolation, reach

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval.contracts import Dataset
+from retrieval import DataError, Dataset
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.problems import refuse, some
-from retrieval.errors import DataError
 
 _COLUMNS = ("labels", "splits", "roles", "keys")
 

@@ -5,34 +5,29 @@ Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from retrieval import hookimpl
-from retrieval.hookspecs import Factories
+from retrieval.host.hookspecs import Factories
+from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
     import click
 
-_HOME = {
-    "ContrastiveLoss": "contrastive",
-    "Discriminator": "discriminator",
-    "DisturbedNegative": "disturbed",
-    "HardNegativeGenerator": "generators",
-    "HardPositiveGenerator": "generators",
-    "LiftedLoss": "lifted",
-    "NPairLoss": "npair",
-    "OnePerClass": "miners",
-    "SemiHard": "miners",
-    "TripletLoss": "triplet",
-    "UniformMetrics": "uniform",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"retrieval_daml.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'retrieval_daml' has no attribute '{name}'")
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "retrieval_daml.contrastive": ["ContrastiveLoss"],
+        "retrieval_daml.discriminator": ["Discriminator"],
+        "retrieval_daml.disturbed": ["DisturbedNegative"],
+        "retrieval_daml.generators": ["HardNegativeGenerator", "HardPositiveGenerator"],
+        "retrieval_daml.lifted": ["LiftedLoss"],
+        "retrieval_daml.npair": ["NPairLoss"],
+        "retrieval_daml.miners": ["OnePerClass", "SemiHard"],
+        "retrieval_daml.triplet": ["TripletLoss"],
+        "retrieval_daml.uniform": ["UniformMetrics"],
+    },
+)
 
 
 @hookimpl

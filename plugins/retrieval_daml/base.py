@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval.contracts import Combiner
-from retrieval.loss import CheckedLoss, Pairs, listed_pairs
+from retrieval import CheckedLoss, Combiner
+from retrieval.model.loss import Pairs, listed_pairs
 from torch import Tensor, nn
 
 Positive = Annotated[float, Field(gt=0)]

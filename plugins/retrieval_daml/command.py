@@ -19,7 +19,7 @@ def daml_report(run: Path, output: Path | None) -> None:
 
     Example:  retrieval daml-report runs/damml
     """
-    from retrieval.runtime import quiet_threads
+    from retrieval.serving.runtime import quiet_threads
 
     quiet_threads()
     from retrieval_daml.report import write_report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from retrieval.loss import Distance, Reducer, nothing
+from retrieval.model.loss import Distance, Reducer, nothing
 from torch import Tensor
 
 from retrieval_daml.base import Measure, PaperLoss

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
-from retrieval import TripletIndices
-from retrieval.errors import RecipeError
-from retrieval.precision import full_precision
+from retrieval import RecipeError, TripletIndices
+from retrieval.model.precision import full_precision
 from torch import Tensor, nn
 
 from retrieval_daml.local_metrics import LocalMetrics, Metrics, Weight, all_pairs, widened

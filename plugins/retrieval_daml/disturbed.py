@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
-from retrieval.contracts import Generator
-from retrieval.precision import full_precision
+from retrieval import Generator
+from retrieval.model.precision import full_precision
 from torch import Tensor, nn
 
 

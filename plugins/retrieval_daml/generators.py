@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from retrieval.contracts import Generator
+from retrieval import Generator
 from torch import Tensor, nn
 
 Weight = Annotated[float, Field(ge=0)]

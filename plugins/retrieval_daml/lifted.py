@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from retrieval.loss import Distance, Reducer, nothing
+from retrieval.model.loss import Distance, Reducer, nothing
 from torch import Tensor
 
 from retrieval_daml.base import Measure, PaperLoss

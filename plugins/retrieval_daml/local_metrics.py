@@ -6,10 +6,9 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
-from retrieval import Combiner
-from retrieval.errors import RecipeError
-from retrieval.model import Normalize
-from retrieval.precision import full_precision
+from retrieval import Combiner, RecipeError
+from retrieval.model.model import Normalize
+from retrieval.model.precision import full_precision
 from torch import Tensor, nn
 from torch.nn import functional
 

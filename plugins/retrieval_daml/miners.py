@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from retrieval.contracts import TripletIndices
-from retrieval.loss import Distance
-from retrieval.precision import full_precision
+from retrieval import TripletIndices
+from retrieval.model.loss import Distance
+from retrieval.model.precision import full_precision
 from torch import Tensor, nn
 
 from retrieval_daml.base import Measure, default_distance

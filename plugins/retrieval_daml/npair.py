@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from pytorch_metric_learning.distances import DotProductSimilarity
-from retrieval.loss import Distance, Pairs, Reducer, nothing
+from retrieval.model.loss import Distance, Pairs, Reducer, nothing
 from torch import Tensor, nn
 
 from retrieval_daml.base import Measure, PaperLoss, Positive

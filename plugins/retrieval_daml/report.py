@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from retrieval import DataError, Run, load_run
 from retrieval.data.loading import inputs
-from retrieval.errors import DataError
-from retrieval.train import checkpoint
-from retrieval.train.build import build_objective
-from retrieval.train.run import Run, load_run, load_weights
-from retrieval.train.synthetic import choose_triplets
+from retrieval.run import checkpoint
+from retrieval.run.build import build_objective
+from retrieval.run.weights import load_weights
+from retrieval.training.synthetic import choose_triplets
 from torch import Tensor
 
 Floats = NDArray[np.float64]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from retrieval import hookimpl
-from retrieval.hookspecs import Factories
+from retrieval.host.hookspecs import Factories
 
 
 @hookimpl

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from retrieval.errors import MissingDependency
-from retrieval.linear import LinearMap
+from retrieval import LinearMap, MissingDependency
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 

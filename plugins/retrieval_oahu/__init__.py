@@ -5,35 +5,27 @@ Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019. The le
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from retrieval import hookimpl
-from retrieval.hookspecs import Factories
+from retrieval.host.hookspecs import Factories
+from retrieval.host.lazy import lazy
 
-_HOME = {
-    "ABTL": "loss",
-    "ClickLog": "clicks",
-    "Closure": "closure",
-    "HedgeScore": "combiners",
-    "HedgeSum": "combiners",
-    "LEGO": "lego",
-    "OAHU": "learner",
-    "OASIS": "oasis",
-    "OPML": "opml",
-    "RDML": "rdml",
-    "Spaces": "uses",
-    "Warm": "warm",
-    "from_labels": "streams",
-    "in_chunks": "streams",
-    "with_closure": "streams",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"retrieval_oahu.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'retrieval_oahu' has no attribute '{name}'")
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "retrieval_oahu.loss": ["ABTL"],
+        "retrieval_oahu.clicks": ["ClickLog"],
+        "retrieval_oahu.closure": ["Closure"],
+        "retrieval_oahu.combiners": ["HedgeScore", "HedgeSum"],
+        "retrieval_oahu.lego": ["LEGO"],
+        "retrieval_oahu.learner": ["OAHU"],
+        "retrieval_oahu.oasis": ["OASIS"],
+        "retrieval_oahu.opml": ["OPML"],
+        "retrieval_oahu.rdml": ["RDML"],
+        "retrieval_oahu.uses": ["Spaces"],
+        "retrieval_oahu.warm": ["Warm"],
+        "retrieval_oahu.streams": ["from_labels", "in_chunks", "with_closure"],
+    },
+)
 
 
 @hookimpl

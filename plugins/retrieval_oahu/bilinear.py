@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from retrieval.contracts import Combiner
-from retrieval.precision import full_precision
+from retrieval import Combiner
+from retrieval.model.precision import full_precision
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from retrieval.errors import DataError
+from retrieval import DataError
 
 from retrieval_oahu.closure import Triplet
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from retrieval.errors import DataError
+from retrieval import DataError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 

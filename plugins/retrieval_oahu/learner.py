@@ -156,7 +156,8 @@ class OAHU(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
         from retrieval_oahu.modules import OverComplete
 
         check_is_fitted(self, "n_triplets_")
-        head = OverComplete.of_learner(self)
+        levels = [self.input_layer_, *self.layers_]
+        head = OverComplete.of_weights(levels, self.hidden, self.mean_, self.scale_, self.alpha_)
         kind = HedgeScore if self.search == "score" else HedgeSum
         return head, kind.of_weights(self.alpha_, self.embedding)
 

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from retrieval.linear import LinearMap
+from retrieval import LinearMap
 from scipy.linalg import blas
 
 from retrieval_oahu.online import OnlineLearner

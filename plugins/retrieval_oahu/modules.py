@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from retrieval.precision import full_precision
+from numpy.typing import NDArray
+from retrieval.model.precision import full_precision
 from torch import Tensor, nn
 from torch.nn import functional
 
 from retrieval_oahu.network import TINY
-
-if TYPE_CHECKING:
-    from retrieval_oahu.learner import OAHU
 
 
 class OverComplete(nn.Module):
@@ -42,10 +41,24 @@ class OverComplete(nn.Module):
         self.register_buffer("factor", torch.ones(depth + 1))
 
     @classmethod
-    def of_learner(cls, learner: OAHU) -> OverComplete:
-        """Return a learner's network in float32, with the standardisation and the weights it has now."""
-        head = cls(learner.n_features_in_, learner.depth, learner.hidden, learner.embedding)
-        levels = [learner.input_layer_, *learner.layers_]
+    def of_weights(
+        cls,
+        levels: Sequence[NDArray[Any]],
+        hidden: int,
+        mean: NDArray[Any],
+        scale: NDArray[Any],
+        alpha: NDArray[Any],
+    ) -> OverComplete:
+        """Return a network in float32 with a learner's weights.
+
+        Args:
+            levels: each level's weights, (F, hidden + E) and then (hidden, hidden + E).
+            hidden: units of each hidden layer.
+            mean: (F,), subtracted from features.
+            scale: (F,), by which they are divided.
+            alpha: (L + 1,) weights of the spaces' squared distances.
+        """
+        head = cls(len(mean), len(levels) - 1, hidden, levels[0].shape[1] - hidden)
 
         def put(target: Tensor, values: object) -> None:
             target.copy_(torch.from_numpy(np.array(values, dtype=np.float32)))
@@ -54,12 +67,12 @@ class OverComplete(nn.Module):
             for level, layer in zip(
                 levels, head.hidden.parameters(), strict=False
             ):  # the last level has no hidden layer
-                put(layer, level[:, : learner.hidden].T)
+                put(layer, level[:, :hidden].T)
             for level, layer in zip(levels, head.embedding.parameters(), strict=True):
-                put(layer, level[:, learner.hidden :].T)
-            put(head.get_buffer("offset"), learner.mean_)
-            put(head.get_buffer("scale"), learner.scale_)
-            put(head.get_buffer("factor"), np.sqrt(learner.alpha_))
+                put(layer, level[:, hidden:].T)
+            put(head.get_buffer("offset"), mean)
+            put(head.get_buffer("scale"), scale)
+            put(head.get_buffer("factor"), np.sqrt(alpha))
         return head
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from retrieval.linear import class_codes
+from retrieval.model.linear import class_codes
 from sklearn.utils.validation import validate_data
 
 from retrieval_oahu.closure import Triplet

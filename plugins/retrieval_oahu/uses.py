@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
-    from retrieval.bundle import Bundle
+    from retrieval import Bundle
 
 Floats = NDArray[np.floating[Any]]
 

@@ -7,7 +7,7 @@ left out, and which parameters, is listed with the reasons in `retrieval_pml.exc
 from __future__ import annotations
 
 from retrieval import hookimpl
-from retrieval.hookspecs import Factories
+from retrieval.host.hookspecs import Factories
 
 
 @hookimpl

@@ -12,8 +12,8 @@ from pydantic import Field
 from pytorch_metric_learning.losses import GenericPairLoss
 from pytorch_metric_learning.miners import BaseMiner
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval.factory import Part
-from retrieval.precision import as_given
+from retrieval import Part
+from retrieval.model.precision import as_given
 from torch import Tensor, nn
 
 Distance = Annotated[nn.Module | None, Part("distances")]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.distances import SNRDistance
-from retrieval.factory import traits
+from retrieval import traits
 
 from retrieval_pml import corrected_pairs as corrected
 from retrieval_pml.common import (

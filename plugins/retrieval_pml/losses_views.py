@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from pytorch_metric_learning import losses
-from retrieval.factory import traits
+from retrieval import traits
 from torch import Tensor, nn
 
 from retrieval_pml.common import AnyLoss, NonNegative, Positive, PreciseLoss, Reducer, no_indices, on_labels

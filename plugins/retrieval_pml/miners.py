@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from pytorch_metric_learning import miners
-from retrieval.factory import traits
+from retrieval import traits
 from torch import Tensor
 
 from retrieval_pml.common import (

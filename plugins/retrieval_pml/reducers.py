@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import torch
 from pytorch_metric_learning import reducers
-from retrieval.factory import Part
+from retrieval import Part
 from torch import Tensor, nn
 
 from retrieval_pml.common import NonNegative, Reducer

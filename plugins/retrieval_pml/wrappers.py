@@ -9,8 +9,8 @@ import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.losses.base_loss_wrapper import BaseLossWrapper
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval.factory import Part, traits
-from retrieval.precision import as_given, full_precision
+from retrieval import Part, traits
+from retrieval.model.precision import as_given, full_precision
 from torch import Tensor, nn
 
 from retrieval_pml.common import AnyLoss, AnyMiner, Count, no_reference, on_labels

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.images import to_mode
+from retrieval.serving.images import to_mode
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from retrieval.images import Preprocessing
-    from retrieval.recipe import Augmentation
+    from retrieval.recipe.tables import Augmentation
+    from retrieval.serving.images import Preprocessing
 
 _TRIES = 10
 _DRAWS = 3 + 2 * _TRIES  # mirror, top, left, then area and aspect ratio of each try

@@ -27,11 +27,11 @@ from torch import Tensor
 from retrieval.data.identity import dataset_identity
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
-from retrieval.progress import Meter
+from retrieval.serving.progress import Meter
 
 if TYPE_CHECKING:
-    from retrieval.contracts import Dataset
-    from retrieval.images import Preprocessing
+    from retrieval.model.contracts import Dataset
+    from retrieval.serving.images import Preprocessing
 
 log = logging.getLogger(__name__)
 

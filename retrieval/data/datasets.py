@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.contracts import Dataset
 from retrieval.errors import DataError
-from retrieval.images import decode, from_array
+from retrieval.model.contracts import Dataset
+from retrieval.serving.images import decode, from_array
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -12,7 +12,7 @@ import numpy as np
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
-    from retrieval.contracts import Dataset
+    from retrieval.model.contracts import Dataset
 
 
 def dataset_identity(dataset: Dataset) -> str | None:

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from retrieval.contracts import Dataset
 from retrieval.data.raw import RawInputs
 from retrieval.data.splits import Splits
 from retrieval.errors import DataError
+from retrieval.model.contracts import Dataset
 
 if TYPE_CHECKING:
-    from retrieval.images import Preprocessing
+    from retrieval.serving.images import Preprocessing
 
 FORMAT = "retrieval inputs 1"
 ITEMS = 512

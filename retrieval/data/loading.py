@@ -5,59 +5,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retrieval.data.augment import draw_changes
+from retrieval.data.batches import BatchMaker, Job
 from retrieval.data.raw import RawInputs
 from retrieval.data.sampling import batches_in_epoch, check_sampler, draw_epoch
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
-    from retrieval.contracts import Dataset
     from retrieval.data.workers import Workers
-    from retrieval.images import Preprocessing
-    from retrieval.recipe import Augmentation, Sampler
+    from retrieval.model.contracts import Dataset
+    from retrieval.recipe.tables import Augmentation, Sampler
+    from retrieval.serving.images import Preprocessing
 
 T = TypeVar("T")
-
-
-class Job(NamedTuple):
-    """One process's share of one batch."""
-
-    items: NDArray[np.int64]
-    epoch: int
-    batch: int
-    share: slice
-
-
-@dataclass
-class BatchMaker:
-    """Makes a batch's inputs from a `Job`, here or in another process.
-
-    Attributes:
-        raw: the dataset's inputs.
-        augmentation: how they change.
-        seed: the run's seed.
-        size: items in the whole batch.
-    """
-
-    raw: RawInputs
-    augmentation: Augmentation
-    seed: int
-    size: int
-
-    def __call__(self, job: Job) -> Tensor:
-        """Return the inputs of the job's items."""
-        draws = None
-        if self.augmentation.active:
-            draws = draw_changes(self.seed, job.epoch, job.batch, self.size)[job.share]
-        return torch.from_numpy(self.raw.batch(job.items, self.augmentation, draws))
 
 
 class TrainBatches:

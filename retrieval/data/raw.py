@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from retrieval.data.augment import changed_pixels, mirror
 from retrieval.errors import DataError
-from retrieval.images import from_array
+from retrieval.serving.images import from_array
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from retrieval.contracts import Dataset
-    from retrieval.images import Preprocessing
-    from retrieval.recipe import Augmentation
+    from retrieval.model.contracts import Dataset
+    from retrieval.recipe.tables import Augmentation
+    from retrieval.serving.images import Preprocessing
 
 BUDGET = 1 << 30
 

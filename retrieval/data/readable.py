@@ -12,9 +12,9 @@ from pathlib import Path
 from retrieval.data.cache import cache_folder
 from retrieval.data.identity import files_identity
 from retrieval.errors import DataError
-from retrieval.image_files import Found
-from retrieval.images import decode
-from retrieval.progress import Meter
+from retrieval.serving.image_files import Found
+from retrieval.serving.images import decode
+from retrieval.serving.progress import Meter
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pytorch_metric_learning.utils import common_functions
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
-    from retrieval.recipe import Sampler
+    from retrieval.recipe.tables import Sampler
 
 _swap = threading.Lock()
 

@@ -13,8 +13,8 @@ from retrieval.data.problems import natural, refuse, some
 from retrieval.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from retrieval.contracts import Dataset
-    from retrieval.recipe import Split
+    from retrieval.model.contracts import Dataset
+    from retrieval.recipe.tables import Split
 
 Items = NDArray[np.int64]
 

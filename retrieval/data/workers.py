@@ -14,7 +14,7 @@ from torch.utils.data import Dataset as TorchDataset
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
-    from retrieval.data.loading import BatchMaker, Job
+    from retrieval.data.batches import BatchMaker, Job
 
 
 class _Work(TorchDataset[Any]):

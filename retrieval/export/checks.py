@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retrieval.contracts import Combiner
 from retrieval.errors import BundleError
 from retrieval.export.verify import Floats, merged_distances
-from retrieval.manifest import Input
-from retrieval.model import Model
+from retrieval.model.contracts import Combiner
+from retrieval.model.model import Model
+from retrieval.serving.manifest import Input
 
 _OVERLAP = (10, 20, 50, 100, 200, 500)
 """Numbers of candidates that the manifest gives the overlap for."""

@@ -14,9 +14,9 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from retrieval.contracts import Combiner
 from retrieval.errors import BundleError
-from retrieval.model import Model
+from retrieval.model.contracts import Combiner
+from retrieval.model.model import Model
 
 Exporter = Literal["dynamo", "torchscript"]
 
@@ -213,7 +213,7 @@ def session(graph: bytes) -> Any:
         BundleError: ONNX Runtime cannot load the graph.
         MissingDependency: it is not installed.
     """
-    from retrieval.runtime import load_onnxruntime
+    from retrieval.serving.runtime import load_onnxruntime
 
     runtime = load_onnxruntime()
     options = runtime.SessionOptions()

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from retrieval.errors import BundleError
-from retrieval.locks import hold
-from retrieval.manifest import FILE
-from retrieval.renaming import rename_whole, sync_file
+from retrieval.serving.files.locks import hold
+from retrieval.serving.files.renaming import rename_whole, sync_file
+from retrieval.serving.manifest import FILE
 
 
 @contextlib.contextmanager

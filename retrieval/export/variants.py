@@ -11,12 +11,12 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from retrieval.contracts import Subspace
 from retrieval.errors import BundleError
 from retrieval.export.graph import first_line, quiet
 from retrieval.export.verify import Floats, merged_distances
-from retrieval.manifest import Cosine, Recall, Variant
-from retrieval.merging import best_score
+from retrieval.model.contracts import Subspace
+from retrieval.serving.manifest import Cosine, Recall, Variant
+from retrieval.serving.merging import best_score
 
 VariantName = Literal["fp16", "int8"]
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieval.contracts import Combiner, Subspace
 from retrieval.errors import BundleError
 from retrieval.export.graph import Encoder, Rescorer, first_line
+from retrieval.model.contracts import Combiner, Subspace
 
 Floats = NDArray[np.float32]
 

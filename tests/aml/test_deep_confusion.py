@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from retrieval.errors import RecipeError
-from retrieval.model import Normalize, build_head
-from retrieval.plugins import load_plugins
-from retrieval.recipe import check_recipe
-from retrieval.train import checkpoint
-from retrieval.train.run import build_run
-from retrieval.train.trainer import Trainer, train
+from retrieval.host.plugins import load_plugins
+from retrieval.model.model import Normalize, build_head
+from retrieval.recipe.read import check_recipe
+from retrieval.run import checkpoint
+from retrieval.run.open import build_run
+from retrieval.training.trainer import Trainer, train
 from torch import Tensor, nn
 
 from retrieval_aml.confusion import Confusion

@@ -11,9 +11,9 @@ import pytest
 import torch
 from pytorch_metric_learning.reducers import SumReducer
 from retrieval.errors import DataError
-from retrieval.plugins import load_plugins
-from retrieval.recipe import check_recipe
-from retrieval.train.trainer import train
+from retrieval.host.plugins import load_plugins
+from retrieval.recipe.read import check_recipe
+from retrieval.training.trainer import train
 from scipy.linalg import sqrtm
 from scipy.optimize import minimize_scalar
 from torch import Tensor

@@ -13,9 +13,9 @@ import joblib
 import numpy as np
 import pytest
 import torch
-from retrieval.contracts import Learner
 from retrieval.errors import RecipeError
-from retrieval.plugins import load_plugins
+from retrieval.host.plugins import load_plugins
+from retrieval.model.contracts import Learner
 from sklearn.datasets import load_wine
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.model_selection import GridSearchCV

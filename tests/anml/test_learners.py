@@ -10,9 +10,9 @@ import joblib
 import numpy as np
 import pytest
 import torch
-from retrieval.contracts import Learner
 from retrieval.errors import RecipeError
-from retrieval.plugins import load_plugins
+from retrieval.host.plugins import load_plugins
+from retrieval.model.contracts import Learner
 from sklearn.datasets import load_digits, load_wine
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.bundle import Bundle
-from retrieval.plugins import load_plugins
-from retrieval.train.run import load_run
+from retrieval.host.plugins import load_plugins
+from retrieval.run.open import load_run
+from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
 
 VECTORS = """

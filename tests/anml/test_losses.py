@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from retrieval.contracts import Combiner
+from retrieval.model.contracts import Combiner
 from torch import Tensor
 
 from retrieval_anml.base import similarities

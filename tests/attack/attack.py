@@ -211,7 +211,7 @@ def ends(index: Path, log: Path, generator: Generator, sound: bytes, count: int,
 
 def prepare(folder: Path) -> tuple[Path, bytes]:
     """Make an index of 200 digits; return its path and one of its images."""
-    from retrieval.index.build import build_index
+    from retrieval.serving.index.build import build_index
 
     made = makers()
     made.write_digits(folder / "photos", 200)

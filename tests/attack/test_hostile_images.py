@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.decoders import Decoders
 from retrieval.errors import DataError
-from retrieval.images import FORMATS, Limits, Preprocessing, can_open, decode
-from retrieval.screening import format_of
+from retrieval.serving.decoding.pool import Decoders
+from retrieval.serving.images import FORMATS, Limits, Preprocessing, can_open, decode
+from retrieval.serving.screening import format_of
 
 _spec = importlib.util.spec_from_file_location(
     "hostile_images", Path(__file__).with_name("hostile_images.py")

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from retrieval.contracts import Backbone
 from retrieval.errors import DataError, MissingDependency, RecipeError
-from retrieval.images import Preprocessing
-from retrieval.model import Model
-from retrieval.plugins import Plugins, load_plugins
+from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.model.contracts import Backbone
+from retrieval.model.model import Model
+from retrieval.serving.images import Preprocessing
 from sklearn.datasets import load_sample_images
 from torch import nn
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.contracts import Dataset
 from retrieval.data.loading import inputs
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
-from retrieval.images import Preprocessing
-from retrieval.plugins import Plugins, load_plugins
-from retrieval.recipe import Split
+from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.model.contracts import Dataset
+from retrieval.recipe.tables import Split
+from retrieval.serving.images import Preprocessing
 from sklearn.datasets import load_digits
 
 from retrieval_core.small import DEBIAN

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.image_files import find_images
-from retrieval.images import FORMATS
-from retrieval.plugins import load_plugins
+from retrieval.host.plugins import load_plugins
+from retrieval.serving.image_files import find_images
+from retrieval.serving.images import FORMATS
 from sklearn.datasets import load_digits
 
 

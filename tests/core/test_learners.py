@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from retrieval.contracts import Learner
 from retrieval.errors import RecipeError
-from retrieval.plugins import load_plugins
+from retrieval.host.plugins import load_plugins
+from retrieval.model.contracts import Learner
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA as SklearnPCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis

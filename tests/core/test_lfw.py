@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.contracts import Dataset
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, RecipeError
-from retrieval.plugins import Plugins, load_plugins
-from retrieval.recipe import Split
+from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.model.contracts import Dataset
+from retrieval.recipe.tables import Split
 from sklearn.datasets import load_digits
 
 FOLDS, EACH = 3, 4  # sets of people in people.txt, and pairs of each kind in each

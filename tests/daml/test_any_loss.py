@@ -11,11 +11,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from retrieval.errors import RecipeError
-from retrieval.plugins import load_plugins
-from retrieval.recipe import check_recipe
-from retrieval.train import checkpoint
-from retrieval.train.run import build_run
-from retrieval.train.trainer import Trainer
+from retrieval.host.plugins import load_plugins
+from retrieval.recipe.read import check_recipe
+from retrieval.run import checkpoint
+from retrieval.run.open import build_run
+from retrieval.training.trainer import Trainer
 from sklearn.datasets import load_digits
 
 FACTORIES = load_plugins().factories("losses")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from retrieval.errors import RecipeError, RetrievalError
-from retrieval.plugins import load_plugins
+from retrieval.host.plugins import load_plugins
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from matplotlib.figure import Figure
-from retrieval.cli import app
+from retrieval.cli.app import app
 from retrieval.errors import RetrievalError
-from retrieval.recipe import check_recipe
-from retrieval.train import checkpoint
-from retrieval.train.run import load_run
-from retrieval.train.trainer import train
+from retrieval.recipe.read import check_recipe
+from retrieval.run import checkpoint
+from retrieval.run.open import load_run
+from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
 
 from retrieval_daml import report

@@ -13,12 +13,13 @@ import pytest
 import torch
 from pytorch_metric_learning import losses
 from retrieval.errors import RecipeError
-from retrieval.evaluate.protocol import evaluate_run
-from retrieval.plugins import Plugins
-from retrieval.recipe import Recipe, check_recipe
-from retrieval.train import checkpoint
-from retrieval.train.run import Run, load_run
-from retrieval.train.trainer import train
+from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.host.plugins import Plugins
+from retrieval.recipe.read import check_recipe
+from retrieval.recipe.tables import Recipe
+from retrieval.run import checkpoint
+from retrieval.run.open import Run, load_run
+from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
 from torch import Tensor
 
@@ -120,8 +121,8 @@ def test_the_objective_joins_the_loss_where_the_combiner_trains_and_only_there(
     make: Make, tmp_path: Path
 ) -> None:
     from accelerate import Accelerator
-    from retrieval.train.run import build_run
-    from retrieval.train.trainer import Trainer
+    from retrieval.run.open import build_run
+    from retrieval.training.trainer import Trainer
 
     made = make(combiner={"name": "daml.discriminator", "metrics": 3, "hidden": 8, "mu": 0.5, "rho": 3.0})
     checkpoint.seed_everything(0)
@@ -164,7 +165,7 @@ def test_what_the_head_shares_with_the_discriminator_is_the_discriminators(
 
 
 def last_of_none(make: Make, tmp_path: Path) -> dict[str, Tensor]:
-    from retrieval.train.run import build_run
+    from retrieval.run.open import build_run
 
     checkpoint.seed_everything(0)
     return {k: v.clone() for k, v in build_run(tmp_path / "none", *make()).model.state_dict().items()}
@@ -186,8 +187,8 @@ def test_a_combiner_without_objective_trains_as_before(make: Make, tmp_path: Pat
     assert not any("combiner_loss" in line or "load_1" in line or "warnings" in line for line in log(run))
 
     from accelerate import Accelerator
-    from retrieval.train.run import build_run
-    from retrieval.train.trainer import Trainer
+    from retrieval.run.open import build_run
+    from retrieval.training.trainer import Trainer
 
     made = make(combiner={"name": "daml.uniform", "metrics": 3}, optimizer={"name": "SGD", "lr": 0.1})
     checkpoint.seed_everything(made[0].seed)
@@ -227,7 +228,7 @@ def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(make: Make, tm
     assert max(log(run)[-1][f"load_{k}"] for k in (1, 2, 3)) > 0.9
     said = [line for line in lines if line.startswith("warning: local metric")]
     assert len(said) == sum(len(line.get("warnings", [])) for line in log(run)) >= 2
-    from retrieval.train.check import run_one_batch
+    from retrieval.training.check import run_one_batch
 
     balanced = {"name": "daml.discriminator", "metrics": 3, "hidden": 8}
     assert any("load_1 0.3333," in line for line in run_one_batch(*make(combiner=balanced)))
@@ -240,7 +241,7 @@ def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(make: Make, tm
 
 
 def test_a_run_that_stops_amid_a_phase_goes_on_bit_for_bit(make: Make, tmp_path: Path) -> None:
-    import retrieval.train.trainer as module
+    import retrieval.training.trainer as module
 
     phases = [
         {"name": "metric", "epochs": 1, "train": ["head"], "synthetic": False},
@@ -332,6 +333,6 @@ def test_the_combiner_of_the_docs_trains_exports_and_warns(make: Make, tmp_path:
     assert not torch.equal(last(run)["combiner.logits"], torch.zeros(3))
     (sentence,) = run.model.combiner.warnings({"weight_1": 0.01, "weight_2": 0.99, "loss": 0.0})  # type: ignore[union-attr]
     assert sentence == "weight_1 is 0.010."
-    from retrieval.export.runs import export_run
+    from retrieval.export.export_run import export_run
 
     assert export_run(load_run(run.path))[1].rescorer is not None

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from retrieval.model import build_head
-from retrieval.plugins import load_plugins
-from retrieval.recipe import check_recipe
-from retrieval.train.run import load_run
-from retrieval.train.trainer import train
+from retrieval.host.plugins import load_plugins
+from retrieval.model.model import build_head
+from retrieval.recipe.read import check_recipe
+from retrieval.run.open import load_run
+from retrieval.training.trainer import train
 from torch import nn
 
 from retrieval_daml import DisturbedNegative, SemiHard

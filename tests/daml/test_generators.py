@@ -9,8 +9,8 @@ import pytest
 import torch
 from pytorch_metric_learning.utils import loss_and_miner_utils
 from retrieval.errors import RecipeError
-from retrieval.model import build_head
-from retrieval.plugins import load_plugins
+from retrieval.host.plugins import load_plugins
+from retrieval.model.model import build_head
 from torch import Tensor, nn
 
 from retrieval_daml.generators import PRESETS, HardNegativeGenerator, HardPositiveGenerator

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance, SNRDistance
-from retrieval.contracts import Combiner
 from retrieval.errors import DataError, RecipeError
-from retrieval.plugins import load_plugins
+from retrieval.host.plugins import load_plugins
+from retrieval.model.contracts import Combiner
 from torch import Tensor, nn
 
 from retrieval_daml.losses import LOSSES

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from retrieval.cli import app
+from retrieval.cli.app import app
 from retrieval.errors import DataError
-from retrieval.recipe import check_recipe, to_toml
-from retrieval.train import checkpoint
-from retrieval.train.trainer import train
+from retrieval.recipe.read import check_recipe, to_toml
+from retrieval.run import checkpoint
+from retrieval.training.trainer import train
 
 BASE: dict[str, Any] = {
     "name": "killed",
@@ -57,9 +57,9 @@ DRIVER = """
 import json, os, signal, sys
 import torch
 torch.set_num_threads(1)
-from retrieval.cli import app
-from retrieval.train import trainer
-from retrieval.train.step import Step
+from retrieval.cli.app import app
+from retrieval.training import trainer
+from retrieval.training.step import Step
 
 def retrieval(*arguments, kill_at=0):
     pid = os.fork()

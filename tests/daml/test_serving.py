@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from retrieval.bundle import Bundle
-from retrieval.contracts import Combiner
-from retrieval.evaluate.protocol import evaluate_run
-from retrieval.export.runs import export_run
-from retrieval.index.build import build_index
-from retrieval.index.store import Index
-from retrieval.recipe import check_recipe
-from retrieval.train.run import Run, load_run
-from retrieval.train.trainer import train
+from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.export.export_run import export_run
+from retrieval.model.contracts import Combiner
+from retrieval.recipe.read import check_recipe
+from retrieval.run.open import Run, load_run
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.store import Index
+from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
 
 from retrieval_daml.discriminator import Discriminator
@@ -245,7 +245,7 @@ def test_a_thousand_candidates_are_rescored_in_one_call(served: Any) -> None:
 
 def test_the_command_line_searches_it(served: Any, tmp_path: Path) -> None:
     from click.testing import CliRunner
-    from retrieval.cli import app as main
+    from retrieval.cli.app import app as main
 
     made = served("soft")
     np.savez(tmp_path / "query.npz", features=made.items[7:8], labels=["?"])

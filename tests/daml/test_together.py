@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from retrieval.bundle import Bundle
 from retrieval.errors import RecipeError
-from retrieval.export.runs import export_run
-from retrieval.index.build import build_index
-from retrieval.index.store import Index
-from retrieval.plugins import Plugins
-from retrieval.recipe import Recipe, check_recipe
-from retrieval.train import checkpoint
-from retrieval.train.run import build_run, load_run
-from retrieval.train.trainer import Trainer, train
+from retrieval.export.export_run import export_run
+from retrieval.host.plugins import Plugins
+from retrieval.recipe.read import check_recipe
+from retrieval.recipe.tables import Recipe
+from retrieval.run import checkpoint
+from retrieval.run.open import build_run, load_run
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.store import Index
+from retrieval.training.trainer import Trainer, train
 from sklearn.datasets import load_digits
 
 K, S, H = 3, 4, 6

@@ -13,11 +13,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from retrieval.errors import DataError, RecipeError
-from retrieval.recipe import check_recipe, read_recipe
-from retrieval.train import checkpoint
-from retrieval.train.run import build_run
-from retrieval.train.synthetic import choose_triplets, extend, mine
-from retrieval.train.trainer import Trainer, train
+from retrieval.recipe.read import check_recipe, read_recipe
+from retrieval.run import checkpoint
+from retrieval.run.open import build_run
+from retrieval.training.synthetic import choose_triplets, extend, mine
+from retrieval.training.trainer import Trainer, train
 
 BASE: dict[str, Any] = {
     "name": "daml",
@@ -427,7 +427,7 @@ def test_the_generator_of_the_docs_walks_towards_the_anchor_and_trains(tmp_path:
 
 @pytest.mark.parametrize("name", ["digits-daml", "digits-damml"])
 def test_the_models_recipes_run_in_each_phase(name: str) -> None:
-    from retrieval.train.check import run_one_batch
+    from retrieval.training.check import run_one_batch
 
     recipe, plugins = read_recipe(ROOT / "models" / name / "recipe.toml")
     lines = run_one_batch(recipe, plugins)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from retrieval.errors import RetrievalError
-from retrieval.evaluate.protocol import evaluate_run
-from retrieval.plugins import load_plugins
-from retrieval.recipe import check_recipe
-from retrieval.train.trainer import train
+from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.host.plugins import load_plugins
+from retrieval.recipe.read import check_recipe
+from retrieval.training.trainer import train
 
 VIEWS, WIDTH = 4, 8
 GIVEN = {"features": VIEWS * WIDTH, "embedding_size": 12}

@@ -14,11 +14,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from retrieval.contracts import Dataset
 from retrieval.data.cache import cache_folder, frozen_features
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.errors import DataError
-from retrieval.images import Preprocessing
+from retrieval.model.contracts import Dataset
+from retrieval.serving.images import Preprocessing
 from torch import Tensor
 
 PRE = Preprocessing((6, 6), 1, (0.0,), (1.0,))
@@ -85,7 +85,7 @@ def test_computed_once_then_read(data: ArrayDataset, tmp_path: Path) -> None:
 def test_progress(
     data: ArrayDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retrieval.progress.EVERY", 0.0)
+    monkeypatch.setattr("retrieval.serving.progress.EVERY", 0.0)
     compute(Net(), data, tmp_path, progress=True)
     assert "features: 37 of 37 items (100 %)" in capsys.readouterr().err
 

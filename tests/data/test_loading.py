@@ -17,8 +17,8 @@ from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.data.loading import TrainBatches, inputs
 from retrieval.data.raw import RawInputs
 from retrieval.errors import DataError
-from retrieval.images import Preprocessing
-from retrieval.recipe import Augmentation, Sampler
+from retrieval.recipe.tables import Augmentation, Sampler
+from retrieval.serving.images import Preprocessing
 from sklearn.datasets import load_digits
 from torch import Tensor
 from torchvision.transforms import v2

@@ -11,7 +11,7 @@ from retrieval.data.datasets import ArrayDataset
 from retrieval.data.problems import natural
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
-from retrieval.recipe import Split
+from retrieval.recipe.tables import Split
 
 
 def dataset(labels: list[str], **columns: Any) -> ArrayDataset:

@@ -148,7 +148,7 @@ class Reader:
 
     def call(self, arguments: list[str], where: str) -> str:
         """Run the command line in this process; it must succeed."""
-        from retrieval.cli import main
+        from retrieval.cli.app import main
 
         out, before, code = io.StringIO(), sys.argv, 0
         sys.argv = ["retrieval", *arguments]

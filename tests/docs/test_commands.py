@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 import pytest
-from retrieval.cli import COMMANDS, app
+from retrieval.cli.app import COMMANDS, app
 
 LEAVES = [*(name for name in COMMANDS if name != "plugins"), "plugins list", "plugins show", "plugins new"]
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.bundle import Bundle
 from retrieval.errors import RecipeError
-from retrieval.recipe import Recipe, read_recipe
-from retrieval.train.run import load_run
+from retrieval.recipe.read import read_recipe
+from retrieval.recipe.tables import Recipe
+from retrieval.run.open import load_run
+from retrieval.serving.bundle import Bundle
 
 
 def test_python_blocks_compile(python_block: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.train.run import load_run
+from retrieval.run.open import load_run
 
 
 def test_set_up_is_two_lines_that_name_real_extras(root: Path, blocks: Callable[..., Any]) -> None:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from retrieval.errors import DataError, RetrievalError
-from retrieval.evaluate import evaluate, metric
-from retrieval.evaluate.metrics import (
+from retrieval.evaluation.evaluation import evaluate
+from retrieval.model.metrics import (
     map_at_r,
     mean_average_precision,
+    metric,
     precision_at,
     r_precision,
     recall_at,

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from retrieval.errors import DataError
-from retrieval.evaluate.candidates import Proposer
-from retrieval.evaluate.neighbors import Neighbors, exact_neighbors
-from retrieval.evaluate.selection import smallest, smallest_on_device
+from retrieval.evaluation.candidates import Proposer
+from retrieval.evaluation.neighbors import Neighbors, exact_neighbors
+from retrieval.evaluation.selection import smallest, smallest_on_device
 from sklearn.datasets import load_digits
 
 
@@ -324,7 +324,7 @@ def test_memory_does_not_hold_queries_times_gallery():
     program = """
         import resource
         import numpy as np, torch
-        from retrieval.evaluate.evaluation import evaluate
+        from retrieval.evaluation.evaluation import evaluate
         codes = np.random.default_rng(0).normal(size=(12000, 8)).astype(np.float32)
         evaluate(codes[:500], np.zeros(500, int), metrics=["recall_at_1"])
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

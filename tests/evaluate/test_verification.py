@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.errors import DataError
-from retrieval.evaluate.roc import draw_roc
-from retrieval.evaluate.verification import FAR_LEVELS, verification
+from retrieval.evaluation.roc import draw_roc
+from retrieval.evaluation.verification import FAR_LEVELS, verification
 
 
 def random_pairs(

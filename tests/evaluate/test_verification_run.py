@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from retrieval.encode import encode
+from retrieval.data.encode import encode
 from retrieval.errors import DataError
-from retrieval.evaluate import verification_run
-from retrieval.evaluate.verification import Verification, verification
-from retrieval.evaluate.verification_run import pair_distances, verification_table, verify_run
-from retrieval.export.runs import export_run
-from retrieval.recipe import check_recipe
-from retrieval.train.run import Run, load_run
-from retrieval.train.trainer import train
+from retrieval.evaluation import verify_run as verification_run
+from retrieval.evaluation.verification import Verification, verification
+from retrieval.evaluation.verify_run import pair_distances, verification_table, verify_run
+from retrieval.export.export_run import export_run
+from retrieval.recipe.read import check_recipe
+from retrieval.run.open import Run, load_run
+from retrieval.training.trainer import train
 
 TOOLBOX = str(Path(__file__).parents[1] / "train" / "toolbox.py")
 RECIPE: dict[str, Any] = {
@@ -173,7 +173,7 @@ def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path
         verification(distances, same, folds).values, abs=1e-9
     )
     # the weights before the first step, as a run of no learning rate would keep them
-    from retrieval.train.build import build_model
+    from retrieval.run.build import build_model
 
     torch.manual_seed(run.recipe.seed)
     model = build_model(run.recipe, run.plugins, run.dataset).eval()

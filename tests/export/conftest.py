@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from retrieval.contracts import Backbone, Combiner, Subspace
-from retrieval.images import Preprocessing, from_array
-from retrieval.model import Model, Normalize, build_head
+from retrieval.model.contracts import Backbone, Combiner, Subspace
+from retrieval.model.model import Model, Normalize, build_head
+from retrieval.serving.images import Preprocessing, from_array
 from torch import Tensor, nn
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from retrieval.bundle import Bundle
 from retrieval.errors import BundleError
-from retrieval.export import export_model
-from retrieval.manifest import read_manifest
-from retrieval.model import Model
+from retrieval.export.export_model import export_model
+from retrieval.model.model import Model
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.manifest import read_manifest
 from torch import nn
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from retrieval.bundle import Bundle
-from retrieval.cli import app
-from retrieval.export import runs
-from retrieval.manifest import read_manifest
-from retrieval.train.run import load_run
+from retrieval.cli.app import app
+from retrieval.export import export_run as runs
+from retrieval.run.open import load_run
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.manifest import read_manifest
 
 NETWORK = """
 [data]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from retrieval.errors import BundleError
-from retrieval.export import export_model
-from retrieval.model import Model
+from retrieval.export.export_model import export_model
+from retrieval.model.model import Model
 from torch import nn
 
 

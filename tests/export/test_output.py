@@ -10,11 +10,11 @@ import threading
 
 import pytest
 import torch
-from retrieval.bundle import Bundle
 from retrieval.errors import BundleError
-from retrieval.export import export_model
+from retrieval.export.export_model import export_model
 from retrieval.export.output import whole_folder
-from retrieval.model import Model
+from retrieval.model.model import Model
+from retrieval.serving.bundle import Bundle
 from torch import nn
 
 SCRIPT = textwrap.dedent(
@@ -22,10 +22,10 @@ SCRIPT = textwrap.dedent(
     import resource, signal, sys, time
     import numpy as np, torch
     from torch import nn
-    from retrieval.contracts import Backbone
+    from retrieval.model.contracts import Backbone
     from retrieval.errors import BundleError
-    from retrieval.export import export_model
-    from retrieval.model import Model
+    from retrieval.export.export_model import export_model
+    from retrieval.model.model import Model
 
     class Vectors(Backbone):
         features = 64

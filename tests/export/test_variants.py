@@ -8,11 +8,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from retrieval.bundle import Bundle
 from retrieval.errors import BundleError
-from retrieval.export import export_model
+from retrieval.export.export_model import export_model
 from retrieval.export.variants import recall_at_1, row_cosine
-from retrieval.model import Model, Normalize, build_head
+from retrieval.model.model import Model, Normalize, build_head
+from retrieval.serving.bundle import Bundle
 from torch import nn
 
 

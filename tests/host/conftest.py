@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.plugins import Plugins, load_plugins
+from retrieval.host.plugins import Plugins, load_plugins
 
 EVERYTHING = Path(__file__).with_name("plugins_for_tests") / "everything.py"
 
@@ -33,7 +33,7 @@ def table() -> dict[str, Any]:
 def problems() -> Callable[..., tuple[str, ...]]:
     """Every problem of a recipe."""
     from retrieval.errors import RecipeError
-    from retrieval.recipe import check_recipe
+    from retrieval.recipe.read import check_recipe
 
     def of(table: dict[str, Any]) -> tuple[str, ...]:
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.cli import COMMANDS
+from retrieval.cli.app import COMMANDS
 
 COMMAND = '''
 import os, signal, time

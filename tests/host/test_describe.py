@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
-from retrieval.describe import list_text, show_text, snippet
 from retrieval.errors import PluginError
-from retrieval.factory import KINDS, Factory, Parameter
-from retrieval.plugins import Plugins, load_plugins
-from retrieval.recipe import check_recipe
+from retrieval.host.describe import list_text, show_text, snippet
+from retrieval.host.factory import KINDS, Factory, Parameter
+from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.recipe.read import check_recipe
 
 from .conftest import EVERYTHING
 
@@ -142,7 +142,7 @@ def test_paragraphs_are_wrapped_and_formulas_and_lists_are_not(everything: Plugi
         - two
         """
 
-    from retrieval.describe import _one
+    from retrieval.host.describe import _one
 
     text = _one(Factory.read("losses", "acme.x", loss), everything)
     assert "    a = b\n      + c\n\n- one\n- two\n" in text

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from retrieval import hookspecs
+from retrieval.host import hookspecs
 
 ROOT = Path(__file__).parents[2]
 HOOKS = [name for name in vars(hookspecs) if name.startswith("retrieval_")]

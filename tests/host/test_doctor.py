@@ -14,7 +14,7 @@ import pytest
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """The command with `folder` before everything else on the path."""
-    code = "import sys; sys.argv = ['retrieval', 'doctor', *sys.argv[1:]]; from retrieval.cli import main; main()"
+    code = "import sys; sys.argv = ['retrieval', 'doctor', *sys.argv[1:]]; from retrieval.cli.app import main; main()"
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-c", code, *options], capture_output=True, text=True, env=environment, cwd=folder

@@ -14,7 +14,8 @@ import torch
 from pydantic import Field
 from retrieval import Part, traits
 from retrieval.errors import PluginError, RecipeError
-from retrieval.factory import Factory, type_text
+from retrieval.host.factory import Factory
+from retrieval.host.values import type_text
 from torch import Tensor, nn
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from retrieval.errors import PluginError
-from retrieval.file_plugins import FilePlugin
-from retrieval.plugins import load_plugins
-from retrieval.recipe import read_table
+from retrieval.host.file_plugins import FilePlugin
+from retrieval.host.plugins import load_plugins
+from retrieval.recipe.read import read_table
 
 PLUGIN = '''
 """A plugin with neighbours."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from retrieval.errors import MissingDependency, PluginError
-from retrieval.plugins import Plugins, installed, load_plugins
+from retrieval.host.plugins import Plugins, installed, load_plugins
 
 LOSS = '''
 from retrieval import hookimpl
@@ -75,7 +75,9 @@ def test_two_distributions_with_one_name_are_refused_before_loading(
     assert done.code == 2
     assert "first-acme 1.2" in done.err and "second-acme 3.4" in done.err and "'acme'" in done.err
     assert "LOADED" not in done.out + done.err and "Traceback" not in done.err
-    code = "from retrieval.plugins import load_plugins; print([s.plugin for s in load_plugins().sources])"
+    code = (
+        "from retrieval.host.plugins import load_plugins; print([s.plugin for s in load_plugins().sources])"
+    )
     blocked = process("-c", code, path=tmp_path, RETRIEVAL_BLOCK="acme")
     assert blocked.code == 0 and "'acme'" not in blocked.out and "'pml'" in blocked.out
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 from retrieval.errors import RetrievalError, StoreError
-from retrieval.locks import hold
+from retrieval.serving.files.locks import hold
 
 HOLDER = textwrap.dedent("""
     import sys, time
-    from retrieval.locks import hold
+    from retrieval.serving.files.locks import hold
     with hold(sys.argv[1], "building this index"):
         print("held", flush=True)
         time.sleep(60)
@@ -126,7 +126,7 @@ def test_where_nothing_can_be_written_a_sentence(tmp_path):
 READ_ONLY = textwrap.dedent("""
     import os, sys
     from retrieval.errors import RetrievalError
-    from retrieval.locks import hold
+    from retrieval.serving.files.locks import hold
     if os.geteuid() == 0:
         os.setgid(65534); os.setuid(65534)
     with hold(sys.argv[1], "x"):

@@ -10,7 +10,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from retrieval.runtime import FAISS, ONNXRUNTIME
+from retrieval.serving.runtime import FAISS, ONNXRUNTIME
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,10 +52,10 @@ def test_every_file_that_is_no_code_is_package_data(config: ConfigParser) -> Non
 
 
 def test_every_template_of_a_new_plugin_is_package_data(config: ConfigParser) -> None:
-    patterns = [p.strip() for p in config["options.package_data"]["retrieval"].split(",")]
+    patterns = [p.strip() for p in config["options.package_data"]["retrieval.host"].split(",")]
     files = [
-        p.relative_to(ROOT / "retrieval")
-        for p in (ROOT / "retrieval" / "scaffolds").rglob("*")
+        p.relative_to(ROOT / "retrieval" / "host")
+        for p in (ROOT / "retrieval" / "host" / "scaffolds").rglob("*")
         if p.is_file()
     ]
     assert len(files) > 25

@@ -6,7 +6,7 @@ import pytest
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.regularizers import LpRegularizer
 from retrieval.errors import PluginError, RecipeError
-from retrieval.plugins import Plugins
+from retrieval.host.plugins import Plugins
 
 GIVEN = {"embedding_size": 8, "classes": 3, "features": 5}
 

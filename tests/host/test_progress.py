@@ -14,8 +14,8 @@ import termios
 from pathlib import Path
 
 import pytest
-from retrieval import progress
-from retrieval.progress import Meter
+from retrieval.serving import progress
+from retrieval.serving.progress import Meter
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,7 +74,7 @@ def test_no_standard_error_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_terminal_shows_a_bar_and_is_left_clean() -> None:
     code = """
 import time
-from retrieval.progress import Meter
+from retrieval.serving.progress import Meter
 with Meter("encoding", 20, "images") as meter:
     for i in range(20):
         time.sleep(0.06)
@@ -110,4 +110,4 @@ def test_no_bar_is_made_elsewhere() -> None:
         for path in (ROOT / folder).rglob("*.py")
         if "tqdm" in path.read_text(encoding="utf-8")
     ]
-    assert users == ["retrieval/progress.py"]
+    assert users == ["retrieval/serving/progress.py"]

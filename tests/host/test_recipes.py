@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from retrieval.errors import PluginError, RecipeError
-from retrieval.recipe import Recipe, check_recipe, read_recipe
+from retrieval.recipe.read import check_recipe, read_recipe
+from retrieval.recipe.tables import Recipe
 
 Problems = Callable[..., tuple[str, ...]]
 

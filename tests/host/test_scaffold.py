@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from retrieval.errors import PluginError
-from retrieval.scaffold import EXAMPLES, package_files, write_package
+from retrieval.host.scaffold import EXAMPLES, package_files, write_package
 
 CALLS = """
 import json, sys
-from retrieval.cli import main
+from retrieval.cli.app import main
 
 for call in json.loads(sys.argv[1]):
     sys.argv = ["retrieval", *call]

@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 import pytest
-from retrieval.commands.types import Bytes, Pixels
+from retrieval.cli.types import Bytes, Pixels
 from retrieval.errors import StoreError
-from retrieval.places import instead
+from retrieval.serving.files.places import instead
 
 RECIPE = """
 [data]
@@ -85,7 +85,7 @@ def test_another_component_drops_the_parameters_of_the_one_before(
 
 def test_an_output_that_is_a_file(recipe: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
     from retrieval.export.output import refuse_existing as refuse_bundle
-    from retrieval.index.files import refuse_existing as refuse_index
+    from retrieval.serving.index.files import refuse_existing as refuse_index
 
     file = tmp_path / "file"
     file.touch()
@@ -130,7 +130,7 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_a_wrong_host_is_no_wrong_port() -> None:
-    from retrieval.serve.server import _listen
+    from retrieval.serving.http.server import _listen
 
     with pytest.raises(StoreError) as refused:
         _listen("203.0.113.1", 0, "--port")  # an address for documentation, which no machine has

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.describe import show_text
 from retrieval.errors import RecipeError
-from retrieval.plugins import Plugins, load_plugins
-from retrieval.recipe import check_recipe
+from retrieval.host.describe import show_text
+from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.recipe.read import check_recipe
 
 from .conftest import EVERYTHING
 
@@ -54,9 +54,9 @@ def styles() -> Plugins:
 )
 def test_each_style_trains(loss: dict[str, Any], miner: dict[str, Any] | None, tmp_path: Path) -> None:
     import torch
-    from retrieval.train import checkpoint
-    from retrieval.train.run import build_run
-    from retrieval.train.trainer import train
+    from retrieval.run import checkpoint
+    from retrieval.run.open import build_run
+    from retrieval.training.trainer import train
 
     table = {**BASE, "loss": {**loss, "name": f"styles.{loss['name']}"}}
     if miner:

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from retrieval.errors import RecipeError
-from retrieval.recipe import Phase, Recipe, apply_overrides, read_recipe, to_toml
-from retrieval.values import toml_value
+from retrieval.host.values import toml_value
+from retrieval.recipe.overrides import apply_overrides
+from retrieval.recipe.read import read_recipe, to_toml
+from retrieval.recipe.tables import Phase, Recipe
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 HARD = [

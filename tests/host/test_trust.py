@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from retrieval.errors import PluginError
-from retrieval.recipe import read_recipe
-from retrieval.trust import answering, digest, read_record, record_file, remember, trust
+from retrieval.host.trust import answering, digest, read_record, record_file, remember, trust
+from retrieval.recipe.read import read_recipe
 
 PLUGIN = """
 import pathlib
@@ -193,7 +193,7 @@ def test_files_that_are_no_programs(stranger: Path) -> None:
 
 
 def test_many_processes_at_once_lose_nothing(stranger: Path) -> None:
-    code = "import sys; from pathlib import Path; from retrieval.trust import remember\n" + (
+    code = "import sys; from pathlib import Path; from retrieval.host.trust import remember\n" + (
         "for i in range(20): remember({Path(f'/{sys.argv[1]}/{i}'): f'{sys.argv[1]}-{i}'})"
     )
     running = [subprocess.Popen([sys.executable, "-c", code, str(n)]) for n in range(3)]

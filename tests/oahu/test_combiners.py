@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from retrieval.bundle import Bundle
-from retrieval.export import export_model
-from retrieval.index.build import build_index
-from retrieval.index.store import Index
-from retrieval.manifest import checksum_of
-from retrieval.merging import best_score
-from retrieval.model import Model
-from retrieval.plugins import load_plugins
-from retrieval.train.run import load_run
+from retrieval.export.export_model import export_model
+from retrieval.host.plugins import load_plugins
+from retrieval.model.model import Model
+from retrieval.run.open import load_run
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.store import Index
+from retrieval.serving.manifest import checksum_of
+from retrieval.serving.merging import best_score
 from sklearn.datasets import load_digits
 
 from retrieval_oahu import ABTL, OAHU, OASIS, HedgeScore, HedgeSum, Spaces, Warm

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.bundle import Bundle
-from retrieval.contracts import Subspace
-from retrieval.evaluate.protocol import encoded, evaluate_run
-from retrieval.evaluate.served import nearest_in_each, served_neighbors
+from retrieval.evaluation.evaluate_run import encoded, evaluate_run
+from retrieval.evaluation.served import nearest_in_each, served_neighbors
 from retrieval.export.variants import SCORED, distances_of, measure, recall_at_1
-from retrieval.train.run import load_run
+from retrieval.model.contracts import Subspace
+from retrieval.run.open import load_run
+from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
 
 _spec = importlib.util.spec_from_file_location("oahu_loops", Path(__file__).with_name("loops.py"))

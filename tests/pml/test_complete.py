@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytorch_metric_learning as pml
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
-from retrieval.plugins import load_plugins
+from retrieval.host.plugins import load_plugins
 
 from retrieval_pml.excluded import CLASSES, PARAMETERS, RENAMED
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pytorch_metric_learning import losses as upstream
-from retrieval.plugins import load_plugins
+from retrieval.host.plugins import load_plugins
 from torch import Tensor
 
 PLUGINS = load_plugins()

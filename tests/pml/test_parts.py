@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from retrieval.errors import RecipeError
-from retrieval.factory import KINDS
-from retrieval.plugins import load_plugins
+from retrieval.host.factory import KINDS
+from retrieval.host.plugins import load_plugins
 from torch import Tensor
 
 PLUGINS = load_plugins()

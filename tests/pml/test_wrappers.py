@@ -10,7 +10,7 @@ import pytest
 import torch
 from pytorch_metric_learning import losses as upstream
 from retrieval.errors import RecipeError
-from retrieval.plugins import load_plugins
+from retrieval.host.plugins import load_plugins
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 

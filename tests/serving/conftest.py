@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import httpx
 import pytest
-from retrieval.index.build import build_index
+from retrieval.serving.index.build import build_index
 
 _spec = importlib.util.spec_from_file_location("serving_makers", Path(__file__).with_name("makers.py"))
 _makers = importlib.util.module_from_spec(_spec)

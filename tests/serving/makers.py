@@ -13,9 +13,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
-from retrieval.images import Preprocessing
-from retrieval.index import items
-from retrieval.manifest import (
+from retrieval.serving.images import Preprocessing
+from retrieval.serving.index import items
+from retrieval.serving.manifest import (
     Cosine,
     Distance,
     Input,

@@ -10,7 +10,7 @@ import pytest
 CODE = """
 import numpy as np
 import faiss, faiss.contrib.torch_utils
-from retrieval.index.backends import make_backend
+from retrieval.serving.index.backends import make_backend
 rng = np.random.default_rng(0)
 x = rng.standard_normal((500, 16)).astype(np.float32)
 backend = make_backend(NAME, {})

@@ -9,10 +9,10 @@ import numpy as np
 import onnx
 import pytest
 from PIL import Image
-from retrieval import runtime
-from retrieval.bundle import Bundle
 from retrieval.errors import BundleError, DataError, MissingDependency
-from retrieval.manifest import Manifest, checksum_of, read_manifest, write_manifest
+from retrieval.serving import runtime
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.manifest import Manifest, checksum_of, read_manifest, write_manifest
 
 
 def copied(bundle: Path, folder: Path) -> Path:

@@ -14,8 +14,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from retrieval.commands.serving import serve_command
-from retrieval.server_settings import Settings
+from retrieval.cli.serving import serve_command
+from retrieval.serving.http.settings import Settings
 
 
 @pytest.fixture
@@ -113,9 +113,9 @@ def test_every_fault_of_a_csv_is_listed_at_once(retrieval, makers, bundle_path, 
 
 HANGING = """
 import time
-import retrieval.index.journal as journal
-from retrieval.bundle import Bundle
-from retrieval.cli import main
+import retrieval.serving.index.journal as journal
+from retrieval.serving.bundle import Bundle
+from retrieval.cli.app import main
 
 journal._SYNC_SECONDS = 0
 encode, batches = Bundle.encode, []

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval import renaming
 from retrieval.errors import DataError, StoreError
-from retrieval.index import items as items_module
-from retrieval.index.build import build_index
-from retrieval.index.files import SUMS, put_in_place
-from retrieval.index.store import Index
+from retrieval.serving.files import renaming
+from retrieval.serving.index import items as items_module
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.files import SUMS, put_in_place
+from retrieval.serving.index.store import Index
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -103,7 +103,7 @@ def test_an_existing_output_is_refused_then_replaced(folder, bundle_path, tmp_pa
 
 
 def test_replacing_without_the_system_call(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrieval.renaming._rename", lambda one, other, how: False)
+    monkeypatch.setattr("retrieval.serving.files.renaming._rename", lambda one, other, how: False)
     for name in ("new", "out"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -158,7 +158,7 @@ def test_no_index_is_a_sentence(tmp_path):
 LIMITED = textwrap.dedent("""
     import resource, sys
     from retrieval.errors import StoreError
-    from retrieval.index.build import build_index
+    from retrieval.serving.index.build import build_index
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
     try:
         build_index(sys.argv[2], [sys.argv[3]], sys.argv[4], progress=False)
@@ -230,8 +230,8 @@ def test_a_really_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
 
 SLOW = textwrap.dedent("""
     import sys, time
-    from retrieval.bundle import Bundle
-    from retrieval.index.build import build_index
+    from retrieval.serving.bundle import Bundle
+    from retrieval.serving.index.build import build_index
     encode = Bundle.encode
     batches = 0
     def slow(self, inputs, **options):
@@ -242,7 +242,7 @@ SLOW = textwrap.dedent("""
             time.sleep(100)
         return encode(self, inputs, **options)
     Bundle.encode = slow
-    import retrieval.index.journal as journal
+    import retrieval.serving.index.journal as journal
     journal._SYNC_SECONDS = 0
     try:
         summary = build_index(sys.argv[1], [sys.argv[2]], sys.argv[3], batch=16, skip_bad=True, progress=False)
@@ -287,7 +287,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(how, makers, bundle_path, t
 
 def test_what_changed_meanwhile_is_encoded_again(makers, bundle_path, folder, tmp_path, monkeypatch):
     images = makers.digits()[0]
-    monkeypatch.setattr("retrieval.index.build.put_in_place", _interrupt)
+    monkeypatch.setattr("retrieval.serving.index.build.put_in_place", _interrupt)
     with pytest.raises(KeyboardInterrupt):
         build_index(bundle_path, [folder], tmp_path / "i", progress=False)
     monkeypatch.undo()
@@ -302,7 +302,7 @@ def test_what_changed_meanwhile_is_encoded_again(makers, bundle_path, folder, tm
 
 
 def test_another_bundle_starts_over(makers, bundle_path, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("retrieval.index.build.put_in_place", _interrupt)
+    monkeypatch.setattr("retrieval.serving.index.build.put_in_place", _interrupt)
     with pytest.raises(KeyboardInterrupt):
         build_index(bundle_path, [folder], tmp_path / "i", progress=False)
     monkeypatch.undo()
@@ -314,7 +314,7 @@ def test_another_bundle_starts_over(makers, bundle_path, folder, tmp_path, monke
 
 
 def test_a_damaged_journal_costs_time_and_nothing_else(bundle_path, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("retrieval.index.build.put_in_place", _interrupt)
+    monkeypatch.setattr("retrieval.serving.index.build.put_in_place", _interrupt)
     for damage in (b"", b"{}\n", b"\xff\xfe", b'{"bundle": 1}\n[]\n'):
         with pytest.raises(KeyboardInterrupt):
             build_index(bundle_path, [folder], tmp_path / "i", progress=False)
@@ -337,7 +337,7 @@ def test_a_flipped_bit_of_what_was_done_is_done_again(file, makers, photos, tmp_
     build_index(bundle, [photos], tmp_path / "whole", progress=False)
     partial = tmp_path / "i.partial"
     for bit in np.random.default_rng(0).integers(0, 8 * 200 * 60, 6):
-        monkeypatch.setattr("retrieval.index.build.put_in_place", _interrupt)
+        monkeypatch.setattr("retrieval.serving.index.build.put_in_place", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             build_index(bundle, [photos], tmp_path / "i", progress=False)
         monkeypatch.undo()
@@ -361,7 +361,7 @@ def test_what_the_disk_alters_after_the_last_look_is_noticed(bundle_path, photos
             file.seek(1000)
             file.write(bytes([byte ^ 1]))
 
-    monkeypatch.setattr("retrieval.index.assembly.write_items", write)
+    monkeypatch.setattr("retrieval.serving.index.assembly.write_items", write)
     with pytest.raises(StoreError, match="The numbers of item 13 were altered on the disk"):
         build_index(bundle_path, [photos], tmp_path / "i", progress=False)
     assert not list(tmp_path.iterdir())
@@ -370,7 +370,7 @@ def test_what_the_disk_alters_after_the_last_look_is_noticed(bundle_path, photos
 BUILD = textwrap.dedent("""
     import sys
     from retrieval.errors import StoreError
-    from retrieval.index.build import build_index
+    from retrieval.serving.index.build import build_index
     print("ready", flush=True)
     sys.stdin.readline()
     try:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from retrieval.errors import StoreError
-from retrieval.index.build import build_index
-from retrieval.index.built import built_here
-from retrieval.index.gallery import Gallery
-from retrieval.index.store import Index
-from retrieval.trust import record_file
+from retrieval.host.trust import record_file
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.built import built_here
+from retrieval.serving.index.gallery import Gallery
+from retrieval.serving.index.store import Index
 
 
 @pytest.fixture

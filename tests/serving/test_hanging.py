@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import wire
-from retrieval.index.build import build_index
+from retrieval.serving.index.build import build_index
 
 LIVE = wire.get("/v1/health/live")
 

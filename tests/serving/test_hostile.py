@@ -8,8 +8,8 @@ import os
 import numpy as np
 import pytest
 from retrieval.errors import BundleError, RetrievalError, StoreError
-from retrieval.index import items
-from retrieval.index.store import Index
+from retrieval.serving.index import items
+from retrieval.serving.index.store import Index
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -71,7 +71,7 @@ def test_json_that_is_meant_to_break_its_reader(text, says, index, makers):
             Index.open(makers.summed(index))
         (index / name).write_text(kept)
     (index / "bundle" / "manifest.json").write_text(text)
-    from retrieval.bundle import Bundle
+    from retrieval.serving.bundle import Bundle
 
     with pytest.raises(BundleError, match=says):
         Bundle.open(index / "bundle")

@@ -15,8 +15,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from retrieval.errors import StoreError
-from retrieval.index.build import build_index
-from retrieval.index.store import Index
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.store import Index
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -73,7 +73,7 @@ SPOILED = textwrap.dedent("""
     sys.path.insert(0, sys.argv[2])
     import numpy as np
     from retrieval.errors import StoreError
-    from retrieval.index.store import Index
+    from retrieval.serving.index.store import Index
     import makers
     index = Path(sys.argv[1])
     vectors = np.load(index / "vectors.npy")
@@ -215,7 +215,7 @@ OPENED = PEAK + textwrap.dedent("""
     import sys
     from retrieval import sessions
     from retrieval.errors import BundleError
-    from retrieval.index.store import Index
+    from retrieval.serving.index.store import Index
     sessions._MEMORY = 1 << 28
     try:
         Index.open(sys.argv[1], threads=1)
@@ -247,7 +247,7 @@ def test_graphs_that_do_not_end_or_ask_for_too_much(name, index, makers):
 COMMAND = PEAK + textwrap.dedent("""
     import resource, sys
     resource.setrlimit(resource.RLIMIT_CPU, (40, 40))
-    from retrieval.cli import main
+    from retrieval.cli.app import main
     sys.argv = ["retrieval", *sys.argv[1:]]
     try:
         main()

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.bundle import Bundle, Encoded
 from retrieval.errors import DataError, PluginError, StoreError
-from retrieval.index.backends import FLAT_NUMBERS, HNSW_VECTORS, choose, make_backend
-from retrieval.index.build import build_index
-from retrieval.index.recall import recall_at_10
-from retrieval.index.store import Index
-from retrieval.manifest import read_manifest
+from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.index.backends import FLAT_NUMBERS, HNSW_VECTORS, choose, make_backend
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.recall import recall_at_10
+from retrieval.serving.index.store import Index
+from retrieval.serving.manifest import read_manifest
 
 
 def plain_nearest(query, vectors, distance, k):

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import wire
 from PIL import Image
-from retrieval.index.build import build_index
-from retrieval.serve.pool import Pool
+from retrieval.serving.http.pool import Pool
+from retrieval.serving.index.build import build_index
 
 LIVE = wire.get("/v1/health/live")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from retrieval.index.build import build_index
+from retrieval.serving.index.build import build_index
 
 pytestmark = pytest.mark.browser
 

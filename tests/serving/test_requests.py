@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import wire
-from retrieval.index.build import build_index
+from retrieval.serving.index.build import build_index
 
 LIVE = wire.get("/v1/health/live")
 

@@ -17,8 +17,8 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.index.build import build_index
-from retrieval.index.store import Index
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.store import Index
 
 EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/v1/health/live", "/v1/health/ready"]
 
@@ -255,8 +255,8 @@ def test_a_busy_server_says_so(server, photos):
     good = next(photos.rglob("*.png")).read_bytes()
     import asyncio
 
-    from retrieval.serve.errors import RequestError
-    from retrieval.serve.pool import Pool
+    from retrieval.serving.http.errors import RequestError
+    from retrieval.serving.http.pool import Pool
 
     async def overload() -> int:
         pool = Pool("search", 1, 16)
@@ -316,9 +316,9 @@ def test_ready_means_that_a_search_was_run(index_path):
     """Not ready before the first search, and with the reason when that fails."""
     import asyncio
 
-    from retrieval.serve.app import create_app
-    from retrieval.serve.searcher import Searcher
-    from retrieval.server_settings import Settings
+    from retrieval.serving.http.app import create_app
+    from retrieval.serving.http.searcher import Searcher
+    from retrieval.serving.http.settings import Settings
 
     async def scenario() -> list:
         with Index.open(index_path, threads=1) as index:

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from retrieval.bundle import Bundle
 from retrieval.errors import BundleError, MissingDependency, RetrievalError, StoreError
-from retrieval.index.build import build_index
-from retrieval.index.store import Index
-from retrieval.manifest import checksum_of
-from retrieval.signatures import new_key, sign
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.store import Index
+from retrieval.serving.manifest import checksum_of
+from retrieval.serving.signing import new_key, sign
 
 
 @pytest.fixture
@@ -105,6 +105,6 @@ def test_keys(keys, index_path, tmp_path, cli, monkeypatch):
     made = cli("sign", "--key", tmp_path / "new.key", "--new-key")
     assert made.code == 0 and (tmp_path / "new.key.pub").is_file()
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    monkeypatch.setattr("retrieval.runtime.installed", lambda names: [])
+    monkeypatch.setattr("retrieval.serving.runtime.installed", lambda names: [])
     with pytest.raises(MissingDependency, match=r"embedding-retrieval\[sign\]"):
         Index.open(index_path, signed_by=public)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from retrieval import snapshot
-from retrieval.bundle import Bundle
 from retrieval.errors import BundleError, StoreError
-from retrieval.index.build import build_index
-from retrieval.index.files import put_in_place
-from retrieval.index.store import Index
-from retrieval.snapshot import Held
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.files import snapshot
+from retrieval.serving.files.snapshot import Held
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.files import put_in_place
+from retrieval.serving.index.store import Index
 
 
 @pytest.fixture

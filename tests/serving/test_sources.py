@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.index.build import build_index
-from retrieval.index.store import Index
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.store import Index
 
 
 def test_a_csv_manifest_keeps_its_columns(photos, bundle_path, tmp_path):

@@ -75,4 +75,4 @@ def test_commands_print_through_one_place() -> None:
         if path.name != "__init__.py":
             calls = [n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
             direct = [c for c in calls if ast.unparse(c) in ("click.echo", "click.secho", "print")]
-            assert not direct, f"{path.name} prints past retrieval.commands.say"
+            assert not direct, f"{path.name} prints past retrieval.cli.say"

@@ -21,14 +21,14 @@ HEAVY = (
     "sklearn",
     "retrieval_core",
     "retrieval_pml",
-    "retrieval.plugins",
+    "retrieval.host.plugins",
 )
 TRAINING = (
-    "retrieval.contracts",
-    "retrieval.model",
-    "retrieval.recipe",
-    "retrieval.train",
-    "retrieval.evaluate",
+    "retrieval.model.contracts",
+    "retrieval.model.model",
+    "retrieval.recipe.read",
+    "retrieval.training",
+    "retrieval.evaluation",
     "retrieval.export",
     "retrieval.data",
 )
@@ -54,7 +54,9 @@ def loaded_after(code: str) -> set[str]:
 
 def test_importing_the_serving_side_loads_no_training():
     names = serving_modules()
-    assert {"retrieval.bundle", "retrieval.index.store", "retrieval.serve.app"} <= set(names)
+    assert {"retrieval.serving.bundle", "retrieval.serving.index.store", "retrieval.serving.http.app"} <= set(
+        names
+    )
     loaded = loaded_after("\n".join(f"import {name}" for name in names))
     assert not loaded & set(HEAVY)
     assert not {name for name in loaded if name.startswith(TRAINING)}
@@ -63,13 +65,16 @@ def test_importing_the_serving_side_loads_no_training():
 
 def test_each_layer_imports_only_those_below():
     for module, above in (
-        ("retrieval.images", ("retrieval.bundle", "retrieval.index", "retrieval.serve", "pydantic")),
-        ("retrieval.bundle", ("retrieval.index", "retrieval.serve", "starlette")),
-        ("retrieval.index.build", ("retrieval.serve", "starlette")),
-        ("retrieval.index.store", ("retrieval.serve", "starlette")),
         (
-            "retrieval.commands.serving",
-            ("numpy", "PIL", "pydantic", "retrieval.bundle", "retrieval.index", "starlette"),
+            "retrieval.serving.images",
+            ("retrieval.serving.bundle", "retrieval.serving.index", "retrieval.serving.http", "pydantic"),
+        ),
+        ("retrieval.serving.bundle", ("retrieval.serving.index", "retrieval.serving.http", "starlette")),
+        ("retrieval.serving.index.build", ("retrieval.serving.http", "starlette")),
+        ("retrieval.serving.index.store", ("retrieval.serving.http", "starlette")),
+        (
+            "retrieval.cli.serving",
+            ("numpy", "PIL", "pydantic", "retrieval.serving.bundle", "retrieval.serving.index", "starlette"),
         ),
     ):
         loaded = loaded_after(f"import {module}")
@@ -79,17 +84,17 @@ def test_each_layer_imports_only_those_below():
 WORK = textwrap.dedent("""
     import importlib.util, json, sys
     from pathlib import Path
-    from retrieval.bundle import Bundle
-    from retrieval.index.build import build_index
-    from retrieval.index.store import Index
+    from retrieval.serving.bundle import Bundle
+    from retrieval.serving.index.build import build_index
+    from retrieval.serving.index.store import Index
     bundle, photos, out, query = map(Path, sys.argv[1:])
     encoded = Bundle.open(bundle).encode_image(query)
     build_index(bundle, [photos], out, backend="hnsw", progress=False)
     with Index.open(out) as index:
         hits = index.search(index.bundle.encode_image(query), 3)[0]
-    import retrieval.serve.app, retrieval.serve.server
+    import retrieval.serving.http.app, retrieval.serving.http.server
     assert "torch" not in sys.modules
-    assert not any(name.startswith(("retrieval_", "retrieval.plugins")) for name in sys.modules)
+    assert not any(name.startswith(("retrieval_", "retrieval.host.plugins")) for name in sys.modules)
     assert importlib.util.find_spec("torch") is None
     assert importlib.util.find_spec("pytorch_metric_learning") is None
     print(json.dumps([encoded.vector[0].tolist(), [[hit.key, hit.distance] for hit in hits]]))
@@ -135,8 +140,8 @@ def light_python(tmp_path_factory) -> Path:
 def test_everything_works_without_torch(
     light_python, bundle_path, index_path, photos, served, tmp_path, capfd
 ):
-    from retrieval.bundle import Bundle
-    from retrieval.index.store import Index
+    from retrieval.serving.bundle import Bundle
+    from retrieval.serving.index.store import Index
 
     environment = {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")
@@ -190,7 +195,7 @@ def test_a_server_without_its_extra_says_what_to_install(index_path, tmp_path):
         "import sys\n"
         "for name in ('uvicorn', 'starlette', 'python_multipart'): sys.modules[name] = None\n"
         f"sys.argv = ['retrieval', 'serve', {str(index_path)!r}]\n"
-        "from retrieval.cli import main\nmain()\n"
+        "from retrieval.cli.app import main\nmain()\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 2

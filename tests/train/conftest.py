@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.plugins import Plugins
-from retrieval.recipe import Recipe, check_recipe
+from retrieval.host.plugins import Plugins
+from retrieval.recipe.read import check_recipe
+from retrieval.recipe.tables import Recipe
 
 TOOLBOX = str(Path(__file__).with_name("toolbox.py"))
 

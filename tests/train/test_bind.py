@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from retrieval.contracts import Generator
 from retrieval.errors import DataError, PluginError
-from retrieval.train import checkpoint
-from retrieval.train.run import build_run
-from retrieval.train.trainer import Trainer, train
+from retrieval.model.contracts import Generator
+from retrieval.run import checkpoint
+from retrieval.run.open import build_run
+from retrieval.training.trainer import Trainer, train
 
 Make = Callable[..., Any]
 ONTO = {"name": "toolbox.onto"}

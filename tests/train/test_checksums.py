@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from retrieval.cli import app
+from retrieval.cli.app import app
 from retrieval.errors import DataError
-from retrieval.recipe import to_toml
-from retrieval.train import checkpoint
-from retrieval.train.trainer import train
+from retrieval.recipe.read import to_toml
+from retrieval.run import checkpoint
+from retrieval.training.trainer import train
 
 OLD = Path(__file__).with_name("run_without_checksums")
 """A run of the version that had none, stopped after two epochs of three; whole, it ended with a MAP@R of .27683196206619215."""
@@ -34,7 +34,7 @@ def flip(path: Path, bit: int) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from retrieval.recipe import check_recipe
+    from retrieval.recipe.read import check_recipe
 
     folder = tmp_path_factory.mktemp("flips")
     table = {

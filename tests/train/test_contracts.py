@@ -11,10 +11,10 @@ import pytest
 import tomli_w
 import torch
 from retrieval.errors import DataError, PluginError
-from retrieval.guard import checked_indices, checked_scalar
-from retrieval.recipe import check_recipe
-from retrieval.train.check import run_one_batch
-from retrieval.train.trainer import train
+from retrieval.model.guard import checked_indices, checked_scalar
+from retrieval.recipe.read import check_recipe
+from retrieval.training.check import run_one_batch
+from retrieval.training.trainer import train
 
 BROKEN = str(Path(__file__).with_name("broken.py"))
 BASE: dict[str, Any] = {

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from retrieval.data.datasets import FileDataset
 from retrieval.errors import DataError
-from retrieval.train.trainer import train
+from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
 TABLES: dict[str, Any] = {

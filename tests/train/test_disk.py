@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from retrieval.errors import DataError
-from retrieval.recipe import to_toml
-from retrieval.train import checkpoint
+from retrieval.recipe.read import to_toml
+from retrieval.run import checkpoint
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_training_on_a_full_disk_is_one_sentence(make: Callable[..., Any], tmp_p
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, 5_000_000));"
         "sys.argv = ['retrieval', 'train', sys.argv[1], '--output', sys.argv[2]];"
-        "from retrieval.cli import main; main()"
+        "from retrieval.cli.app import main; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "recipe.toml"), str(tmp_path / "run")],

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
-from retrieval.bundle import Bundle
-from retrieval.cli import app
+from retrieval.cli.app import app
 from retrieval.errors import BundleError, DataError
+from retrieval.serving.bundle import Bundle
 
 RECIPE = """
 name = "elsewhere"

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.errors import DataError
-from retrieval.evaluate.protocol import evaluate_run
-from retrieval.evaluate.table import table
-from retrieval.export.runs import export_run
-from retrieval.train.run import load_run
-from retrieval.train.trainer import train
+from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.evaluation.table import table
+from retrieval.export.export_run import export_run
+from retrieval.run.open import load_run
+from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
 
@@ -26,7 +26,7 @@ def trained(make: Make, folder: Path, **tables: Any) -> Any:
 
 def brute_force_recall_at_1(run: Any) -> float:
     """By plain loops over the model's own distances."""
-    from retrieval.encode import encode
+    from retrieval.data.encode import encode
 
     codes = encode(run.model, run.dataset, run.splits.query)
     labels = run.splits.labels[run.splits.query]

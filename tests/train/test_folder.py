@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from retrieval.cli import app
+from retrieval.cli.app import app
 from retrieval.errors import DataError, RecipeError
-from retrieval.recipe import check_recipe, to_toml
-from retrieval.train import checkpoint
-from retrieval.train.folder import claimed, create_folder
-from retrieval.train.trainer import train
+from retrieval.recipe.read import check_recipe, to_toml
+from retrieval.run import checkpoint
+from retrieval.run.folder import claimed, create_folder
+from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
 TABLE: dict[str, Any] = {
@@ -68,8 +68,8 @@ import json, os, random, signal, sys
 from pathlib import Path
 import torch, torch._dynamo, torch.utils.tensorboard
 torch.set_num_threads(1)
-from retrieval.cli import app
-import retrieval.train.trainer
+from retrieval.cli.app import app
+import retrieval.training.trainer
 
 recipe, base, seed = sys.argv[1:4]
 
@@ -81,7 +81,7 @@ def run(name, kill_at=0):
         calls = appears = 0
         def count(frame, event, argument):
             nonlocal calls, appears
-            if event != "call" or "/retrieval/train/" not in frame.f_code.co_filename:
+            if event != "call" or "/retrieval/training/" not in frame.f_code.co_filename:
                 return
             calls += 1
             if calls == kill_at:
@@ -161,7 +161,7 @@ def test_two_processes_cannot_train_one_run(recipe: Path, tmp_path: Path) -> Non
     folder = tmp_path / "run"
     shutil.copytree(recipe.parent / "whole", folder)
     (folder / "summary.json").unlink()
-    code = "import sys; from pathlib import Path; from retrieval.train.folder import claimed\nwith claimed(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    code = "import sys; from pathlib import Path; from retrieval.run.folder import claimed\nwith claimed(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
@@ -234,8 +234,8 @@ def test_a_claim_ends_with_its_block(tmp_path: Path) -> None:
 
 
 def test_the_command_to_go_on_with_replaces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrieval.commands.again import this_command
-    from retrieval.commands.train import ONCE
+    from retrieval.cli.again import this_command
+    from retrieval.cli.train import ONCE
 
     monkeypatch.setattr(sys, "argv", ["retrieval", "train", "my recipe.toml", "--replace", "--set", "seed=1"])
     assert this_command("--resume", without=ONCE) == "retrieval train 'my recipe.toml' --set seed=1 --resume"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from retrieval.cli import app
+from retrieval.cli.app import app
 from retrieval.errors import RetrievalError
-from retrieval.train import checkpoint
+from retrieval.run import checkpoint
 
 RECIPE = """
 name = "small"

@@ -12,14 +12,15 @@ import pytest
 import torch
 from PIL import Image
 from retrieval.errors import DataError, PluginError
-from retrieval.evaluate.protocol import evaluate_run
-from retrieval.export.runs import export_run
-from retrieval.train import checkpoint, probe
-from retrieval.train.check import run_one_batch
-from retrieval.train.memory import Allocated, drawn_out, free_bytes
-from retrieval.train.run import build_run, load_run
-from retrieval.train.surroundings import make_accelerator
-from retrieval.train.trainer import train
+from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.export.export_run import export_run
+from retrieval.run import checkpoint
+from retrieval.run.open import build_run, load_run
+from retrieval.training import probe
+from retrieval.training.check import run_one_batch
+from retrieval.training.memory import Allocated, drawn_out, free_bytes
+from retrieval.training.surroundings import make_accelerator
+from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
 NO_GRADIENT = '''

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from retrieval.train import checkpoint
+from retrieval.run import checkpoint
 
 TOOLBOX = Path(__file__).with_name("toolbox.py")
 RECIPE = f"""
@@ -61,8 +61,8 @@ import json, os, sys, time, signal, random
 import torch, torch._dynamo, sklearn.datasets, torch.utils.tensorboard  # once, not in every fork
 torch.set_num_threads(1)
 from pathlib import Path
-from retrieval.recipe import read_recipe
-from retrieval.train.trainer import train
+from retrieval.recipe.read import read_recipe
+from retrieval.training.trainer import train
 
 def child(folder, resume, kill_at=0):
     pid = os.fork()

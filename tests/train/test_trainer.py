@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from retrieval.errors import DataError, RecipeError
-from retrieval.train import checkpoint
-from retrieval.train.run import load_run
-from retrieval.train.trainer import train
+from retrieval.run import checkpoint
+from retrieval.run.open import load_run
+from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
 
@@ -38,7 +38,7 @@ def fit(tmp_path: Path, made: Any, name: str = "run") -> Path:
 
 def start(tmp_path: Path, made: Any) -> dict[str, torch.Tensor]:
     """The weights before the first step."""
-    from retrieval.train.run import build_run
+    from retrieval.run.open import build_run
 
     checkpoint.seed_everything(made[0].seed)
     run = build_run(tmp_path, *made)
@@ -79,8 +79,8 @@ def test_with_a_zero_rate_the_generator_stays_bit_identical_and_the_metric_moves
 def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_path: Path) -> None:
     """The metric's gradient is that of J_m with the synthetic negatives as constants; the generator's that of J_gen."""
     from accelerate import Accelerator
-    from retrieval.train.run import build_run
-    from retrieval.train.trainer import Trainer
+    from retrieval.run.open import build_run
+    from retrieval.training.trainer import Trainer
 
     made = make(**STILL, generator=GENERATOR)
     checkpoint.seed_everything(0)
@@ -128,8 +128,8 @@ def test_a_phase_trains_its_parts_only_and_keeps_the_others_batch_statistics(
 
 def test_each_part_is_in_training_mode_where_it_trains_and_only_there(make: Make, tmp_path: Path) -> None:
     from accelerate import Accelerator
-    from retrieval.train.run import build_run
-    from retrieval.train.trainer import Trainer
+    from retrieval.run.open import build_run
+    from retrieval.training.trainer import Trainer
 
     parts = ["backbone", "head", "combiner", "generator"]
     made = make(
@@ -234,7 +234,7 @@ def test_a_figure_is_the_mean_of_the_batches_that_have_it(
     make: Make, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """A batch without triplets has no generator's objective: that is none, not zero."""
-    from retrieval.train.step import Losses, Step
+    from retrieval.training.step import Losses, Step
 
     call, seen = Step.__call__, []
 
@@ -252,7 +252,7 @@ def test_a_figure_is_the_mean_of_the_batches_that_have_it(
 
 
 def test_an_epoch_without_triplets_is_warned_of(make: Make, tmp_path: Path) -> None:
-    from retrieval.train.check import run_one_batch
+    from retrieval.training.check import run_one_batch
 
     said: list[str] = []
     for items in (1, 2):
@@ -271,8 +271,8 @@ def test_without_triplets_the_real_samples_count_as_ever(
     make: Make, tmp_path: Path, synthetic: bool, real_weight: float
 ) -> None:
     from accelerate import Accelerator
-    from retrieval.train.run import build_run
-    from retrieval.train.trainer import Trainer
+    from retrieval.run.open import build_run
+    from retrieval.training.trainer import Trainer
 
     made = make(
         **STILL,
@@ -298,11 +298,12 @@ def test_frozen_features_give_what_the_frozen_backbone_gives(make: Make, tmp_pat
     assert all(name.startswith("model.head") for name in changed)
     assert changed
     run = load_run(tmp_path / "run")
-    from retrieval.encode import encode
-    from retrieval.train.features import frozen_dataset
+    from retrieval.data.encode import encode
+    from retrieval.data.features import backbone_features
 
     whole = encode(run.model, run.dataset, run.splits.query)
-    cached = encode(run.model, frozen_dataset(run), run.splits.query, from_features=True)
+    features = backbone_features(run.model, run.dataset, run.device, run.recipe.evaluate.batch)
+    cached = encode(run.model, features, run.splits.query, from_features=True)
     torch.testing.assert_close(whole, cached)
 
 
@@ -319,7 +320,7 @@ def test_nan_stops_with_the_steps_number_and_the_last_good_checkpoint(
 
 def test_weights_that_become_nan_are_never_kept_as_the_best(make: Make, tmp_path: Path) -> None:
     """In the last step of the first epoch: what was there before is evaluated."""
-    from retrieval.evaluate.protocol import evaluate_run
+    from retrieval.evaluation.evaluate_run import evaluate_run
 
     made = make(
         **STILL,
@@ -443,7 +444,7 @@ def test_checkpoints_keep_every_nesting_and_type(tmp_path: Path) -> None:
 
 
 def test_resuming_with_another_recipe_is_refused(make: Make, tmp_path: Path) -> None:
-    from retrieval.train.resume import changes
+    from retrieval.run.resume import changes
 
     folder = fit(tmp_path, make())
     assert changes(folder, *make(), None) == []
@@ -454,7 +455,7 @@ def test_resuming_with_another_recipe_is_refused(make: Make, tmp_path: Path) -> 
 @pytest.mark.parametrize("adversarial", [False, True])
 def test_two_processes_train_as_one(make: Make, tmp_path: Path, adversarial: bool) -> None:
     """The batch, its pairs and either side's gradients are the whole batch's: two processes differ by rounding only."""
-    from retrieval.recipe import to_toml
+    from retrieval.recipe.read import to_toml
 
     sgd = {"name": "SGD", "lr": 0.05}
     made = make(
@@ -489,7 +490,7 @@ def test_a_learner_trains_saves_and_loads(make: Make, tmp_path: Path, learner: s
     made = make(loss=None, learner=table, split={"by": "item"})
     folder = fit(tmp_path, made)
     run = load_run(folder)
-    from retrieval.encode import encode
+    from retrieval.data.encode import encode
 
     codes = encode(run.model, run.dataset, run.splits.query)
     assert codes.shape[1] == 4

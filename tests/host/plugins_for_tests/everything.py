@@ -26,7 +26,7 @@ from retrieval import (
     hookimpl,
     traits,
 )
-from retrieval.hookspecs import Factories
+from retrieval.host.hookspecs import Factories
 from torch import Tensor, nn
 
 Loss = Annotated[nn.Module, Part("losses")]

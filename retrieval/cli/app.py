@@ -1,0 +1,172 @@
+"""The command line: finds commands when they are called, and turns errors into sentences and exit codes.
+
+Exit codes: 0 done; 2 the user's mistake (one sentence on stderr, no traceback); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+import traceback
+
+import click
+
+from retrieval.errors import PluginError, RetrievalError, did_you_mean, printable
+
+COMMANDS = {
+    "demo": "demo:demo",
+    "plugins": "plugins:plugins",
+    "check": "train:check",
+    "train": "train:train",
+    "evaluate": "evaluate:evaluate",
+    "export": "export:export_command",
+    "index": "serving:index_command",
+    "search": "serving:search_command",
+    "serve": "serving:serve_command",
+    "sign": "sign:sign_command",
+    "doctor": "doctor:doctor",
+}
+
+
+class App(click.Group):
+    """A group whose commands are imported when they are called; plugins are loaded only for commands of theirs."""
+
+    _asked = False  # whether plugins have added their commands
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Built-in commands in the order of use, then those of plugins."""
+        try:
+            self._add_plugin_commands()
+        except RetrievalError as error:  # help is wanted most when something is wrong
+            click.echo(printable(f"Note: {error}"), err=True)
+        return [*COMMANDS, *sorted(self.commands)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command by name."""
+        if cmd_name in COMMANDS:
+            module, _, name = COMMANDS[cmd_name].partition(":")
+            command: click.Command = getattr(importlib.import_module(f"retrieval.cli.{module}"), name)
+            return command
+        self._add_plugin_commands()
+        if cmd_name not in self.commands:
+            raise click.UsageError(
+                f"There is no command '{cmd_name}'.{did_you_mean(cmd_name, [*COMMANDS, *self.commands])}", ctx
+            )
+        return self.commands[cmd_name]
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """Add a plugin's command.
+
+        Raises:
+            PluginError: a command of that name is there already.
+        """
+        name = name or cmd.name or ""
+        home = getattr(cmd.callback, "__module__", "a plugin")
+        if name in COMMANDS:
+            raise PluginError(
+                f"{home} adds the command '{name}', which is built in. It must take another name."
+            )
+        if name in self.commands:
+            other = getattr(self.commands[name].callback, "__module__", "another plugin")
+            raise PluginError(
+                f"{home} and {other} both add the command '{name}'. One must take another name."
+            )
+        super().add_command(cmd, name)
+
+    def _add_plugin_commands(self) -> None:
+        from retrieval.host.plugins import load_plugins
+
+        if self._asked:
+            return
+        self._asked = True
+        try:
+            load_plugins().hook.retrieval_commands(app=self)
+        except RetrievalError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"A plugin failed in retrieval_commands: {type(error).__name__}: {error}. "
+                "RETRIEVAL_BLOCK=NAME leaves a plugin out."
+            ) from error
+
+
+def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from retrieval.host.version import installed_version
+
+        click.echo(f"retrieval, version {installed_version()}")
+        ctx.exit()
+
+
+@click.group(cls=App, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+    help="Show the version and exit.",
+)  # fmt: skip
+@click.option("--debug", is_flag=True, help="With an error also where it came from: the traceback.")
+@click.pass_context
+def app(ctx: click.Context, debug: bool) -> None:
+    """Find the same thing in other pictures: train an embedding, export it, index it, serve image search.
+
+    Start with:  retrieval demo
+    """
+    if ctx.obj is not None:
+        ctx.obj["debug"] = debug
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        # a terminal that lacks a character shows "?" instead of a traceback
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    settings: dict[str, bool] = {}
+    try:
+        # Click gives the command's own return value, or an exit code for --help and --version.
+        app(prog_name="retrieval", standalone_mode=False, obj=settings)
+        sys.stdout.flush()
+    except RetrievalError as error:
+        if settings.get("debug"):
+            click.echo(printable("".join(traceback.format_exception(error))), err=True)
+        _leave(f"Error: {error}", error.exit_code)
+    except click.ClickException as error:
+        shown = io.StringIO()
+        error.show(shown)
+        click.echo(printable(shown.getvalue()), err=True, nl=False)  # it repeats what was typed
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        _leave("Interrupted.", 130)
+    except BrokenPipeError:
+        # the reader (`head`, a pager) has seen enough; what is buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("retrieval"):
+            raise
+        extra = _extra_for(error.name or "")
+        _leave(f"Error: this command needs {error.name}, which is not installed. Install it: {extra}", 2)
+    except OSError as error:
+        if not error.strerror:
+            raise
+        what = f"{error.filename} cannot be used" if error.filename else "a file or connection failed"
+        _leave(f"Error: {what}: {error.strerror}.", 2)
+
+
+def _leave(sentence: str, code: int) -> None:
+    click.echo(printable(sentence), err=True)
+    sys.exit(code)
+
+
+def _extra_for(module: str) -> str:
+    root = module.partition(".")[0]
+    extras = {
+        "faiss": "cpu",
+        "onnxruntime": "cpu",
+        "starlette": "serve",
+        "uvicorn": "serve",
+        "multipart": "serve",
+        "timm": "timm",
+    }
+    return f"pip install 'embedding-retrieval[{extras.get(root, 'train')}]'."

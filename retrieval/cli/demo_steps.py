@@ -1,0 +1,153 @@
+"""The whole product on scikit-learn's digits: train, evaluate, export, index, search, and a picture of what was found."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import numpy as np
+
+from retrieval.errors import DataError
+from retrieval.run.open import Run
+from retrieval.serving.images import decode, from_array
+
+NEIGHBOURS = 10
+
+
+def run_demo(output: Path, say: Callable[[str], None]) -> None:
+    """Make a run, a bundle, an index and a picture in a new folder.
+
+    Args:
+        output: the folder; must not exist.
+        say: is told what is done, line by line.
+
+    Raises:
+        DataError: the folder exists.
+    """
+    from retrieval.evaluation.evaluate_run import evaluate_run
+    from retrieval.evaluation.table import table
+    from retrieval.export.export_run import export_run
+    from retrieval.recipe.read import read_recipe
+    from retrieval.serving.bundle import Bundle
+    from retrieval.serving.index.build import build_index
+    from retrieval.serving.index.store import Index
+    from retrieval.training.trainer import train
+
+    if output.exists() and not output.is_dir():
+        raise DataError(f"{output} is a file, and a demo is a folder. Choose another --output.")
+    if output.exists():
+        raise DataError(f"{output} exists already. Remove it with --replace, or choose another --output.")
+    output.mkdir(parents=True)
+    began = time.monotonic()
+
+    say("1. Training on scikit-learn's handwritten digits …")
+    with as_file(files("retrieval.cli") / "demo.toml") as path:
+        recipe, plugins = read_recipe(path)
+    run = train(output / "run", recipe, plugins, report=lambda line: say(f"   {line}"))
+
+    say("\n2. Evaluating on held-out digits, beside the raw pixels …")
+    results = evaluate_run(run, baseline=True)
+    say(_indented(table(results)))
+
+    say("\n3. Exporting to ONNX …")
+    _, manifest = export_run(run, output / "bundle")
+    seen = manifest.verified
+    say(
+        f"   torch and ONNX Runtime differ by {seen.largest_difference:.1g} at most on {seen.items} held-out digits"
+    )
+
+    say("\n4. Indexing …")
+    query_files = _write_images(run, output)
+    summary = build_index(output / "bundle", [output / "images"], output / "index", progress=False)
+    say(f"   {summary.count:,} images, back end '{summary.backend}'")
+
+    say("\n5. Searching …")
+    bundle = Bundle.open(output / "bundle")
+    with Index.open(output / "index") as index:
+        found = [index.search(bundle.encode_image(file), k=NEIGHBOURS)[0] for file in query_files]
+    right = sum(
+        hit.label == file.parent.name for file, hits in zip(query_files, found, strict=True) for hit in hits
+    )
+    for file, hits in zip(query_files, found, strict=True):
+        say(f"   a {file.parent.name} finds {' '.join(str(hit.label) for hit in hits)}")
+    say(f"   {right} of {len(query_files) * NEIGHBOURS} right")
+    _draw(
+        query_files,
+        [[(output / "images" / h.key, str(h.label), h.distance) for h in hits] for hits in found],
+        output / "neighbours.png",
+    )
+
+    say(
+        f"\nDone in {time.monotonic() - began:.0f} s. {output} holds run, bundle, index, images, queries and neighbours.png.\nNext:"
+    )
+    say(f"  retrieval serve {output}/index")
+    say(f"  retrieval search {output}/index {query_files[0]}")
+    say(f"  retrieval train {output}/run/recipe.toml --set loss.alpha=4 --output {output}/second-run")
+
+
+def _write_images(run: Run, output: Path) -> list[Path]:
+    """Write the test digits as PNG: one of each class as a query, the others to be indexed, in a folder a class."""
+    splits = run.splits
+    chosen: list[int] = []
+    for label in np.unique(splits.labels[splits.query]):
+        chosen.append(int(splits.query[splits.labels[splits.query] == label][0]))
+    written = []
+    for item in splits.query:
+        name = splits.classes[splits.labels[item]]
+        folder = output / ("queries" if int(item) in chosen else "images") / name
+        folder.mkdir(parents=True, exist_ok=True)
+        image = run.dataset[int(item)]
+        file = folder / f"{int(item):04d}.png"
+        (from_array(image) if isinstance(image, np.ndarray) else image).save(file)
+        if int(item) in chosen:
+            written.append(file)
+    return sorted(written)
+
+
+def _draw(queries: list[Path], found: list[list[tuple[Path, str, float]]], output: Path) -> None:
+    """Draw each query with its neighbours; right ones framed in blue, wrong ones in orange with a cross."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.0 * (NEIGHBOURS + 1) + 0.6, 1.18 * len(queries) + 0.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(queries), NEIGHBOURS + 1, squeeze=False)
+    for row, query, hits in zip(axes, queries, found, strict=True):
+        cells = [(query, query.parent.name, None), *((Path(k), label, d) for k, label, d in hits)]
+        for axis, (file, label, distance) in zip(row, cells, strict=False):
+            axis.imshow(np.asarray(decode(file)), cmap="gray_r", interpolation="nearest")
+            axis.set_xticks([])
+            axis.set_yticks([])
+            right = label == query.parent.name
+            colour = "black" if distance is None else "tab:blue" if right else "tab:orange"
+            for side in axis.spines.values():
+                side.set_color(colour)
+                side.set_linewidth(2.5 if distance is not None else 1)
+            text = (
+                f"query: {label}" if distance is None else f"{label} {'✓' if right else '✗'} {distance:.2f}"
+            )
+            axis.set_title(text, fontsize=8, color=colour, pad=3)
+        for axis in row[len(cells) :]:
+            axis.set_visible(False)
+    figure.suptitle("Queries with their ten nearest: ✓ right, ✗ wrong, and the distance", fontsize=10)
+    temporary = output.with_suffix(".tmp")
+    figure.savefig(temporary, dpi=110, format="png")
+    temporary.replace(output)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"   {line}" for line in text.splitlines())
+
+
+def remove(folder: Path) -> None:
+    """Remove an earlier demo's folder.
+
+    Raises:
+        DataError: it is not one.
+    """
+    if not (folder / "run" / "recipe.toml").is_file():
+        raise DataError(f"{folder} is no demo's folder; it is left alone.")
+    shutil.rmtree(folder)

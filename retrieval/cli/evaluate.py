@@ -1,0 +1,134 @@
+"""`retrieval evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from retrieval.cli import say, say_json
+from retrieval.cli.plugins import TRUST_OPTION
+from retrieval.cli.types import Choice
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--protocol",
+    type=Choice(["retrieval", "verification"]),
+    default="retrieval",
+    show_default=True,
+    help="Search for each item, or judge pairs: the same or not.",
+)
+@click.option(
+    "--split",
+    "side",
+    type=Choice(["test", "validation"]),
+    default="test",
+    show_default=True,
+    help="Which items are searched for, or paired.",
+)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME",
+    help="A figure by name; repeatable. By default the recipe's.",
+)
+@click.option("--clusters", is_flag=True, help="Also NMI and F1 of k-means clusters.")
+@click.option(
+    "--pairs",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Verification: a CSV file with the columns first, second, same (1 or 0) and perhaps fold; or LFW's pairs.txt. "
+    "By default pairs are drawn.",
+)
+@click.option(
+    "--draw",
+    metavar="N",
+    type=int,
+    help="Verification: how many pairs to draw, half of them same. By default up to 600 for each fold.",
+)
+@click.option(
+    "--folds",
+    metavar="N",
+    type=int,
+    help="Verification: folds of pairs that are drawn, or that come without folds. By default 10.",
+)
+@click.option("--seed", metavar="N", type=int, help="Verification: of the pairs or folds. By default 0.")
+@click.option(
+    "--baseline",
+    is_flag=True,
+    help="Also the raw inputs (pixels, or vectors), which need no training; for verification also the untrained model. Without it these figures stay as they were measured before, for the same items or pairs.",
+)
+@click.option(
+    "--bundle",
+    type=click.Path(path_type=Path),
+    help="Also what this bundle gives, searched as a server does.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@TRUST_OPTION
+def evaluate(
+    run: Path,
+    protocol: str,
+    side: str,
+    metrics: tuple[str, ...],
+    clusters: bool,
+    pairs: Path | None,
+    draw: int | None,
+    folds: int | None,
+    seed: int | None,
+    baseline: bool,
+    bundle: Path | None,
+    as_json: bool,
+) -> None:
+    """Evaluate a run's best weights on its held-out items, and write the figures into the run.
+
+    Example:  retrieval evaluate runs/digits --baseline --metric recall_at_1 --metric map_at_r
+
+    Example:  retrieval evaluate runs/digits --protocol verification --draw 2000
+    """
+    if protocol == "verification":
+        _refuse(protocol, "retrieval", {"--metric": bool(metrics), "--clusters": clusters})
+    else:
+        given = {"--pairs": pairs, "--draw": draw, "--folds": folds, "--seed": seed}
+        _refuse(protocol, "verification", {name: value is not None for name, value in given.items()})
+    if pairs is not None and draw is not None:
+        raise click.UsageError("Pairs are either read or drawn: --pairs and --draw exclude each other.")
+
+    from retrieval.serving.runtime import quiet_threads
+
+    quiet_threads()
+    from retrieval.run.open import load_run
+
+    if protocol == "verification":
+        from retrieval.evaluation.verify_run import verification_table, verify_run
+
+        found = verify_run(
+            load_run(run), side=side, pairs=pairs, draw=draw, folds=folds, seed=seed or 0, baseline=baseline, bundle=bundle
+        )  # fmt: skip
+        if as_json:
+            say_json(found)
+        else:
+            say(verification_table(found))
+        return
+
+    from retrieval.evaluation.evaluate_run import evaluate_run
+    from retrieval.evaluation.table import table
+
+    results = evaluate_run(
+        load_run(run), side=side, metrics=metrics, clusters=clusters, baseline=baseline, bundle=bundle
+    )
+    if as_json:
+        say_json(results)
+    else:
+        say(table(results))
+
+
+def _refuse(protocol: str, other: str, options: dict[str, bool]) -> None:
+    wrong = [name for name, given in options.items() if given]
+    if wrong:
+        verb = "belongs" if len(wrong) == 1 else "belong"
+        raise click.UsageError(
+            f"{', '.join(wrong)} {verb} to --protocol {other}, and the protocol here is {protocol}."
+        )

@@ -1,0 +1,141 @@
+"""`retrieval check` and `retrieval train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from retrieval.cli import say
+from retrieval.cli.again import this_command
+from retrieval.cli.plugins import PLUGIN_OPTION, TRUST_OPTION
+
+ONCE = ("--replace", "--replace-plugins")
+"""Options that are not given again when a run goes on."""
+
+RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
+CHANGES = click.argument("changes", nargs=-1, metavar="[KEY=VALUE]...")
+SET_OPTION = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a value of the recipe, as in loss.margin=0.2; repeatable. loss.name=… takes the other loss's parameters "
+    "out, loss=none the loss. Further changes may follow the recipe without --set.",
+)
+
+
+@click.command()
+@RECIPE
+@CHANGES
+@SET_OPTION
+@PLUGIN_OPTION
+@TRUST_OPTION
+def check(recipe: Path, changes: tuple[str, ...], overrides: tuple[str, ...], extra: tuple[str, ...]) -> None:
+    """Check a recipe: every problem at once; then build it all and run one batch.
+
+    Example:  retrieval check models/digits/recipe.toml --set loss.alpha=1.5
+    """
+    from retrieval.serving.runtime import quiet_threads
+
+    quiet_threads()
+    from retrieval.recipe.read import naming, read_recipe
+
+    made, plugins = read_recipe(recipe, (*overrides, *changes), extra)
+    from retrieval.training.check import run_one_batch  # slow to import: a wrong path is said at once
+
+    with naming(recipe):
+        for line in run_one_batch(made, plugins):
+            say(line)
+
+
+@click.command()
+@RECIPE
+@CHANGES
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="The run's folder; by default runs/NAME, with the recipe's name.",
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on from the run's last checkpoint; with --set train.epochs=N also for longer.",
+)
+@click.option("--replace", is_flag=True, help="Put a new run in the place of the one that is there.")
+@click.option(
+    "--replace-plugins",
+    is_flag=True,
+    help="With --resume: go on with the plugin files as they are now, not with the run's copies.",
+)
+@SET_OPTION
+@PLUGIN_OPTION
+@TRUST_OPTION
+def train(
+    recipe: Path,
+    changes: tuple[str, ...],
+    output: Path | None,
+    resume: bool,
+    replace: bool,
+    replace_plugins: bool,
+    overrides: tuple[str, ...],
+    extra: tuple[str, ...],
+) -> None:
+    """Train a recipe into a run folder.
+
+    \b
+    Example:  retrieval train models/digits/recipe.toml --set loss.alpha=1.5 --output runs/digits
+    Several GPUs:  accelerate launch -m retrieval.cli train models/digits/recipe.toml
+    Several CPU processes:  torchrun --nproc-per-node 2 -m retrieval.cli train models/digits/recipe.toml
+    """
+    if resume and replace:
+        raise click.UsageError("--resume goes on with a run and --replace begins anew: give one of them.")
+    if replace_plugins and not resume:
+        raise click.UsageError("--replace-plugins goes with --resume. To begin anew, use --replace.")
+
+    from retrieval.serving.runtime import quiet_threads
+
+    quiet_threads()
+    from retrieval.recipe.read import naming, read_recipe
+
+    overrides = (*overrides, *changes)
+    if resume:
+        from retrieval.run.resume import read_given
+
+        folder, made, plugins = read_given(
+            output, recipe, overrides, extra, replace_plugins=replace_plugins, report=say
+        )
+    else:
+        made, plugins = read_recipe(recipe, overrides, extra)
+        folder = output or Path("runs") / made.name
+    from retrieval.training.surroundings import Interrupted  # slow to import: a wrong path is said at once
+    from retrieval.training.trainer import train as train_run
+
+    there = _which(folder)
+    try:
+        with naming(recipe):
+            train_run(
+                folder,
+                made,
+                plugins,
+                resume=resume,
+                replace=replace,
+                replace_plugins=replace_plugins,
+                report=say,
+            )
+    except KeyboardInterrupt:
+        # a run that --replace was to replace, and did not yet, is not what to go on with
+        begun = resume or _which(folder) != there
+        go_on = this_command("--resume", without=ONCE) if begun else this_command()
+        raise Interrupted(f"Interrupted. Go on with: {go_on}") from None
+    except Interrupted as stopped:
+        raise Interrupted(f"{stopped} Go on with: {this_command('--resume', without=ONCE)}") from None
+    say(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")
+
+
+def _which(folder: Path) -> int | None:
+    """Return which run a folder is; None where it is none."""
+    try:
+        return folder.stat().st_ino
+    except OSError:
+        return None

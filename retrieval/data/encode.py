@@ -1,0 +1,69 @@
+"""Items → features and codes, in batches; how far it is can be shown."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from retrieval.data.loading import inputs
+from retrieval.data.raw import RawInputs
+from retrieval.model.contracts import Dataset
+from retrieval.model.model import Model
+from retrieval.serving.progress import Meter
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients inside; every submodule's own mode is restored after."""
+    modes = {name: child.training for name, child in module.named_modules()}
+    module.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for name, child in module.named_modules():
+            child.training = modes[name]
+
+
+def encode(
+    model: Model,
+    dataset: Dataset,
+    indices: NDArray[np.int64],
+    *,
+    batch: int = 256,
+    device: torch.device | None = None,
+    progress: str | None = None,
+    from_features: bool = False,
+    raw: RawInputs | None = None,
+) -> Tensor:
+    """Return the codes (N, C) of items, float32, on the CPU.
+
+    Args:
+        model: a model; its mode is left as it was.
+        dataset: where the items are.
+        indices: which items (N,).
+        batch: items at a time.
+        device: where to run; the model's own by default.
+        progress: what to call the work where its progress is shown; None: show none.
+        from_features: whether the dataset holds the backbone's features already.
+        raw: the dataset's inputs, where they are kept between calls.
+    """
+    device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    codes: list[Tensor] = []
+    meter = Meter(progress or "", len(indices), "items", show=progress is not None)
+    with evaluating(model), meter:
+        for chunk in inputs(dataset, indices, None if from_features else model.preprocessing, batch, raw=raw):
+            codes.append(model(chunk.to(device), from_features)[1].float().cpu())
+            meter.update(len(chunk))
+    return torch.cat(codes) if codes else torch.empty(0, 0)
+
+
+def pixels(dataset: Dataset, indices: NDArray[np.int64], model: Model, *, batch: int = 256) -> Tensor:
+    """Return the raw inputs themselves as vectors (N, P), unit length: the baseline that needs no training."""
+    flat = [chunk.flatten(1).float() for chunk in inputs(dataset, indices, model.preprocessing, batch)]
+    return nn.functional.normalize(torch.cat(flat), dim=1)

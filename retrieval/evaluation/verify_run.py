@@ -1,0 +1,279 @@
+"""Verify pairs with a run's model: are these two the same? The trained model, what needs no training, and a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retrieval.data.encode import encode, evaluating
+from retrieval.data.features import backbone_features
+from retrieval.data.loading import inputs
+from retrieval.data.pairs import Pairs, read_pairs
+from retrieval.errors import DataError
+from retrieval.evaluation.drawing import draw_pairs, make_folds
+from retrieval.evaluation.evaluate_run import encoded
+from retrieval.evaluation.table import grid
+from retrieval.evaluation.verification import Verification, verification
+from retrieval.evaluation.verification_files import standing, write
+from retrieval.model.model import Model
+from retrieval.run.build import build_model
+from retrieval.run.open import Run
+
+Rows = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_NUMBERS_PER_CALL = 2**22
+
+
+def verify_run(
+    run: Run,
+    *,
+    side: str = "test",
+    pairs: Path | None = None,
+    draw: int | None = None,
+    folds: int | None = None,
+    seed: int = 0,
+    baseline: bool = False,
+    bundle: Path | None = None,
+) -> dict[str, Any]:
+    """Verify pairs with a run's model, and write the figures, the ROC curve and the pairs into its folder.
+
+    `verification-SIDE.json` holds what is returned, `verification-SIDE-roc.csv` and `.svg` the curves, and
+    `verification-SIDE-pairs.csv` the pairs with their folds and the trained model's distances. Each item is encoded once.
+
+    Args:
+        run: a loaded run.
+        side: "test" or "validation": where pairs are drawn from, and what is not counted as seen in training.
+        pairs: a list of pairs (`retrieval.data.pairs.read_pairs`), of any of the data's items; None: pairs are drawn.
+        draw: how many pairs to draw (`retrieval.evaluation.drawing.draw_pairs`).
+        folds: how many folds, where pairs are drawn or their list has none.
+        seed: of the pairs drawn, or of their folds.
+        baseline: also the raw inputs (unit length, Euclidean), and the model before its training; with a learner the
+            backbone's features (Euclidean). Otherwise their figures are kept where they stand for the same pairs.
+        bundle: also a bundle's distances: its rescorer's if it has one, else those of its vectors.
+
+    Returns:
+        `{"protocol", "run", "split", "pairs", "figures": {row: {name: value}}, "folds": {row: {"accuracy", "threshold"}},
+        "notes", "files"}`.
+
+    Raises:
+        DataError: the run has no such items, the list is wrong, or pairs cannot be drawn.
+    """
+    chosen, origin = _pairs(run, side, pairs, draw, folds, seed)
+    items, rows = np.unique(np.stack([chosen.first, chosen.second]), return_inverse=True)
+    first, second = rows.reshape(2, -1)
+    device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
+    distances: dict[str, Floats] = {}
+    # a frozen backbone's features are on disk since training
+    frozen = run.recipe.frozen or run.recipe.learner is not None
+    batch = run.recipe.evaluate.batch
+    model = run.model.to(device)
+    source = backbone_features(model, run.dataset, device, batch) if frozen else run.dataset
+
+    def measured(other: Model) -> Floats:
+        codes = encode(
+            other.to(device), source, items, batch=batch, device=device, progress="encoding", from_features=frozen
+        )  # fmt: skip
+        return pair_distances(other, codes, first, second)
+
+    distances["trained"] = measured(model)
+    raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
+    start = "untrained" if run.recipe.learner is None else "backbone features"
+    found: dict[str, Verification] = {}
+    if not baseline:
+        found = standing(run, side, chosen, (raw, start))
+    else:
+        distances[raw] = _raw(run, items, first, second, batch)
+        if run.recipe.learner is None:
+            distances[start] = measured(_untrained(run))
+        else:
+            assert source.arrays is not None
+            features = torch.from_numpy(np.asarray(source.arrays[items]))
+            distances[start] = _euclidean(features, first, second)
+    if bundle is not None:
+        distances["bundle"] = _bundle(run, bundle, items, first, second)
+    if device.type != "cpu":
+        model.to("cpu")
+    assert chosen.fold is not None
+    found |= {row: verification(each, chosen.same, chosen.fold) for row, each in distances.items()}
+    found = {row: found[row] for row in ("trained", raw, start, "bundle") if row in found}
+    results = _results(run, side, chosen, origin, len(items), found)
+    write(run, side, chosen, found, distances["trained"], results)
+    return results
+
+
+def pair_distances(model: Model, codes: Tensor, first: Rows, second: Rows) -> Floats:
+    """Return the model's own distances (P,) between rows `first` and `second` of codes (N, C), some pairs at a time.
+
+    The combiner's, the first item as query; without a combiner Euclidean, in double precision.
+    """
+    combiner = model.combiner
+    if combiner is None:
+        return _euclidean(codes, first, second)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with evaluating(model):
+        return _in_parts(
+            lambda a, b: combiner.pairwise_distance(a.to(device), b.to(device)).cpu(), codes, first, second
+        )
+
+
+def _euclidean(codes: Tensor, first: Rows, second: Rows, unit: bool = False) -> Floats:
+    def distance(a: Tensor, b: Tensor) -> Tensor:
+        a, b = a.double(), b.double()
+        if unit:
+            a, b = torch.nn.functional.normalize(a, dim=1), torch.nn.functional.normalize(b, dim=1)
+        return (a - b).square().sum(1).sqrt()
+
+    return _in_parts(distance, codes, first, second)
+
+
+def _in_parts(
+    distance: Callable[[Tensor, Tensor], Tensor], codes: Tensor, first: Rows, second: Rows
+) -> Floats:
+    out = np.empty(len(first))
+    size = max(1, _NUMBERS_PER_CALL // max(1, codes.shape[1]))
+    for start in range(0, len(first), size):
+        part = slice(start, start + size)
+        a, b = codes[torch.from_numpy(first[part])], codes[torch.from_numpy(second[part])]
+        out[part] = distance(a, b).double().numpy()
+    return out
+
+
+def _raw(run: Run, items: Rows, first: Rows, second: Rows, batch: int) -> Floats:
+    # kept as they come, bytes for pixels: as floats they would take four times the memory
+    raw = torch.cat([c.flatten(1) for c in inputs(run.dataset, items, run.model.preprocessing, batch)])
+    return _euclidean(raw, first, second, unit=True)
+
+
+def _untrained(run: Run) -> Model:
+    """Return the model as it was before the first step: the same seed draws the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.recipe.seed)
+        model = build_model(run.recipe, run.plugins, run.dataset)
+    if run.recipe.frozen:
+        model.backbone = run.model.backbone
+    return model.eval()
+
+
+def _bundle(run: Run, path: Path, items: Rows, first: Rows, second: Rows) -> Floats:
+    """Return a bundle's distances: of the rescorer, or measured on vectors as its manifest says."""
+    from retrieval.serving.bundle import Bundle
+    from retrieval.serving.merging import of_products
+
+    opened = Bundle.open(path)
+    got = encoded(opened, run, items)
+    if opened.manifest.rescorer is not None:
+        out = np.empty(len(first))
+        order = np.argsort(first, kind="stable")
+        for group in np.split(order, np.flatnonzero(np.diff(first[order])) + 1):
+            query = first[group[0]]
+            out[group] = opened.rescore(got["code"][query : query + 1], got["code"][second[group]])[0]
+        return out
+    vectors, queries = (torch.from_numpy(got[name]).double() for name in ("vector", "query"))
+    both = torch.cat([queries, vectors])
+    if opened.manifest.distance.measure == "inner":
+        products = _in_parts(lambda a, b: (a * b).sum(1), both, first, second + len(items))
+        return of_products(products)
+    spans = [slice(s.start, s.stop) for s in opened.manifest.subspaces] or [slice(None)]
+    each = [_euclidean(both[:, span], first, second + len(items)) for span in spans]
+    nearest: Floats = np.minimum.reduce(each)
+    return nearest
+
+
+def _pairs(
+    run: Run, side: str, file: Path | None, draw: int | None, folds: int | None, seed: int
+) -> tuple[Pairs, dict[str, Any]]:
+    """Return pairs with folds, and where they come from."""
+    splits = run.splits
+    if file is not None and draw is not None:
+        raise DataError(f"Pairs are either read or drawn: {file} and the number {draw:,} exclude each other.")
+    if file is None:
+        held = splits.validation if side == "validation" else splits.query
+        if side != "validation" and splits.gallery is not None:
+            held = np.union1d(held, splits.gallery)
+        if not len(held):
+            raise DataError(f"{run.path} has no {side} items: its [split] keeps none.")
+        drawn = draw_pairs(held, splits.labels[held], count=draw, folds=folds, seed=seed)
+        return drawn, {"drawn_from": side, "seed": seed}
+    read = read_pairs(file, run.dataset.keys)
+    if read.fold is None:
+        fold, names = make_folds(read.same, folds, seed)
+        read = Pairs(read.first, read.second, read.same, fold, names)
+        return read, {"file": str(file), "folds_drawn": True, "seed": seed}
+    if folds is not None:
+        raise DataError(
+            f"{file} states its own {len(read.folds)} folds: a number of folds is for lists without."
+        )
+    return read, {"file": str(file)}
+
+
+def _results(
+    run: Run, side: str, pairs: Pairs, origin: dict[str, Any], items: int, found: dict[str, Verification]
+) -> dict[str, Any]:
+    labels, fold = run.splits.labels, pairs.fold
+    assert fold is not None
+    alike = labels[pairs.first] == labels[pairs.second]
+    notes = []
+    if wrong := int((alike != pairs.same).sum()):
+        notes.append(f"Of {wrong:,} pairs the list says the same, or different, against the data's labels.")
+    seen = run.splits.train if side == "validation" else np.union1d(run.splits.train, run.splits.validation)
+    known = np.isin(pairs.first, seen) | np.isin(pairs.second, seen)
+    if known.any():
+        clean = [name for k, name in enumerate(pairs.folds) if not known[fold == k].any()]
+        notes.append(
+            f"{int(known.sum()):,} of {len(pairs):,} pairs have an item that trained or chose this model, so these are not "
+            f"figures of held-out items; folds without such pairs: {', '.join(clean) or 'none'}."
+        )
+    return {
+        "protocol": "verification", "run": str(run.path), "split": side,
+        "pairs": {
+            "same": int(pairs.same.sum()), "different": int((~pairs.same).sum()), "items": items,
+            "folds": len(pairs.folds), "folds_share": _shared(pairs, labels), **origin,
+        },
+        "figures": {row: each.values for row, each in found.items()},
+        "folds": {
+            row: {
+                "accuracy": dict(zip(pairs.folds, each.accuracy.tolist(), strict=True)),
+                "threshold": dict(zip(pairs.folds, each.threshold.tolist(), strict=True)),
+            }
+            for row, each in found.items()
+        },
+        "notes": notes,
+        "files": {name: f"verification-{side}-{name}" for name in ("roc.csv", "roc.svg", "pairs.csv")},
+    }  # fmt: skip
+
+
+def _shared(pairs: Pairs, labels: NDArray[np.int64]) -> str:
+    """Return what folds have in common: "nothing", "classes" or "items" (and classes)."""
+
+    def apart(first: Rows, second: Rows) -> bool:
+        both = np.stack([np.concatenate([first, second]), np.tile(pairs.fold, 2)], axis=1)  # type: ignore[arg-type]
+        distinct = np.unique(both, axis=0)[:, 0]
+        return len(np.unique(distinct)) == len(distinct)
+
+    if apart(labels[pairs.first], labels[pairs.second]):
+        return "nothing"
+    return "classes" if apart(pairs.first, pairs.second) else "items"
+
+
+def verification_table(results: dict[str, Any]) -> str:
+    """Return what `verify_run` gives as a table: a row a figure, a column a contestant."""
+    pairs = results["pairs"]
+    shares = {
+        "nothing": "which share no class", "classes": "which share classes but no item", "items": "which share items",
+    }  # fmt: skip
+    origin = f"from {pairs['file']}" if "file" in pairs else f"drawn from the {results['split']} items"
+    lines = [
+        *grid(results["figures"]),
+        f"{pairs['same']:,} same and {pairs['different']:,} different pairs of {pairs['items']:,} items, {origin}, "
+        f"in {pairs['folds']} folds {shares[pairs['folds_share']]}",
+        *results["notes"],
+        f"ROC curve: {Path(results['run'], results['files']['roc.svg'])}",
+    ]
+    return "\n".join(lines)

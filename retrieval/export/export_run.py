@@ -1,0 +1,123 @@
+"""A run's best weights → a bundle: which items verify it, and which calibrate int8."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieval.data.encode import encode
+from retrieval.data.kept import KeptInputs, by_class, spread
+from retrieval.data.loading import inputs
+from retrieval.errors import BundleError
+from retrieval.export.export_model import TOLERANCE, Progress, export_model
+from retrieval.export.graph import OPSET, Exporter
+from retrieval.export.variants import VariantName
+from retrieval.model.contracts import Dataset
+from retrieval.run.open import Run
+from retrieval.serving.manifest import Manifest
+
+MANY = 10_000
+"""At most so many items say what a candidate step costs."""
+
+
+def export_run(
+    run: Run,
+    output: Path | None = None,
+    *,
+    variants: Sequence[VariantName] = (),
+    allow_drift: bool = False,
+    tolerance: float = TOLERANCE,
+    opset: int = OPSET,
+    exporter: Literal["auto"] | Exporter = "auto",
+    replace: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Path, Manifest]:
+    """Write the bundle of a run; its held-out items verify it, its training items calibrate int8.
+
+    Args:
+        run: a loaded run; with the few inputs that it keeps, where its data are gone.
+        output: folder to make; by default `bundle` in the run's folder.
+        variants: see `export_model`, as for the others.
+        allow_drift: see `export_model`.
+        tolerance: see `export_model`.
+        opset: see `export_model`.
+        exporter: see `export_model`.
+        replace: see `export_model`.
+        progress: see `export_model`.
+
+    Returns:
+        The folder, and the manifest.
+
+    Raises:
+        BundleError: see `export_model`.
+        DataError: an item cannot be read.
+    """
+    output = run.path / "bundle" if output is None else output
+    splits = run.splits
+    chosen = by_class(splits.held_out, splits.labels)
+    if "int8" in variants and isinstance(run.dataset, KeptInputs):
+        raise BundleError(
+            f"The int8 variant is calibrated on training items, and there are none. {splits.notes[0]}"
+        )
+    manifest = export_model(
+        run.model,
+        _load(run, chosen),
+        output,
+        name=run.path.resolve().name,
+        labels=splits.labels[chosen],
+        calibration=_load(run, spread(splits.train)) if "int8" in variants else None,
+        codes=None
+        if run.model.combiner is None or run.model.combiner.exact
+        else _codes(run, splits.held_out),
+        variants=variants,
+        allow_drift=allow_drift,
+        tolerance=tolerance,
+        evaluation=_evaluation(run.path),
+        opset=opset,
+        exporter=exporter,
+        replace=replace,
+        progress=progress,
+    )
+    return output, manifest
+
+
+def _load(run: Run, indices: NDArray[np.int64]) -> NDArray[Any]:
+    if isinstance(run.dataset, KeptInputs):
+        return run.dataset.inputs[indices]
+    chunks = list(inputs(run.dataset, indices, run.model.preprocessing, 64))
+    if not chunks:
+        raise BundleError(f"{run.path} has no items to compare torch and ONNX Runtime on.")
+    return torch.cat(chunks).numpy()
+
+
+def _codes(run: Run, indices: NDArray[np.int64]) -> torch.Tensor:
+    """Return codes of many items, of a frozen backbone's features where they are kept since training."""
+    from retrieval.data.features import backbone_features
+
+    if isinstance(run.dataset, KeptInputs):
+        with torch.inference_mode():
+            codes: torch.Tensor = run.model(torch.from_numpy(_load(run, indices)))[1].float()
+        return codes
+    source: Dataset = run.dataset
+    if run.recipe.frozen:
+        source = backbone_features(run.model, source, torch.device("cpu"), run.recipe.evaluate.batch)
+    return encode(
+        run.model, source, spread(indices, MANY), progress="encoding", from_features=run.recipe.frozen
+    )
+
+
+def _evaluation(path: Path) -> dict[str, float] | None:
+    """Return the figures of `retrieval evaluate`, where it was run."""
+    try:
+        figures = json.loads((path / "evaluation-test.json").read_text(encoding="utf-8"))["figures"][
+            "trained"
+        ]
+        return {name: float(value) for name, value in figures.items() if np.isfinite(value)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,150 @@
+"""What plugins offer, as text: `plugins list`, `plugins show`, and the same for the docs."""
+
+from __future__ import annotations
+
+import textwrap
+
+from retrieval.errors import PluginError, did_you_mean
+from retrieval.host.factory import COMPONENTS, KINDS, Factory, Parameter
+from retrieval.host.plugins import Plugins
+
+
+def list_text(plugins: Plugins, kind: str | None = None) -> str:
+    """Return every plugin with its origin, what it offers by kind, one line each, and what of it is disabled and why.
+
+    Args:
+        plugins: the loaded plugins.
+        kind: only this kind.
+
+    Raises:
+        PluginError: there is no such kind.
+    """
+    if kind is not None and kind not in KINDS:
+        raise PluginError(
+            f"There is no kind '{kind}' (known: {', '.join(KINDS)}).{did_you_mean(kind, KINDS)}"
+        )
+    lines = [f"{source.plugin:<12} {source.origin}" for source in plugins.sources] if kind is None else []
+    for each in [kind] if kind else KINDS:
+        factories = plugins.factories(each)
+        if factories:
+            width = max(map(len, factories))
+            lines += [
+                "",
+                each,
+                *(
+                    f"  {f.name:<{width}}  {textwrap.shorten(f.summary, 76, placeholder=' …')}"
+                    for f in factories.values()
+                ),
+            ]
+    wrong = {n: why for each in ([kind] if kind else KINDS) for n, why in plugins.disabled(each).items()}
+    if wrong:
+        lines += ["", "disabled", *(f"  {name}: {why}" for name, why in wrong.items())]
+    return "\n".join(lines).strip("\n")
+
+
+def show_text(plugins: Plugins, name: str) -> str:
+    """Return documentation, parameter table and recipe snippet of everything called `name`, of any kind.
+
+    Raises:
+        PluginError: nothing is, and the sentence suggests the closest; or it is disabled, and the sentence says why.
+    """
+    found = [factories[name] for kind in KINDS if name in (factories := plugins.factories(kind))]
+    if not found:
+        for kind in KINDS:
+            if name in plugins.disabled(kind):
+                raise PluginError(plugins.disabled(kind)[name])
+        known = [n for kind in KINDS for n in plugins.factories(kind)]
+        raise PluginError(
+            f"Nothing is called '{name}'.{did_you_mean(name, known) or ' See: retrieval plugins list.'}"
+        )
+    return "\n\n".join(_one(factory, plugins) for factory in found)
+
+
+def _one(factory: Factory, plugins: Plugins) -> str:
+    lines = [f"{factory.name} ({KINDS[factory.kind]})", "", *_wrap(factory.description), ""]
+    if factory.parameters:
+        lines.append("Parameters")
+        for p in factory.parameters:
+            lines.append(f"  {p.name}: {p.type_text}{_default(p)}")
+            lines += _filled(p.doc, "      ")
+        lines.append("")
+    if factory.hints:
+        lines += ["Hints for its author", *(f"  - {hint}" for hint in factory.hints), ""]
+    shown = snippet(factory, plugins).splitlines()
+    return "\n".join(
+        [
+            *lines,
+            "On the command line" if factory.kind == "indexes" else "In a recipe",
+            *(f"  {line}" for line in shown),
+        ]
+    )
+
+
+def _default(p: Parameter) -> str:
+    text = p.default_text
+    if p.given or p.required:
+        return f" ({text})"
+    return f" = {text}" if text else ""
+
+
+def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
+    """Return the lines that put a factory into a recipe, with its defaults.
+
+    Args:
+        factory: the factory.
+        plugins: where to find a loss or miner that takes the factory's product as a part (a distance, a reducer, …).
+    """
+    tables = {kind: table for table, kind in COMPONENTS.items()}
+    settable = [p for p in factory.parameters if not p.given]
+    if factory.kind == "metrics":
+        return f'[evaluate]\nmetrics = ["{factory.name}"]'
+    if factory.kind == "indexes":
+        required = "".join(f" --set {p.name}=…" for p in settable if p.required)
+        return f"retrieval index BUNDLE IMAGES --output INDEX --backend {factory.name}{required}"
+    if factory.kind not in tables:
+        inner = [f'name = "{factory.name}"']
+        inner += [f"{p.name} = {'…' if p.required else p.default_text}" for p in settable if p.default_text]
+        table, owner, place = _owner(factory.kind, plugins)
+        return f'[{table}]\nname = "{owner}"\n{place} = {{ {", ".join(inner)} }}'
+    lines = [f"[{tables[factory.kind]}]", f'name = "{factory.name}"']
+    for p in settable:
+        if p.required:
+            lines.append(f"{p.name} = …  # {p.type_text}, required")
+        elif p.default_text:
+            lines.append(f"{p.name} = {p.default_text}")
+        else:
+            lines.append(f"# {p.name} = …  # {p.type_text}")
+    return "\n".join(lines)
+
+
+def _owner(kind: str, plugins: Plugins | None) -> tuple[str, str, str]:
+    """Return the table, the name and the parameter of something that takes a part of this kind and needs nothing else."""
+    for table in ("loss", "miner") if plugins else ():
+        for owner in plugins.factories(COMPONENTS[table]).values() if plugins else ():
+            place = next((p.name for p in owner.parameters if p.part == kind and not p.many), None)
+            if place and not any(p.required for p in owner.parameters):
+                return table, owner.name, place
+    return "loss", "…", KINDS[kind]
+
+
+def _wrap(text: str) -> list[str]:
+    lines: list[str] = []
+    for paragraph in text.split("\n\n"):
+        # formulas, code and lists keep their lines
+        if any(line.startswith((" ", "- ", "* ")) for line in paragraph.splitlines()):
+            lines += [*paragraph.splitlines(), ""]
+        else:
+            lines += [*_filled(" ".join(paragraph.split())), ""]
+    return lines[:-1]
+
+
+def _filled(text: str, indent: str = "") -> list[str]:
+    # names with hyphens, and long ones, stay whole so that they can be copied
+    return textwrap.wrap(
+        text,
+        100,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

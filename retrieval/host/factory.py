@@ -1,0 +1,378 @@
+"""Signature and docstring → parameters → validation → build. One reading serves errors, `plugins show` and the docs.
+
+A factory is a class or a function. Its signature says what a recipe may set, `**kwargs` included as far as a base class
+spells it out; its docstring (Google style, `Args:`) says what each parameter means. Values of a parameter with a type are
+checked by pydantic, strictly: a number in quotes is no number. A parameter without one takes what a recipe can write, and
+the factory itself says whether it fits. What only the host knows (`GIVEN`) is passed to a factory that names it and cannot
+be set. A parameter annotated `Annotated[T, Part("reducers")]` is itself something that a plugin makes.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from retrieval.errors import PluginError, RecipeError, RetrievalError, did_you_mean
+from retrieval.host.signature import documentation, read_signature
+from retrieval.host.values import toml_value, type_text, validate
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+KINDS = {
+    "backbones": "backbone",
+    "datasets": "dataset",
+    "losses": "loss",
+    "miners": "miner",
+    "generators": "generator",
+    "combiners": "combiner",
+    "learners": "learner",
+    "metrics": "metric",
+    "indexes": "index",
+    "distances": "distance",
+    "reducers": "reducer",
+    "regularizers": "regularizer",
+}
+"""Every kind of thing that plugins make: the hook's ending, and the word for one."""
+
+COMPONENTS = {
+    "data": "datasets",
+    "backbone": "backbones",
+    "combiner": "combiners",
+    "loss": "losses",
+    "miner": "miners",
+    "generator": "generators",
+    "learner": "learners",
+}
+"""The recipe's tables that plugins make, and the kind that each holds."""
+
+TRAITS = {
+    "ref_emb": "takes a reference set (`ref_emb`, `ref_labels`)",
+    "miner": "uses a miner's indices (`indices_tuple`)",
+}
+"""What `traits` may state of a loss or miner."""
+
+GIVEN = {
+    "features": "width of the features (for a backbone of vectors: of the dataset's vectors)",
+    "embedding_size": "width of the codes",
+    "classes": "number of training classes",
+    "distance": "the recipe's combiner, when it has one",
+}
+"""What the host gives to a factory that names it."""
+
+UPSTREAM = {
+    "distance": ("distances", "how two embeddings are compared"),
+    "reducer": ("reducers", "how the losses become one number"),
+    "embedding_regularizer": ("regularizers", "what is added for the embeddings' own sake"),
+    "weight_regularizer": ("regularizers", "what is added for the weights' own sake"),
+    "embedding_reg_weight": (None, "multiplies what `embedding_regularizer` adds"),
+    "weight_reg_weight": (None, "multiplies what `weight_regularizer` adds"),
+    "collect_stats": (None, "whether the module keeps figures of each batch as attributes"),
+}
+"""What pytorch-metric-learning's base classes call their parameters, which have no types: the kind of part, and the meaning."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Marks a parameter that is made by another factory: `Annotated[nn.Module | None, Part("reducers")]`."""
+
+    kind: str
+
+
+def traits(**values: bool) -> Callable[[T], T]:
+    """State what a factory's product can do where its signature does not show it.
+
+    Args:
+        values: `ref_emb=False` marks a loss or miner that refuses a reference set, `miner=False` a loss that has no
+            use for a miner's indices.
+
+    Raises:
+        PluginError: there is no such trait.
+    """
+    for name in values:
+        if name not in TRAITS:
+            raise PluginError(
+                f"There is no trait '{name}' (known: {', '.join(TRAITS)}).{did_you_mean(name, TRAITS)}"
+            )
+
+    def mark(factory: T) -> T:
+        factory.__retrieval_traits__ = values  # type: ignore[attr-defined]
+        return factory
+
+    return mark
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a factory: its name, type, default (`inspect.Parameter.empty` when required) and meaning."""
+
+    name: str
+    annotation: Any
+    default: Any
+    doc: str
+    part: str | None = None
+    many: bool = False
+    given: bool = False
+
+    @property
+    def from_host(self) -> bool:
+        """Whether it is what the host gives, when it knows it."""
+        return self.given or (self.part is not None and self.name in GIVEN)
+
+    @property
+    def required(self) -> bool:
+        """Whether a recipe must set it."""
+        return self.default is inspect.Parameter.empty and not self.given
+
+    @property
+    def type_text(self) -> str:
+        """The type as a recipe's author reads it."""
+        if self.part:
+            return f"a {KINDS[self.part]}" + (" list" if self.many else "")
+        return type_text(self.annotation)
+
+    @property
+    def default_text(self) -> str:
+        """The default as TOML, or "required", or "" for none, and for what TOML cannot say."""
+        if self.given:
+            return "given by the host"
+        if self.required:
+            return "required"
+        return toml_value(self.default) if _writable(self.default) else ""
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A plugin's factory, read.
+
+    Attributes:
+        kind: one of `KINDS`.
+        name: `PLUGIN.name`.
+        make: the class or function itself.
+        hints: what would make it easier to use, such as a missing docstring.
+    """
+
+    kind: str
+    name: str
+    make: Callable[..., Any]
+    parameters: tuple[Parameter, ...] = field(default=(), repr=False)
+    summary: str = field(default="", repr=False)
+    description: str = field(default="", repr=False)
+    hints: tuple[str, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def read(cls, kind: str, name: str, make: Callable[..., Any]) -> Factory:
+        """Read a factory's signature and docstring.
+
+        Raises:
+            PluginError: its types cannot be resolved, or a parameter cannot be set by name or is marked as a part that there
+                is not.
+        """
+        if not (inspect.isclass(make) or inspect.isroutine(make)):
+            raise PluginError(
+                f"The {KINDS[kind]} '{name}' is made by an object of type {type(make).__name__}; a factory is a class or a function."
+            )
+        what = f"The {KINDS[kind]} '{name}' ({make.__module__}.{make.__qualname__})"
+        try:
+            reading = read_signature(make)
+        except Exception as error:  # resolving a type runs the plugin's own text
+            raise PluginError(
+                f"{what} has a signature that cannot be read when it is loaded: {type(error).__name__}: {error}."
+            ) from error
+        summary, description, docs = documentation(make, reading.homes)
+        parameters, faults, hints = [], [], [] if summary else ["it has no docstring"]
+        for p in reading.parameters.values():
+            if p.kind is p.POSITIONAL_ONLY:
+                faults.append(f"takes its parameter '{p.name}' by position only")
+            typed = p.name in reading.hints
+            annotation = reading.hints.get(p.name, Any)
+            part, many = _part(annotation)
+            if part and part not in KINDS:
+                faults.append(
+                    f"marks '{p.name}' as Part({part!r}), and there is no such kind{did_you_mean(part, KINDS)}"
+                )
+                part = None
+            upstream, meaning = (None, "") if typed else UPSTREAM.get(p.name, (None, ""))
+            if kind in ("losses", "miners") and (p.default is None or p.default is p.empty):
+                part = part or upstream
+            # one that is a word or a number by default is the author's own affair, whatever its name
+            own = p.name == "distance" and isinstance(p.default, str | int | float)
+            given = p.name in GIVEN and not part and not own
+            doc = docs.get(p.name) or (GIVEN[p.name] if given else meaning)
+            if not doc:
+                hints.append(f"it does not document '{p.name}' under 'Args:'")
+            if not (typed or part or given or p.name in UPSTREAM):
+                hints.append(f"'{p.name}' has no type, so a recipe's value is handed on as it is")
+            parameters.append(Parameter(p.name, annotation, p.default, doc, part, many, given))
+        if reading.loose:
+            hints.append(f"nothing spells '**{reading.loose}' out, so a recipe cannot set what it takes")
+        if faults:
+            raise PluginError(f"{what} {'; it '.join(faults)}.")
+        return cls(kind, name, make, tuple(parameters), summary, description, tuple(hints))
+
+    def takes(self, name: str) -> bool:
+        """Whether the factory takes this from the host."""
+        return any(p.name == name and p.from_host for p in self.parameters)
+
+    @cached_property
+    def supports_ref_emb(self) -> bool:
+        """Whether the loss or miner accepts a reference set (synthetic negatives, cross-batch memory)."""
+        return self._supports("ref_emb", "ref_emb")
+
+    @cached_property
+    def supports_miner(self) -> bool:
+        """Whether the loss uses the indices that a miner gives."""
+        return self._supports("miner", "indices_tuple")
+
+    def _supports(self, trait: str, argument: str) -> bool:
+        """What `traits` states; else whether the call of the class, or of the function's return type, names it."""
+        stated = getattr(self.make, "__retrieval_traits__", {}).get(trait)
+        if stated is not None:
+            return bool(stated)
+        product: Any = self.make
+        if not inspect.isclass(product):
+            product = get_type_hints(product).get("return")
+        calls = (
+            vars(c)[name] for name in ("forward", "__call__") for c in _classes(product) if name in vars(c)
+        )
+        try:
+            names = inspect.signature(next(calls)).parameters
+        except (StopIteration, TypeError, ValueError):
+            return True
+        # what says nothing about its call, such as a bare nn.Module, is taken at its word
+        return argument in names or any(p.kind is p.VAR_POSITIONAL for p in names.values())
+
+    def check(self, values: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+        """Check a recipe's values against the signature, without building.
+
+        Args:
+            values: what the recipe sets.
+            where: what to call this place in a problem, such as `[loss]`.
+
+        Returns:
+            The values in the types that the factory asks for (parts left as they are), and every problem found.
+        """
+        settable = {p.name: p for p in self.parameters if not p.given}
+        problems = []
+        former = getattr(self.make, "former_names", {})
+        for old in former.keys() & values.keys():
+            if former[old] in values:
+                problems.append(
+                    f"{where} {old}: is called {former[old]} now, which is set too; remove {old}."
+                )
+        values = {former.get(key, key): value for key, value in values.items()}
+        for key in values:
+            if key not in settable:
+                if any(p.name == key and p.given for p in self.parameters):
+                    problems.append(f"{where} {key}: is given by the host ({GIVEN[key]}); remove it.")
+                else:
+                    known = ", ".join(settable) or "none"
+                    problems.append(
+                        f"{where} {key}: {self.name} has no such parameter (it has: {known})."
+                        f"{did_you_mean(key, settable)}"
+                    )
+        model, unwritable = self._types
+        plain = {k: v for k, v in values.items() if k in settable and not settable[k].part}
+        problems += [
+            f"{where} {k}: is of type {type_text(settable[k].annotation)}, which a recipe cannot write; remove it."
+            for k in plain
+            if k in unwritable
+        ]
+        checked, faults = validate(model, {k: v for k, v in plain.items() if k not in unwritable})
+        problems += [f"{where} {fault}" for fault in faults.values()]
+        for p in settable.values():
+            if p.part and p.name in values:
+                checked[p.name] = values[p.name]
+            elif p.part and p.required and p.name not in GIVEN:
+                problems.append(f"{where} {p.name}: is required ({p.type_text}).")
+        return checked, problems
+
+    @cached_property
+    def _types(self) -> tuple[type[BaseModel], set[str]]:
+        """What pydantic checks values by, and the parameters that keep their defaults since no recipe can write their type."""
+        from pydantic import ConfigDict, Field, TypeAdapter, create_model
+
+        fields: dict[str, Any] = {}
+        unwritable: set[str] = set()
+        for p in self.parameters:
+            if p.given or p.part:
+                continue
+            try:
+                TypeAdapter(p.annotation)
+            except Exception:  # whatever reading a plugin's annotation raises
+                if p.required:
+                    raise PluginError(
+                        f"The {KINDS[self.kind]} '{self.name}' has a parameter '{p.name}' of type {type_text(p.annotation)}, "
+                        f"which a recipe cannot write. Use numbers, text, lists of them, a pathlib.Path, or Part(…)."
+                    ) from None
+                unwritable.add(p.name)
+                continue
+            # An alias, because pydantic has names of its own (copy, json, model_fields, _x) that a factory may use too.
+            # Defaults stay with the factory: only what a recipe sets is handed on.
+            annotation: Any = Annotated[p.annotation, Field(alias=p.name)]
+            fields[f"p{len(fields)}"] = (annotation, ... if p.required else None)
+        config = ConfigDict(extra="forbid", strict=True)
+        return create_model(self.name, __config__=config, **fields), unwritable
+
+    def build(self, values: Mapping[str, Any]) -> Any:
+        """Make the thing from checked values.
+
+        Raises:
+            RecipeError: the factory refused them (ValueError, AssertionError or TypeError), or failed.
+        """
+        try:
+            return self.make(**values)
+        except (RetrievalError, OSError, ImportError):
+            raise  # sentences already, and what the command line has a sentence for
+        except Exception as error:
+            reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            if isinstance(error, ValueError | AssertionError | TypeError):
+                raise RecipeError([f"{self.name} refuses its parameters: {reason}."]) from error
+            raise RecipeError(
+                [f"{self.name} cannot be made with these parameters: {type(error).__name__}: {reason}."]
+            ) from error
+
+
+def _classes(product: Any) -> tuple[type, ...]:
+    """The classes of a product's type, nearest first; nothing for a type that is no class."""
+    return product.__mro__ if inspect.isclass(product) else ()
+
+
+def _writable(value: Any) -> bool:
+    """Whether a default is something that TOML can say."""
+    if isinstance(value, list | tuple):
+        return all(map(_writable, value))
+    if isinstance(value, Mapping):
+        return all(map(_writable, value.values()))
+    return isinstance(value, bool | int | float | str | enum.Enum | PurePath)
+
+
+def _part(annotation: Any) -> tuple[str | None, bool]:
+    """Return the kind that a parameter's type marks with `Part`, and whether it takes several."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    branches = args if origin in (Union, types.UnionType) else (annotation,)
+    if origin is Annotated:
+        inner = args[0]
+        branches = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
+        for extra in args[1:]:
+            if isinstance(extra, Part):
+                return extra.kind, any(get_origin(branch) in (list, tuple) for branch in branches)
+        return _part(inner)
+    for branch in branches:
+        if get_origin(branch) in (list, tuple):
+            kind, _ = _part(get_args(branch)[0])
+            if kind:
+                return kind, True
+        elif branch is not annotation:
+            kind, many = _part(branch)
+            if kind:
+                return kind, many
+    return None, False

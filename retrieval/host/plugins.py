@@ -1,0 +1,329 @@
+"""Load plugins, refuse clashes, find factories and build what a recipe names.
+
+Plugins come from the entry-point group `retrieval` (bundled and third-party alike), and from files or modules that
+a recipe or `--plugin` names. `RETRIEVAL_BLOCK=acme,other` leaves plugins out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from importlib.metadata import EntryPoint, distributions
+from types import ModuleType
+from typing import Any
+
+import pluggy
+
+from retrieval.errors import MissingDependency, PluginError, RecipeError, RetrievalError, did_you_mean
+from retrieval.host import hookspecs
+from retrieval.host.factory import GIVEN, KINDS, Factory, Parameter
+from retrieval.host.importing import (
+    Source,
+    import_extra,
+    import_plugin,
+    misfit,
+    name_of,
+    reason,
+    refuse_misspelt,
+)
+
+GROUP = "retrieval"
+
+
+class Plugins:
+    """The loaded plugins. Make one with `load_plugins`; there is no global one."""
+
+    def __init__(self, manager: pluggy.PluginManager, sources: list[Source]) -> None:
+        self.manager = manager
+        self.sources = sources
+        self._factories: dict[str, dict[str, Factory]] = {}
+        self._disabled: dict[str, dict[str, str]] = {}
+
+    @property
+    def hook(self) -> Any:
+        """The hooks to call, as pluggy gives them."""
+        return self.manager.hook
+
+    def notify(self, hook: str, **arguments: Any) -> None:
+        """Call a hook that gives nothing.
+
+        Raises:
+            PluginError: a plugin failed in it; the sentence names it and the line.
+        """
+        try:
+            getattr(self.hook, hook)(**arguments)
+        except (RetrievalError, OSError, ImportError):
+            raise  # sentences already, and what the command line has a sentence for
+        except Exception as error:
+            files = {getattr(m, "__file__", None): name for name, m in self.manager.list_name_plugin()}
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
+            who = f"The plugin '{files[frames[-1].filename]}'" if frames else "A plugin"
+            where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+            raise PluginError(f"{who} failed in {hook}: {reason(error)}{where}.") from error
+
+    def factories(self, kind: str) -> dict[str, Factory]:
+        """Return every factory of a kind by its full name, sorted. One with a fault is not among them: see `disabled`.
+
+        Raises:
+            MissingDependency: a plugin needs a package of the training side, and it is not installed.
+        """
+        self._read(kind)
+        return self._factories[kind]
+
+    def disabled(self, kind: str) -> dict[str, str]:
+        """Return what of a kind cannot be used, by its full name (or the plugin's, when its whole hook failed), and why."""
+        self._read(kind)
+        return self._disabled[kind]
+
+    def _read(self, kind: str) -> None:
+        if kind in self._factories:
+            return
+        found: dict[str, Factory] = {}
+        wrong: dict[str, str] = {}
+        for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
+            try:
+                offered = self._call(impl.plugin_name, kind, impl.function)
+            except PluginError as error:
+                wrong[impl.plugin_name] = str(error)
+                continue
+            for short, make in offered.items():
+                name = f"{impl.plugin_name}.{short}"
+                try:
+                    _refuse_offer(impl.plugin_name, kind, short, make)
+                    found[name] = Factory.read(kind, name, make)
+                except PluginError as error:
+                    wrong[name] = str(error)
+        self._factories[kind], self._disabled[kind] = dict(sorted(found.items())), dict(sorted(wrong.items()))
+
+    def _call(self, plugin: str, kind: str, function: Any) -> Mapping[Any, Any]:
+        hook = f"retrieval_{kind}"
+        try:
+            made = function()
+        except (PluginError, MissingDependency):
+            raise
+        except Exception as error:
+            missing = (getattr(error, "name", None) or "") if isinstance(error, ModuleNotFoundError) else ""
+            if missing.partition(".")[0] in ("torch", "torchvision", "pytorch_metric_learning", "sklearn"):
+                raise MissingDependency(
+                    f"The plugin '{plugin}' needs {missing} for its {kind}. Install it: pip install 'embedding-retrieval[train]'."
+                ) from error
+            raise PluginError(f"The plugin '{plugin}' failed in {hook}: {reason(error)}.") from error
+        if not isinstance(made, Mapping):
+            raise PluginError(
+                f"The plugin '{plugin}' returned {type(made).__name__} from {hook}; it must return {{name: factory}}."
+            )
+        return made
+
+    def find(self, kind: str, name: str) -> Factory:
+        """Return a factory by its full name.
+
+        Raises:
+            PluginError: it has a fault, which the sentence names; or there is none, and the sentence suggests the closest.
+        """
+        known, wrong = self.factories(kind), self.disabled(kind)
+        if name in known:
+            return known[name]
+        plugin = name.partition(".")[0]
+        if name in wrong or plugin in wrong:
+            raise PluginError(wrong.get(name) or wrong[plugin])
+        if "." in name and plugin not in {s.plugin for s in self.sources}:
+            loaded = ", ".join(sorted(s.plugin for s in self.sources))
+            hint = f" No plugin '{plugin}' is loaded (loaded: {loaded}).{did_you_mean(name, known)}"
+        elif namesakes := sorted(full for full in known if full.endswith(f".{name}")):
+            hint = f" Did you mean {' or '.join(repr(full) for full in namesakes)}?"
+        else:
+            hint = did_you_mean(name, known)
+            for kind_of in KINDS if not hint else ():
+                if kind_of != kind and name in self.factories(kind_of):
+                    hint = f" '{name}' is a {KINDS[kind_of]}."
+            by_name = [
+                full
+                for full, factory in known.items()
+                if any(p.name == "model" and p.required for p in factory.parameters)
+            ]
+            if by_name and "." not in name:
+                hint += f' {" and ".join(by_name)} take a model by its name: name = "{by_name[-1]}", model = "{name}".'
+            hint = hint or f" 'retrieval plugins list --kind {kind}' shows all {len(known)}."
+        raise PluginError(f"There is no {KINDS[kind]} '{name}'.{hint}")
+
+    def check(self, kind: str, values: Mapping[str, Any], where: str) -> list[str]:
+        """Return every problem of a table `{name = …, parameters}`, nested parts included."""
+        return list(self._check(kind, values, where))
+
+    def every(self, kind: str, values: Any, test: Callable[[Factory], bool]) -> bool:
+        """Return whether a factory passes a test and all those of its kind nested in it do too.
+
+        What is unknown or wrong passes: it is reported by `check`.
+        """
+        table = _table(values) or {}
+        factory = self.factories(kind).get(str(table.get("name")))
+        return factory is None or (
+            test(factory)
+            and all(
+                self.every(kind, part, test)
+                for p in factory.parameters
+                if p.part == kind and p.name in table
+                for _, part in _parts(p, table[p.name], "")
+            )
+        )
+
+    def _check(self, kind: str, values: Any, where: str) -> Iterator[str]:
+        values = _table(values)
+        if values is None or not isinstance(values.get("name"), str):
+            yield f'{where} must name a {KINDS[kind]}: name = "PLUGIN.NAME".'
+            return
+        try:
+            factory = self.find(kind, values["name"])
+            _, problems = factory.check({k: v for k, v in values.items() if k != "name"}, where)
+        except (PluginError, MissingDependency) as error:
+            yield f"{where} name: {error}"
+            return
+        yield from problems
+        for p in factory.parameters:
+            if p.part and p.name in values:
+                for place, part in _parts(p, values[p.name], f"{where} {p.name}"):
+                    yield from self._check(p.part, part, place)
+
+    def build(self, kind: str, values: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> Any:
+        """Build what a table `{name = …, parameters}` describes, its parts first.
+
+        Args:
+            kind: one of `KINDS`.
+            values: the recipe's table.
+            given: what the host knows (`factory.GIVEN`); passed on to every factory that names it.
+
+        Raises:
+            PluginError: the name is unknown.
+            RecipeError: the values do not fit, or the factory refuses them.
+        """
+        given = given or {}
+        table = _table(values) or {}
+        factory = self.find(kind, str(table.get("name")))
+        checked, problems = factory.check({k: v for k, v in table.items() if k != "name"}, f"[{KINDS[kind]}]")
+        if problems:
+            raise RecipeError(problems)
+        for p in factory.parameters:
+            if p.from_host and given.get(p.name) is not None:
+                checked[p.name] = given[p.name]
+            elif p.part and p.required and p.name not in checked:
+                raise RecipeError(
+                    [f"[{KINDS[kind]}] {p.name}: is required ({p.type_text}); {factory.name} has no default."]
+                )
+            elif p.part and p.name in checked:
+                made = [self.build(p.part, part, given) for _, part in _parts(p, checked[p.name], p.name)]
+                checked[p.name] = made if p.many else made[0]
+            elif p.given and p.default is inspect.Parameter.empty:
+                raise PluginError(
+                    f"{factory.name} asks the host for '{p.name}' ({GIVEN[p.name]}), which it does not know here."
+                )
+        return factory.build(checked)
+
+
+def _refuse_offer(plugin: str, kind: str, short: Any, make: Any) -> None:
+    """Refuse what a hook offers under a name that is none, or that cannot be called."""
+    if not (isinstance(short, str) and short.isidentifier()):
+        raise PluginError(
+            f"The plugin '{plugin}' offers {short!r} in retrieval_{kind}; a name must be a Python identifier."
+        )
+    if not callable(make):
+        raise PluginError(
+            f"The plugin '{plugin}' offers '{short}' in retrieval_{kind} with a factory of type {type(make).__name__}, which cannot be called."
+        )
+
+
+def _table(values: Any) -> dict[str, Any] | None:
+    if isinstance(values, str):
+        return {"name": values}
+    return dict(values) if isinstance(values, Mapping) else None
+
+
+def _parts(p: Parameter, value: Any, where: str) -> list[tuple[str, Any]]:
+    if p.many:
+        return [
+            (f"{where}[{i}]", part)
+            for i, part in enumerate(value if isinstance(value, list | tuple) else [value])
+        ]
+    return [(where, value)]
+
+
+def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = None) -> Plugins:
+    """Load every installed plugin, then the given files and modules.
+
+    Args:
+        extra: paths of `.py` files, or names of modules.
+        block: plugin names to leave out; by default those in `RETRIEVAL_BLOCK`, separated by commas.
+
+    Raises:
+        PluginError: two distributions claim one name, a plugin cannot be imported, or it misspells a hook.
+    """
+    if block is None:
+        block = [name.strip() for name in os.environ.get("RETRIEVAL_BLOCK", "").split(",")]
+    blocked = {name for name in block if name}
+    manager = pluggy.PluginManager("retrieval")
+    manager.add_hookspecs(hookspecs)
+    sources: list[Source] = []
+
+    def register(source: Source, module: ModuleType) -> None:
+        other = manager.get_name(module)
+        if other:
+            raise PluginError(
+                f"The {source.origin} is loaded already, as the plugin '{other}'. Name what it offers '{other}.…', "
+                f"and leave the {source.origin} out."
+            )
+        refuse_misspelt(source, module)
+        try:
+            manager.register(module, source.plugin)
+        except (ValueError, pluggy.PluginValidationError) as error:
+            raise PluginError(
+                f"The plugin '{source.plugin}' ({source.origin}) does not fit its hooks: {misfit(error)}."
+            ) from error
+        sources.append(source)
+
+    for name, (entry, origin) in sorted(_entry_points(blocked).items()):
+        source = Source(name, origin)
+        register(source, import_plugin(source, entry.load))
+    for item in extra:
+        source = name_of(item)
+        if source.plugin in blocked or source in sources:
+            continue
+        clash = next((s for s in sources if s.plugin == source.plugin), None)
+        if clash:
+            raise PluginError(
+                f"Two plugins are called '{source.plugin}': {clash.origin} and {source.origin}. Rename the second."
+            )
+        register(source, import_plugin(source, partial(import_extra, item)))
+    return Plugins(manager, sources)
+
+
+def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
+    """Return each plugin's entry point and its distribution, refusing a name that two distributions claim."""
+    found: dict[str, tuple[EntryPoint, str]] = {}
+    seen: set[str] = set()
+    for distribution in distributions():
+        # most have no entry point of ours: reading their names too would double the time that `--help` takes
+        if f"[{GROUP}]" not in (distribution.read_text("entry_points.txt") or ""):
+            continue
+        project = re.sub(r"[-_.]+", "-", distribution.name or "").lower()
+        if project in seen:  # an editable install may be listed twice
+            continue
+        seen.add(project)
+        for entry in distribution.entry_points:
+            if entry.group != GROUP or entry.name in blocked:
+                continue
+            origin = f"{distribution.name} {distribution.version}"
+            if entry.name in found:
+                raise PluginError(
+                    f"Two installed packages claim the plugin name '{entry.name}': {found[entry.name][1]} and {origin}. "
+                    f"Uninstall one, or leave the name out with RETRIEVAL_BLOCK={entry.name}."
+                )
+            found[entry.name] = (entry, origin)
+    return found
+
+
+def installed() -> dict[str, str]:
+    """Return the distribution of each installed plugin, without loading any; a clash is refused as in `load_plugins`."""
+    return {name: origin for name, (_, origin) in _entry_points(set()).items()}

@@ -1,0 +1,113 @@
+"""`retrieval plugins new`: a third-party package that works as it is written, with one part of any kind."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from importlib.resources import files as resources
+from pathlib import Path
+
+from retrieval.errors import PluginError
+from retrieval.host.factory import KINDS
+from retrieval.host.plugins import installed
+
+TRAIN = "retrieval train recipe.toml"
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a package of a kind offers: the class, the name in its hook, and the command that uses it."""
+
+    make: str
+    part: str
+    use: str = TRAIN
+
+
+EXAMPLES = {
+    "loss": Example("MarginLoss", "margin"),
+    "miner": Example("Nearest", "nearest"),
+    "generator": Example("Nearer", "nearer"),
+    "combiner": Example("SumOfParts", "sum_of_parts"),
+    "learner": Example("WithinScale", "within_scale"),
+    "dataset": Example("Digits", "digits"),
+    "backbone": Example("Small", "small"),
+    "metric": Example("ReciprocalRank", "reciprocal_rank"),
+    "index": Example(
+        "Matrix", "matrix", "retrieval index BUNDLE IMAGES --output items.index --backend acme.matrix"
+    ),
+}
+"""By kind. The templates lie in `scaffolds/`, with `acme` for the plugin's name."""
+
+
+def package_files(name: str, kind: str = "loss") -> dict[str, str]:
+    """Return what a package is made of: texts by path.
+
+    Args:
+        name: the plugin's name.
+        kind: one of `EXAMPLES`.
+    """
+    places = {
+        "pyproject.toml": "pyproject.toml",
+        "retrieval_acme/__init__.py": "init.py",
+        f"retrieval_acme/{kind}.py": f"{kind}/module.py",
+        "tests/test_acme.py": f"{kind}/test.py",
+        "README.md": "README.md",
+    }
+    if EXAMPLES[kind].use == TRAIN:
+        places["recipe.toml"] = f"{kind}/recipe.toml"
+    return {place.replace("acme", name): _filled(template, name, kind) for place, template in places.items()}
+
+
+def _filled(template: str, name: str, kind: str) -> str:
+    example = EXAMPLES[kind]
+    text = (resources("retrieval.host") / "scaffolds" / f"{template}.in").read_text(encoding="utf-8")
+    hook = next(plural for plural, word in KINDS.items() if word == kind)
+    for word, value in (("USE", example.use), ("MAKE", example.make), ("PART", example.part),
+                        ("KINDS", hook), ("KIND", kind), ("acme", name)):  # fmt: skip
+        text = text.replace(word, value)
+    return text
+
+
+def write_package(name: str, output: Path | None = None, kind: str = "loss") -> Path:
+    """Write the package, whole or not at all.
+
+    Args:
+        name: the plugin's name, a Python identifier in lower case.
+        output: the folder; by default `retrieval-NAME` here.
+        kind: what it offers, one of `EXAMPLES`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        PluginError: the name does not serve or is taken, or the folder exists or cannot be written.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise PluginError(
+            f"'{name}' cannot be a plugin's name: use a Python identifier in lower case, such as acme."
+        )
+    if name in installed():
+        raise PluginError(
+            f"A plugin '{name}' is installed already ({installed()[name]}). Choose another name."
+        )
+    folder = output or Path(f"retrieval-{name}")
+    if folder.exists() or folder.is_symlink():
+        raise PluginError(f"{folder} exists already. Remove it, or choose another with --output.")
+    temporary = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        temporary.chmod(0o755)  # mkdtemp's is private
+        for path, text in package_files(name, kind).items():
+            file = temporary / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        temporary.rename(folder)
+    except OSError as error:
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise PluginError(f"{folder} cannot be written: {error.strerror or error}.") from error
+    return folder

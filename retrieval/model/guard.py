@@ -1,0 +1,183 @@
+"""What a plugin's part gives is checked where it enters the host: one sentence names the part, what it gave, and what it should give.
+
+Shapes, types and devices cost nothing; where a miner's indices point is read in one transfer a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from retrieval.errors import PluginError
+from retrieval.host.plugin_calls import calling
+from retrieval.model.contracts import Combiner, TripletIndices
+
+
+def shown(value: Any) -> str:
+    """Return what something is, for a sentence: a tensor's shape and type, else its type."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, np.ndarray):
+        return f"a numpy array of shape {value.shape} and type {value.dtype}"
+    if value is None or isinstance(value, bool | int | float):
+        return f"{value}"
+    if isinstance(value, list | tuple) and 0 < len(value) <= 6:
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(map(shown, value))})"
+    return f"a {type(value).__name__}"
+
+
+def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | None = None) -> Tensor:
+    """Return what a loss or objective gave as a scalar.
+
+    Args:
+        value: what it gave.
+        what: who gave it.
+        inputs: what it should be differentiable in.
+        owner: whose parameters it may be differentiable in as well.
+
+    Raises:
+        PluginError: it is not one floating-point number, is on another device, or has lost its gradient.
+    """
+    should = "it must give a scalar: one floating-point number in a tensor that its embeddings' gradient passes through"
+    if not isinstance(value, Tensor):
+        hint = ""
+        if isinstance(value, Mapping):
+            hint = " A reducer turns pytorch-metric-learning's dictionary into one: subclass BaseMetricLossFunction and define compute_loss."
+        elif isinstance(value, int | float):
+            hint = " Do not call item() or float(); where there are no pairs, give embeddings.sum() * 0."
+        raise PluginError(f"{what} gave {shown(value)}; {should}.{hint}")
+    if value.numel() != 1 or not value.is_floating_point():
+        hint = " Take its mean." if value.numel() > 1 and value.is_floating_point() else ""
+        raise PluginError(f"{what} gave {shown(value)}; {should}.{hint}")
+    if value.device != inputs.device:
+        raise PluginError(f"{what} gave {shown(value)} on {value.device}; its input is on {inputs.device}.")
+    trains = inputs.requires_grad or (owner is not None and any(p.requires_grad for p in owner.parameters()))
+    # a zero of its own, for a batch without pairs, trains nothing and is no fault
+    if trains and not value.requires_grad and torch.is_grad_enabled() and float(value) != 0:
+        raise PluginError(
+            f"{what} gave {float(value):.4g} without a gradient; {should}. Was it detached, taken through numpy, or computed "
+            f"under torch.no_grad()?"
+        )
+    return value.reshape(())
+
+
+def checked_indices(found: Any, what: str, sizes: tuple[int, int], device: torch.device) -> TripletIndices:
+    """Return what a miner gave as int64 tensors.
+
+    Args:
+        found: what it gave.
+        what: who gave it.
+        sizes: how many anchors there are to point at, and how many others.
+        device: where the codes are.
+
+    Raises:
+        PluginError: they are not three or four index tensors that fit together and point at what is there.
+    """
+    should = (
+        "it must give (anchor, positive, negative) or (anchor1, positive, anchor2, negative): int64 tensors, one number a "
+        "triplet or pair, where the codes are"
+    )
+    if not isinstance(found, list | tuple) or len(found) not in (3, 4):
+        raise PluginError(f"{what} gave {shown(found)}; {should}.")
+    whole = all(
+        isinstance(x, Tensor) and x.ndim == 1 and x.dtype in (torch.int64, torch.int32) and x.device == device
+        for x in found
+    )
+    if not whole:
+        where = {str(x.device) for x in found if isinstance(x, Tensor)} - {str(device)}
+        elsewhere = f" on {', '.join(sorted(where))} (the codes are on {device})" if where else ""
+        raise PluginError(f"{what} gave {shown(found)}{elsewhere}; {should}.")
+    groups = [found] if len(found) == 3 else [found[:2], found[2:]]
+    if any(len(x) != len(group[0]) for group in groups for x in group):
+        lengths = ", ".join(str(len(x)) for x in found)
+        raise PluginError(f"{what} gave index tensors of lengths {lengths}; {should}, of equal length.")
+    indices = [x.long() for x in found]
+    limits = [sizes[0] if i == 0 or (len(found) == 4 and i == 2) else sizes[1] for i in range(len(found))]
+    ends = [end for x in indices if len(x) for end in torch.aminmax(x)]
+    if ends:
+        read = torch.stack(ends).tolist()
+        limited = [size for x, size in zip(indices, limits, strict=True) if len(x)]
+        for (low, high), size in zip(zip(read[::2], read[1::2], strict=True), limited, strict=True):
+            if low < 0 or high >= size:
+                raise PluginError(
+                    f"{what} gave indices from {low} to {high}, and there are {size} items to point at, numbered from 0."
+                )
+    return cast(TripletIndices, tuple(indices))
+
+
+def checked_rows(value: Any, what: str, like: tuple[int, int], device: torch.device, of: str) -> Tensor:
+    """Return features or codes (B, width).
+
+    Args:
+        value: what was given.
+        what: who gave it.
+        like: its shape, rows and width; a width of −1 is any.
+        device: where it must be.
+        of: what it must be, in words.
+
+    Raises:
+        PluginError: it is anything else.
+    """
+    rows, width = like
+    fits = isinstance(value, Tensor) and value.ndim == 2 and value.is_floating_point() and len(value) == rows
+    if not fits or (width >= 0 and value.shape[1] != width):
+        asked = f"({rows}, {width})" if width >= 0 else f"({rows}, any width)"
+        raise PluginError(
+            f"{what} gave {shown(value)}; it must give {of}: floating-point numbers of shape {asked}."
+        )
+    if value.device != device:
+        raise PluginError(f"{what} gave {of} on {value.device}; its input is on {device}.")
+    return cast(Tensor, value)
+
+
+def check_width(features: Any, what: str, width: int) -> None:
+    """Refuse features of all items that are not as wide as their backbone says.
+
+    Raises:
+        PluginError: they are not.
+    """
+    if features.ndim != 2 or features.shape[1] != width:
+        raise PluginError(
+            f"{what} gave {shown(features)}; it must give features as wide as it says, of shape ({len(features)}, {width})."
+        )
+
+
+def checked_objective(value: Any, what: str, codes: Tensor) -> tuple[Tensor | None, Mapping[str, Any]]:
+    """Return what a combiner's `objective` gave: a scalar or None, and figures by name.
+
+    Raises:
+        PluginError: it is anything else.
+    """
+    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
+        raise PluginError(
+            f"{what} gave {shown(value)} from objective; it must give a scalar (or None), and figures by name."
+        )
+    own, given = value
+    figures: dict[str, Any] = {}
+    for name, figure in given.items():
+        single = isinstance(figure, Tensor) and figure.numel() == 1
+        if not (single or (isinstance(figure, int | float) and not isinstance(figure, bool))):
+            raise PluginError(
+                f"{what} gave {shown(figure)} for the figure '{name}' of objective; it must be one number."
+            )
+        figures[name] = figure.detach() if single else figure
+    return None if own is None else checked_scalar(own, f"{what}'s objective", codes), figures
+
+
+def combiner_warnings(combiner: Combiner | None, figures: Mapping[str, float], what: str) -> list[str]:
+    """Return a combiner's sentences for whoever trains.
+
+    Raises:
+        PluginError: it gave something else.
+    """
+    if combiner is None:
+        return []
+    with calling(what):
+        given: Any = combiner.warnings(figures)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise PluginError(f"{what} gave {shown(given)} from warnings; it must give a list of sentences.")
+    return [str(each) for each in given]

@@ -1,0 +1,86 @@
+"""The scikit-learn half of a linear learner. Imports torch only to make the model's head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Floats = NDArray[np.floating[Any]]
+
+
+class LinearMap(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    """A learner whose whole result is a mean and a linear map; subclasses define `fit`.
+
+    Attributes:
+        components_: (C, F) rows that features are projected onto.
+        mean_: (F,) what is subtracted from features first.
+        n_features_in_: F.
+    """
+
+    components_: Floats
+    mean_: Floats
+
+    def transform(self, X: ArrayLike) -> Floats:
+        """Return codes (N, C) of features (N, F), whose Euclidean distances are the learned ones."""
+        check_is_fitted(self, "components_")
+        x = validate_data(self, X, reset=False, dtype=(np.float64, np.float32))
+        codes: Floats = (x - self.mean_.astype(x.dtype)) @ self.components_.T.astype(x.dtype)
+        return codes
+
+    def get_mahalanobis_matrix(self) -> Floats:
+        """Return M (F, F), by which the distance of codes is √((x − y)ᵀ M (x − y)) of features."""
+        check_is_fitted(self, "components_")
+        return self.components_.T @ self.components_
+
+    def to_model_parts(self) -> tuple[nn.Module, None]:
+        """Return the head, float32, with the numbers of `transform`; distances are Euclidean."""
+        from retrieval.model.linear_head import linear_head
+
+        check_is_fitted(self, "components_")
+        return linear_head(self.components_, self.mean_), None
+
+    @property
+    def _n_features_out(self) -> int:
+        return len(self.components_)
+
+
+def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
+    """Return labels (N,), numbers or text, as codes 0 to C − 1, refusing those with nothing to learn from.
+
+    Args:
+        y: (N,) labels.
+        learner: the learner's name, for the sentences.
+
+    Raises:
+        ValueError: they are continuous numbers, of one class only, or each the only one of its class.
+    """
+    labels = np.asarray(y)
+    if labels.dtype.kind == "f" and (labels != np.floor(labels)).any():
+        raise ValueError(f"The labels are continuous numbers; {learner} needs classes.")
+    names, codes = np.unique(labels, return_inverse=True)
+    if len(names) < 2:
+        raise ValueError(
+            f"All {len(labels)} items are of one class, {names[0]!r}: {learner} needs at least two."
+        )
+    if len(names) == len(labels):
+        raise ValueError(
+            f"Each of the {len(labels)} items is the only one of its class: {learner} needs at least one class with two "
+            "members."
+        )
+    return codes.astype(np.intp)
+
+
+def deviations(x: Floats) -> Floats:
+    """Return each feature's standard deviation (F,), and 1 for a feature that is constant up to rounding."""
+    deviation = x.std(axis=0)
+    found: Floats = np.where(
+        deviation > len(x) * np.finfo(np.float64).eps * np.abs(x).max(axis=0), deviation, 1.0
+    )
+    return found

@@ -1,0 +1,134 @@
+"""What a loss may start from: pytorch-metric-learning's call with its input checked, and a miner's indices as pairs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
+from torch import Tensor, nn
+
+from retrieval.errors import DataError
+from retrieval.host.factory import Part
+from retrieval.model.precision import as_given, full_precision
+
+Distance = Annotated[nn.Module | None, Part("distances")]
+Reducer = Annotated[nn.Module | None, Part("reducers")]
+Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Anchors and their positives, anchors and their negatives, int64."""
+
+
+class CheckedLoss(BaseMetricLossFunction):
+    """A loss computed in float32 or float64 whatever autocast says, of embeddings and labels that fit.
+
+    A subclass defines pytorch-metric-learning's `compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)`; there
+    `ref_emb is embeddings` where there is no reference set.
+
+    Args:
+        distance: how two embeddings are compared.
+        reducer: how the losses become one number; the mean by default.
+    """
+
+    def __init__(self, distance: nn.Module | None = None, reducer: nn.Module | None = None) -> None:
+        super().__init__(distance=distance, reducer=reducer)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see `retrieval.Loss`.
+
+        Raises:
+            ValueError: shapes, labels or indices do not fit.
+            DataError: an embedding is NaN or infinite.
+        """
+        query = checked_embeddings(embeddings, "embeddings")
+        own = ref_emb is None or ref_emb is embeddings
+        reference = None if own else checked_embeddings(ref_emb, "ref_emb")
+        if labels is not None or indices_tuple is None:
+            labels = checked_labels(labels, query, "labels")
+        if reference is None:
+            ref_labels = None
+        elif ref_labels is not None or indices_tuple is None:
+            ref_labels = checked_labels(ref_labels, reference, "ref_labels")
+        with torch.autocast(device_type=query.device.type, enabled=False):
+            total: Tensor = super().forward(query, labels, indices_tuple, reference, ref_labels)
+        return as_given(total, embeddings)
+
+
+def nothing(*embeddings: Tensor) -> dict[str, Any]:
+    """Return a sub-loss of 0 with a gradient of 0, as pytorch-metric-learning's reducers read it."""
+    zero = sum((each.sum() * 0 for each in embeddings), embeddings[0].new_zeros(()))
+    return {"losses": zero, "indices": None, "reduction_type": "already_reduced"}
+
+
+def checked_embeddings(x: Any, name: str) -> Tensor:
+    """Return embeddings (B, C) in full precision.
+
+    Raises:
+        ValueError: they are no matrix of floating-point numbers.
+        DataError: one is NaN or infinite.
+    """
+    if not isinstance(x, Tensor) or x.ndim != 2:
+        shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be a matrix, a row an item, and this has the shape {shape}")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} must be floating-point numbers, not {x.dtype}")
+    if not bool(torch.isfinite(x).all()):
+        wrong = int((~torch.isfinite(x)).any(1).sum())
+        raise DataError(f"{name} hold NaN or infinite numbers: {wrong} of {len(x)} items")
+    return full_precision(x)
+
+
+def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
+    """Return labels (B,) on the embeddings' device.
+
+    Raises:
+        ValueError: they are missing, no tensor, or not one an item.
+    """
+    if labels is None:
+        raise ValueError(f"{name} are missing: without a miner's indices they say which pairs are positive")
+    if not isinstance(labels, Tensor):
+        raise ValueError(
+            f"{name} must be a tensor of whole numbers, one a class, not a {type(labels).__name__}; number labels that are text"
+        )
+    if labels.shape != items.shape[:1]:
+        raise ValueError(
+            f"{name} must be one number an item: they have the shape {tuple(labels.shape)}, and there are {len(items)} items"
+        )
+    return labels.to(items.device)
+
+
+def listed_pairs(indices: Any, shape: tuple[int, int], device: torch.device) -> Pairs:
+    """Return a miner's indices as anchors, positives, anchors again, negatives.
+
+    Args:
+        indices: (anchor, positive, negative) or (anchor, positive, anchor, negative).
+        shape: how many embeddings there are, and how many references.
+        device: where the embeddings are.
+
+    Raises:
+        ValueError: they are not three or four index tensors of matching length, or an index is out of range.
+    """
+    if len(indices) not in (3, 4):
+        raise ValueError(
+            f"a miner gives (anchor, positive, negative) or (anchor, positive, anchor, negative), not {len(indices)} tensors"
+        )
+    found = [torch.as_tensor(each, device=device).long() for each in indices]
+    pairs = (found[0], found[1], found[-2] if len(found) == 4 else found[0], found[-1])
+    for anchors, others in (pairs[:2], pairs[2:]):
+        if anchors.shape != others.shape or anchors.ndim != 1:
+            raise ValueError(
+                f"a miner's indices must be as many anchors as others, not {tuple(anchors.shape)} and {tuple(others.shape)}"
+            )
+        for each, size in zip((anchors, others), shape, strict=True):
+            if each.numel() and not 0 <= int(each.min()) <= int(each.max()) < size:
+                raise ValueError(
+                    f"a miner's indices go from {int(each.min())} to {int(each.max())}, and there are {size} items: was it "
+                    f"given the same batch and reference set?"
+                )
+    return pairs

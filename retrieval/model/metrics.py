@@ -1,0 +1,191 @@
+"""Retrieval metrics, query by query; each has the call of `retrieval.Metric`.
+
+Throughout, R is how many items of the gallery have the query's label, the query itself not counted, and
+rel(i) is 1 when the neighbour at rank i = 1, 2, … has it. Queries with R = 0 have no value: the host leaves them out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import RetrievalError, did_you_mean
+
+if TYPE_CHECKING:
+    from retrieval.model.contracts import Metric
+
+Matches = NDArray[np.bool_]
+Relevant = NDArray[np.int64]
+Values = NDArray[np.float64]
+
+
+class RecallAt:
+    """Recall@K as metric learning defines it: 1 for a query with at least one match among its K nearest, else 0.
+
+    Jégou et al., "Product quantization for nearest neighbor search" (2011); Song et al., "Deep metric learning via
+    lifted structured feature embedding" (2016), section 6.
+
+    Args:
+        k: how many neighbours to look at.
+    """
+
+    depth: int | Literal["relevant", "all"]
+
+    def __init__(self, k: int) -> None:
+        self.depth = self.k = _at_least_one(k, "recall_at")
+
+    def __call__(self, matches: Matches, relevant: Relevant) -> Values:
+        """Return 1.0 or 0.0 for each query (Q,); see `retrieval.Metric`."""
+        return np.asarray(matches[:, : self.k].any(axis=1), dtype=np.float64)
+
+
+class PrecisionAt:
+    """Precision@K: the share of the K nearest that match. Precision@1 is also Recall@1.
+
+    A gallery of fewer than K items counts as if the missing ones did not match.
+
+    Args:
+        k: how many neighbours to look at.
+    """
+
+    depth: int | Literal["relevant", "all"]
+
+    def __init__(self, k: int) -> None:
+        self.depth = self.k = _at_least_one(k, "precision_at")
+
+    def __call__(self, matches: Matches, relevant: Relevant) -> Values:
+        """Return a number from 0 to 1 for each query (Q,); see `retrieval.Metric`."""
+        return np.asarray(np.count_nonzero(matches[:, : self.k], axis=1) / self.k)
+
+
+class RPrecision:
+    """R-precision: the share of the R nearest that match.
+
+    Musgrave, Belongie, Lim, "A Metric Learning Reality Check" (2020), section 3.2.
+    """
+
+    depth: int | Literal["relevant", "all"] = "relevant"
+
+    def __call__(self, matches: Matches, relevant: Relevant) -> Values:
+        """Return a number from 0 to 1 for each query (Q,); see `retrieval.Metric`."""
+        return np.asarray(np.count_nonzero(_first(matches, relevant), axis=1) / relevant)
+
+
+class MAPAtR:
+    """MAP@R: (1/R) Σ_{i=1}^{R} rel(i) · Precision@i.
+
+    Musgrave, Belongie, Lim, "A Metric Learning Reality Check" (2020), section 3.2, equations 5 and 6.
+    """
+
+    depth: int | Literal["relevant", "all"] = "relevant"
+
+    def __call__(self, matches: Matches, relevant: Relevant) -> Values:
+        """Return a number from 0 to 1 for each query (Q,); see `retrieval.Metric`."""
+        return _summed_precision(_first(matches, relevant)) / relevant
+
+
+class MeanAveragePrecision:
+    """Average precision over the whole ranking: (1/R) Σ_{i=1}^{N} rel(i) · Precision@i. Looks at the full gallery."""
+
+    depth: int | Literal["relevant", "all"] = "all"
+
+    def __call__(self, matches: Matches, relevant: Relevant) -> Values:
+        """Return a number from 0 to 1 for each query (Q,); see `retrieval.Metric`."""
+        return _summed_precision(matches) / relevant
+
+
+def recall_at(k: int = 1) -> RecallAt:
+    """Recall@K: 1 for a query with at least one match among its K nearest.
+
+    Args:
+        k: how many neighbours to look at.
+    """
+    return RecallAt(k)
+
+
+def precision_at(k: int = 1) -> PrecisionAt:
+    """Precision@K: the share of the K nearest that match.
+
+    Args:
+        k: how many neighbours to look at.
+    """
+    return PrecisionAt(k)
+
+
+def r_precision() -> RPrecision:
+    """R-precision: the share of the R nearest that match, R being how many relevant items there are."""
+    return RPrecision()
+
+
+def map_at_r() -> MAPAtR:
+    """MAP@R: average precision over the R nearest (Musgrave et al., 2020)."""
+    return MAPAtR()
+
+
+def mean_average_precision() -> MeanAveragePrecision:
+    """MAP: average precision over the whole ranking of the gallery."""
+    return MeanAveragePrecision()
+
+
+_PLAIN: dict[str, Callable[[], Metric]] = {
+    "r_precision": RPrecision,
+    "map_at_r": MAPAtR,
+    "map": MeanAveragePrecision,
+}
+_WITH_K: dict[str, Callable[[int], Metric]] = {"recall_at": RecallAt, "precision_at": PrecisionAt}
+
+
+def metric(name: str) -> Metric:
+    """Return the built-in metric of a name: "recall_at_K" and "precision_at_K" for any K, "r_precision", "map_at_r", "map".
+
+    Raises:
+        RetrievalError: there is none of that name; the sentence names the closest.
+    """
+    if name in _PLAIN:
+        return _PLAIN[name]()
+    found = re.fullmatch(r"(.+)_(\d{1,9})", name)
+    if found and found[1] in _WITH_K:
+        return _WITH_K[found[1]](int(found[2]))
+    known = [
+        *_PLAIN,
+        *(f"{stem}_{k}" for stem in _WITH_K for k in sorted({1, 2, 4, 8, 10, int(found[2]) if found else 1})),
+    ]
+    raise RetrievalError(
+        f"There is no metric '{name}'.{did_you_mean(name.lower().replace('@', '_at_'), known)} "
+        "Built in are recall_at_K, precision_at_K (K a number), r_precision, map_at_r and map."
+    )
+
+
+def _first(matches: Matches, relevant: Relevant) -> Matches:
+    """Return the matches among each query's R nearest; later ones count as none."""
+    width = int(relevant.max(initial=0))
+    matches = matches[:, :width]
+    if len(relevant) and int(relevant.min()) == width:
+        return matches
+    return matches & (np.arange(width) < relevant[:, None])
+
+
+def _summed_precision(matches: Matches) -> Values:
+    """Return Σ_i rel(i) · Precision@i (Q,)."""
+    rows, width = matches.shape
+    inverse = 1 / np.arange(1, width + 1)
+    sums = np.zeros(rows)
+    step = max(1, 2**15 // max(width, 1))  # what stays in a core's cache through the four passes
+    for start in range(0, rows if width else 0, step):
+        part = matches[start : start + step]
+        terms = np.cumsum(part, axis=1, dtype=np.float64)
+        terms *= part
+        terms *= inverse
+        # Added one after another: the same sum whatever the block's width is.
+        sums[start : start + step] = np.cumsum(terms, axis=1, out=terms)[:, -1]
+    return sums
+
+
+def _at_least_one(k: int, name: str) -> int:
+    if k < 1:
+        raise RetrievalError(f"{name}_{k} looks at no neighbour; the smallest is {name}_1.")
+    return k

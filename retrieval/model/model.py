@@ -1,0 +1,107 @@
+"""`Model` = backbone, head, combiner: what every method ends as."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from retrieval.model.contracts import Backbone, Combiner
+from retrieval.model.precision import full_precision
+from retrieval.serving.images import Preprocessing
+
+
+class Normalize(nn.Module):
+    """Scale each row to unit Euclidean length; a zero row stays zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return unit vectors (B, D) of (B, D), at least in float32 even under autocast."""
+        return functional.normalize(full_precision(x), dim=-1)
+
+
+def build_head(
+    features: int, embedding_size: int, hidden: Sequence[int] = (), normalize: bool = True
+) -> nn.Sequential:
+    """Return the default head: linear layers with ReLU between them, then unit length.
+
+    Args:
+        features: width F of what comes in.
+        embedding_size: width C of what comes out.
+        hidden: widths between.
+        normalize: whether codes are unit vectors.
+    """
+    widths = [features, *hidden]
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    layers.append(nn.Linear(widths[-1], embedding_size))
+    if normalize:
+        layers.append(Normalize())
+    return nn.Sequential(*layers)
+
+
+class Model(nn.Module):
+    """Images or vectors → features → codes.
+
+    Inputs are what an encoder in a bundle takes: raw uint8 pixels (B, channels, H, W), or float vectors (B, F). Pixels are
+    scaled to 0–1 and normalised with the backbone's mean and standard deviation in here, so that torch and ONNX
+    see the same input.
+
+    Args:
+        backbone: input → features.
+        head: features → codes.
+        combiner: the distance over codes; None for the Euclidean distance of one embedding.
+    """
+
+    def __init__(self, backbone: Backbone, head: nn.Module, combiner: Combiner | None = None) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+        self.combiner = combiner
+        self.channels_last = False
+        if self.preprocessing is not None:
+            mean, std = torch.tensor(self.preprocessing.mean), torch.tensor(self.preprocessing.std)
+            self.register_buffer("scale", (1 / (255 * std)).view(1, -1, 1, 1), persistent=False)
+            self.register_buffer("shift", (-mean / std).view(1, -1, 1, 1), persistent=False)
+
+    @property
+    def preprocessing(self) -> Preprocessing | None:
+        """The backbone's preprocessing; None for vectors."""
+        return self.backbone.preprocessing
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """Return features (B, F) of raw pixels or vectors."""
+        x = inputs.float()
+        if self.preprocessing is not None:
+            x = x * self.get_buffer("scale") + self.get_buffer("shift")
+            if self.channels_last:
+                x = x.contiguous(memory_format=torch.channels_last)
+        features: Tensor = self.backbone(x)
+        return features
+
+    def forward(self, inputs: Tensor, from_features: bool = False) -> tuple[Tensor, Tensor]:
+        """Return features (B, F) and codes (B, C).
+
+        Args:
+            inputs: raw pixels or vectors; or features (B, F), when a frozen backbone's were computed before.
+            from_features: whether `inputs` are features.
+        """
+        features = inputs.float() if from_features else self.features(inputs)
+        return features, self.head(features)
+
+    def distances(self, query: Tensor, reference: Tensor) -> Tensor:
+        """Return distances (Q, R) between codes (Q, C) and (R, C); smaller is closer."""
+        if self.combiner is not None:
+            return self.combiner.compute_mat(query, reference)
+        return torch.cdist(query.float(), reference.float(), compute_mode="donot_use_mm_for_euclid_dist")
+
+    def feature_distance(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return distances (T,) between features (T, F) and (T, F), through head and combiner."""
+        x, y = self.head(x), self.head(y)
+        if self.combiner is not None:
+            return self.combiner.pairwise_distance(x, y)
+        # the root of zero has no gradient
+        return ((x - y).square().sum(-1) + 1e-12).sqrt()

@@ -1,0 +1,1 @@
+"""What a recipe can say, and reading one."""

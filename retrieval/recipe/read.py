@@ -1,0 +1,204 @@
+"""TOML → a checked recipe. Every problem of the file in one error, with 'did you mean'.
+
+The tables of the host are the classes of `retrieval.recipe.tables`; the tables of plugins (`Component`) are checked against
+the signature of the factory that they name.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
+from retrieval.host.factory import COMPONENTS
+from retrieval.host.file_plugins import is_file_plugin
+from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.host.trust import require
+from retrieval.host.values import Place, shown, validate
+from retrieval.recipe.overrides import apply_overrides
+from retrieval.recipe.tables import (
+    Recipe,
+    Section,
+)
+
+
+def read_recipe(
+    path: Path, overrides: Sequence[str] = (), plugins: Sequence[str] = ()
+) -> tuple[Recipe, Plugins]:
+    """Read and check a recipe file.
+
+    Args:
+        path: the TOML file.
+        overrides: `key.path=value` texts, values as TOML (a bare word is text).
+        plugins: further plugin files or modules, as from `--plugin`.
+
+    Returns:
+        The recipe, and the plugins it was checked with. Paths of plugin files in it are absolute.
+
+    Raises:
+        RecipeError: with every problem.
+        PluginError: a plugin cannot be loaded, or the recipe brings one that the user does not know (see `retrieval.host.trust`).
+    """
+    table, brought = read_table(path, overrides, plugins)
+    require(brought, path)
+    return check_recipe(table, str(path))
+
+
+def read_table(
+    path: Path, overrides: Sequence[str] = (), plugins: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Read a recipe file, unchecked; see `read_recipe`.
+
+    Returns:
+        The recipe's table, and which of its plugins the file brings and the user has not named.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise RecipeError([f"it cannot be read: {reason}."], str(path)) from None
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RecipeError([f"it is not valid TOML: {reason}."], str(path)) from None
+    before = table.get("plugins")
+    brought = {item for item in before if isinstance(item, str)} if isinstance(before, list) else set()
+    apply_overrides(table, overrides, COMPONENTS)
+    named = table.get("plugins", [])
+    if not isinstance(named, list) or not (named or plugins):
+        return table, []
+    own = [_beside(Path(), item) for item in plugins]
+    table["plugins"] = [_beside(path, item) if isinstance(item, str) else item for item in named] + own
+    asked = [_beside(path, item) for item in named if isinstance(item, str) and item in brought]
+    return table, [item for item in asked if item not in own]
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside, a problem of a recipe that shows only when what it names is built is told with the recipe's file."""
+    try:
+        yield
+    except RecipeError as error:
+        if error.where is not None:
+            raise
+        raise RecipeError(error.problems, str(path)) from error
+    except (DataError, PluginError) as error:
+        if not str(error).startswith("["):  # not about a table of the recipe
+            raise
+        raise type(error)(f"{path}: {error}") from error
+
+
+def check_recipe(table: Mapping[str, Any], where: str | None = None) -> tuple[Recipe, Plugins]:
+    """Check a recipe that is already a table; see `read_recipe`."""
+    from retrieval.recipe.rules import check_names, check_together, option_hint
+
+    recipe, faults = read_tables(table)
+    problems = [_bracketed(fault) + option_hint(recipe, place) for place, fault in faults.items()]
+    extra = table.get("plugins", [])
+    try:
+        plugins = load_plugins([p for p in extra if isinstance(p, str)] if isinstance(extra, list) else [])
+    except RetrievalError as error:
+        if problems:
+            raise RecipeError([*problems, str(error)], where) from error
+        raise
+    for name, kind in COMPONENTS.items():
+        values = table.get(name)
+        if isinstance(values, Mapping):
+            values = {k: v for k, v in values.items() if not (name == "backbone" and k == "frozen")}
+            problems += plugins.check(kind, values, f"[{name}]")
+    frozen = table["backbone"].get("frozen", False) if isinstance(table.get("backbone"), Mapping) else False
+    if not isinstance(frozen, bool):
+        problems.append(f"[backbone] frozen: should be true or false, not {shown(frozen)}.")
+    problems += check_names(recipe, plugins)
+    problems += check_together(recipe, plugins, {name for name in COMPONENTS if name in table})
+    if problems:
+        raise RecipeError(dict.fromkeys(problems), where)
+    return recipe, plugins
+
+
+def read_tables(table: Mapping[str, Any]) -> tuple[Recipe, dict[Place, str]]:
+    """Return the recipe and what is wrong with its tables.
+
+    When something is wrong, the recipe holds what is right, so that the checks that come after see the rest.
+    """
+    values, faults = validate(Recipe, table)
+    if not faults:
+        return Recipe(**values), faults
+    for name in COMPONENTS:
+        if isinstance(table.get(name), str) and (name,) in faults:
+            faults[name,] += f" Write: [{name}] name = {shown(table[name])}."
+    kept = _without(table, {_entry(table, place) for place in faults})
+    for name in ("data", "backbone"):
+        kept.setdefault(name, {})
+    values, rest = validate(Recipe, kept)
+    if rest:  # what a wrong entry hid, such as a list that is too short without it
+        values, _ = validate(
+            Recipe, {k: v for k, v in kept.items() if not any(k == place[0] for place in rest)}
+        )
+    return (Recipe(**values) if values else Recipe(data={}, backbone={})), faults
+
+
+def _entry(table: Mapping[str, Any], place: Place) -> Place:
+    """Return the place to leave out for a fault: of a list of plain values the whole list."""
+    value: Any = table
+    for i, step in enumerate(place):
+        if isinstance(value, list) and not isinstance(value[int(step)], Mapping):
+            return place[:i]
+        value = (
+            value.get(step)
+            if isinstance(value, Mapping)
+            else value[int(step)]
+            if isinstance(value, list)
+            else None
+        )
+    return place
+
+
+def _without(value: Any, wrong: set[Place], place: Place = ()) -> Any:
+    """Return a copy of a table without the entries at some places."""
+    if isinstance(value, Mapping):
+        return {k: _without(v, wrong, (*place, k)) for k, v in value.items() if (*place, k) not in wrong}
+    if isinstance(value, list):
+        return [_without(v, wrong, (*place, i)) for i, v in enumerate(value) if (*place, i) not in wrong]
+    return value
+
+
+def _bracketed(problem: str) -> str:
+    """`head.hidden: …` → `[head] hidden: …`, as the file is written."""
+    key, _, rest = problem.partition(": ")
+    table, dot, inner = key.partition(".")
+    name = f"[[{table}]]" if table == "phase" else f"[{table}]"
+    if dot:
+        return f"{name} {inner}: {rest}"
+    field = Recipe.model_fields.get(table)
+    is_table = (
+        table in COMPONENTS or table == "phase" or (field and isinstance(field.annotation, type(Section)))
+    )
+    return f"{name}: {rest}" if is_table or rest.startswith("there is no such table") else problem
+
+
+def _beside(recipe: Path, item: str) -> str:
+    """A plugin file or folder is looked for beside the recipe, then where the command runs."""
+    if not is_file_plugin(item):
+        return item
+    beside = recipe.parent / item
+    found = str((beside if beside.exists() or not Path(item).exists() else Path(item)).resolve())
+    return found if item.endswith(".py") else found + "/"
+
+
+def to_toml(recipe: Recipe) -> str:
+    """Return the recipe as TOML: what is set, defaults left out, ready to be read again."""
+    return tomli_w.dumps(_without_none(recipe.model_dump(exclude_unset=True)))
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: a key without a value is left out."""
+    if isinstance(value, Mapping):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value

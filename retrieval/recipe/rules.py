@@ -1,0 +1,233 @@
+"""What the tables of a recipe name besides plugins' parts, and what of it cannot go together.
+
+Each sentence names both sides and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from retrieval.errors import PluginError, RetrievalError
+from retrieval.host.factory import Factory
+from retrieval.host.plugins import Plugins
+
+if TYPE_CHECKING:
+    from retrieval.recipe.tables import Recipe
+
+
+def check_names(recipe: Recipe, plugins: Plugins) -> list[str]:
+    """Return problems of names outside plugin tables: optimiser, schedule, metrics."""
+    from retrieval.model.metrics import metric
+    from retrieval.recipe.optimizers import check_optimizer, check_schedule
+
+    problems = check_optimizer(recipe.optimizer, "[optimizer]")
+    problems += check_schedule(recipe.schedule, "[schedule]")
+    if recipe.generator_optimizer:
+        problems += check_optimizer(recipe.generator_optimizer, "[generator_optimizer]")
+    for name in recipe.evaluate.metrics:
+        try:
+            if "." in name:
+                plugins.find("metrics", name)
+            else:
+                metric(name)
+        except RetrievalError as error:
+            problems.append(f"[evaluate] metrics: {error}")
+    return problems
+
+
+def option_hint(recipe: Recipe, place: Sequence[str | int]) -> str:
+    """Return where a key belongs that is an argument of the optimiser's or schedule's class; nothing for any other."""
+    from retrieval.recipe.optimizers import takes
+
+    section: Any = getattr(recipe, str(place[0]), None) if len(place) == 2 else None
+    if not hasattr(section, "options") or str(place[1]) in type(section).model_fields:
+        return ""
+    if not takes("schedule" if place[0] == "schedule" else "optimizer", section.name, str(place[1])):
+        return ""
+    return f" It is an argument of {section.name}: write options.{place[1]}."
+
+
+def check_together(recipe: Recipe, plugins: Plugins, present: Iterable[str]) -> list[str]:
+    """Return what cannot go together.
+
+    Args:
+        recipe: the recipe, or what is right of it.
+        plugins: the plugins it names.
+        present: the component tables that were written, also those that are wrong in themselves.
+    """
+    present = set(present)
+    problems = []
+    if ("loss" in present) == ("learner" in present):
+        problems.append(
+            "a recipe needs either a [loss] or a [learner]"
+            + (", not both: remove one." if "loss" in present else "; it has neither.")
+        )
+    elif "learner" in present:
+        problems += [
+            f"[{name}] goes with a [loss]; a [learner] has no use for it. Remove one of the two."
+            for name in ("combiner", "miner", "generator")
+            if name in present
+        ]
+    return (
+        problems
+        + _loss(recipe, plugins)
+        + _generator(recipe, present)
+        + _rates(recipe, present)
+        + _training(recipe, present)
+    )
+
+
+def _loss(recipe: Recipe, plugins: Plugins) -> list[str]:
+    """The loss beside combiner, generator and miner."""
+    problems: list[str] = []
+    if recipe.loss is None:
+        return problems
+    loss = recipe.component("loss") or {}
+    name = loss.get("name")
+
+    def others(test: Callable[[Factory], bool]) -> str:
+        names = [f.name for f in plugins.factories("losses").values() if test(f)]
+        own = str(name).partition(".")[0] + "."
+        names.sort(key=lambda other: not other.startswith(own))  # the same plugin's first
+        return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
+
+    if recipe.combiner:
+        combiner = recipe.combiner.get("name")
+        if not _measures(plugins, loss):
+            problems.append(
+                f"[combiner] {combiner} needs a loss that takes a `distance`, and {name} takes none. "
+                f"Use one that does: {others(lambda f: f.takes('distance'))}."
+            )
+        problems += [
+            f"[{table}] distance: [combiner] {combiner} is the distance already. Remove one of the two."
+            for table in ("loss", "miner")
+            if "distance" in (recipe.component(table) or {})
+        ]
+    if recipe.generator and not plugins.every("losses", loss, lambda f: f.supports_ref_emb):
+        problems.append(
+            f"[generator] {recipe.generator.get('name')} extends the reference set, and {name} takes no `ref_emb`. "
+            f"Use a loss that does: {others(lambda f: f.supports_ref_emb)}."
+        )
+    elif recipe.generator and not plugins.every("losses", loss, lambda f: f.supports_miner):
+        problems.append(
+            f"[generator] {recipe.generator.get('name')} makes a negative for each triplet, and {name} picks its own pairs. "
+            f"Use a loss that takes them: {others(lambda f: f.supports_ref_emb and f.supports_miner)}."
+        )
+    if recipe.generator and recipe.train.mine == "after":
+        if not recipe.miner:
+            problems.append(
+                '[train] mine = "after" says when the miner picks, and there is none. Add a [miner], or remove it.'
+            )
+        elif not plugins.every("miners", recipe.component("miner") or {}, lambda f: f.supports_ref_emb):
+            problems.append(
+                f'[train] mine = "after" lets the miner pick from a reference set, and {recipe.miner.get("name")} takes no '
+                f'`ref_emb`. Use mine = "before", or another miner.'
+            )
+    if recipe.miner and not plugins.every("losses", loss, lambda f: f.supports_miner):
+        problems.append(
+            f"[miner] {recipe.miner.get('name')} picks pairs or triplets, and {name} has no use for them. Remove the "
+            f"[miner], or use a loss that has: {others(lambda f: f.supports_miner)}."
+        )
+    return problems
+
+
+def _measures(plugins: Plugins, values: Any) -> bool:
+    """Whether a loss, or each of the losses that it wraps, measures by the distance that it is given."""
+    wrapped: list[Any] = []
+    try:
+        factory = plugins.find("losses", str(values.get("name") if isinstance(values, dict) else values))
+    except PluginError:
+        return True  # reported already
+    if factory.takes("distance"):
+        return True
+    for p in factory.parameters:
+        if p.part == "losses" and isinstance(values, dict) and p.name in values:
+            wrapped += values[p.name] if isinstance(values[p.name], list) else [values[p.name]]
+    return bool(wrapped) and all(_measures(plugins, each) for each in wrapped)
+
+
+def _generator(recipe: Recipe, present: set[str]) -> list[str]:
+    """What says something of a generator that is not there."""
+    if "generator" in present:
+        return []
+    problems = [
+        f"[[phase]] {phase.name}: trains only a generator, and the recipe has no [generator]."
+        for phase in recipe.phase
+        if phase.train == ["generator"]
+    ]
+    if recipe.generator_optimizer is not None:
+        problems.append("[generator_optimizer] is of no use without a [generator]. Remove it.")
+    if recipe.train.real_weight:
+        problems.append("[train] real_weight is of no use without a [generator]. Remove it.")
+    if recipe.train.loss_weight != 1 and "combiner" not in present:
+        problems.append(
+            "[train] loss_weight is of no use without a [generator] or a [combiner]. Use the [optimizer]'s lr."
+        )
+    if recipe.train.coupling != "separate":
+        problems.append("[train] coupling is of no use without a [generator]. Remove it.")
+    if recipe.train.mine != "before":
+        problems.append("[train] mine is of no use without a [generator]. Remove it.")
+    return problems
+
+
+def _rates(recipe: Recipe, present: set[str]) -> list[str]:
+    """Learning rates that would reach nothing."""
+    problems = []
+    own = recipe.generator_optimizer
+    if own is not None:
+        problems += [
+            f"[generator_optimizer] lr_factor.{part}: it steps the generator alone. Set it in [optimizer] lr_factor."
+            for part in own.lr_factor
+            if part != "generator"
+        ]
+        if "generator" in recipe.optimizer.lr_factor:
+            problems.append(
+                "[optimizer] lr_factor.generator: the generator has a [generator_optimizer]. Set its lr there."
+            )
+    for phase in recipe.phase:
+        where = f"[[phase]] {phase.name}:"
+        if phase.lr and phase.train == ["generator"] and own is not None:
+            problems.append(
+                f"{where} lr is instead of [optimizer] lr, and here only the generator trains, which has a [generator_optimizer]. "
+                "Use generator_lr."
+            )
+        if phase.generator_lr and "generator" not in present:
+            problems.append(f"{where} generator_lr is of no use without a [generator]. Remove it.")
+        elif phase.generator_lr and "generator" not in phase.train:
+            problems.append(
+                f'{where} generator_lr is of no use, for the generator does not train. Remove it, or add "generator" to train.'
+            )
+    return problems
+
+
+def _training(recipe: Recipe, present: set[str]) -> list[str]:
+    """Head, augmentation, phases and validation."""
+    problems = []
+    if "combiner" in present:
+        changed = {
+            "identity": recipe.head.identity,
+            "hidden": bool(recipe.head.hidden),
+            "normalize": not recipe.head.normalize,
+        }
+        problems += [
+            f"[head] {name}: a [combiner] brings its own head. Remove one of the two."
+            for name, is_set in changed.items()
+            if is_set
+        ]
+    if recipe.augmentation.active and (recipe.frozen or "learner" in present):
+        once = "[backbone] frozen = true" if recipe.frozen else "a [learner]"
+        problems.append(
+            f"[augmentation] changes images anew in each epoch, and with {once} their features are computed once. "
+            + ("Remove one of the two." if recipe.frozen else "Remove the [augmentation].")
+        )
+    for phase in recipe.phase:
+        if not phase.train:
+            problems.append(f"[[phase]] {phase.name}: train must name at least one part.")
+        if phase.train == ["backbone"] and recipe.frozen:
+            problems.append(
+                f"[[phase]] {phase.name}: trains only the backbone, which [backbone] frozen = true keeps as it is."
+            )
+    if recipe.train.patience and not recipe.split.validation and recipe.split.by != "given":
+        problems.append("[train] patience needs a validation part: set [split] validation above 0.")
+    return problems

@@ -1,0 +1,262 @@
+"""The tables of a recipe that are the host's, as they are written in TOML."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Count = Annotated[int, Field(ge=1)]
+Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
+Component = dict[str, Any]
+"""`name = "PLUGIN.NAME"` and the parameters that `retrieval plugins show NAME` lists."""
+
+
+class Section(BaseModel):
+    """A table of the recipe."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Split(Section):
+    """`[split]`: which items train, which choose, which are held out."""
+
+    by: Literal["given", "class", "item"] = Field(
+        "given",
+        description="`given`: the dataset's own split; `class`: training and test classes are disjoint, the usual zero-shot protocol; `item`: items of every class on both sides.",
+    )
+    test: Fraction | list[str | int] = Field(
+        0.5,
+        description='With `by = "class"`, the fraction of the classes, or the very classes, that are held out; with `item`, the fraction of each class\'s items. Unused with `given`.',
+    )
+    validation: Fraction = Field(
+        0.2,
+        description="Part of the *training* side that is kept for early stopping and every choice; 0 for none.",
+    )
+    validation_by: Literal["item", "class"] = Field(
+        "item",
+        description="Whether that part is taken from every class (`item`) or is whole classes (`class`).",
+    )
+    seed: int = Field(
+        0,
+        description="Seed of the split; independent of the run's seed, so that several seeds share a split.",
+    )
+
+
+class Sampler(Section):
+    """`[sampler]`: a batch is P classes × M items."""
+
+    classes: Annotated[int, Field(ge=2)] = Field(16, description="P, classes in a batch.")
+    items: Count = Field(4, description="M, items of each class in a batch.")
+    batches: Count | None = Field(
+        None,
+        description="Batches in an epoch; by default as many as there are training items divided by P × M.",
+    )
+
+
+class Augmentation(Section):
+    """`[augmentation]`: random changes to training images (torchvision.transforms.v2)."""
+
+    crop_scale: tuple[float, float] | None = Field(
+        None, description="Random resized crop: smallest and largest part of the image's area; none: no crop."
+    )
+    crop_ratio: tuple[float, float] = Field(
+        (0.75, 1.3333), description="Smallest and largest aspect ratio of that crop."
+    )
+    horizontal_flip: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.0, description="Probability of a mirror image."
+    )
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is changed at all."""
+        return self.crop_scale is not None or self.horizontal_flip > 0
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Self:
+        if self.crop_scale and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
+            raise ValueError("crop_scale must be two numbers 0 < smallest ≤ largest ≤ 1")
+        if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
+            raise ValueError("crop_ratio must be two numbers 0 < smallest ≤ largest")
+        return self
+
+
+class Head(Section):
+    """`[head]`: features → embedding, where no combiner or learner brings its own."""
+
+    embedding_size: Count = Field(64, description="Width of the embedding.")
+    hidden: list[Count] = Field(
+        [], description="Widths of hidden layers (ReLU between them); none: a linear map."
+    )
+    normalize: bool = Field(True, description="Unit vectors: Euclidean and cosine order are then the same.")
+    identity: bool = Field(False, description="No head at all: the features are the embedding.")
+
+
+class Optimizer(Section):
+    """`[optimizer]`: any of `torch.optim` by its class name."""
+
+    name: str = Field("AdamW", description="A class of `torch.optim`.")
+    lr: Annotated[float, Field(gt=0)] = Field(1e-3, description="Learning rate.")
+    lr_factor: dict[Trainable, Annotated[float, Field(ge=0)]] = Field(
+        {}, description="Multiplies the rate of a part: `{ head = 10, loss = 100 }`."
+    )
+    options: dict[str, Any] = Field(
+        {}, description="Further arguments of that class, such as `weight_decay`."
+    )
+
+
+class Schedule(Section):
+    """`[schedule]`: the learning rate over a phase's steps."""
+
+    name: str = Field(
+        "constant",
+        description="`constant`, `cosine` or `linear` (both down to 0), or a class of `torch.optim.lr_scheduler`, stepped once an epoch.",
+    )
+    warmup: Fraction = Field(0.0, description="Part of the phase's steps in which the rate rises from 0.")
+    options: dict[str, Any] = Field({}, description="Arguments of a `torch.optim.lr_scheduler` class.")
+
+
+class Phase(Section):
+    """`[[phase]]`: what trains, and for how long."""
+
+    name: str = Field("train", description="What to call it in the log.")
+    epochs: Count = Field(10, description="Epochs.")
+    train: list[Trainable] = Field(
+        ["backbone", "head", "combiner", "loss", "generator"],
+        description="The parts that train; the others keep their weights (and batch statistics) as they are.",
+    )
+    lr: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="Learning rate of this phase, instead of `[optimizer] lr`: the generator's too, unless it has a `[generator_optimizer]`.",
+    )
+    generator_lr: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="The generator's learning rate in this phase, instead of what its optimiser says."
+    )
+    synthetic: bool = Field(
+        True, description="Whether the generator's negatives enter the loss in this phase."
+    )
+
+
+class Train(Section):
+    """`[train]`: how to train."""
+
+    epochs: Count = Field(10, description="Epochs, where no `[[phase]]` is given.")
+    precision: Literal["no", "bf16", "fp16"] = Field(
+        "no", description="Mixed precision; `bf16` gains on CPUs too."
+    )
+    channels_last: bool = Field(
+        False, description="Memory format of images; faster convolutions on CPUs and recent GPUs."
+    )
+    clip_norm: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Largest norm of the gradient; none: no clipping."
+    )
+    patience: Count | None = Field(
+        None, description="Stop after this many epochs without a better validation MAP@R; none: never early."
+    )
+    validate_every: Count = Field(1, description="Epochs between validations.")
+    checkpoint_every: Count | None = Field(
+        None, description="Steps between checkpoints; by default one at each epoch's end."
+    )
+    workers: Annotated[int, Field(ge=0)] = Field(0, description="Processes that load images.")
+    start_from: str | None = Field(
+        None,
+        description="A run whose weights training starts from, such as `runs/a`; none: those that the parts come with.",
+    )
+    start_parts: Annotated[list[Literal["backbone", "head", "combiner"]], Field(min_length=1)] = Field(
+        ["backbone", "head", "combiner"],
+        description="The parts that take their weights from that run; each must have the same names and shapes there.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="`auto` takes a GPU when there is one."
+    )
+    real_weight: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="With a generator: weight of the same loss on the real negatives, added to the one on synthetic ones.",
+    )
+    loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        1.0,
+        description="With a generator or a combiner: weight λ of the loss, on real and synthetic samples alike, against the generator's and the combiner's own objectives, as in DAML's J_gen + μ J_dis + λ J_m.",
+    )
+    mine: Literal["before", "after"] = Field(
+        "before",
+        description="With a generator and a miner: `before` generates from the triplets that the miner picks; `after` generates from each positive pair and a random negative, and the miner picks among real and synthetic samples.",
+    )
+    coupling: Literal["separate", "joint"] = Field(
+        "separate",
+        description="With a generator: `separate` steps each side on its own objective; `joint` lets both gradients flow everywhere.",
+    )
+
+
+class Evaluate(Section):
+    """`[evaluate]`: the figures of validation and test."""
+
+    metrics: list[str] = Field(
+        ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"],
+        description="Figures by name; a plugin's metric as `PLUGIN.NAME`.",
+    )
+    clusters: bool = Field(False, description="Also NMI and F1 of k-means clusters, k = number of classes.")
+    batch: Count = Field(256, description="Images encoded at a time.")
+
+
+class Recipe(Section):
+    """A training run: `[data]`, `[backbone]`, and either a `[loss]` (trained by gradient) or a `[learner]` (fitted)."""
+
+    name: str = Field("run", description="What to call the run, and later the bundle.")
+    seed: int = Field(0, description="Seed of everything random but the split.")
+    plugins: list[str] = Field(
+        [],
+        description="Plugin files (`x.py`) and folders (`x/`), relative to the recipe, or modules (`x`).",
+    )
+    data: Component = Field(description="The dataset.")
+    split: Split = Field(default_factory=Split)
+    sampler: Sampler = Field(default_factory=Sampler)
+    augmentation: Augmentation = Field(default_factory=Augmentation)
+    backbone: Component = Field(
+        description="The backbone; `frozen = true` computes its features once and keeps them on disk."
+    )
+    head: Head = Field(default_factory=Head)
+    combiner: Component | None = Field(None, description="The distance over codes; it brings its own head.")
+    loss: Component | None = Field(None, description="The loss.")
+    miner: Component | None = Field(None, description="The miner.")
+    generator: Component | None = Field(None, description="The generator of synthetic negatives.")
+    learner: Component | None = Field(None, description="A learner, instead of a loss.")
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    generator_optimizer: Optimizer | None = Field(
+        None, description="The generator's own optimiser; by default like `[optimizer]`."
+    )
+    schedule: Schedule = Field(default_factory=Schedule)
+    phase: list[Phase] = Field(
+        [], description="Phases in order; none: one that trains everything for `[train] epochs`."
+    )
+    train: Train = Field(default_factory=Train)
+    evaluate: Evaluate = Field(default_factory=Evaluate)
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, name: str) -> str:
+        """A run's name is a folder's too."""
+        wrong = sorted({c for c in name if c in '/\\<>:"|?*' or not c.isprintable()})
+        if not name or name != name.strip() or name.startswith(".") or wrong or len(name.encode()) > 100:
+            raise ValueError(
+                f"{name!r} cannot be a folder's name: 1 to 100 characters, no dot or space at its start, no space at its end, "
+                'and none of / \\ < > : " | ? *'
+            )
+        return name
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the backbone keeps its weights, so that its features are computed once."""
+        return bool(self.backbone.get("frozen", False))
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The phases, the default one included."""
+        return list(self.phase) or [Phase(epochs=self.train.epochs)]
+
+    def component(self, table: str) -> Component | None:
+        """Return a plugin's table without what the host reads of it (`frozen`)."""
+        values: Component | None = getattr(self, table)
+        return {k: v for k, v in values.items() if k != "frozen"} if values is not None else None

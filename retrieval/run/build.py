@@ -1,0 +1,163 @@
+"""A checked recipe → the things it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrieval.errors import PluginError, RecipeError
+from retrieval.host.plugin_calls import calling
+from retrieval.host.plugins import Plugins
+from retrieval.model.contracts import Backbone, Dataset, Generator
+from retrieval.model.model import Model, build_head
+from retrieval.model.products import (
+    check_backbone,
+    check_combiner,
+    check_dataset,
+    check_distances,
+    check_generator,
+    check_head,
+)
+from retrieval.recipe.tables import Recipe
+
+
+def build_dataset(recipe: Recipe, plugins: Plugins) -> Dataset:
+    """Return the recipe's dataset.
+
+    Raises:
+        DataError: its files are missing or wrong.
+    """
+    return check_dataset(plugins.build("datasets", recipe.component("data") or {}), recipe.data["name"])
+
+
+def build_backbone(recipe: Recipe, plugins: Plugins, dataset: Dataset) -> Backbone:
+    """Return the recipe's backbone, refused when it does not fit the dataset's kind of item."""
+    width = None
+    if dataset.kind == "features":
+        first = dataset.arrays if dataset.arrays is not None else dataset[0]
+        width = int(first.shape[-1])  # type: ignore[union-attr]
+    elif plugins.find("backbones", recipe.backbone["name"]).takes("features"):
+        raise RecipeError(
+            [
+                f"[backbone] {recipe.backbone['name']} takes vectors, and [data] {recipe.data['name']} gives images."
+            ]
+        )
+    made = plugins.build("backbones", recipe.component("backbone") or {}, {"features": width})
+    backbone = check_backbone(made, recipe.backbone["name"])
+    if dataset.kind == "features" and backbone.preprocessing is not None:
+        raise RecipeError(
+            [
+                f"[backbone] {recipe.backbone['name']} takes images, and [data] {recipe.data['name']} gives vectors. Use core.features."
+            ]
+        )
+    return backbone
+
+
+def build_model(recipe: Recipe, plugins: Plugins, dataset: Dataset) -> Model:
+    """Return the untrained model of a recipe with a loss."""
+    backbone = build_backbone(recipe, plugins, dataset)
+    if recipe.combiner is not None:
+        given = {"features": backbone.features, "embedding_size": recipe.head.embedding_size}
+        name = recipe.combiner["name"]
+        combiner = check_combiner(plugins.build("combiners", recipe.component("combiner") or {}, given), name)
+        with calling(f"The combiner {name}, asked for build_head({backbone.features}),"):
+            built = combiner.build_head(backbone.features)
+        check_head(built, f"The combiner {name}", backbone.features)
+        if combiner.plain:
+            return Model(backbone, built, None)
+        return Model(backbone, built, check_distances(combiner, name, built, backbone.features))
+    if recipe.head.identity:
+        return Model(backbone, nn.Identity())
+    head = recipe.head
+    with calling(f"[head] embedding_size = {head.embedding_size}, hidden = {head.hidden}"):
+        layers = build_head(backbone.features, head.embedding_size, head.hidden, head.normalize)
+    return Model(backbone, layers)
+
+
+def code_size(model: Model) -> int:
+    """Return the width of the model's codes."""
+    weight = next(iter(model.head.parameters()), torch.empty(0))
+    training = model.head.training
+    with torch.no_grad():
+        size = int(model.head.eval()(torch.zeros(2, model.backbone.features, device=weight.device)).shape[1])
+    model.head.train(training)
+    return size
+
+
+@dataclass
+class Objective:
+    """What trains a model: the loss, and the miner and generator if any."""
+
+    loss: nn.Module
+    miner: nn.Module | None
+    generator: Generator | None
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """Those that there are, by name."""
+        named = {"loss": self.loss, "miner": self.miner, "generator": self.generator}
+        return {name: module for name, module in named.items() if module is not None}
+
+
+def build_objective(recipe: Recipe, plugins: Plugins, model: Model, classes: int) -> Objective:
+    """Return the recipe's loss, miner and generator for a model and a number of training classes."""
+    given: dict[str, Any] = {
+        "features": model.backbone.features,
+        "embedding_size": code_size(model),
+        "classes": classes,
+        "distance": model.combiner,
+    }
+    loss = as_module(plugins.build("losses", recipe.component("loss") or {}, given), "loss", recipe.loss)
+    miner = None
+    if recipe.miner:
+        made = plugins.build("miners", recipe.component("miner") or {}, given)
+        miner = as_module(made, "miner", recipe.miner)
+    generator = None
+    if recipe.generator:
+        made = plugins.build("generators", recipe.component("generator") or {}, given)
+        generator = check_generator(made, recipe.generator["name"])
+        with calling(f"The generator {recipe.generator['name']}, given the head by bind(head),"):
+            _bind(generator, model)
+    return Objective(loss, miner, generator)
+
+
+class Called(nn.Module):
+    """A loss or miner that is called and is no module, such as a function: it has no weights to train or save."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Return what the call gives."""
+        return self.call(*arguments, **named)
+
+
+def as_module(made: Any, part: str, table: Mapping[str, Any] | None) -> nn.Module:
+    """Return a loss or miner as a module.
+
+    Raises:
+        PluginError: it cannot be called.
+    """
+    if isinstance(made, nn.Module):
+        return made
+    if not callable(made):
+        raise PluginError(
+            f"The {part} {(table or {}).get('name')} is an object of type {type(made).__name__}, which cannot be called. Its "
+            f"factory must give a module whose forward takes embeddings and labels."
+        )
+    return Called(made)
+
+
+def _bind(generator: Generator, model: Model) -> None:
+    generator.bind(model.head)
+    theirs = {id(each) for each in (*model.modules(), *model.parameters())}
+    if any(id(each) in theirs for each in (*generator.modules(), *generator.parameters())):
+        raise PluginError(
+            f"{type(generator).__name__} keeps the head that bind(head) gave it as a part of itself: its weights would be saved "
+            "and trained twice. Keep it in a tuple: self._head = (head,)."
+        )

@@ -1,0 +1,271 @@
+"""A run's folder: how it comes to be, in which state it is, and who may write to it.
+
+recipe.toml             the recipe as it was run, overrides included, its paths absolute
+run.json                versions, machine, split sizes
+plugins/                copies of the recipe's plugin files and folders
+inputs.safetensors      a few held-out inputs: what an export is verified on once the data are gone
+metrics.jsonl           one line an epoch
+checkpoints/last.safetensors, previous.safetensors, best.safetensors
+summary.json            written last: the run is complete
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import inspect
+import json
+import os
+import shutil
+import tempfile
+import tomllib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from retrieval.errors import DataError
+from retrieval.host.factory import COMPONENTS
+from retrieval.host.file_plugins import FilePlugin, is_file_plugin
+from retrieval.host.plugins import Plugins
+from retrieval.host.trust import remember
+from retrieval.recipe.read import to_toml
+from retrieval.recipe.tables import Recipe
+from retrieval.serving.files.locks import hold
+
+CHECKPOINTS = ("last", "previous", "best")
+INPUTS = "inputs.safetensors"
+
+
+def checkpoint_file(path: Path, name: str) -> Path:
+    """Return where a run keeps one of its `CHECKPOINTS`."""
+    return path / "checkpoints" / f"{name}.safetensors"
+
+
+def is_run(path: Path) -> bool:
+    """Whether training was ever begun in a folder."""
+    return (path / "recipe.toml").is_file()
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a run has ended."""
+    return (path / "summary.json").is_file()
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Whether there is something to go on from."""
+    return any(checkpoint_file(path, name).is_file() for name in ("last", "previous"))
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Hold a run's folder against every other process that would train into it.
+
+    Raises:
+        DataError: another one does (the sentence says which), or the disk refuses.
+    """
+    place = Path(os.path.realpath(path))
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(path, error) from error
+    with hold(place, "training this run", DataError):
+        for left in place.parent.glob(f".{glob.escape(place.name)}.*.run"):
+            shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+        yield
+
+
+def refuse_taken(path: Path, replace: bool) -> None:
+    """Refuse to begin a run where something is; a run may be replaced.
+
+    Raises:
+        DataError: the folder is taken; the sentence says by what, and what to do.
+    """
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if not path.is_dir():
+        raise DataError(f"{path} is a file, and a run is a folder. Choose another --output.")
+    if not is_run(path):
+        raise DataError(
+            f"{path} exists already and holds no run, so there is nothing for --resume or --replace: choose another folder with --output."
+        )
+    if replace:
+        return
+    if is_complete(path):
+        state, go_on = "a complete run", "Train it longer with --resume --set train.epochs=…"
+    elif has_checkpoint(path):
+        state, go_on = "a run that was stopped", "Go on with it by --resume"
+    else:
+        state, go_on = "a run that was stopped before its first checkpoint", "Begin it again by --resume"
+    raise DataError(
+        f"{path} exists already: {state}. {go_on}, put a new run in its place with --replace, or choose another folder with --output."
+    )
+
+
+def create_folder(
+    path: Path,
+    recipe: Recipe,
+    files: Mapping[str, Any] | None = None,
+    *,
+    replace: bool = False,
+) -> Recipe:
+    """Make a run's folder, with the recipe and its plugin files in it; it appears whole or not at all.
+
+    Args:
+        path: the folder.
+        recipe: a checked recipe.
+        files: further files by name: bytes, or what becomes JSON.
+        replace: whether a run that is there gives way.
+
+    Returns:
+        The recipe as it is recorded: it names the copies.
+
+    Raises:
+        DataError: the folder holds something already, or cannot be written.
+    """
+    refuse_taken(path, replace)
+    place = Path(os.path.realpath(path))
+    temporary: Path | None = None
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".run", dir=place.parent))
+        (temporary / "checkpoints").mkdir()
+        kept = copy_plugins(temporary, recipe)
+        (temporary / "recipe.toml").write_text(to_toml(kept), encoding="utf-8")
+        for name, content in (files or {}).items():
+            if isinstance(content, bytes):
+                (temporary / name).write_bytes(content)
+            else:
+                write_json(temporary / name, content)
+        temporary.chmod(0o777 & ~_umask())
+        if is_run(place):
+            aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".run", dir=place.parent))
+            place.replace(aside / place.name)
+            temporary.replace(place)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            if place.is_dir():
+                place.rmdir()  # it is empty
+            temporary.replace(place)
+    except OSError as error:
+        raise _refused(path, error) from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return kept
+
+
+def copy_plugins(path: Path, recipe: Recipe) -> Recipe:
+    """Copy a recipe's plugin files and folders into a run's folder; return the recipe that names the copies."""
+    named = []
+    for item in recipe.plugins:
+        if is_file_plugin(item):
+            plugin = FilePlugin.at(item)
+            copied = plugin.copy(path / "plugins")
+            remember({plugin.home / name: plugin.sums[name] for name in plugin.sources})  # they have run
+            named.append(copied.relative_to(path).as_posix() + ("/" if copied.is_dir() else ""))
+        else:
+            named.append(item)
+    return recipe.model_copy(update={"plugins": named})
+
+
+def record_changes(
+    path: Path, recipe: Recipe, changed: Sequence[str], step: int, *, replace_plugins: bool = False
+) -> None:
+    """Put what has changed into a run that goes on: `run.json` says what and when.
+
+    It is complete no more, and what was evaluated is removed, for its weights are about to be others.
+
+    Args:
+        path: the run's folder.
+        recipe: the recipe from now on.
+        changed: what has changed, a line each.
+        step: the step that it goes on from.
+        replace_plugins: whether the recipe's plugin files take the places of the run's copies.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+    try:
+        if replace_plugins:
+            recipe = copy_plugins(path, recipe)
+        else:
+            own = tomllib.loads((path / "recipe.toml").read_text(encoding="utf-8")).get("plugins", [])
+            recipe = recipe.model_copy(update={"plugins": own})
+        for stale in ("summary.json", "evaluation-*.json", "verification-*.json"):
+            for file in path.glob(stale):
+                file.unlink()
+        temporary = path / "recipe.toml.tmp"
+        temporary.write_text(to_toml(recipe), encoding="utf-8")
+        temporary.replace(path / "recipe.toml")
+        described = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _refused(path, error) from error
+    except ValueError as error:
+        raise DataError(f"{path / 'run.json'} is damaged: {error}.") from error
+    described.setdefault("changes", []).append({"step": step, "what": list(changed)})
+    write_json(path / "run.json", described)
+
+
+def absolute_paths(recipe: Recipe, plugins: Plugins) -> Recipe:
+    """Return a recipe whose paths are absolute, as a run records it: they start where the command runs."""
+    tables: dict[str, Any] = {}
+    for table, kind in COMPONENTS.items():
+        values = getattr(recipe, table)
+        if values is not None:
+            tables[table] = _absolute(plugins, kind, values)
+    if recipe.train.start_from is not None:
+        start = str(Path.cwd() / recipe.train.start_from)
+        tables["train"] = recipe.train.model_copy(update={"start_from": start})
+    return recipe.model_copy(update=tables)
+
+
+def _absolute(plugins: Plugins, kind: str, values: Any) -> Any:
+    if isinstance(values, list):
+        return [_absolute(plugins, kind, each) for each in values]
+    factory = plugins.factories(kind).get(str(values.get("name"))) if isinstance(values, Mapping) else None
+    if factory is None:
+        return values
+    found = dict(values)
+    for p in factory.parameters:
+        if p.part and p.name in found:
+            found[p.name] = _absolute(plugins, p.part, found[p.name])
+        elif isinstance(found.get(p.name), str) and _takes_path(p.annotation):
+            found[p.name] = str(Path.cwd() / found[p.name])
+    return found
+
+
+def _takes_path(annotation: Any) -> bool:
+    """Whether a type is a path, or a union with one and no text."""
+    inner = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return _takes_path(inner[0])
+    if inner and get_origin(annotation) in (Union, types.UnionType):
+        return str not in inner and any(_takes_path(each) for each in inner)
+    return inspect.isclass(annotation) and issubclass(annotation, PurePath)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON, whole or not at all.
+
+    Raises:
+        DataError: the disk is full or the folder cannot be written.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _refused(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path} cannot be written: {error.strerror or error}.")
+
+
+def _umask() -> int:
+    """Return the process's umask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

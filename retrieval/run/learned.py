@@ -1,0 +1,62 @@
+"""A learner: made from a recipe, kept in a checkpoint, and its model made from that again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from retrieval.errors import DataError, PluginError
+from retrieval.host.plugins import Plugins
+from retrieval.model.contracts import Dataset, Learner
+from retrieval.model.model import Model
+from retrieval.model.products import check_learner, model_parts
+from retrieval.recipe.tables import Recipe
+from retrieval.run import checkpoint
+from retrieval.run.build import build_backbone
+from retrieval.run.weights import load_weights
+
+
+def build_learner(recipe: Recipe, plugins: Plugins, features: int) -> Learner:
+    """Return the recipe's learner, not fitted."""
+    learner = plugins.build("learners", recipe.component("learner") or {}, {"features": features})
+    check_learner(learner, str((recipe.learner or {}).get("name")))
+    return cast(Learner, learner)
+
+
+def fitted_state(learner: Learner) -> dict[str, Any]:
+    """Return a fitted estimator's attributes (scikit-learn's `name_`) that are arrays, numbers or text."""
+    state: dict[str, Any] = {}
+    for name, value in vars(learner).items():
+        if not name.endswith("_") or name.startswith("_"):
+            continue
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+            state[name] = torch.from_numpy(np.array(value))
+        elif isinstance(value, bool | int | float | str) or value is None:
+            state[name] = value
+    return state
+
+
+def load_learned(recipe: Recipe, plugins: Plugins, dataset: Dataset, path: Path) -> Model:
+    """Return the model of a fitted learner from its checkpoint, without fitting again.
+
+    Raises:
+        DataError: the checkpoint is missing, damaged, or of another recipe.
+    """
+    state = checkpoint.load(path, "Train again, with --replace.")
+    backbone = build_backbone(recipe, plugins, dataset)
+    learner = build_learner(recipe, plugins, backbone.features)
+    for name, value in state.get("learner", {}).items():
+        setattr(learner, name, value.numpy() if isinstance(value, torch.Tensor) else value)
+    name = str((recipe.learner or {}).get("name"))
+    try:
+        head, combiner = model_parts(learner, name, backbone.features)
+    except PluginError as error:
+        raise DataError(f"{path} does not hold what {name} needs: {error.__cause__ or error}.") from error
+    model = Model(backbone, head, combiner)
+    load_weights(model, state, path)
+    return model.eval()

@@ -1,0 +1,223 @@
+"""A run: everything built from its recipe, and the folder (`retrieval.run.folder`) that holds what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retrieval.data.kept import pack_inputs, read_inputs
+from retrieval.data.splits import Splits, make_splits
+from retrieval.errors import DataError, RecipeError
+from retrieval.host.plugins import Plugins
+from retrieval.model.contracts import Dataset
+from retrieval.model.model import Model
+from retrieval.recipe.read import naming, read_recipe
+from retrieval.recipe.tables import Recipe
+from retrieval.run import checkpoint
+from retrieval.run.build import Objective, build_dataset, build_model, build_objective
+from retrieval.run.folder import INPUTS, checkpoint_file, create_folder, is_run
+from retrieval.run.resume import Standing
+from retrieval.run.start import take_weights
+from retrieval.run.weights import load_weights
+from retrieval.serving.files.places import instead
+
+
+@dataclass
+class Run:
+    """A run: its folder, and everything built from its recipe. Hooks are given it.
+
+    Attributes:
+        path: the folder.
+        recipe: the checked recipe.
+        plugins: the loaded plugins.
+        dataset: all items.
+        splits: which of them train, validate and test.
+        model: the model; of a learner's recipe only once it is fitted.
+        objective: loss, miner and generator; None for a learner, and for a run that was loaded to be used.
+        device: where it runs.
+    """
+
+    path: Path
+    recipe: Recipe
+    plugins: Plugins
+    dataset: Dataset
+    splits: Splits
+    model: Model
+    objective: Objective | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def last(self) -> Path:
+        """The checkpoint to resume from."""
+        return checkpoint_file(self.path, "last")
+
+    @property
+    def previous(self) -> Path:
+        """The checkpoint that was written before the last one."""
+        return checkpoint_file(self.path, "previous")
+
+    @property
+    def best(self) -> Path:
+        """The weights with the best validation MAP@R, or the final ones where there is no validation part."""
+        return checkpoint_file(self.path, "best")
+
+    @cached_property
+    def metrics_file(self) -> Path:
+        """One JSON object an epoch."""
+        return self.path / "metrics.jsonl"
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append a record to `metrics.jsonl`."""
+        try:
+            with self.metrics_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise DataError(
+                f"{self.metrics_file} cannot be written: {error.strerror or error}. Free some space, then go on with --resume."
+            ) from error
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what results depend on."""
+    found = {"python": platform.python_version()}
+    for name in (
+        "embedding-retrieval",
+        "torch",
+        "torchvision",
+        "pytorch-metric-learning",
+        "accelerate",
+        "numpy",
+        "scikit-learn",
+        "timm",
+    ):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """Return what `run.json` holds."""
+    splits = run.splits
+    return {
+        "name": run.recipe.name,
+        "versions": versions(),
+        "machine": {
+            "platform": platform.platform(),
+            "processors": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "device": str(run.device),
+        },
+        "items": {
+            "train": len(splits.train),
+            "validation": len(splits.validation),
+            "query": len(splits.query),
+            "gallery": None if splits.gallery is None else len(splits.gallery),
+        },
+        "notes": [*run.dataset.notes, *splits.notes],
+    }
+
+
+def begin_folder(run: Run, report: Callable[[str], None], *, replace: bool = False) -> None:
+    """Make a run's folder, with what is known before training.
+
+    Args:
+        run: the run, built.
+        report: is told when no held-out inputs can be kept.
+        replace: whether a run that is there gives way.
+
+    Raises:
+        DataError: the folder holds something already, or cannot be written.
+    """
+    files: dict[str, Any] = {"run.json": describe(run)}
+    try:
+        files[INPUTS] = pack_inputs(run.dataset, run.splits, run.model.preprocessing)
+    except DataError as error:
+        report(f"note: the run keeps no held-out inputs to export with, should its data be gone: {error}")
+    create_folder(run.path, run.recipe, files, replace=replace)
+
+
+def build_run(path: Path, recipe: Recipe, plugins: Plugins, standing: Standing | None = None) -> Run:
+    """Build everything a recipe with a loss names; the random generators must be seeded before.
+
+    Args:
+        path: the run's folder.
+        recipe: a checked recipe.
+        plugins: the plugins it was checked with.
+        standing: where the run stands, to have the weights from there; by default those that training starts from.
+    """
+    dataset = build_dataset(recipe, plugins)
+    splits = make_splits(dataset, recipe.split)
+    model = build_model(recipe, plugins, dataset)
+    objective = build_objective(recipe, plugins, model, len(splits.train_classes))
+    if standing is not None:
+        load_weights(model, standing.state, standing.file)
+    else:
+        take_weights(model, recipe)
+    return Run(path, recipe, plugins, dataset, splits, model, objective)
+
+
+def load_run(path: Path, *, or_kept: bool = False) -> Run:
+    """Open a finished or interrupted run with its best weights, ready to evaluate or export.
+
+    Args:
+        path: the run's folder.
+        or_kept: whether the held-out inputs that the run keeps stand in where its data cannot be opened; its dataset is
+            then a `KeptInputs`, and a note of its splits says why.
+
+    Returns:
+        The run; its model is in evaluation mode on the CPU.
+
+    Raises:
+        DataError: the folder is no run, has no checkpoint yet, or a file in it is damaged.
+        RecipeError: its recipe no longer fits the installed plugins.
+    """
+    path = Path(path)
+    if not is_run(path):
+        raise DataError(f"{path} is no run: it holds no recipe.toml.{instead(path, 'run')}")
+    recipe, plugins = read_recipe(path / "recipe.toml")
+    with naming(path / "recipe.toml"):
+        dataset, splits = _items(path, recipe, plugins, or_kept)
+        if recipe.learner is None:
+            model = build_model(recipe, plugins, dataset)
+    if recipe.learner is not None:
+        from retrieval.run.learned import load_learned
+
+        model = load_learned(recipe, plugins, dataset, checkpoint_file(path, "best"))
+    else:
+        chosen, advice = _weights_to_use(path)
+        load_weights(model, checkpoint.load(chosen, advice), chosen)
+    return Run(path, recipe, plugins, dataset, splits, model.eval())
+
+
+def _items(path: Path, recipe: Recipe, plugins: Plugins, or_kept: bool) -> tuple[Dataset, Splits]:
+    """Return a run's dataset and splits, or those of the inputs that it keeps."""
+    try:
+        dataset = build_dataset(recipe, plugins)
+        return dataset, make_splits(dataset, recipe.split)
+    except (DataError, RecipeError, OSError) as error:
+        if not or_kept or not (path / INPUTS).is_file():
+            raise
+        kept = read_inputs(path / INPUTS)
+        return kept, kept.splits_of(f"The run's data cannot be opened: {error}")
+
+
+def _weights_to_use(path: Path) -> tuple[Path, str]:
+    """Return the checkpoint that evaluation and export read, and what to do if it is damaged."""
+    there = [name for name in ("best", "last", "previous") if checkpoint_file(path, name).is_file()]
+    if not there:
+        raise DataError(f"{path} has no checkpoint yet. Train on, with --resume.")
+    advice = "Train again, with --replace."
+    if len(there) > 1:
+        advice = f"Remove it to use {there[1]}.safetensors instead, with the weights of another epoch; or train again, with --replace."
+    return checkpoint_file(path, there[0]), advice

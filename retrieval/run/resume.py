@@ -1,0 +1,246 @@
+"""Going on with a run: with its own recipe and its own copies of plugin files, but for what may change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrieval.errors import DataError, PluginError, RecipeError
+from retrieval.host.file_plugins import FilePlugin, is_file_plugin
+from retrieval.host.plugins import Plugins
+from retrieval.host.trust import require
+from retrieval.recipe.read import check_recipe, read_table, read_tables
+from retrieval.recipe.tables import Recipe
+from retrieval.run import checkpoint
+from retrieval.run.folder import absolute_paths, checkpoint_file, has_checkpoint, is_run
+from retrieval.run.position import Progress
+
+MAY_CHANGE = re.compile(
+    r"train\.(epochs|patience|validate_every|checkpoint_every|workers|device)|phase\.\d+\.epochs|evaluate\..+"
+)
+THEY = "train.epochs (or phase.N.epochs), patience, validate_every, checkpoint_every, workers and device, and what [evaluate] says"
+"""The same in words."""
+
+Report = Callable[[str], None]
+
+
+def read_given(
+    output: Path | None,
+    recipe: Path,
+    overrides: Sequence[str] = (),
+    plugins: Sequence[str] = (),
+    *,
+    replace_plugins: bool = False,
+    report: Report = lambda line: None,
+) -> tuple[Path, Recipe, Plugins]:
+    """Read the recipe that a user names to go on with a run, and check it with the run's own copies of plugin files.
+
+    Args:
+        output: the run; by default `runs/NAME`.
+        recipe: the recipe's file.
+        overrides: see `read_recipe`.
+        plugins: see `read_recipe`.
+        replace_plugins: use the user's plugin files instead.
+        report: is told which plugin files are other ones now than the run's.
+
+    Returns:
+        The run's folder, and as `read_recipe`.
+
+    Raises:
+        DataError: there is no run.
+        RecipeError: the recipe cannot be read, or does not fit the plugins.
+    """
+    given, brought = read_table(recipe, overrides, plugins)
+    folder = output or Path("runs") / str(given.get("name", "run"))
+    refuse_no_run(folder)
+    if replace_plugins:
+        require(brought, recipe)
+        return folder, *check_recipe(given, str(recipe))
+    kept, own = read_table(folder / "recipe.toml")
+    require(own, folder / "recipe.toml")
+    for line in changed_plugins(_named(given), own):
+        report(
+            f"{line}; the run goes on with its own copy. --replace-plugins takes the present one, train --replace begins again with it."
+        )
+    return folder, *check_recipe(given | {"plugins": _named(kept)}, str(recipe))
+
+
+def refuse_no_run(folder: Path) -> None:
+    """Refuse to go on with what is no run.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not is_run(folder):
+        raise DataError(
+            f"{folder} is no run that could be resumed: it holds no recipe.toml. Leave --resume out to start it."
+        )
+
+
+def changed_plugins(given: Sequence[str], own: Sequence[str]) -> list[str]:
+    """Return which plugin files and folders are other ones than a run's copies, and in what, a sentence each without a stop."""
+    copies = {plugin.name: plugin for item in own if is_file_plugin(item) for plugin in [FilePlugin.at(item)]}
+    lines = []
+    for item in given:
+        if not is_file_plugin(item):
+            continue
+        try:
+            plugin = FilePlugin.at(item)
+            sums = plugin.sums
+        except PluginError as error:
+            lines.append(str(error).rstrip("."))
+            continue
+        copy = copies.get(plugin.name)
+        if copy is None:
+            lines.append(f"{item} is not among the plugins that the run began with")
+            continue
+        before = copy.sums
+        what = [f"{name} is another" for name in sums if name in before and sums[name] != before[name]]
+        what += [f"{name} is new" for name in sums if name not in before]
+        what += [f"{name} is gone" for name in before if name not in sums]
+        if what:
+            lines.append(f"The plugin '{plugin.name}' has changed since the run began ({', '.join(what)})")
+    return lines
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands.
+
+    Attributes:
+        file: the checkpoint to go on from.
+        state: what it holds.
+        progress: how far the run has come.
+    """
+
+    file: Path
+    state: Any
+    progress: Progress
+
+
+def standing(folder: Path) -> Standing | None:
+    """Return where a run stands by its last checkpoint, or by the one before it where there is no last one; None without either.
+
+    Raises:
+        DataError: there is no run, or the checkpoint is damaged.
+    """
+    refuse_no_run(folder)
+    if not has_checkpoint(folder):
+        return None
+    last, previous = (checkpoint_file(folder, name) for name in ("last", "previous"))
+    chosen, advice = last, "Train again, with --replace."
+    if not last.is_file():
+        chosen = previous
+    elif previous.is_file():
+        advice = f"Remove it, and --resume goes on from the checkpoint before it ({previous.name})."
+    state = checkpoint.load(chosen, advice)
+    try:
+        return Standing(chosen, state, Progress(**state["progress"]))
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{chosen} is no checkpoint to go on from: it holds no {error}. {advice}") from error
+
+
+def changes(folder: Path, given: Recipe, plugins: Plugins, progress: Progress | None) -> list[str]:
+    """Return what a recipe changes of the one that a run was started with, a line each.
+
+    Args:
+        folder: the run.
+        given: the recipe to go on with.
+        plugins: the plugins it was checked with.
+        progress: how far the run has come; None: not to its first checkpoint.
+
+    Raises:
+        DataError: something differs that may not, or that would undo what is done.
+    """
+    kept, faults = read_tables(read_table(folder / "recipe.toml")[0])
+    if faults:
+        raise RecipeError(faults.values(), str(folder / "recipe.toml"))
+    before, now = _flat(absolute_paths(kept, plugins)), _flat(absolute_paths(given, plugins))
+    differing = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
+    refused = [key for key in differing if not MAY_CHANGE.fullmatch(key)]
+    if refused:
+        tables = list(dict.fromkeys(key.partition(".")[0] for key in refused))
+        shown = [f"{key} was {_said(before.get(key))}, and is {_said(now.get(key))}" for key in refused[:6]]
+        raise DataError(
+            f"{folder} was started with another recipe: {', '.join(f'[{table}]' for table in tables)} "
+            f"differ{'s' if len(tables) == 1 else ''} ({'; '.join(shown)}{'; …' if len(refused) > 6 else ''}). Resume with the "
+            "recipe (and --set) that started it, or train into another folder with --output. "
+            f"Only these may change: {THEY}."
+        )
+    longer = [key for key in differing if key.endswith(".epochs")]
+    if longer:
+        _refuse_lengths(folder, kept, given, progress, longer)
+    return [f"{key}: {_said(before.get(key))} → {_said(now.get(key))}" for key in differing] + _schedule(
+        given, longer, progress
+    )
+
+
+def _refuse_lengths(
+    folder: Path, kept: Recipe, given: Recipe, progress: Progress | None, keys: Sequence[str]
+) -> None:
+    """Refuse numbers of epochs that say nothing, or that would undo epochs."""
+    if given.learner is not None:
+        raise DataError(f"{folder}: {keys[0]} says nothing here, for a [learner] is fitted once.")
+    if given.phase and "train.epochs" in keys:
+        raise DataError(
+            f"{folder}: train.epochs says nothing beside [[phase]]s. Set the epochs of one, as in phase.{len(given.phase) - 1}.epochs."
+        )
+    if progress is None:
+        return
+    for i, (old, new) in enumerate(zip(kept.phases, given.phases, strict=True)):
+        if old.epochs == new.epochs or i > progress.phase:
+            continue
+        if i < progress.phase:
+            raise DataError(f"{folder}: the phase '{new.name}' is over, after {old.epochs} epochs.")
+        done = progress.phase_epoch + bool(progress.step)
+        if new.epochs < done:
+            raise DataError(
+                f"{folder} has begun epoch {done} of the phase '{new.name}' already: {new.epochs} would be fewer."
+            )
+        patience = given.train.patience
+        if patience is not None and progress.stale >= patience and new.epochs > old.epochs:
+            raise DataError(
+                f"{folder} stopped early, after {progress.stale} validations without a better one, and would do so again at "
+                f"once. Set train.patience above {progress.stale} too."
+            )
+
+
+def _schedule(given: Recipe, longer: Sequence[str], progress: Progress | None) -> list[str]:
+    if not longer or progress is None or (given.schedule.name == "constant" and not given.schedule.warmup):
+        return []
+    if given.schedule.name not in ("constant", "cosine", "linear"):
+        return []
+    return [
+        f"note: [schedule] {given.schedule.name} is drawn over a phase's whole length. From here on the rate follows the new "
+        "curve, so the run is not what it would have been with this length from the start."
+    ]
+
+
+def _named(table: Mapping[str, Any]) -> list[str]:
+    named = table.get("plugins", [])
+    return [item for item in named if isinstance(item, str)] if isinstance(named, list) else []
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    """Return every value by its key as `--set` names it; plugins are compared by content."""
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, place: str) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                walk(inner, f"{place}.{key}" if place else str(key))
+        elif isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+            for i, inner in enumerate(value):
+                walk(inner, f"{place}.{i}")
+        elif value is not None:
+            flat[place] = list(value) if isinstance(value, tuple) else value
+
+    walk(recipe.model_dump(exclude={"plugins"}), "")
+    return flat
+
+
+def _said(value: Any) -> str:
+    return "not set" if value is None else str(value)

@@ -1,0 +1,1 @@
+"""What runs without torch: images, bundles, indexes and the search service."""

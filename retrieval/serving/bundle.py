@@ -1,0 +1,290 @@
+"""Open a bundle and run it: images or features in, vectors and codes out. Needs ONNX Runtime, never torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import BundleError, DataError, did_you_mean
+from retrieval.serving.files.snapshot import Held, Snapshot, Watch, close_all
+from retrieval.serving.images import decode, from_array
+from retrieval.serving.manifest import (
+    FILE,
+    Manifest,
+    hold_files,
+    manifest_text,
+    open_bundle,
+    parse_manifest,
+)
+from retrieval.serving.sessions import Device, Sessions
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+Floats = NDArray[np.float32]
+ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image | NDArray[Any]"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What the encoder gives of N items.
+
+    Attributes:
+        vector: (N, P), what FAISS stores.
+        query: (N, P), what FAISS is asked with; the same array as `vector` unless the bundle tells them apart.
+        code: (N, C), what the rescorer takes; None without a rescorer.
+    """
+
+    vector: Floats
+    query: Floats
+    code: Floats | None = None
+
+    def __len__(self) -> int:
+        return len(self.vector)
+
+    def __getitem__(self, rows: slice) -> Encoded:
+        """Return some of the items."""
+        vector = self.vector[rows]
+        query = vector if self.query is self.vector else self.query[rows]
+        return Encoded(vector, query, None if self.code is None else self.code[rows])
+
+
+class Bundle:
+    """An opened bundle. Its methods may be called from several threads at once.
+
+    Attributes:
+        path: the folder.
+        manifest: what it says of itself.
+        variant: which of `manifest.variants` runs, or None for the encoder itself.
+        device: "cpu" or "cuda".
+        sha256: of the manifest's text, which holds those of all files: names exactly this bundle.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        text: bytes,
+        variant: str | None,
+        sessions: Sessions,
+        watch: Watch,
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.variant = variant
+        self.device = sessions.device
+        self.sha256 = hashlib.sha256(text).hexdigest()
+        self._text = text
+        self._sessions = sessions
+        self._watch = watch
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        variant: str | None = None,
+        threads: int | None = None,
+        device: Device = "auto",
+        signed_by: Path | None = None,
+    ) -> Bundle:
+        """Check a bundle's format, files and checksums, and load its graphs.
+
+        Args:
+            path: the folder that `retrieval export` wrote.
+            variant: run this variant of the encoder ("fp16", "int8") instead of the encoder itself.
+            threads: of one call of the encoder; None leaves it to ONNX Runtime (all cores).
+            device: "auto" takes a CUDA device where onnxruntime-gpu offers one, otherwise the CPU.
+            signed_by: a public key's file; a bundle that its holder did not sign is refused.
+
+        Raises:
+            BundleError: missing, altered, incomplete, of another format, or not what its manifest says.
+            MissingDependency: no ONNX Runtime, or two.
+        """
+        folder = Path(path)
+
+        def load(opened: Snapshot) -> Bundle:
+            text = manifest_text(opened)
+            if signed_by is not None:
+                from retrieval.serving.signatures import check_signature
+
+                check_signature(opened, "bundle", text, signed_by)
+            manifest = parse_manifest(folder / FILE, text)
+            held = hold_files(opened, manifest.files)
+            try:
+                return cls.load(folder, manifest, text, held, Watch(opened), variant, threads, device)
+            finally:
+                close_all(held)
+
+        return open_bundle(folder, load)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        manifest: Manifest,
+        text: bytes,
+        held: Mapping[str, Held],
+        watch: Watch,
+        variant: str | None,
+        threads: int | None,
+        device: Device,
+    ) -> Bundle:
+        """Load the graphs of a bundle whose files are held and compared with its manifest; see `open`."""
+        if variant is not None and variant not in manifest.variants:
+            known = ", ".join(sorted(manifest.variants)) or "none"
+            raise BundleError(
+                f"The bundle {path} has no variant '{variant}' (it has: {known})."
+                + did_you_mean(variant, manifest.variants)
+            )
+        sessions = Sessions.open(path, held, manifest, variant, threads, device)
+        return cls(path, manifest, text, variant, sessions, watch)
+
+    def changed(self) -> str | None:
+        """Return a sentence when the files on the disk are no longer what was opened; costs a few looks at the file system.
+
+        What was opened stays what it was: graphs are in memory.
+        """
+        return self._watch.changed()
+
+    def copy(self, target: Path) -> None:
+        """Write this bundle, as it was opened, to a new folder.
+
+        Raises:
+            BundleError: it was changed since it was opened.
+            OSError: the disk refuses.
+        """
+
+        def write(folder: Snapshot) -> None:
+            if manifest_text(folder) != self._text:
+                raise BundleError(
+                    f"The bundle {self.path} was changed while it was in use. Run the command again."
+                )
+            held = hold_files(folder, self.manifest.files)
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir()
+            (target / FILE).write_bytes(self._text)
+            for name, one in held.items():
+                (target / name).write_bytes(one.view())
+                one.close()
+
+        open_bundle(self.path, write)
+
+    def encode(self, inputs: NDArray[Any], *, batch: int = 32) -> Encoded:
+        """Run the encoder.
+
+        Args:
+            inputs: uint8 (N, C, H, W) from `preprocess`, or real features (N, F), as `manifest.input` says.
+            batch: how many items go through at once.
+
+        Raises:
+            DataError: the inputs have another shape or type, hold NaN or infinity, or the encoder's output does.
+        """
+        inputs = self._checked(inputs)
+        names = [
+            "vector",
+            *(["query"] if self.manifest.query_vectors else []),
+            *(["code"] if self.has_code else []),
+        ]
+        widths = {
+            "vector": self.manifest.vector,
+            "query": self.manifest.vector,
+            "code": self.manifest.code or 0,
+        }
+        out = {name: np.empty((len(inputs), widths[name]), dtype=np.float32) for name in names}
+        for start in range(0, len(inputs), batch):
+            part = np.ascontiguousarray(inputs[start : start + batch])
+            for name, values in zip(names, self._sessions.encoder(names, {"input": part}), strict=True):
+                out[name][start : start + batch] = values
+        for name, values in out.items():
+            if not np.isfinite(values).all():
+                row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+                raise DataError(f"The encoder gives NaN or infinity in '{name}' for item {row} of the batch.")
+        return Encoded(out["vector"], out.get("query", out["vector"]), out.get("code"))
+
+    def encode_image(self, image: ImageLike) -> Encoded:
+        """Decode, preprocess and encode one image.
+
+        Args:
+            image: an encoded image's bytes, its file's path, a Pillow image, or its pixels: uint8 (H, W) or (H, W, 3).
+
+        Raises:
+            DataError: it cannot be decoded, it is an array of another shape or type, or this bundle takes features.
+        """
+        return self.encode(self.preprocess(image)[None])
+
+    def preprocess(self, image: ImageLike) -> NDArray[np.uint8]:
+        """Return one image's pixels (C, H, W), ready for `encode`.
+
+        Args:
+            image: as `encode_image` takes it.
+
+        Raises:
+            DataError: it cannot be decoded, it is an array of another shape or type, or this bundle takes features.
+        """
+        preprocessing = self.manifest.input.preprocessing
+        if preprocessing is None:
+            raise DataError(
+                f"The bundle {self.path} takes vectors of {self.manifest.input.shape[0]} features, not images: "
+                "give an .npz file that holds 'features'."
+            )
+        if isinstance(image, bytes | str | os.PathLike):
+            image = decode(image)
+        elif isinstance(image, np.ndarray):
+            image = from_array(image)
+        return preprocessing(image)
+
+    def rescore(self, query_codes: NDArray[Any], item_codes: NDArray[Any]) -> Floats:
+        """Return distances (Q, N) between codes (Q, C) and (N, C), smaller is closer.
+
+        Raises:
+            BundleError: this bundle has no rescorer.
+            DataError: codes of another shape.
+        """
+        session = self._sessions.rescorer
+        if session is None:
+            raise BundleError(
+                f"The bundle {self.path} has no rescorer: its vectors' order is the distance's order."
+            )
+        feeds = {}
+        for name, codes in (("query", query_codes), ("items", item_codes)):
+            if codes.ndim != 2 or codes.shape[1] != self.manifest.code:
+                raise DataError(f"Codes of shape (N, {self.manifest.code}) are needed, not {codes.shape}.")
+            feeds[name] = np.ascontiguousarray(codes, dtype=np.float32)
+        if not len(query_codes) or not len(item_codes):
+            return np.empty((len(query_codes), len(item_codes)), dtype=np.float32)
+        return np.asarray(session(["distance"], feeds)[0], dtype=np.float32)
+
+    @property
+    def has_code(self) -> bool:
+        """Whether the encoder's output "code" is needed, for a rescorer."""
+        return self.manifest.rescorer is not None
+
+    def _checked(self, inputs: NDArray[Any]) -> NDArray[Any]:
+        shape, dtype = self.manifest.input.shape, self.manifest.input.dtype
+        if inputs.ndim != len(shape) + 1 or inputs.shape[1:] != shape:
+            wanted = ", ".join(map(str, shape))
+            raise DataError(
+                f"The bundle {self.path} takes inputs of shape (N, {wanted}), not {inputs.shape}."
+            )
+        if dtype == "uint8":
+            if inputs.dtype != np.uint8:
+                raise DataError(f"The bundle {self.path} takes raw pixels as uint8, not {inputs.dtype}.")
+            return inputs
+        if inputs.dtype.kind not in "fiu":
+            raise DataError(f"The bundle {self.path} takes real numbers, not {inputs.dtype}.")
+        with np.errstate(over="ignore"):
+            values = inputs.astype(np.float32, copy=False)
+        if not np.isfinite(values).all():
+            row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+            raise DataError(f"Vector {row} holds NaN, infinity or a number beyond float32.")
+        return values

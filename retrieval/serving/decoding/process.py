@@ -1,0 +1,156 @@
+"""The process that decodes for `Decoders`: encoded images come in, pixels or a sentence go out, within limits of its own.
+
+It imports Pillow, numpy and the one decoder, and nothing else. Whoever started it does not trust what it answers.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import struct
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from retrieval.errors import DataError
+from retrieval.serving.images import Limits, Preprocessing, decode, to_png
+from retrieval.serving.memory import Memory
+
+REQUEST = struct.Struct(">BIQ")  # kind, bytes of the name, bytes of the image
+ANSWER = struct.Struct(">BIIQ")  # kind, width and height of the decoded image, bytes that follow
+READY, PIXELS, PNG, SENTENCE = range(4)
+LONGEST_SENTENCE = 4096
+_KEPT = 8_000_000  # bytes of free memory that the next image finds ready
+
+
+class Setting(NamedTuple):
+    """What one process is told when it starts.
+
+    Attributes:
+        preprocessing: of `PIXELS`; None where only pictures to show are asked for.
+        limits: of an image.
+        seconds: of CPU time that one image may take.
+        memory: bytes that decoding may take, besides what the process has when it starts.
+    """
+
+    preprocessing: dict[str, Any] | None
+    limits: dict[str, Any]
+    seconds: float
+    memory: int
+
+
+def main() -> None:
+    """Serve requests from standard input until it closes."""
+    setting = Setting(*json.loads(sys.argv[1]))
+    given, out = os.dup(0), os.dup(1)
+    preprocessing = Preprocessing(**setting.preprocessing) if setting.preprocessing else None
+    limits = Limits(**setting.limits)
+    _warm()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):  # what a library prints about a hostile file helps nobody
+        os.dup2(nowhere, stream)
+    memory = Memory(_KEPT)
+    _confine(setting.memory)
+    _write(out, ANSWER.pack(READY, 0, 0, 0))
+    while head := _read(given, REQUEST.size):
+        kind, named, size = REQUEST.unpack(head)
+        name = _read(given, named).decode()
+        content = _read(given, size)
+        _allow(setting.seconds)
+        _answer(out, kind, name, content, preprocessing, limits)
+        del content
+        memory.give_back()
+
+
+def _answer(
+    out: int, kind: int, name: str, content: bytes, preprocessing: Preprocessing | None, limits: Limits
+) -> None:
+    try:
+        if kind == PNG:  # an item's own picture may be larger than what may be uploaded
+            limits = replace(limits, bytes=max(limits.bytes, len(content)))
+        image = decode(content, limits, name)
+        if kind == PNG:
+            made = memoryview(to_png(image))
+        else:
+            assert preprocessing is not None
+            made = memoryview(preprocessing(image).data).cast("B")
+    except DataError as fault:
+        sentence = str(fault).encode("utf-8", "replace")[:LONGEST_SENTENCE]
+        _write(out, ANSWER.pack(SENTENCE, 0, 0, len(sentence)) + sentence)
+        return
+    except MemoryError:
+        sentence = f"{name} needs more memory to be decoded than an image may take. Save it smaller.".encode()
+        _write(out, ANSWER.pack(SENTENCE, 0, 0, len(sentence)) + sentence)
+        return
+    _write(out, ANSWER.pack(kind, image.width, image.height, len(made)))
+    _write(out, made)
+
+
+def _warm() -> None:
+    """Load what decoding loads on first use: later there may be no room for it."""
+    for format in ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"):
+        kept = io.BytesIO()
+        Image.new("RGB", (1, 1)).save(kept, format)
+        Preprocessing((1, 1))(decode(kept.getvalue()))
+
+
+def _confine(memory: int) -> None:
+    """No core dumps, no files, and no more than `memory` beyond what is in use now. POSIX only."""
+    try:
+        import resource
+    except ImportError:  # Windows: the parent's clock is what there is
+        return
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(limit, (0, 0))
+    for limit, now in ((resource.RLIMIT_DATA, _in_use("VmData")), (resource.RLIMIT_AS, _in_use("VmSize"))):
+        if now:
+            resource.setrlimit(limit, (now + memory, now + memory))
+
+
+def _in_use(field: str) -> int:
+    """Return a line of /proc/self/status in bytes, 0 where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text("ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+    except (OSError, StopIteration):
+        return 0
+
+
+def _allow(seconds: float) -> None:
+    """Give the next image its CPU time; the kernel ends the process when it is spent."""
+    try:
+        import resource
+    except ImportError:
+        return
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    until = math.ceil(used.ru_utime + used.ru_stime + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
+
+
+def _read(stream: int, size: int) -> bytes:
+    """Return exactly `size` bytes; leave when the other side is gone."""
+    first = os.read(stream, size) if size else b""
+    if len(first) == size:
+        return first
+    got = bytearray(first)
+    while len(got) < size:
+        more = os.read(stream, size - len(got))
+        if not more:
+            sys.exit(0)
+        got += more
+    return bytes(got)
+
+
+def _write(stream: int, content: bytes | memoryview) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(stream, rest) :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""One process that decodes, and the thread that talks with it and replaces it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import DataError, RetrievalError
+from retrieval.serving.decoding.process import ANSWER, LONGEST_SENTENCE, PNG, READY, REQUEST, SENTENCE
+from retrieval.serving.images import Limits, Preprocessing
+
+_STARTING = 60.0
+_MOMENT = 1.0  # what an image may take outside the slow places
+_ABANDONED = 0.2  # what it may still take once nobody waits for it: starting a process anew costs as much
+_PNG_START = b"\x89PNG\r\n\x1a\n"
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Busy(RetrievalError):
+    """Too many images are waiting to be decoded; not the fault of this one."""
+
+
+class _Unstarted(RetrievalError):
+    """There is no process to decode with."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One decoded image.
+
+    Attributes:
+        pixels: uint8 (C, H, W), as `Preprocessing` makes them.
+        width: of the image before preprocessing, upright.
+        height: likewise.
+    """
+
+    pixels: NDArray[np.uint8]
+    width: int
+    height: int
+
+
+@dataclass(eq=False)
+class Job:
+    """One image on its way.
+
+    Attributes:
+        future: `Decoded`, or a PNG's bytes. Raises `DataError` for what is wrong with the image, `Busy` when its turn
+            did not come.
+    """
+
+    kind: int
+    content: bytes
+    name: str
+    client: str
+    expires: float
+    future: Future[Any] = field(default_factory=Future)
+    abandoned: bool = False
+
+    def abandon(self) -> None:
+        """Say that nobody waits for the answer any more: it is not begun, or stopped soon."""
+        self.abandoned = True
+        self.future.cancel()
+
+
+class Worker(threading.Thread):
+    """A process, and the thread that talks with it.
+
+    Args:
+        rest: called when it has nothing to do: sooner or later `begin` follows.
+        setting: what the process is told, a `Setting` as JSON.
+        preprocessing: of the pixels that it gives, which are checked against it.
+        limits: of images.
+        seconds: that one may take.
+
+    Attributes:
+        slow: whether its image takes longer than a moment, and has one of the slow places.
+    """
+
+    def __init__(
+        self,
+        rest: Callable[[Worker], None],
+        setting: str,
+        preprocessing: Preprocessing | None,
+        limits: Limits,
+        seconds: float,
+    ) -> None:
+        super().__init__(name="decode", daemon=True)
+        self._rest = rest
+        self._preprocessing = preprocessing
+        self._limits = limits
+        self._seconds = seconds
+        self.inbox: SimpleQueue[Job | None] = SimpleQueue()
+        self.slow = False
+        self._setting = setting
+        self._lock = threading.Lock()  # around the process's end and who decides on it
+        self._process: subprocess.Popen[bytes] | None = None
+        self._job: Job | None = None
+        self._since = 0.0
+        self._watched: Job | None = None
+        self._spent: float | None = None
+        self._reason: RetrievalError | None = None
+        self._stopped = False
+
+    def begin(self, job: Job) -> None:
+        """Take an image; only when there is nothing else to do."""
+        self.inbox.put(job)
+
+    def run(self) -> None:
+        """Answer one image after the other until told to stop."""
+        answer: Callable[[], None] | None = None
+        while True:
+            with suppress(_Unstarted):  # then the next job says so
+                self._have_process()
+            self._rest(self)
+            if answer is not None:
+                answer()  # only now: who asks again at once finds this worker idle
+            job = self.inbox.get()
+            if job is None:
+                break
+            answer = self._do(job)
+        self._end()
+
+    def stop(self) -> None:
+        """Kill the process and let the thread end, whatever they are at."""
+        with self._lock:
+            self._stopped = True
+            self._kill()
+        self.inbox.put(None)
+
+    def watch(self, may_be_slow: bool) -> bool:
+        """End the process when its time is over; return whether it takes a slow place now."""
+        with self._lock:
+            job, taken = self._job, time.monotonic() - self._since
+            if self._reason is not None or self._process is None:
+                return False
+            if job is None:
+                if self._since and taken > _STARTING:
+                    self._kill()
+                return False
+            if job.abandoned and taken > _ABANDONED:
+                self._give_up(Busy("Nobody waits for this image."))
+            elif taken > self._seconds:
+                self._give_up(_too_slow(job.name, self._seconds))
+            elif not self.slow and self._is_slow(job, taken):
+                if may_be_slow:
+                    self.slow = True
+                    return True
+                self._give_up(too_many())
+        return False
+
+    def _is_slow(self, job: Job, taken: float) -> bool:
+        """Whether an image has had its moment: of CPU time where that is known, since a busy machine is not its fault."""
+        spent = _cpu_seconds(self._process.pid) if self._process is not None else None
+        if self._watched is not job:
+            self._watched, self._spent = job, spent
+        if spent is None or self._spent is None:
+            return taken > _MOMENT
+        return taken > _MOMENT and (spent - self._spent > _MOMENT / 2 or taken > 4 * _MOMENT)
+
+    def _give_up(self, reason: RetrievalError) -> None:
+        self._reason = reason
+        self._kill()
+
+    def _do(self, job: Job) -> Callable[[], None] | None:
+        """Return what gives the answer; None when it was given, since the process ended."""
+        if not job.future.set_running_or_notify_cancel():
+            return None
+        try:
+            self._have_process()
+        except _Unstarted as fault:
+            job.future.set_exception(fault)
+            return None
+        try:
+            with self._lock:
+                self._job, self._since = job, time.monotonic()
+            made = self._ask(job)
+        except (OSError, EOFError, ValueError):
+            with self._lock:
+                reason, self._reason = self._reason, None
+                self._job, self.slow, self._since = None, False, 0.0
+            code = self._end()
+            job.future.set_exception(reason or _what_ended(code, job, self._seconds))
+            return None
+        with self._lock:
+            # a watch that gave up on it just now has killed the process, and the next job finds it dead
+            dead = self._reason is not None
+            self._job, self.slow, self._since, self._reason = None, False, 0.0, None
+        if dead:
+            self._end()
+        if isinstance(made, DataError):
+            return partial(job.future.set_exception, made)
+        return partial(job.future.set_result, made)
+
+    def _ask(self, job: Job) -> Any:
+        """Return what the process makes of the image, or the `DataError` that it found.
+
+        Raises:
+            OSError, EOFError: the process ended.
+            ValueError: what it answered cannot be.
+        """
+        name = job.name.encode("utf-8", "backslashreplace")
+        self._write(REQUEST.pack(job.kind, len(name), len(job.content)) + name)
+        self._write(job.content)
+        kind, width, height, size = ANSWER.unpack(self._read(ANSWER.size))
+        if kind == SENTENCE and size <= LONGEST_SENTENCE:
+            text = bytes(self._read(size)).decode("utf-8", "replace")
+            return DataError("".join(sign if sign.isprintable() else " " for sign in text))
+        if kind != job.kind or not width or not height or width * height > self._limits.pixels:
+            raise ValueError
+        if kind == PNG:
+            if size > 5 * width * height + 65_536:
+                raise ValueError
+            content = bytes(self._read(size))
+            if not content.startswith(_PNG_START):
+                raise ValueError
+            return content
+        assert self._preprocessing is not None
+        shape = self._preprocessing.shape
+        if size != np.prod(shape):
+            raise ValueError
+        return Decoded(np.frombuffer(self._read(size), dtype=np.uint8).reshape(shape), width, height)
+
+    def _have_process(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._start()
+
+    def _start(self) -> None:
+        """Start a process and wait until it is ready.
+
+        Raises:
+            _Unstarted: it did not start, or not in time.
+        """
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "retrieval.serving.decoding.process", self._setting],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **_ONE_THREAD},
+                process_group=0 if os.name == "posix" else None,  # Ctrl-C is for the server, which ends it
+            )
+            with self._lock:
+                self._process, self._since = process, time.monotonic()
+                if self._stopped:
+                    self._kill()
+            if ANSWER.unpack(self._read(ANSWER.size)) != (READY, 0, 0, 0):
+                raise EOFError
+        except (OSError, EOFError) as fault:
+            self._end()
+            raise _Unstarted("The process that decodes images does not start; the log says why.") from fault
+        finally:
+            self._since = 0.0
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            try:
+                if os.name == "posix":
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                else:
+                    self._process.kill()
+            except OSError:
+                self._process.kill()
+
+    def _end(self) -> int:
+        """End the process, if there is one, and return its exit code."""
+        with self._lock:
+            process = self._process
+            if process is None:
+                return 0
+            self._kill()
+            self._process = None
+        code = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        return code
+
+    def _write(self, content: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        rest = memoryview(content)
+        while rest:
+            rest = rest[self._process.stdin.write(rest) or 0 :]
+
+    def _read(self, size: int) -> bytearray:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        got = bytearray(size)
+        rest = memoryview(got)
+        while rest:
+            count = self._process.stdout.readinto(rest)  # type: ignore[attr-defined]
+            if not count:
+                raise EOFError
+            rest = rest[count:]
+        return got
+
+
+def too_many() -> Busy:
+    """Return what to say to an image whose turn does not come."""
+    return Busy("The server is busy: too many images are waiting. Try again in a moment.")
+
+
+def _too_slow(name: str, seconds: float) -> DataError:
+    return DataError(
+        f"{name} takes longer than {seconds:g} seconds to decode. Save it as a plain PNG or JPEG."
+    )
+
+
+def _what_ended(code: int, job: Job, seconds: float) -> RetrievalError:
+    """Return what to say about a process that ended by itself, or answered what cannot be."""
+    if os.name == "posix" and code == -signal.SIGXCPU:
+        return _too_slow(job.name, seconds)
+    return DataError(
+        f"{job.name} cannot be decoded: it brings its decoder down. Save it as a plain PNG or JPEG."
+    )
+
+
+def _cpu_seconds(pid: int) -> float | None:
+    """Return the CPU time that a process has used; None where /proc does not say."""
+    try:
+        user, system = Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,126 @@
+"""What an ONNX file asks for, read before anything runs it: without the package `onnx`, which a server does not have."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+
+Content = memoryview | bytes | mmap.mmap
+
+_NODES = 200_000
+_DOMAINS = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft"}
+_FOREIGN = {"EPContext"}  # a file of a device's maker, wherever it is
+_EXTERNAL = 1
+
+
+class GraphError(ValueError):
+    """Why a graph is not run, as the end of a sentence."""
+
+
+def check_graph(content: Content) -> None:
+    """Refuse a graph whose work is not the sum of its nodes, or that needs another file.
+
+    Each node of what is left runs once, so loading and running end; how much memory they take is limited elsewhere
+    (`retrieval.serving.sessions`). The field numbers are those of ONNX's `onnx.proto`.
+
+    Raises:
+        GraphError: not ONNX, too many nodes; loops, branches or functions; operators of another domain; or weights
+            in another file.
+    """
+    try:
+        with memoryview(content) as model:
+            graphs = 0
+            for field, value in _fields(model):
+                if field == 7 and isinstance(value, memoryview):
+                    graphs += 1
+                    _check(value)
+                elif field in (20, 25):
+                    raise GraphError("it has functions or training steps of its own")
+    except (IndexError, UnicodeDecodeError, RecursionError):
+        raise GraphError("it is no ONNX file, or was cut off") from None
+    if graphs != 1:
+        raise GraphError("it is no ONNX file")
+
+
+def _check(graph: memoryview) -> None:
+    nodes = 0
+    for field, value in _fields(graph):
+        if not isinstance(value, memoryview):
+            continue
+        if field == 1:
+            nodes += 1
+            if nodes > _NODES:
+                raise GraphError(f"it has more than {_NODES:,} nodes")
+            _check_node(value)
+        elif field == 5:
+            _check_tensor(value)
+        elif field == 15:
+            raise GraphError("it has sparse weights")
+
+
+def _check_node(node: memoryview) -> None:
+    operator = domain = ""
+    for field, value in _fields(node):
+        if not isinstance(value, memoryview):
+            continue
+        if field == 4:
+            operator = str(value, "utf-8")
+        elif field == 7:
+            domain = str(value, "utf-8")
+        elif field == 5:
+            for inner, content in _fields(value):
+                if inner in (6, 11):
+                    raise GraphError("it has loops or branches (a graph in a node), whose work has no bound")
+                if inner in (5, 10) and isinstance(content, memoryview):
+                    _check_tensor(content)
+                elif inner in (22, 23):
+                    raise GraphError("it has sparse weights")
+    if domain not in _DOMAINS or operator in _FOREIGN:
+        raise GraphError(f"it needs the operator {domain + '.' if domain else ''}{operator}"[:200])
+
+
+def _check_tensor(tensor: memoryview) -> None:
+    for field, value in _fields(tensor):
+        if field == 13 or (field == 14 and value == _EXTERNAL):
+            raise GraphError("it keeps weights in another file; a bundle's graphs hold their own")
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
+    """Give the fields of a protobuf message: numbers as they are, texts and messages as a view, others as None.
+
+    Raises:
+        IndexError: the message is cut off, or none.
+    """
+    place, end = 0, len(message)
+    while place < end:
+        key, place = _varint(message, place)
+        kind = key & 7
+        if kind == 0:
+            number, place = _varint(message, place)
+            yield key >> 3, number
+        elif kind == 2:
+            length, place = _varint(message, place)
+            if place + length > end:
+                raise IndexError
+            yield key >> 3, message[place : place + length]
+            place += length
+        elif kind in (1, 5):
+            place += 8 if kind == 1 else 4
+            yield key >> 3, None
+        else:
+            raise IndexError
+    if place > end:
+        raise IndexError
+
+
+def _varint(message: memoryview, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[place]
+        value |= (byte & 127) << shift
+        place += 1
+        if byte < 128:
+            return value, place
+        shift += 7
+        if shift > 63:
+            raise IndexError

@@ -1,0 +1,313 @@
+"""The HTTP application: routes, answers and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from retrieval.errors import DataError
+from retrieval.serving.http.body import Body, Budget
+from retrieval.serving.http.errors import Gone, RequestError
+from retrieval.serving.http.guard import Guard
+from retrieval.serving.http.pictures import PIECE, Picture
+from retrieval.serving.http.readiness import Check, Readiness
+from retrieval.serving.http.searcher import Searcher
+from retrieval.serving.index.store import Hit
+
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+_PAGE = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+_LONGEST_ID = 18  # digits: what SQLite and Python count with
+_SOON = 0.05  # seconds after which a request that is worked on is watched for its client's leaving
+
+
+def create_app(searcher: Searcher, checks: Sequence[Check] = ()) -> Starlette:
+    """Return the application over a searcher, whose settings it takes.
+
+    Args:
+        searcher: what answers; closing it is the caller's.
+        checks: what must hold for readiness besides a search that succeeds.
+    """
+    handlers = _Handlers(searcher, Readiness(searcher, checks))
+    routes = [
+        Route("/v1/search", handlers.search, methods=["POST"]),
+        Route("/v1/items/{id}/image", handlers.image),
+        Route("/v1/index", handlers.about),
+        Route("/v1/health/live", handlers.live),
+        Route("/v1/health/ready", handlers.ready),
+        *(Route(path, _static(*what)) for path, what in _PAGE.items()),
+    ]
+    app = Starlette(
+        routes=routes,
+        lifespan=handlers.lifespan,
+        middleware=[Middleware(Guard, settings=searcher.settings)],
+        exception_handlers={HTTPException: _http_error, RequestError: _request_error, DataError: _data_error},
+    )
+    app.router.redirect_slashes = False  # a redirect would repeat the Host that it was sent
+    app.state.readiness = handlers.readiness
+    return app
+
+
+class _Handlers:
+    """What is done at each address."""
+
+    def __init__(self, searcher: Searcher, readiness: Readiness) -> None:
+        self._searcher = searcher
+        self._settings = searcher.settings
+        self._budget = Budget(searcher.settings.body_memory)
+        self.readiness = readiness
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        watch = asyncio.create_task(self.readiness.watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
+
+    async def search(self, request: Request) -> Response:
+        began = time.perf_counter()
+        prefix = request.scope.get("root_path", "")
+        client = _client(request)
+        body = Body(request.headers, self._settings.max_bytes)
+
+        def finish(hits: list[Hit]) -> bytes:
+            return _answer(hits, None if self._searcher.gallery.empty else prefix, began)
+
+        async def answer() -> bytes:
+            if body.large:
+                query = await self._searcher.searches.run(lambda job: body.query(), client)
+            else:
+                query = body.query()
+            return await self._searcher.search(query, finish, client)
+
+        with self._budget.upload() as upload:
+            await body.read(request.receive, self._budget, upload, self._settings.body_seconds)
+            return Response(await self._in_time(request, answer()), media_type="application/json")
+
+    async def image(self, request: Request) -> Response:
+        text = request.path_params["id"]
+        if not (text.isascii() and text.isdecimal() and len(text) <= _LONGEST_ID):
+            raise RequestError(404, "There is no such item.")
+        number = int(text)
+        if number >= len(self._searcher.index):
+            raise RequestError(404, f"There is no item {number}.")
+        tag = f'"{self._searcher.index.sha256[:16]}-{number}"'
+        headers = {"Cache-Control": "no-cache", "ETag": tag}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        client = _client(request)
+        picture = await self._in_time(request, self._searcher.picture(number, client))
+        if picture.media_type is None:
+            return await self._shown(request, picture, client, headers)
+        if picture.size <= PIECE:
+            return Response(picture.first, media_type=picture.media_type, headers=headers)
+        return Pieces(self._pieces(picture, client), picture.size, picture.media_type, headers)
+
+    async def _shown(
+        self, request: Request, picture: Picture, client: str, headers: Mapping[str, str]
+    ) -> Response:
+        """Return a PNG of a picture, which counts in the memory of uploads until it is sent."""
+        with ExitStack() as stack:
+            upload = stack.enter_context(self._budget.upload())
+            upload.arriving = False
+            self._budget.take(upload, picture.size)
+            content = await self._in_time(request, self._searcher.shown(picture, client))
+            self._budget.take(upload, len(content))
+            return Pieces(_slices(content), len(content), "image/png", headers, stack.pop_all())
+
+    async def _pieces(self, picture: Picture, client: str) -> AsyncIterator[bytes]:
+        yield picture.first
+        sent = len(picture.first)
+        while sent < picture.size:
+            async with asyncio.timeout(self._settings.deadline):
+                piece = await self._searcher.piece(picture, sent, client)
+            yield piece
+            sent += len(piece)
+
+    async def _in_time(self, request: Request, work: Awaitable[T]) -> T:
+        """Return what some work gives, within the deadline and as long as its client waits.
+
+        Raises:
+            RequestError: 503, the deadline has passed.
+            Gone: the client has left.
+        """
+        task = asyncio.current_task()
+        left = _Departure(request.receive, task)
+        timer = asyncio.get_running_loop().call_later(_SOON, left.watch)
+        try:
+            async with asyncio.timeout(self._settings.deadline):
+                return await work
+        except TimeoutError:
+            raise RequestError(
+                503,
+                f"The answer took longer than {self._settings.deadline:g} seconds. Try again in a moment.",
+            ) from None
+        except asyncio.CancelledError:
+            if not left.noticed:
+                raise
+            raise Gone from None
+        finally:
+            timer.cancel()
+            left.stop()
+
+    async def about(self, request: Request) -> Response:
+        manifest = self._searcher.index.bundle.manifest
+        return JSONResponse(
+            {
+                "name": manifest.name,
+                "items": len(self._searcher.index),
+                "input": {"kind": manifest.input.kind, "shape": list(manifest.input.shape)},
+                "distance": manifest.distance.name,
+                "limits": {"bytes": self._settings.max_bytes, "pixels": self._settings.max_pixels},
+            }
+        )
+
+    async def live(self, request: Request) -> Response:
+        return JSONResponse({"status": "live"})
+
+    async def ready(self, request: Request) -> Response:
+        if reason := self.readiness.reason():
+            return JSONResponse({"error": reason}, 503, headers={"Retry-After": "1"})
+        return JSONResponse({"status": "ready", "items": len(self._searcher.index)})
+
+
+class Pieces(Response):
+    """An answer that is made and sent piece by piece, no faster than its client takes it.
+
+    Args:
+        pieces: its content.
+        size: of them all, in bytes.
+        media_type: of the content.
+        headers: besides.
+        held: closed when the last piece is sent, or none will be.
+    """
+
+    def __init__(
+        self,
+        pieces: AsyncIterator[bytes],
+        size: int,
+        media_type: str,
+        headers: Mapping[str, str],
+        held: ExitStack | None = None,
+    ) -> None:
+        super().__init__(None, media_type=media_type, headers={**headers, "Content-Length": str(size)})
+        self._pieces = pieces
+        self._held = held or ExitStack()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send it."""
+        with self._held:
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            if scope["method"] != "HEAD":
+                async for piece in self._pieces:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _slices(content: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), PIECE):
+        yield content[start : start + PIECE]
+
+
+class _Departure:
+    """Cancels a request's task when its client leaves."""
+
+    def __init__(self, receive: Callable[[], Awaitable[Any]], task: asyncio.Task[Any] | None) -> None:
+        self._receive = receive
+        self._task = task
+        self._watch: asyncio.Task[None] | None = None
+        self.noticed = False
+
+    def watch(self) -> None:
+        self._watch = asyncio.ensure_future(self._wait())
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.noticed = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+
+
+def _answer(hits: list[Hit], prefix: str | None, began: float) -> bytes:
+    """Return a search's answer as JSON; for a thread.
+
+    Args:
+        hits: what was found.
+        prefix: of the images' addresses; None where no image is shown.
+        began: when the request came, by `time.perf_counter`.
+    """
+    results = [
+        {
+            "id": hit.id,
+            "key": hit.key,
+            "label": hit.label,
+            "distance": hit.distance,
+            "metadata": dict(hit.metadata),
+            "image_url": None if prefix is None or hit.path is None else f"{prefix}/v1/items/{hit.id}/image",
+        }
+        for hit in hits
+    ]
+    answer = {"results": results, "took_ms": round((time.perf_counter() - began) * 1000, 2)}
+    return json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _client(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+def _static(name: str, media_type: str) -> Handler:
+    content = files("retrieval.serving.http").joinpath(name).read_bytes()
+
+    async def give(request: Request) -> Response:
+        return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
+
+    return give
+
+
+async def _http_error(request: Request, fault: Exception) -> Response:
+    assert isinstance(fault, HTTPException)
+    sentences = {
+        404: "There is nothing at this address.",
+        405: "This method is not possible at this address.",
+    }
+    sentence = sentences.get(fault.status_code, f"{fault.detail}.")
+    return JSONResponse({"error": sentence}, fault.status_code, headers=fault.headers)
+
+
+async def _request_error(request: Request, fault: Exception) -> Response:
+    assert isinstance(fault, RequestError)
+    headers = {"Retry-After": "1"} if fault.status == 503 else None
+    return JSONResponse({"error": str(fault)}, fault.status, headers=headers)
+
+
+async def _data_error(request: Request, fault: Exception) -> Response:
+    """Answer for the image or vector that was sent."""
+    text = str(fault)
+    return JSONResponse({"error": text[:1].upper() + text[1:]}, 422)

@@ -1,0 +1,120 @@
+"""The gallery's files, read piece by piece: no file stays open, and a slow client holds one piece."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from retrieval.serving.http.errors import RequestError
+from retrieval.serving.index.items import Item
+
+PIECE = 262_144  # bytes that are read and sent at a time
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+
+# What browsers show as it is, by its first bytes; the file's name is not asked.
+_MEDIA = {
+    b"\xff\xd8\xff": "image/jpeg",
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"GIF8": "image/gif",
+    b"BM": "image/bmp",
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An item's original file, every method for a thread: the storage may hang.
+
+    Attributes:
+        path: where it is.
+        number: the item's.
+        size: in bytes.
+        stamp: the file's identity, by which a change is noticed between two pieces.
+        first: its first piece.
+        media_type: None where browsers cannot show it.
+    """
+
+    path: Path
+    number: int
+    size: int
+    stamp: tuple[int, int, int]
+    first: bytes
+    media_type: str | None
+
+    @classmethod
+    def of(cls, number: int, item: Item | None) -> Picture:
+        """Read the beginning of the file that an item was indexed from.
+
+        Raises:
+            RequestError: 404, no such item, or its file is gone, or another one.
+        """
+        if item is None:
+            raise RequestError(404, f"There is no item {number}.")
+        if item.path is None:
+            raise RequestError(404, f"Item {number} was indexed from features and has no image.")
+        try:
+            known, first = _piece(item.path, 0)
+        except (OSError, ValueError):
+            raise RequestError(
+                404, f"The image of item {number} is no longer where it was indexed."
+            ) from None
+        if item.bytes is not None and known.st_size != item.bytes:
+            raise _changed(number)
+        return cls(item.path, number, known.st_size, _stamp(known), first, _media_type(first))
+
+    def piece(self, offset: int) -> bytes:
+        """Return the bytes from `offset` on, at most `PIECE` of them.
+
+        Raises:
+            RequestError: 404, the file was changed meanwhile.
+        """
+        try:
+            known, content = _piece(self.path, offset)
+        except OSError:
+            raise _changed(self.number) from None
+        if _stamp(known) != self.stamp or not content:
+            raise _changed(self.number)
+        return content
+
+    def content(self, limit: int) -> bytes:
+        """Return the whole file.
+
+        Raises:
+            RequestError: 404, it is larger than `limit`, or was changed meanwhile.
+        """
+        if self.size > limit:
+            raise RequestError(404, f"The image of item {self.number} is too large to be shown.")
+        pieces, held = [self.first], len(self.first)
+        while held < self.size:
+            pieces.append(self.piece(held))
+            held += len(pieces[-1])
+        return b"".join(pieces)
+
+
+def _piece(path: Path, offset: int) -> tuple[os.stat_result, bytes]:
+    """Return what a file is and a piece of it. A pipe or device is no such file, and opening it does not wait."""
+    handle = os.open(path, _FLAGS)
+    try:
+        known = os.fstat(handle)
+        if not stat.S_ISREG(known.st_mode):
+            raise OSError(f"{path} is not a regular file")
+        os.lseek(handle, offset, os.SEEK_SET)
+        return known, os.read(handle, PIECE)
+    finally:
+        os.close(handle)
+
+
+def _stamp(known: os.stat_result) -> tuple[int, int, int]:
+    return known.st_ino, known.st_size, known.st_mtime_ns
+
+
+def _changed(number: int) -> RequestError:
+    return RequestError(404, f"The image of item {number} was changed after it was indexed.")
+
+
+def _media_type(first: bytes) -> str | None:
+    for start, media_type in _MEDIA.items():
+        if first.startswith(start):
+            return media_type
+    return "image/webp" if first[:4] == b"RIFF" and first[8:12] == b"WEBP" else None

@@ -1,0 +1,236 @@
+"""Run the application under uvicorn until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from retrieval.errors import MissingDependency, StoreError
+from retrieval.serving.http.settings import Settings
+from retrieval.serving.index.store import Index
+from retrieval.serving.sessions import Device
+
+if TYPE_CHECKING:
+    from retrieval.serving.http.protocol import Connections
+
+_FILES = 256  # descriptors besides connections: the index, the gallery, libraries, pipes
+_MARGIN = 1.5  # seconds of the grace that are kept for what comes after the last answer
+_HEALTH_CONNECTIONS = 64
+
+
+def serve(
+    path: str | os.PathLike[str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    settings: Settings | None = None,
+    plugins: Sequence[str] = (),
+    device: Device = "auto",
+    signed_by: Path | None = None,
+) -> None:
+    """Serve an index until SIGINT or SIGTERM; requests under way are finished first.
+
+    Args:
+        path: the index folder.
+        host: the address to listen on.
+        port: 0 takes a free one, which is printed.
+        settings: limits; a search at a time for each core by default.
+        plugins: files or modules of a third-party back end.
+        device: of the encoder.
+        signed_by: a public key's file; an index that its holder did not sign is refused.
+
+    Raises:
+        MissingDependency: the extra `serve` is not installed.
+        StoreError: the index cannot be used, the address cannot be listened on, or too few files may be open.
+    """
+    _require()
+    from retrieval.serving.http.log import set_up
+    from retrieval.serving.http.searcher import Searcher
+
+    cores = os.cpu_count() or 1
+    settings = settings or Settings(workers=cores)
+    settings = replace(settings, hosts=tuple(sorted({*(settings.hosts or ()), host.lower(), _own_name()})))
+    _allow_files(settings.connections + _FILES)
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(_listen(host, port, "--port"))]
+        if settings.health_port is not None:
+            listeners.append(stack.enter_context(_listen(host, settings.health_port, "--health-port")))
+            settings = replace(settings, health_port=listeners[1].getsockname()[1])
+        threads = max(1, cores // settings.workers)
+        index = Index.open(Path(path), threads=threads, device=device, plugins=plugins, signed_by=signed_by)
+        set_up(settings.debug)
+        searcher = Searcher(index, settings)
+        _announce(host, listeners, len(index))
+        if index.bundle.manifest.input.kind == "image" and searcher.gallery.note:
+            print(searcher.gallery.note, file=sys.stderr, flush=True)
+        end = _Running(searcher, settings, listeners).run()
+        if not searcher.close(max(0.1, end - time.monotonic())):
+            _leave_now()  # closing the index under a search that hangs would crash
+        index.close()
+
+
+class _Running:
+    """A uvicorn server, and the promise that it ends."""
+
+    def __init__(self, searcher: Any, settings: Settings, listeners: list[socket.socket]) -> None:
+        import uvicorn
+
+        from retrieval.serving.http.app import create_app
+        from retrieval.serving.http.protocol import Connections, protocol_class
+
+        gate = Connections(settings.connections, settings.connections_per_address, settings.idle_seconds)
+        gates: dict[int | None, Connections] = {None: gate}
+        if settings.health_port is not None:
+            gates[settings.health_port] = Connections(
+                _HEALTH_CONNECTIONS, _HEALTH_CONNECTIONS, settings.idle_seconds
+            )
+
+        def exhausted() -> str | None:
+            return "Every connection is taken by a request under way." if gate.exhausted else None
+
+        self._gates = gates
+        self._grace = settings.grace
+        self._listeners = listeners
+        config = uvicorn.Config(
+            create_app(searcher, [exhausted]),
+            http=protocol_class(gates),
+            loop="uvloop" if sys.platform != "win32" else "asyncio",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=max(1, int(settings.grace - 2 * _MARGIN)),
+        )
+        running = self
+
+        class Server(uvicorn.Server):
+            async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+                sweeps = [asyncio.create_task(gate.sweep()) for gate in running._gates.values()]
+                try:
+                    await super().serve(sockets)
+                finally:
+                    for sweep in sweeps:
+                        sweep.cancel()
+
+            def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+                running._stopping()
+                super().handle_exit(sig, frame)
+
+        self._server = Server(config)
+        self._end: float | None = None
+
+    def run(self) -> float:
+        """Serve until a signal; return the time, by `time.monotonic()`, until which the rest must have ended."""
+        if threading.current_thread() is threading.main_thread():
+            # uvicorn shuts down in good order, then raises the signal again: that must not count as a failure.
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+            signal.signal(signal.SIGINT, lambda number, frame: None)
+        self._server.run(sockets=self._listeners)
+        return self._end or time.monotonic() + self._grace
+
+    def _stopping(self) -> None:
+        if self._end is not None:
+            return
+        self._end = time.monotonic() + self._grace - _MARGIN
+        timer = threading.Timer(self._grace - _MARGIN / 2, _leave_now)
+        timer.daemon = True
+        timer.start()
+        if hasattr(signal, "setitimer"):  # the kernel's own, should something hold the interpreter
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, self._grace - _MARGIN / 3)
+
+
+def _leave_now() -> None:
+    """End the process, whatever its threads are at."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(0)
+
+
+def _require() -> None:
+    wanted = ["uvicorn", "starlette", "python_multipart", "httptools"]
+    for module in [*wanted, *(["uvloop"] if sys.platform != "win32" else [])]:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            raise MissingDependency(
+                f"Serving needs {module.replace('_', '-')}. Install it with: pip install 'embedding-retrieval[serve]'"
+            ) from None
+
+
+def _allow_files(wanted: int) -> None:
+    """Raise the limit on open files as far as is needed.
+
+    Raises:
+        StoreError: the system does not allow as many.
+    """
+    if os.name != "posix":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        if hard != resource.RLIM_INFINITY and hard < wanted:
+            raise StoreError(
+                f"This process may open {hard:,} files, and {wanted:,} are needed: {_FILES} besides one for each "
+                "connection. Raise the limit (ulimit -Hn, LimitNOFILE= of systemd), or lower --connections."
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _announce(host: str, listeners: list[socket.socket], count: int) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    health = f", health at port {listeners[1].getsockname()[1]}" if len(listeners) > 1 else ""
+    port = listeners[0].getsockname()[1]
+    print(f"Serving {count:,} items at http://{shown}:{port}/ (Ctrl-C stops){health}", flush=True)
+
+
+def _own_name() -> str:
+    return socket.gethostname().lower()
+
+
+def _listen(host: str, port: int, option: str) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as fault:
+        raise StoreError(
+            f"Cannot listen on {host}: {fault.strerror or fault}. --host takes an address of this machine, such as "
+            "127.0.0.1, or 0.0.0.0 for all."
+        ) from None
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(256)
+    except OSError as fault:
+        listener.close()
+        wrong_host = fault.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+        advice = (
+            "No network interface of this machine has that address: use 127.0.0.1, or 0.0.0.0 for all, with --host."
+            if wrong_host
+            else f"Choose another port with {option}."
+        )
+        raise StoreError(
+            f"Cannot listen on {host}, port {port}: {fault.strerror or fault}. {advice}"
+        ) from None
+    return listener

@@ -1,0 +1,121 @@
+"""Which files below a folder are images, by what is in them where their name does not say so; and what was left out, and why."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from retrieval.errors import DataError
+from retrieval.serving.images import EXTENSIONS, FORMATS
+
+NO_IMAGE = "no image"
+"""Why most files are left out."""
+_HEAD = 64  # bytes that tell a format
+_SHOWN = 3  # names of files in a sentence
+
+
+def _brand(*brands: bytes) -> Callable[[bytes], bool]:
+    """Test the brands that an ISO base media file (AVIF, HEIC) names in its first box."""
+    return lambda head: head[4:8] == b"ftyp" and any(brand in head[8:] for brand in brands)
+
+
+def _start(*starts: bytes) -> Callable[[bytes], bool]:
+    return lambda head: head.startswith(starts)
+
+
+_KNOWN: dict[str, Callable[[bytes], bool]] = {
+    "JPEG": _start(b"\xff\xd8\xff"),
+    "PNG": _start(b"\x89PNG\r\n\x1a\n"),
+    "GIF": _start(b"GIF87a", b"GIF89a"),
+    "WEBP": lambda head: head[:4] == b"RIFF" and head[8:12] == b"WEBP",
+    "TIFF": _start(b"II*\0", b"MM\0*"),
+    "BMP": lambda head: head[:2] == b"BM" and head[6:10] == b"\0\0\0\0",
+    "PPM": lambda head: re.match(rb"P[1-6]\s+[0-9#]", head) is not None,
+    "AVIF": _brand(b"avif", b"avis"),
+    "HEIF": _brand(b"heic", b"heix", b"hevc", b"mif1", b"msf1"),
+    "JPEG 2000": _start(b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51"),
+    "JPEG XL": _start(b"\0\0\0\x0cJXL ", b"\xff\x0a"),
+    "Photoshop": _start(b"8BPS"),
+    "SVG": _start(b"<svg"),
+}
+"""How files of a format begin: of Pillow's names where it has one, also of formats that are not accepted."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder holds.
+
+    Attributes:
+        images: the image files, sorted.
+        left_out: the other files by the reason, which follows "is": "JPEG 2000, which is not read".
+    """
+
+    images: list[Path]
+    left_out: dict[str, list[Path]] = field(default_factory=dict)
+
+    def notes(self, folder: Path) -> list[str]:
+        """Return a sentence for each reason: how many files, which ones first, and why."""
+        return [
+            f"{folder}: {len(files):,} file{'s are' if len(files) > 1 else ' is'} left out, being {reason}: {_some(files, folder)}."
+            for reason, files in self.left_out.items()
+        ]
+
+
+def find_images(folder: Path) -> Found:
+    """Return the image files below a folder; hidden files and folders are not looked at.
+
+    A file is an image by its extension, and else by how it begins.
+
+    Raises:
+        DataError: it is no folder, holds no image, or a folder below it cannot be read.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder.")
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
+
+    paths: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths += [Path(parent, name) for name in names if not name.startswith(".")]
+    images: list[Path] = []
+    left_out: dict[str, list[Path]] = {}
+    for path in sorted(paths):
+        reason = _reason(path)
+        if reason is None:
+            images.append(path)
+        else:
+            left_out.setdefault(reason, []).append(path)
+    found = Found(images, left_out)
+    if not images:
+        seen = " ".join(found.notes(folder))
+        raise DataError(
+            f"{folder} holds no image (looked for {', '.join(FORMATS)}).{f' {seen}' if seen else ''}"
+        )
+    return found
+
+
+def _reason(path: Path) -> str | None:
+    """Return why a file is left out; None for an image."""
+    if not path.is_file():
+        return "no regular file"
+    if path.suffix.lower() in EXTENSIONS:
+        return None
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    except OSError as error:
+        return f"not to be read ({error.strerror or error})"
+    kind = next((name for name, fits in _KNOWN.items() if fits(head)), None)
+    if kind is None:
+        return NO_IMAGE
+    return None if kind in FORMATS else f"{kind}, which is not read here"
+
+
+def _some(files: Sequence[Path], folder: Path) -> str:
+    names = [path.relative_to(folder).as_posix() for path in files[:_SHOWN]]
+    return ", ".join(names) + (", …" if len(files) > _SHOWN else "")

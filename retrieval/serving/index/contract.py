@@ -1,0 +1,115 @@
+"""What the store asks of an index back end, and what it does with one that fails."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import StoreError
+from retrieval.host.plugin_calls import calling
+
+Floats = NDArray[np.float32]
+
+
+Rows = NDArray[np.int64]
+
+
+class IndexBackend(ABC):
+    """Proposes the nearest of N vectors (N, P), float32, by Euclidean distance.
+
+    A plugin offers one through the hook `retrieval_indexes`; its parameters are its factory's signature. The store
+    calls `build` then `save`, once, in one thread; or `load`, once, and `search` from then on, from many threads at a
+    time. Row numbers are positions in `vectors`.
+    """
+
+    @abstractmethod
+    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
+        """Index vectors.
+
+        Args:
+            vectors: (N, P), float32, C-contiguous, N ≥ 1; may be mapped from a file.
+            report: call it with how many more vectors are in, for the progress bar.
+        """
+
+    @abstractmethod
+    def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
+        """Return the nearest vectors of each query, nearest first. Must be thread-safe and change nothing.
+
+        The store measures the distances of what is found again, so approximate ones are welcome.
+
+        Args:
+            queries: (Q, P), float32, C-contiguous.
+            k: how many, 1 ≤ k ≤ N.
+
+        Returns:
+            Euclidean distances (Q, k) and row numbers (Q, k), int64; -1 where fewer were found.
+        """
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write all that `load` needs to one new file. An OSError (a full disk) is passed on."""
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote; its checksum has been verified. May move it to a GPU.
+
+        The path is of a private copy, which is gone when this returns; what was mapped from it stays.
+        """
+
+    def check(self, count: int, width: int) -> None:  # noqa: B027 (a back end need not)
+        """Refuse what was loaded if it cannot be an index of `count` vectors of `width` numbers. Called once after `load`.
+
+        Raises:
+            StoreError: the end of a sentence: "it holds 3 vectors instead of 5".
+        """
+
+    @property
+    def exact(self) -> bool:
+        """Whether `search` always finds the true nearest; if not, building measures how often it does."""
+        return False
+
+
+def using(name: str, doing: str) -> AbstractContextManager[None]:
+    """Turn whatever a back end raises inside into one sentence that names it and what it was asked to do.
+
+    Raises:
+        PluginError: it raised something that is no error of ours, and no OSError.
+        DataError: it ran out of memory.
+    """
+    return calling(called(name, doing), "Give it parameters that need less, or index fewer items.")
+
+
+def called(name: str, doing: str) -> str:
+    """Return who is asked to do what, as a sentence begins."""
+    return f"The index back end {name}, asked to {doing},"
+
+
+def checked_search(backend: IndexBackend, name: str, queries: Floats, k: int, count: int) -> Rows:
+    """Search and refuse an answer that breaks the contract, so that a plugin's fault is named as such.
+
+    Returns:
+        Row numbers (Q, k), -1 where fewer were found.
+
+    Raises:
+        PluginError: it fails.
+        StoreError: it answers with something else.
+    """
+    with using(name, "search"):
+        _, found = backend.search(np.ascontiguousarray(queries, dtype=np.float32), k)
+        rows = np.asarray(found)
+    if (
+        rows.shape != (len(queries), k)
+        or rows.dtype.kind != "i"
+        or rows.min(initial=0) < -1
+        or rows.max(initial=0) >= count
+    ):
+        raise StoreError(
+            f"The index back end '{name}' answered with {rows.dtype} rows of shape {rows.shape} for {len(queries)} "
+            f"queries and k = {k}, or with rows beyond the {count:,} items. Report it to the back end's author."
+        )
+    return rows.astype(np.int64, copy=False)

@@ -1,0 +1,165 @@
+"""The long part of building an index: decode and encode every item."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import DataError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.images import Limits, decode
+from retrieval.serving.index.journal import Done, Journal
+from retrieval.serving.index.sources import Source, Sources
+from retrieval.serving.progress import Meter
+
+_SHOWN = 10  # faults that a message spells out
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """An encoder input (or None with a fault) and what is kept of the original."""
+
+    done: Done
+    pixels: NDArray[Any] | None
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Items decoded in threads and encoded in batches, into a journal.
+
+    Args:
+        bundle: encodes.
+        sources: the items.
+        batch: items that go through the encoder at once.
+        workers: threads that decode.
+        limits: the largest images that are decoded.
+        skip_bad: leave out images that cannot be used, instead of refusing all.
+        progress: show on standard error how far it is.
+    """
+
+    bundle: Bundle
+    sources: Sources
+    batch: int
+    workers: int
+    limits: Limits
+    skip_bad: bool
+    progress: bool
+
+    def journal(self, folder: Path) -> Journal:
+        """Open the journal in a folder, which goes on with what an earlier run of the same work has done."""
+        manifest = self.bundle.manifest
+        codes = {"codes": manifest.code} if self.bundle.has_code and manifest.code else {}
+        header = {
+            "bundle": self.bundle.sha256,
+            "variant": self.bundle.variant,
+            "limits": [self.limits.pixels, self.limits.bytes],
+        }
+        return Journal(
+            folder,
+            header,
+            {"vectors": manifest.vector, **codes},
+            [item.stamp() for item in self.sources.items],
+        )
+
+    def encode(self, journal: Journal) -> None:
+        """Work through the items that the journal does not have yet.
+
+        Raises:
+            DataError: images that cannot be used, without `skip_bad`; all of them were looked for.
+        """
+        items = self.sources.items
+        faults: list[str] = []
+        with Meter("encoding", len(items), "items", done=len(journal.done), show=self.progress) as meter:
+            for entry in journal.done:
+                self._report(entry, faults, meter)
+            waiting: list[_Decoded] = []
+            for decoded in self._decode(items[len(journal.done) :]):
+                self._report(decoded.done, faults, meter)
+                meter.update()
+                if faults and not self.skip_bad:
+                    continue  # nothing will be written: only look for all that is wrong
+                waiting.append(decoded)
+                if len(waiting) == self.batch:
+                    self._flush(waiting, journal)
+                    waiting = []
+            if not (faults and not self.skip_bad):
+                self._flush(waiting, journal)
+        if faults and not self.skip_bad:
+            more = f"\n  … and {len(faults) - _SHOWN:,} more" if len(faults) > _SHOWN else ""
+            shown = "\n".join(f"  - {fault}" for fault in faults[:_SHOWN])
+            raise DataError(
+                f"{len(faults):,} of {len(items):,} items cannot be used:\n{shown}{more}\n"
+                "Mend or remove them, or leave them out with --skip-bad. Nothing was written."
+            )
+        if len(faults) == len(items):
+            raise DataError(f"None of the {len(items):,} items can be used. The first: {faults[0]}")
+        journal.sync()
+
+    def _report(self, entry: Done, faults: list[str], meter: Meter) -> None:
+        if entry.fault is not None:
+            faults.append(entry.fault)
+            if self.skip_bad:
+                meter.say(f"skipped: {entry.fault}")
+
+    def _decode(self, items: Sequence[Source]) -> Iterator[_Decoded]:
+        """Give decoded items in order, a few batches ahead of their use."""
+        if self.sources.features is not None:
+            yield from map(self._row, items)
+            return
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="decode")
+        try:
+            ahead: deque[Future[_Decoded]] = deque()
+            for item in items:
+                ahead.append(pool.submit(self._image, item))
+                if len(ahead) >= 2 * self.batch:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _image(self, item: Source) -> _Decoded:
+        preprocessing = self.bundle.manifest.input.preprocessing
+        assert preprocessing is not None
+        stamp = item.stamp()
+        name = os.fsencode(item.path).decode("utf-8", "backslashreplace")
+        try:
+            image = decode(item.path, self.limits, name)
+            size = item.path.stat().st_size
+            try:
+                pixels = preprocessing(image)
+            except DataError as fault:
+                raise DataError(f"{name}: {fault}") from fault
+        except DataError as fault:
+            return _Decoded(Done(stamp, str(fault)), None)
+        except OSError as fault:
+            return _Decoded(Done(stamp, f"{name} cannot be read: {fault.strerror or fault}."), None)
+        return _Decoded(Done(stamp, None, size, image.width, image.height), pixels)
+
+    def _row(self, item: Source) -> _Decoded:
+        assert self.sources.features is not None
+        values = self.sources.features[item.row]
+        if not np.isfinite(values).all():
+            fault = f"{item.path}: vector {item.key} holds NaN, infinity or a number beyond float32."
+            return _Decoded(Done(item.stamp(), fault), None)
+        return _Decoded(Done(item.stamp()), values)
+
+    def _flush(self, decoded: list[_Decoded], journal: Journal) -> None:
+        if not decoded:
+            return
+        good = [one.pixels for one in decoded if one.pixels is not None]
+        shape = (0, *self.bundle.manifest.input.shape)
+        pixels = np.stack(good) if good else np.empty(shape, self.bundle.manifest.input.dtype)
+        encoded = self.bundle.encode(pixels, batch=self.batch)
+        arrays = {"vectors": encoded.vector}
+        if encoded.code is not None:
+            arrays["codes"] = encoded.code
+        journal.append([one.done for one in decoded], arrays)

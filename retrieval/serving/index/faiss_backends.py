@@ -1,0 +1,229 @@
+"""The built-in back ends: FAISS, on the CPU, or on a GPU when faiss-gpu finds one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from retrieval.errors import StoreError
+from retrieval.serving.index.contract import Floats, IndexBackend, Rows
+from retrieval.serving.runtime import load_faiss
+
+# FAISS compares Q × P with its threshold. From eight queries on, one matrix product is faster than a loop over
+# queries (three-fold at 32); a single query through BLAS costs two to three times more than without.
+_BLAS_QUERIES = 8
+_PIECE = 8192
+_PIECE_BYTES = 1 << 20
+_loading = threading.Lock()
+
+
+class FaissBackend(IndexBackend):
+    """What the FAISS back ends have in common: files, GPU, searching with parameters of its own."""
+
+    on_gpu = True
+    kinds: tuple[str, ...] = ()
+    """FAISS's classes that `save` writes."""
+
+    def __init__(self) -> None:
+        self._index: Any = None
+        self._lock: threading.Lock | None = None
+
+    def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
+        """Search; see `IndexBackend`. A GPU serves one thread at a time."""
+        # faiss.contrib.torch_utils, which training libraries import, replaces `search` by one without `params`
+        search = getattr(self._index, "search_numpy", self._index.search)
+        with self._lock or contextlib.nullcontext():
+            squared, rows = search(queries, k, params=self._parameters(k))
+        return np.sqrt(np.maximum(squared, 0)), rows
+
+    def _add(self, vectors: Floats, report: Callable[[int], object]) -> None:
+        """Add in pieces, between which progress shows and an interruption is heard."""
+        for start in range(0, len(vectors), _PIECE):
+            piece = vectors[start : start + _PIECE]
+            self._index.add(piece)
+            report(len(piece))
+
+    def _parameters(self, k: int) -> Any:
+        """Return FAISS's search parameters for this call: setting them on the index would change it for others."""
+        return None
+
+    def save(self, path: Path) -> None:
+        """Write the index through Python's file object: FAISS's own writer may miss a full disk on closing."""
+        faiss = load_faiss()
+        failure: list[OSError] = []
+        with path.open("xb") as file:
+
+            def write(chunk: bytes) -> int:
+                try:
+                    return file.write(chunk)
+                except OSError as fault:
+                    failure.append(fault)
+                    raise
+
+            try:
+                faiss.write_index(self._index, faiss.PyCallbackIOWriter(write, 1 << 20))
+            except Exception:
+                if failure:  # FAISS turns it into an error of its own
+                    raise failure[0] from None
+                raise
+
+    def load(self, path: Path) -> None:
+        """Read the index, and move it to a GPU when there is one.
+
+        The file may be anyone's: FAISS gets its bytes, not its name, and the flag by which lists that lie in another file
+        could only be found beside a name, so that it opens no other.
+        """
+        faiss = load_faiss()
+        with _loading, path.open("rb") as file:
+            # A damaged length must not make FAISS ask for terabytes: no vector is longer than its file.
+            faiss.set_deserialization_vector_byte_limit(max(path.stat().st_size, 1 << 20))
+            try:
+                reader = faiss.PyCallbackIOReader(file.read, _PIECE_BYTES)
+                index = faiss.read_index(reader, faiss.IO_FLAG_ONDISK_SAME_DIR)
+            except Exception as fault:
+                raise StoreError(f"FAISS {faiss.__version__} cannot read it: {_reason(fault)}") from fault
+        if type(index).__name__ not in self.kinds or index.metric_type != faiss.METRIC_L2:
+            raise StoreError(f"it is a {type(index).__name__}, which this back end does not write")
+        self._look(index)
+        faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * index.d
+        if self.on_gpu and hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus() > 0:
+            self._resources = faiss.StandardGpuResources()  # must outlive the index
+            index = faiss.index_cpu_to_gpu(self._resources, 0, index)
+            self._lock = threading.Lock()
+        self._index = index
+
+    def _look(self, index: Any) -> None:
+        """Refuse what is not as `build` made it, before it goes to a GPU.
+
+        Raises:
+            StoreError: the end of a sentence.
+        """
+
+    def check(self, count: int, width: int) -> None:
+        """Refuse another number or width of vectors; see `IndexBackend`."""
+        if (self._index.ntotal, self._index.d) != (count, width):
+            raise StoreError(
+                f"it holds {self._index.ntotal:,} vectors of {self._index.d} numbers instead of {count:,} of {width}"
+            )
+
+
+class Flat(FaissBackend):
+    """Exact search: compares the query with every vector. `auto` takes it while the gallery is small."""
+
+    kinds = ("IndexFlatL2", "IndexFlat")
+
+    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
+        """Copy the vectors into FAISS."""
+        faiss = load_faiss()
+        faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * vectors.shape[1]
+        self._index = faiss.IndexFlatL2(vectors.shape[1])
+        self._add(vectors, report)
+
+    @property
+    def exact(self) -> bool:
+        """True."""
+        return True
+
+
+class Hnsw(FaissBackend):
+    """Approximate search in a graph (Malkov and Yashunin 2018): fast, memory for the vectors and the links.
+
+    Args:
+        m: links of a vector; more find better and need more memory (8 × m bytes a vector).
+        ef_construction: how many candidates building considers for each vector's links.
+        ef_search: how many candidates a search follows; more find better and take longer.
+    """
+
+    on_gpu = False
+    kinds = ("IndexHNSWFlat",)
+
+    def __init__(
+        self,
+        m: Annotated[int, Field(ge=4, le=256)] = 32,
+        ef_construction: Annotated[int, Field(ge=8, le=4096)] = 128,
+        ef_search: Annotated[int, Field(ge=1, le=65536)] = 256,
+    ) -> None:
+        super().__init__()
+        self.m, self.ef_construction, self.ef_search = m, ef_construction, ef_search
+
+    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
+        """Build the graph."""
+        faiss = load_faiss()
+        self._index = faiss.IndexHNSWFlat(vectors.shape[1], self.m)
+        self._index.hnsw.efConstruction = self.ef_construction
+        self._add(vectors, report)
+
+    def _look(self, index: Any) -> None:
+        _check_flat(index.storage, index.ntotal, index.d)
+
+    def _parameters(self, k: int) -> Any:
+        return load_faiss().SearchParametersHNSW(efSearch=max(self.ef_search, k))
+
+
+class Ivf(FaissBackend):
+    """Approximate search in inverted lists: clusters the vectors and searches the lists nearest to the query.
+
+    Args:
+        lists: number of clusters; 0 takes four times the square root of the number of vectors, at least 39 a cluster.
+        probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
+    """
+
+    kinds = ("IndexIVFFlat",)
+
+    def __init__(
+        self, lists: Annotated[int, Field(ge=0)] = 0, probes: Annotated[int, Field(ge=0)] = 0
+    ) -> None:
+        super().__init__()
+        self.lists, self.probes = lists, probes
+
+    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
+        """Cluster a sample of the vectors, then sort all of them into the lists."""
+        faiss = load_faiss()
+        count, width = vectors.shape
+        lists = self.lists or max(1, min(int(4 * count**0.5), count // 39))
+        lists = min(lists, count)
+        self._index = faiss.IndexIVFFlat(faiss.IndexFlatL2(width), width, lists)
+        self._index.cp.min_points_per_centroid = 1  # asked for by name: no warning on standard output
+        sample = vectors
+        if count > 256 * lists:
+            rows = np.sort(np.random.default_rng(0).choice(count, 256 * lists, replace=False))
+            sample = np.ascontiguousarray(vectors[rows])
+        self._index.train(sample)
+        self._add(vectors, report)
+
+    def _look(self, index: Any) -> None:
+        faiss = load_faiss()
+        lists = faiss.downcast_InvertedLists(index.invlists)
+        _check_flat(index.quantizer, index.nlist, index.d)
+        if type(lists).__name__ != "ArrayInvertedLists" or lists.code_size != 4 * index.d:
+            raise StoreError("its lists are not ones that this back end writes")
+        if lists.nlist != index.nlist or lists.compute_ntotal() != index.ntotal:
+            raise StoreError("its lists do not hold its vectors")
+
+    def _parameters(self, k: int) -> Any:
+        lists = self._index.nlist
+        return load_faiss().SearchParametersIVF(nprobe=min(lists, self.probes or max(8, lists // 16)))
+
+
+def _check_flat(index: Any, count: int, width: int) -> None:
+    """Refuse what is not a plain table of vectors by Euclidean distance.
+
+    Raises:
+        StoreError: the end of a sentence.
+    """
+    faiss = load_faiss()
+    index = faiss.downcast_index(index)
+    same = (index.ntotal, index.d, index.metric_type) == (count, width, faiss.METRIC_L2)
+    if type(index).__name__ not in Flat.kinds or not same:
+        raise StoreError(f"it stands on a {type(index).__name__} that does not fit it")
+
+
+def _reason(fault: Exception) -> str:
+    """Return the last line of FAISS's message: what precedes it names its source files."""
+    return str(fault).strip().splitlines()[-1].strip() if str(fault).strip() else type(fault).__name__

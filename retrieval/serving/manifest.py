@@ -1,0 +1,386 @@
+"""A bundle's `manifest.json`: what it says, how it is read, checked and written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
+
+from retrieval.errors import BundleError
+from retrieval.serving.files.places import instead
+from retrieval.serving.files.snapshot import (
+    Held,
+    Snapshot,
+    Unusable,
+    at_one_moment,
+    close_all,
+    hold_all,
+    is_plain,
+)
+from retrieval.serving.files.strict_json import parse_json, problems_of
+from retrieval.serving.images import Preprocessing
+
+T = TypeVar("T")
+FORMAT = 1
+FILE = "manifest.json"
+MANIFEST_BYTES = 4_000_000
+"""The longest manifest that is read."""
+_NUMBERS = 1 << 26
+"""The largest input of one item, and the widest vector: 67 million numbers."""
+_RESIZE = 8192
+
+
+def _plain_name(name: str) -> str:
+    """Refuse what could name a file outside the folder: the manifest may come from a stranger."""
+    if not is_plain(name) or name == FILE:
+        raise ValueError(f"'{name}' is not the plain name of a file in the bundle")
+    return name
+
+
+Width = Annotated[int, Field(gt=0, le=_NUMBERS)]
+FileName = Annotated[str, AfterValidator(_plain_name)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Part(BaseModel):
+    """Base of every part of the manifest: unknown keys and numbers that are not finite are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Input(Part):
+    """What `encoder.onnx` takes as "input".
+
+    Attributes:
+        kind: "image": raw pixels (N, C, H, W), normalised inside; "features": vectors (N, F).
+        dtype: "uint8" of images, "float32" of features.
+        shape: (C, H, W) or (F,).
+        preprocessing: what an image goes through before; None for features.
+    """
+
+    kind: Literal["image", "features"]
+    dtype: Literal["uint8", "float32"]
+    shape: tuple[PositiveInt, ...]
+    preprocessing: Preprocessing | None = None
+
+    @field_serializer("shape")
+    def _shape_as_list(self, shape: tuple[int, ...]) -> list[int]:
+        return list(shape)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Input:
+        if math.prod(self.shape) > _NUMBERS:
+            raise ValueError(f"one item has {math.prod(self.shape):,} numbers; {_NUMBERS:,} are possible")
+        if self.preprocessing is not None and (self.preprocessing.resize or 0) > _RESIZE:
+            raise ValueError(
+                f"images are resized to {self.preprocessing.resize:,} pixels; {_RESIZE:,} are possible"
+            )
+        if self.kind == "image":
+            if self.preprocessing is None:
+                raise ValueError("an encoder of images needs its 'preprocessing'")
+            if self.dtype != "uint8" or self.shape != self.preprocessing.shape:
+                raise ValueError(
+                    f"an encoder of images takes uint8 {list(self.preprocessing.shape)} by its preprocessing, "
+                    f"not {self.dtype} {list(self.shape)}"
+                )
+        elif self.preprocessing is not None or self.dtype != "float32" or len(self.shape) != 1:
+            raise ValueError("an encoder of features takes float32 of shape [F] and has no preprocessing")
+        return self
+
+
+class Distance(Part):
+    """What the answers are ordered by.
+
+    Attributes:
+        name: of the combiner or of a plain distance, for people.
+        exact: True when the Euclidean order of vectors is the distance's order; the reported distance is then measured on the vectors.
+        measure: how it is measured: "euclidean", or "inner", √(2 − 2 p) of the inner product p of query and vector. A bundle that does
+            not say is "euclidean".
+    """
+
+    name: str
+    exact: bool
+    measure: Literal["euclidean", "inner"] = "euclidean"
+
+
+class Subspace(Part):
+    """Columns `start` to `stop` of the vector, indexed by themselves for candidates of their own; `weight` is for merge "score"."""
+
+    name: str
+    start: Annotated[int, Field(ge=0)]
+    stop: PositiveInt
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Subspace:
+        if self.stop <= self.start:
+            raise ValueError(
+                f"sub-space '{self.name}' stops at column {self.stop}, before it starts at {self.start}"
+            )
+        return self
+
+
+class Rescorer(Part):
+    """The graph that orders candidates: "query" (Q, C) and "items" (N, C) to "distance" (Q, N).
+
+    Attributes:
+        file: its name in the bundle.
+        candidates: how many candidates it is given by default.
+        overlap: share of the exact ten nearest that the candidate step keeps, by number of candidates.
+        items: among how many real items that was measured; the larger the index, the smaller the share.
+    """
+
+    file: FileName
+    candidates: PositiveInt = 200
+    overlap: dict[str, float] | None = None
+    items: PositiveInt | None = None
+
+
+class Cosine(Part):
+    """Cosine between a variant's vectors and the encoder's, on real items."""
+
+    mean: float
+    min: float
+
+
+class Recall(Part):
+    """Recall@1 of the encoder (before) and of the variant (after), on the same real items."""
+
+    before: float
+    after: float
+
+
+class Variant(Part):
+    """The encoder in another precision, with its measured drift."""
+
+    file: FileName
+    cosine: Cosine
+    recall_at_1: Recall | None = None
+
+
+class Verified(Part):
+    """How far torch and ONNX Runtime were apart when the bundle was made.
+
+    Attributes:
+        tolerance: the largest absolute difference that was allowed.
+        largest_difference: the one that was seen.
+        items: on how many real items.
+    """
+
+    tolerance: float
+    largest_difference: float
+    items: PositiveInt
+
+
+class FileRecord(Part):
+    """SHA-256 and size of one file of the bundle."""
+
+    sha256: Sha256
+    bytes: Annotated[int, Field(ge=0)]
+
+
+class Manifest(Part):
+    """All that the serving side knows of a model.
+
+    Attributes:
+        format: version of this format; 1.
+        name: what the model is called.
+        created: when, ISO 8601 with a time zone.
+        versions: of the packages that made it.
+        opset: of the ONNX graphs.
+        input: what the encoder takes.
+        vector: P, the width of the vectors that FAISS stores.
+        code: C, the width of the codes that the rescorer takes; None without one.
+        query_vectors: True when the encoder has an output "query" (N, P) beside "vector".
+        normalized: True when vectors have length 1.
+        distance: what answers are ordered by.
+        subspaces: ranges of columns with candidates of their own; empty: the whole vector is one.
+        merge: how candidates of several sub-spaces become one list without a rescorer.
+        rescorer: the graph that orders candidates, if any.
+        encoder: file of the encoder.
+        variants: the encoder in other precisions, by name ("fp16", "int8").
+        verified: the comparison with torch.
+        evaluation: figures measured when the model was trained.
+        files: every other file of the bundle with its SHA-256 and size; `write_manifest` fills it in.
+        checksum: of all the above (`checksum_of`); `write_manifest` fills it in.
+    """
+
+    format: Literal[1] = 1
+    name: str
+    created: str
+    versions: dict[str, str]
+    opset: PositiveInt
+    input: Input
+    vector: Width
+    code: Width | None = None
+    query_vectors: bool = False
+    normalized: bool
+    distance: Distance
+    subspaces: tuple[Subspace, ...] = ()
+    merge: Literal["min", "score"] = "min"
+    rescorer: Rescorer | None = None
+    encoder: FileName = "encoder.onnx"
+    variants: dict[str, Variant] = {}
+    verified: Verified
+    evaluation: dict[str, float] | None = None
+    files: dict[FileName, FileRecord] = {}
+    checksum: Sha256 | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        if self.rescorer is not None and self.code is None:
+            raise ValueError("a bundle with a rescorer needs 'code', the width of its codes")
+        if not self.distance.exact and self.rescorer is None and not self.subspaces:
+            raise ValueError(f"distance '{self.distance.name}' is not exact, so the bundle needs a rescorer")
+        if self.distance.measure == "inner" and (self.subspaces or self.rescorer is not None):
+            raise ValueError(
+                "distance measure 'inner' is of whole vectors: it has no sub-spaces and no rescorer"
+            )
+        names = [space.name for space in self.subspaces]
+        if len(set(names)) != len(names):
+            raise ValueError("two sub-spaces have the same name")
+        for space in self.subspaces:
+            if space.stop > self.vector:
+                raise ValueError(f"sub-space '{space.name}' stops at column {space.stop} of {self.vector}")
+        return self
+
+    def graphs(self) -> dict[str, str]:
+        """Return what each ONNX file is for: name → "encoder", "rescorer" or "variant 'int8'"."""
+        graphs = {self.encoder: "encoder"}
+        if self.rescorer is not None:
+            graphs[self.rescorer.file] = "rescorer"
+        return graphs | {variant.file: f"variant '{name}'" for name, variant in self.variants.items()}
+
+
+def sha256_of(path: Path) -> str:
+    """Return the file's SHA-256 in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksum_of(content: dict[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's parsed JSON, whatever its layout, without its own key "checksum"."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    text = json.dumps(rest, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    """Write `manifest.json`, with SHA-256 and size of every other file in the folder, and return what was written.
+
+    Args:
+        folder: holds the bundle's finished files; hidden files are left out.
+        manifest: `files` may be empty, and is replaced.
+
+    Raises:
+        BundleError: a graph that the manifest names is not there.
+    """
+    paths = sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and path.name != FILE and not path.name.startswith(".")
+    )
+    files = {path.name: FileRecord(sha256=sha256_of(path), bytes=path.stat().st_size) for path in paths}
+    for name, purpose in manifest.graphs().items():
+        if name not in files:
+            raise BundleError(f"The bundle's {purpose}, {folder / name}, was not written.")
+    manifest = manifest.model_copy(update={"files": files, "checksum": None})
+    checksum = checksum_of(json.loads(manifest.model_dump_json()))
+    manifest = manifest.model_copy(update={"checksum": checksum})
+    temporary = folder / f".{FILE}.{os.getpid()}"
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(manifest.model_dump_json(indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(folder / FILE)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a bundle after checking it, but not the other files.
+
+    Raises:
+        BundleError: no bundle, another format version, an altered manifest, or one with problems, each of which is named.
+    """
+    return open_bundle(folder, lambda opened: parse_manifest(folder / FILE, manifest_text(opened)))
+
+
+def open_bundle(folder: Path, load: Callable[[Snapshot], T]) -> T:
+    """Load a bundle from one generation of its folder.
+
+    Raises:
+        BundleError: there is no such folder, or what `load` raises.
+    """
+    try:
+        return at_one_moment(folder, load, BundleError)
+    except Unusable as fault:
+        raise BundleError(f"{folder} is not a bundle: {fault}.{instead(folder, 'bundle')}") from None
+
+
+def manifest_text(folder: Snapshot) -> bytes:
+    """Return the text of an opened bundle's manifest.
+
+    Raises:
+        BundleError: there is none, or it cannot be read.
+    """
+    try:
+        return folder.read(FILE, MANIFEST_BYTES)
+    except Unusable as fault:
+        raise BundleError(
+            f"{folder.path} is not a bundle: {FILE} {fault}.{instead(folder.path, 'bundle')}"
+        ) from None
+
+
+def parse_manifest(path: Path, text: bytes) -> Manifest:
+    """Return what a manifest says, checked.
+
+    Raises:
+        BundleError: see `read_manifest`.
+    """
+    content = parse_json(text, path, "bundle", BundleError, frozenset({FORMAT}))
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as fault:
+        raise BundleError(f"{path} cannot be used:\n{problems_of(fault)}") from None
+    if manifest.checksum != checksum_of(content):
+        raise BundleError(
+            f"{path} was altered: its checksum differs. Export the bundle again, or copy it again; a manifest is not edited."
+        )
+    missing = [name for name in manifest.graphs() if name not in manifest.files]
+    if missing:
+        raise BundleError(f"{path} cannot be used: it gives no SHA-256 for {', '.join(missing)}.")
+    return manifest
+
+
+def hold_files(folder: Snapshot, files: Mapping[str, FileRecord]) -> dict[str, Held]:
+    """Copy every recorded file of an opened bundle to where nobody can change it, compared with its size and SHA-256.
+
+    Raises:
+        BundleError: naming every file that is missing or was altered; or they do not fit into memory.
+    """
+    expected = {name: (record.sha256, record.bytes) for name, record in files.items()}
+    held, problems = hold_all(folder, expected, f"The bundle {folder.path}", BundleError)
+    if problems:
+        close_all(held)
+        raise BundleError(
+            f"The bundle {folder.path} is damaged: {'; '.join(problems)}. Make it again, or copy it again."
+        )
+    return held

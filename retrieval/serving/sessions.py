@@ -1,0 +1,236 @@
+"""A bundle's graphs in ONNX Runtime: looked at first, loaded within limits, tried once."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import BundleError
+from retrieval.serving.files.snapshot import Held, available_memory
+from retrieval.serving.graphs import GraphError, check_graph
+from retrieval.serving.manifest import Manifest
+from retrieval.serving.runtime import load_onnxruntime
+
+Device = Literal["auto", "cpu", "cuda"]
+
+_TRIAL_SECONDS = 60.0
+_MEMORY = 6 << 30
+"""What the graphs of a process may take on the CPU: weights, and what is between their nodes."""
+_FOLDED_BYTES = 1 << 26
+"""The largest constant that ONNX Runtime works out on loading, outside of its memory's limit."""
+
+
+class Graph:
+    """One loaded graph. Safe in threads.
+
+    Args:
+        path: for errors.
+        session: ONNX Runtime's.
+    """
+
+    def __init__(self, path: Path, session: Any) -> None:
+        self.path = path
+        self.session = session
+
+    def __call__(
+        self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any = None
+    ) -> list[Any]:
+        """Run the graph.
+
+        Raises:
+            BundleError: ONNX Runtime refuses, for want of memory for example.
+        """
+        try:
+            return list(self.session.run(list(outputs), dict(feeds), options))
+        except Exception as fault:  # ONNX Runtime's errors share no public base class
+            raise BundleError(f"ONNX Runtime cannot run {self.path}: {_reason(fault)}.") from fault
+
+    def try_once(self, feeds: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Run it on one item, for a minute at most, and compare what comes with what must.
+
+        Raises:
+            BundleError: it fails, takes longer, or gives another type or shape.
+        """
+        options = load_onnxruntime().RunOptions()
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            options.terminate = True
+
+        timer = threading.Timer(_TRIAL_SECONDS, stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            found = self(list(shapes), feeds, options)
+        except BundleError:
+            if late.is_set():
+                raise BundleError(
+                    f"{self.path} takes more than {_TRIAL_SECONDS:.0f} seconds for one item."
+                ) from None
+            raise
+        finally:
+            timer.cancel()
+        for (name, shape), values in zip(shapes.items(), found, strict=True):
+            if not isinstance(values, np.ndarray) or values.shape != shape or values.dtype != np.float32:
+                kind = (
+                    f"{values.dtype} {values.shape}"
+                    if isinstance(values, np.ndarray)
+                    else type(values).__name__
+                )
+                raise BundleError(f"{self.path} gives '{name}' as {kind}; the manifest says float32 {shape}.")
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """The graphs of a bundle that run.
+
+    Attributes:
+        encoder: "input" → "vector" and what else the manifest says.
+        rescorer: "query", "items" → "distance"; None without one.
+        device: "cpu" or "cuda".
+    """
+
+    encoder: Graph
+    rescorer: Graph | None
+    device: str
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        held: Mapping[str, Held],
+        manifest: Manifest,
+        variant: str | None,
+        threads: int | None,
+        device: Device,
+    ) -> Sessions:
+        """Load the graphs from held files.
+
+        Args:
+            folder: for errors.
+            held: the bundle's files, verified.
+            manifest: what they should be.
+            variant: the encoder to load, if not the main one.
+            threads: of one call; None leaves it to ONNX Runtime.
+            device: see `Bundle.open`.
+
+        Raises:
+            BundleError: a graph cannot be loaded or tried, or is not what the manifest says.
+        """
+        runtime = load_onnxruntime()
+        providers = _providers(runtime, device)
+        options = _options(runtime, threads)
+
+        def load(name: str) -> Graph:
+            try:
+                check_graph(held[name].view())
+                session = runtime.InferenceSession(held[name].bytes(), options, providers=providers)
+            except Exception as fault:  # see above
+                reason = fault if isinstance(fault, GraphError) else _reason(fault)
+                raise BundleError(
+                    f"ONNX Runtime {runtime.__version__} cannot load {folder / name}: {reason}."
+                ) from fault
+            return Graph(folder / name, session)
+
+        encoder = load(manifest.encoder if variant is None else manifest.variants[variant].file)
+        outputs = ["vector"]
+        if manifest.query_vectors:
+            outputs.append("query")
+        if manifest.rescorer is not None:
+            outputs.append("code")
+        widths = {"vector": manifest.vector, "query": manifest.vector, "code": manifest.code or 0}
+        _check_graph(encoder, ["input"], outputs, {"input": manifest.input.shape, **widths})
+        item = np.zeros((1, *manifest.input.shape), manifest.input.dtype)
+        encoder.try_once({"input": item}, {name: (1, widths[name]) for name in outputs})
+        rescorer = None
+        if manifest.rescorer is not None:
+            rescorer = load(manifest.rescorer.file)
+            width = manifest.code or 0
+            _check_graph(rescorer, ["query", "items"], ["distance"], {"query": width, "items": width})
+            codes = np.zeros((2, width), np.float32)
+            rescorer.try_once({"query": codes[:1], "items": codes}, {"distance": (1, 2)})
+        used = "cuda" if "CUDAExecutionProvider" in encoder.session.get_providers() else "cpu"
+        if device == "cuda" and used != "cuda":
+            raise BundleError(
+                "ONNX Runtime could not start on the CUDA device. Use the CPU, or check the driver."
+            )
+        return cls(encoder, rescorer, used)
+
+
+def _options(runtime: Any, threads: int | None) -> Any:
+    _limit_memory(runtime)
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4  # what fails is said as a sentence; its warnings are not for users
+    entries = {
+        "session.intra_op.allow_spinning": "0",
+        "session.inter_op.allow_spinning": "0",
+        "session.load_model_format": "ONNX",
+        "session.use_env_allocators": "1",
+        "optimization.constant_folding_max_output_size_in_bytes": str(_FOLDED_BYTES),
+    }
+    for key, value in entries.items():
+        options.add_session_config_entry(key, value)
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    return options
+
+
+@functools.cache
+def _limit_memory(runtime: Any) -> None:
+    """Let all sessions of this process share one bounded memory: a graph that asks for more fails, and not the machine."""
+    info = runtime.OrtMemoryInfo(
+        "Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT
+    )
+    most = min(_MEMORY, available_memory() // 4 * 3)
+    runtime.create_and_register_allocator(info, runtime.OrtArenaCfg({"max_mem": most}))
+
+
+def _reason(fault: Exception) -> str:
+    """Return the end of ONNX Runtime's message, on one line: what precedes it names its source files."""
+    return " ".join(str(fault).split())[-400:].rstrip(".") or type(fault).__name__
+
+
+def _providers(runtime: Any, device: Device) -> list[str]:
+    available = runtime.get_available_providers()
+    if device not in ("auto", "cpu", "cuda"):
+        raise BundleError(f"Device '{device}' is not known; it is 'auto', 'cpu' or 'cuda'.")
+    if device == "cuda" and "CUDAExecutionProvider" not in available:
+        raise BundleError(
+            "This ONNX Runtime has no CUDA. Install the other one: "
+            "pip uninstall -y onnxruntime && pip install 'embedding-retrieval[gpu]'"
+        )
+    cuda = ["CUDAExecutionProvider"] if device != "cpu" and "CUDAExecutionProvider" in available else []
+    return [*cuda, "CPUExecutionProvider"]
+
+
+def _check_graph(graph: Graph, inputs: Sequence[str], outputs: Sequence[str], widths: dict[str, Any]) -> None:
+    """Refuse a graph whose inputs, outputs or fixed dimensions are not what the manifest says."""
+    path, session = graph.path, graph.session
+    given = {node.name: node for node in session.get_inputs()}
+    offered = {node.name: node for node in session.get_outputs()}
+    for kind, wanted, found in (("input", inputs, given), ("output", outputs, offered)):
+        for name in wanted:
+            if name not in found:
+                raise BundleError(f"{path} has no {kind} '{name}' (it has: {', '.join(found)}).")
+            width = widths.get(name)
+            if width is None:
+                continue
+            expected = width if isinstance(width, tuple) else (width,)
+            actual = tuple(found[name].shape[1:])
+            fits = len(actual) == len(expected) and all(
+                not isinstance(have, int) or have == want for have, want in zip(actual, expected, strict=True)
+            )
+            if not fits:
+                raise BundleError(
+                    f"{path}: '{name}' has shape (N, {actual}), the manifest says (N, {expected})."
+                )
+    if extra := [name for name in given if name not in inputs]:
+        raise BundleError(f"{path} needs an input '{extra[0]}' that bundles do not have.")

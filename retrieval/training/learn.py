@@ -1,0 +1,123 @@
+"""Learners: features → a scikit-learn estimator → a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from retrieval.data.features import backbone_features
+from retrieval.data.splits import make_splits
+from retrieval.errors import DataError, PluginError
+from retrieval.host.plugin_calls import calling
+from retrieval.host.plugins import Plugins
+from retrieval.model.contracts import Learner
+from retrieval.model.model import Model
+from retrieval.model.products import model_parts
+from retrieval.recipe.tables import Recipe
+from retrieval.run import checkpoint
+from retrieval.run.build import build_backbone, build_dataset
+from retrieval.run.folder import write_json
+from retrieval.run.learned import build_learner, fitted_state, load_learned
+from retrieval.run.open import Run, begin_folder
+from retrieval.run.start import take_weights
+from retrieval.training.surroundings import make_accelerator
+from retrieval.training.validate import validate
+
+
+def fit_learner(
+    path: Path,
+    recipe: Recipe,
+    plugins: Plugins,
+    *,
+    report: Callable[[str], None] = lambda line: None,
+    resume: bool = False,
+    replace: bool = False,
+) -> Run:
+    """Fit a recipe's learner on the backbone's features and write the run.
+
+    Args:
+        path: the run's folder.
+        recipe: a checked recipe with a `[learner]`.
+        plugins: the plugins it was checked with.
+        report: is told what was done.
+        resume: write into the run that is there; a fit has no steps to go on from, and is made again.
+        replace: put the run in the place of one that is there.
+
+    Raises:
+        DataError: the learner refuses the features.
+    """
+    checkpoint.seed_everything(recipe.seed)
+    dataset = build_dataset(recipe, plugins)
+    splits = make_splits(dataset, recipe.split)
+    model = Model(build_backbone(recipe, plugins, dataset), nn.Identity())
+    take_weights(model, recipe)
+    device = make_accelerator(recipe).device
+    features = backbone_features(model, dataset, device, recipe.evaluate.batch)
+    learner = build_learner(recipe, plugins, model.backbone.features)
+    assert features.arrays is not None
+    started = time.perf_counter()
+    name = str((recipe.learner or {}).get("name"))
+    try:
+        fit(learner, name, np.asarray(features.arrays[splits.train], dtype=np.float64), splits.train_labels)
+    except ValueError as refused:
+        raise DataError(f"{name} refuses the training features: {refused}.") from refused
+    seconds = time.perf_counter() - started
+    head, combiner = model_parts(learner, name, model.backbone.features)
+    model = Model(model.backbone, head, combiner).to(device).eval()
+    run = Run(path, recipe, plugins, dataset, splits, model, device=device)
+    if not resume:
+        begin_folder(run, report, replace=replace)
+    metrics = validate(run, features, True) if len(splits.validation) else {}
+    checkpoint.save(
+        run.best, {"model": model.state_dict(), "learner": fitted_state(learner), "metrics": metrics}
+    )
+    _verify(run, np.asarray(features.arrays[splits.train[:256]], dtype=np.float32))
+    run.log(
+        {
+            "phase": "fit",
+            "epoch": 0,
+            "step": 0,
+            "seconds": seconds,
+            **{f"validation_{k}": v for k, v in metrics.items()},
+        }
+    )
+    write_json(path / "summary.json", {"validation": metrics, "seconds": seconds})
+    shown = "".join(
+        f", validation {k} {v:.4f}" for k, v in metrics.items() if k in ("map_at_r", "recall_at_1")
+    )
+    report(f"fitted {len(splits.train)} items in {seconds:.1f} s{shown}")
+    return run
+
+
+def fit(learner: Learner, name: str, features: NDArray[np.float64], labels: NDArray[np.int64]) -> None:
+    """Fit a learner on features (N, F) and labels (N,).
+
+    Raises:
+        ValueError: an estimator's way to say that data do not serve.
+        PluginError: it failed in any other way.
+    """
+    try:
+        with calling(f"The learner {name}"):
+            learner.fit(features, labels)
+    except PluginError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise
+
+
+def _verify(run: Run, features: NDArray[np.float32]) -> None:
+    """What was saved must give the same codes as what was fitted."""
+    again = load_learned(run.recipe, run.plugins, run.dataset, run.best).to(run.device)
+    x = torch.from_numpy(features).to(run.device)
+    with torch.inference_mode():
+        if not torch.equal(run.model(x, True)[1], again(x, True)[1]):
+            raise PluginError(
+                f"{run.recipe.learner and run.recipe.learner['name']} keeps what it learned in something else than arrays and "
+                "numbers named like `components_`, so it cannot be saved. Its fitted attributes must be enough for to_model_parts()."
+            )

@@ -1,0 +1,95 @@
+"""Optimisers and schedules by the names that torch gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer as TorchOptimizer
+from torch.optim import lr_scheduler
+
+from retrieval.errors import RecipeError
+from retrieval.recipe.optimizers import SHAPES
+from retrieval.recipe.tables import Optimizer, Schedule, Trainable
+
+
+def build_optimizer(
+    section: Optimizer, parts: Mapping[Trainable, Sequence[Parameter]], lr: float | None = None
+) -> TorchOptimizer:
+    """Return the optimiser with one group a part, each at `lr` times its factor.
+
+    Args:
+        section: the recipe's table.
+        parts: the parameters of each part that trains.
+        lr: the phase's own rate, if any.
+
+    Raises:
+        RecipeError: nothing trains.
+    """
+    groups = [
+        {
+            "params": list(parameters),
+            "lr": (lr or section.lr) * section.lr_factor.get(name, 1.0),
+            "name": name,
+        }
+        for name, parameters in parts.items()
+        if parameters
+    ]
+    if not groups:
+        raise RecipeError([f"nothing to train: {', '.join(parts) or 'the phase'} has no parameters."])
+    made: TorchOptimizer = getattr(torch.optim, section.name)(groups, lr=lr or section.lr, **section.options)
+    return made
+
+
+class StepSchedule:
+    """A learning-rate schedule that is told of every step and of every epoch's end.
+
+    Args:
+        section: the recipe's table.
+        optimizer: whose rates it sets.
+        steps: steps of the phase, for the shapes that end at 0.
+    """
+
+    def __init__(self, section: Schedule, optimizer: TorchOptimizer, steps: int) -> None:
+        self.per_epoch = section.name not in SHAPES
+        if self.per_epoch:
+            self.scheduler: Any = getattr(lr_scheduler, section.name)(optimizer, **section.options)
+        else:
+            warmup = round(section.warmup * steps)
+            shape = SHAPES[section.name]
+
+            def factor(step: int) -> float:
+                if step < warmup:
+                    return (step + 1) / (warmup + 1)
+                return shape(min(1.0, (step - warmup) / max(1, steps - warmup)))
+
+            self.scheduler = lr_scheduler.LambdaLR(optimizer, factor)
+
+    def step(self) -> None:
+        """Advance after an optimiser step."""
+        if not self.per_epoch:
+            self.scheduler.step()
+
+    def epoch_end(self) -> None:
+        """Advance after an epoch."""
+        if self.per_epoch:
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what resuming needs: numbers and lists of numbers."""
+        return {
+            k: v
+            for k, v in self.scheduler.state_dict().items()
+            if isinstance(v, int | float | bool | list) and k != "lr_lambdas"
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`; over another number of steps, from the same step on the new curve."""
+        self.scheduler.__dict__.update(state)
+        if self.per_epoch:
+            return
+        optimizer, factors = self.scheduler.optimizer, self.scheduler.lr_lambdas
+        for group, base, factor in zip(optimizer.param_groups, self.scheduler.base_lrs, factors, strict=True):
+            group["lr"] = base * factor(self.scheduler.last_epoch)

@@ -1,0 +1,62 @@
+"""What a checkpoint to resume from holds: all that the next step depends on, beside the recipe and the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from retrieval.errors import DataError
+from retrieval.run import checkpoint
+from retrieval.run.build import Objective
+from retrieval.run.open import Run
+from retrieval.run.position import Progress
+from retrieval.run.resume import Standing
+from retrieval.run.weights import load_weights
+from retrieval.training.sides import Sides
+
+
+def training_state(
+    run: Run, objective: Objective, sides: Sides, scaler: Any, progress: Progress
+) -> dict[str, Any]:
+    """Return the weights, the state of optimisers, schedules, gradient scaler (None without one) and random generators."""
+    return {
+        "model": run.model.state_dict(),
+        "modules": {name: module.state_dict() for name, module in objective.modules.items()},
+        **sides.state_dict(),
+        "scaler": scaler.state_dict() if scaler is not None else {},
+        "random": checkpoint.random_state(),
+        "progress": asdict(progress),
+    }
+
+
+def restore(standing: Standing, run: Run, objective: Objective, sides: Sides, scaler: Any) -> None:
+    """Put everything back that `training_state` took, but the random generators and the progress.
+
+    Raises:
+        Exception: of several kinds, where the state is of something else: see `fitting`.
+    """
+    state = standing.state
+    load_weights(run.model, state, standing.file)
+    for name, values in state["modules"].items():
+        objective.modules[name].load_state_dict(values)
+    sides.load_state_dict(state)
+    if state["scaler"] and scaler is not None:
+        scaler.load_state_dict(state["scaler"])
+
+
+@contextmanager
+def fitting(file: Path) -> Iterator[None]:
+    """Turn what restoring raises where a checkpoint is of something else into a sentence.
+
+    Raises:
+        DataError: the checkpoint `file` is of another recipe or plugin.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
+        raise DataError(
+            f"{file} does not fit this recipe ({error}). Resume with the recipe and plugins that started the run."
+        ) from error

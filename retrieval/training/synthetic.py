@@ -1,0 +1,106 @@
+"""Synthetic samples among real ones: which triplets they are made of, and what a miner picks among both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
+from torch import Tensor
+
+from retrieval.model.contracts import TripletIndices
+
+Triplets = tuple[Tensor, Tensor, Tensor]
+Replaces = Literal["positive", "negative"]
+
+
+@dataclass(frozen=True)
+class Extended:
+    """A batch and what was made from it.
+
+    Attributes:
+        codes: (B + T, C), the batch first.
+        labels: (B + T,), a synthetic sample's that of the sample it replaces.
+        triplets: the triplets with the synthetic samples in their places: anchors are rows of the batch, the others rows
+            of `codes`.
+        replaces: whose place they take.
+    """
+
+    codes: Tensor
+    labels: Tensor
+    triplets: Triplets
+    replaces: Replaces
+
+
+def extend(codes: Tensor, labels: Tensor, made: Tensor, triplets: Triplets, replaces: Replaces) -> Extended:
+    """Return the batch followed by the synthetic samples.
+
+    Args:
+        codes: (B, C) of the batch.
+        labels: (B,).
+        made: (T, C), the codes of one synthetic sample a triplet.
+        triplets: rows of the batch, each (T,).
+        replaces: whose place a synthetic sample takes.
+    """
+    a, p, n = triplets
+    rows = torch.arange(len(codes), len(codes) + len(made), device=codes.device)
+    positive = replaces == "positive"
+    return Extended(
+        torch.cat([codes, made]),
+        torch.cat([labels, labels[a if positive else n]]),
+        (a, rows, n) if positive else (a, p, rows),
+        replaces,
+    )
+
+
+def mine(
+    miner: Callable[..., TripletIndices], codes: Tensor, labels: Tensor, extended: Extended
+) -> TripletIndices:
+    """Return what a miner picks among real and synthetic samples.
+
+    It is asked class by class, so that a synthetic negative is nobody's positive, nor a synthetic positive a negative: its
+    label says what it was made of, not what it is. No item is its own positive.
+
+    Args:
+        miner: one that takes a reference set.
+        codes: (B, C) of the batch.
+        labels: (B,).
+        extended: the batch and its synthetic samples.
+    """
+    codes, reference = codes.detach(), extended.codes.detach()
+    real = torch.arange(len(reference), device=codes.device) < len(codes)
+    found: list[list[Tensor]] = []
+    for label in torch.unique(labels):
+        rows = (labels == label).nonzero().squeeze(1)
+        own = extended.labels == label
+        columns = (real | (own if extended.replaces == "positive" else ~own)).nonzero().squeeze(1)
+        picked = miner(
+            codes[rows], labels[rows], ref_emb=reference[columns], ref_labels=extended.labels[columns]
+        )
+        mapped = [columns[x] if i in (1, len(picked) - 1) else rows[x] for i, x in enumerate(picked)]
+        other = mapped[0] != mapped[1]
+        whole = 3 if len(mapped) == 3 else 2  # of a triplet all goes, of two lists of pairs only the pair
+        found.append([x[other] for x in mapped[:whole]] + mapped[whole:])
+    merged = tuple(torch.cat(part) for part in zip(*found, strict=True))
+    return merged  # type: ignore[return-value]
+
+
+def choose_triplets(indices: TripletIndices | None, labels: Tensor) -> Triplets:
+    """Return the miner's triplets, or each positive pair with one random negative where there is no miner."""
+    if indices is None:
+        return _one_negative(labels)
+    a, p, n = indices_utils.convert_to_triplets(indices, labels, t_per_anchor="all")
+    return a, p, n
+
+
+def _one_negative(labels: Tensor) -> Triplets:
+    same = labels[:, None] == labels[None]
+    a, p = (same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)).nonzero(as_tuple=True)
+    others = (~same).float()
+    usable = others.sum(1)[a] > 0
+    a, p = a[usable], p[usable]
+    if a.numel() == 0:
+        return a, p, a
+    return a, p, torch.multinomial(others[a], 1).squeeze(1)

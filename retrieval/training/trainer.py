@@ -1,0 +1,396 @@
+"""The trainer: phases, epochs, steps; validation and early stopping; checkpoints and exact resume.
+
+Everything random follows from the seed, the epoch and the state in the last checkpoint, so that a run that is killed
+at any step and resumed ends with the same weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from retrieval.data.features import backbone_features
+from retrieval.data.loading import TrainBatches
+from retrieval.data.raw import RawInputs
+from retrieval.errors import DataError
+from retrieval.host.plugins import Plugins
+from retrieval.model.guard import combiner_warnings
+from retrieval.recipe.tables import Phase, Recipe
+from retrieval.run import checkpoint
+from retrieval.run.build import Objective
+from retrieval.run.folder import (
+    absolute_paths,
+    claimed,
+    is_complete,
+    record_changes,
+    refuse_taken,
+    write_json,
+)
+from retrieval.run.open import Run, begin_folder, build_run, load_run
+from retrieval.run.position import Progress
+from retrieval.run.resume import Standing, changes, standing
+from retrieval.run.weights import load_weights
+from retrieval.serving.progress import Meter
+from retrieval.training.probe import look_ahead
+from retrieval.training.sides import Sides
+from retrieval.training.state import fitting, restore, training_state
+from retrieval.training.step import Step
+from retrieval.training.surroundings import (
+    Interrupted,
+    forget_after,
+    make_accelerator,
+    stopping,
+    tensorboard,
+)
+from retrieval.training.untrained import nothing_to_train, write_untrained
+from retrieval.training.validate import validate
+
+NO_TRIPLETS = "no batch had a triplet, so the generator made nothing. It needs [sampler] items of 2 or more, and a [miner] that finds some."
+"""Said at the end of such an epoch."""
+
+
+class Trainer:
+    """Trains a run.
+
+    Args:
+        run: what to train, built and seeded.
+        accelerator: Hugging Face Accelerate's; it decides device, precision and number of processes.
+        report: is told a line for each epoch.
+    """
+
+    def __init__(
+        self, run: Run, accelerator: Accelerator, report: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self.run = run
+        self.recipe: Recipe = run.recipe
+        self.accelerator = accelerator
+        self.report = report
+        self.main = bool(accelerator.is_main_process)
+        assert run.objective is not None
+        self.objective: Objective = run.objective
+        run.device = accelerator.device
+        run.model.to(run.device)
+        run.model.channels_last = self.recipe.train.channels_last
+        if self.recipe.train.channels_last:
+            run.model.backbone.to(memory_format=torch.channels_last)
+        for module in self.objective.modules.values():
+            module.to(run.device)
+        self.dataset = run.dataset
+        if self.recipe.frozen:
+            self.dataset = backbone_features(run.model, run.dataset, run.device, self.recipe.evaluate.batch)
+        self.step = Step(run.model, self.objective, self.recipe, accelerator, self.recipe.frozen)
+        preprocessing = None if self.recipe.frozen else run.model.preprocessing
+        self.raw = RawInputs(self.dataset, preprocessing)  # shared, so that validation decodes nothing again
+        self.batches = TrainBatches(
+            self.dataset,
+            run.splits.train,
+            run.splits.train_labels,
+            preprocessing,
+            sampler=self.recipe.sampler,
+            augmentation=self.recipe.augmentation,
+            seed=self.recipe.seed,
+            workers=self.recipe.train.workers,
+            raw=self.raw,
+        )
+        self.progress = Progress()
+        self.validates = len(run.splits.validation) > 0
+        self._stop = threading.Event()
+        self._enter_phase()
+
+    # --- phases ------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """The current phase."""
+        return self.recipe.phases[self.progress.phase]
+
+    def _enter_phase(self) -> None:
+        """Set up what trains; a phase starts with fresh optimisers."""
+        self.sides = Sides(
+            self.run.model, self.objective, self.recipe, self.phase, len(self.batches), self.accelerator
+        )
+
+    # --- the loop ----------------------------------------------------------------------------------------
+
+    def fit(self) -> dict[str, float]:
+        """Train to the end.
+
+        Returns:
+            The best validation figures, or the last epoch's where there is no validation part.
+
+        Raises:
+            Interrupted: SIGINT or SIGTERM came; the checkpoint is written.
+            DataError: the loss became NaN or infinite, or the disk is full; the last good checkpoint is kept.
+        """
+        self.run.plugins.notify("retrieval_run_start", run=self.run)
+        total = sum(phase.epochs for phase in self.recipe.phases) * len(self.batches)
+        meter = Meter("training", total, "batches", done=self.progress.total, show=self.main)
+        if self.progress.total == 0:
+            self.save()
+        for note in self.run.splits.notes:
+            self.report(f"note: {note}")
+        board_folder = self.run.path / "tensorboard" if self.main else None
+        board_of = tensorboard(board_folder, self.progress.total)
+        with closing(self.batches), stopping(self._stop), meter, board_of as board:
+            while self.progress.phase < len(self.recipe.phases):
+                while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
+                    self._end_epoch(self._epoch(meter), board)
+                self.progress.phase += 1
+                self.progress.phase_epoch = self.progress.stale = 0
+                if self.progress.phase < len(self.recipe.phases):
+                    self._enter_phase()
+                    self.save()
+        return self._finish()
+
+    def _epoch(self, meter: Meter) -> dict[str, float]:
+        progress, phase = self.progress, self.phase
+        world, rank = int(self.accelerator.num_processes), int(self.accelerator.process_index)
+        every = self.recipe.train.checkpoint_every
+        started, first = time.perf_counter(), progress.step
+        self.sides.set_modes()
+        for inputs, labels in self.batches.epoch(progress.epoch, start=progress.step, rank=rank, world=world):
+            figures = self._train_batch(
+                inputs.to(self.run.device, non_blocking=True), labels.to(self.run.device), phase
+            )
+            for name, value in figures.items():
+                progress.sums[name] = progress.sums.get(name, 0.0) + value
+                progress.counts[name] = progress.counts.get(name, 0) + 1
+            progress.step += 1
+            progress.total += 1
+            loss = progress.sums.get("loss", 0.0) / progress.step
+            meter.update(epoch=str(progress.epoch + 1), loss=f"{loss:.4f}")
+            if self._stop.is_set():
+                self.save()
+                raise Interrupted(f"Stopped after step {progress.total}.")
+            if every and progress.total % every == 0 and progress.step < len(self.batches):
+                self.save()
+        self._average_buffers()
+        seconds = time.perf_counter() - started
+        size = self.recipe.sampler.classes * self.recipe.sampler.items
+        metrics = {name: value / progress.counts[name] for name, value in progress.sums.items()}
+        metrics["images_per_second"] = (progress.step - first) * size / max(seconds, 1e-9)
+        return metrics
+
+    def _train_batch(self, inputs: Tensor, labels: Tensor, phase: Phase) -> dict[str, float]:
+        self.sides.zero_grad()
+        where = f"at step {self.progress.total + 1} (epoch {self.progress.epoch + 1})"
+        try:
+            losses = self.step(inputs, labels, phase)
+        except DataError as error:
+            raise self._stopped(where, str(error)) from error
+        figures = {name: float(value) for name, value in losses.figures.items()}
+        for name, value in (("loss", losses.metric), ("generator_loss", losses.generator)):
+            if value is not None:
+                figures[name] = float(value.detach())
+                if not math.isfinite(figures[name]):
+                    who = self.step.loss if name == "loss" else self.step.generator
+                    raise self._stopped(where, f"{name.replace('_', ' ')} is {figures[name]} ({who[4:]})")
+        self.step.backward(losses, self.sides.parts, self.recipe.train.clip_norm)
+        self.sides.step()
+        return figures
+
+    def _stopped(self, where: str, what: str) -> DataError:
+        return DataError(
+            f"Training stopped {where}: {what.rstrip('.')}. The last good checkpoint is {self.run.last}. "
+            'Try a smaller learning rate, [train] clip_norm, or precision = "no".'
+        )
+
+    def _average_buffers(self) -> None:
+        """Processes see different images, so their batch statistics differ: all go on with the mean."""
+        if self.accelerator.num_processes > 1:
+            for buffer in self.run.model.buffers():
+                if buffer.is_floating_point():
+                    buffer.copy_(self.accelerator.reduce(buffer, reduction="mean"))
+
+    def _exhausted(self) -> bool:
+        """Whether the phase ends early; one that leaves the metric alone cannot be judged by validation."""
+        patience, trains_metric = (
+            self.recipe.train.patience,
+            any(part != "generator" for part in self.phase.train),
+        )
+        return patience is not None and trains_metric and self.progress.stale >= patience
+
+    def _end_epoch(self, metrics: dict[str, float], board: Any) -> None:
+        """Validate, log, save."""
+        progress, train = self.progress, self.recipe.train
+        self._refuse_nan()  # before they are judged, and perhaps kept as the best
+        self.sides.end_epoch()
+        improved = False
+        last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
+        if self.validates and ((progress.epoch + 1) % train.validate_every == 0 or last_of_phase):
+            found = validate(self.run, self.dataset, self.recipe.frozen, self.raw)
+            metrics |= {f"validation_{name}": value for name, value in found.items()}
+            if progress.best is None or found["map_at_r"] > progress.best:
+                progress.best, progress.stale, improved = found["map_at_r"], 0, True
+                progress.best_metrics = dict(found)
+            else:
+                progress.stale += 1
+        record: dict[str, Any] = {
+            "phase": self.phase.name, "epoch": progress.epoch, "step": progress.total,
+            "lr": self.sides.rates(), **metrics,
+        }  # fmt: skip
+        warnings = combiner_warnings(self.run.model.combiner, metrics, self.step.combiner)
+        if metrics.get("triplets") == 0:
+            warnings.append(NO_TRIPLETS)
+        if warnings:
+            record["warnings"] = warnings
+        self.run.plugins.notify("retrieval_epoch_end", run=self.run, epoch=progress.epoch, metrics=metrics)
+        if self.main:
+            for warning in record.get("warnings", ()):
+                self.report(f"warning: {warning}")
+            self.run.log(record)
+            for name, value in metrics.items():
+                board(name, value, progress.total)
+            shown = [
+                f"{name} {value:.4f}"
+                for name, value in metrics.items()
+                if name in ("loss", "generator_loss", "validation_map_at_r", "validation_recall_at_1")
+            ]
+            self.report(
+                f"epoch {progress.epoch + 1}: {', '.join(shown)}, {metrics['images_per_second']:.0f} images/s{' (best)' if improved else ''}"
+            )
+        progress.epoch += 1
+        progress.phase_epoch += 1
+        progress.step = 0
+        progress.sums, progress.counts = {}, {}
+        if improved and self.main:
+            self._save_best()
+        self.save()
+
+    def _finish(self) -> dict[str, float]:
+        if self.main and not self.validates:
+            self._save_best()
+        if self.main:
+            summary = {
+                "validation": self.progress.best_metrics,
+                "epochs": self.progress.epoch,
+                "steps": self.progress.total,
+            }
+            write_json(self.run.path / "summary.json", summary)
+        self.accelerator.wait_for_everyone()
+        load_weights(self.run.model, checkpoint.load(self.run.best), self.run.best)
+        self.run.model.eval()
+        self.run.plugins.notify("retrieval_run_end", run=self.run, metrics=self.progress.best_metrics)
+        return self.progress.best_metrics
+
+    # --- checkpoints -------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write the checkpoint to resume from; one that holds NaN would replace a good one, and is refused."""
+        self._refuse_nan()
+        if self.main:
+            scaler = self.accelerator.scaler
+            state = training_state(self.run, self.objective, self.sides, scaler, self.progress)
+            checkpoint.save(self.run.last, state, previous=self.run.previous)
+
+    def _refuse_nan(self) -> None:
+        for name, parameters in self.sides.parts.items():
+            if not all(bool(torch.isfinite(p).all()) for p in parameters):
+                where = f"at step {self.progress.total} (epoch {self.progress.epoch + 1})"
+                raise self._stopped(where, f"weights of the {name} became NaN or infinite")
+
+    def _save_best(self) -> None:
+        checkpoint.save(
+            self.run.best, {"model": self.run.model.state_dict(), "metrics": self.progress.best_metrics}
+        )
+
+    def resume(self, standing: Standing) -> None:
+        """Go on from where a run stands.
+
+        Raises:
+            DataError: its checkpoint is of another recipe or plugin.
+        """
+        with fitting(standing.file):
+            self.progress = standing.progress
+            if self.progress.phase < len(self.recipe.phases):
+                self._enter_phase()
+            restore(standing, self.run, self.objective, self.sides, self.accelerator.scaler)
+        checkpoint.restore_random_state(standing.state["random"])
+        if self.main:
+            forget_after(self.run.metrics_file, self.progress.total)
+
+
+def train(
+    path: Path,
+    recipe: Recipe,
+    plugins: Plugins,
+    *,
+    resume: bool = False,
+    replace: bool = False,
+    replace_plugins: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+) -> Run:
+    """Train a recipe into a folder, which no other process can do meanwhile.
+
+    Args:
+        path: the run's folder; must not hold anything yet unless `resume` or `replace`.
+        recipe: a checked recipe.
+        plugins: the plugins it was checked with.
+        resume: go on from the folder's last checkpoint, or from the beginning where there is none yet. Only what
+            `resume.MAY_CHANGE` names may differ from the recipe that started the run.
+        replace: put a new run in the place of the one that is there.
+        replace_plugins: with `resume`, let the recipe's plugin files take the places of the run's copies.
+        report: is told a line for each epoch.
+
+    Returns:
+        The run, with the best weights, in evaluation mode.
+
+    Raises:
+        DataError: the folder is taken or in use, or what is there does not fit.
+    """
+    accelerator = make_accelerator(recipe)
+    main = bool(accelerator.is_main_process)
+    with claimed(path) if main else nullcontext():
+        stands: Standing | None = None
+        changed: list[str] = []
+        if resume:
+            stands, changed = _going_on(path, recipe, plugins, report)
+            if is_complete(path) and not (changed or replace_plugins):
+                report(f"{path} is complete already.")
+                return load_run(path)
+        else:
+            refuse_taken(path, replace)
+        recipe = absolute_paths(recipe, plugins)
+        checkpoint.seed_everything(recipe.seed)
+        if recipe.learner is not None:
+            from retrieval.training.learn import fit_learner
+
+            return fit_learner(path, recipe, plugins, report=report, resume=resume, replace=replace)
+        run = build_run(path, recipe, plugins, stands)
+        if nothing_to_train(run):
+            return write_untrained(run, report, replace=replace, resume=resume)
+        if not resume and accelerator.num_processes == 1:
+            run.splits.notes.extend(look_ahead(run, accelerator).warnings)
+        trainer = Trainer(run, accelerator, report)
+        if stands is not None:
+            trainer.resume(stands)
+        if main and not resume:
+            begin_folder(run, report, replace=replace)
+        elif main and (changed or replace_plugins):
+            what = [*changed, *(["the plugins were replaced"] if replace_plugins else [])]
+            record_changes(path, recipe, what, trainer.progress.total, replace_plugins=replace_plugins)
+        accelerator.wait_for_everyone()
+        trainer.fit()
+    return run
+
+
+def _going_on(
+    path: Path, recipe: Recipe, plugins: Plugins, report: Callable[[str], None]
+) -> tuple[Standing | None, list[str]]:
+    """Return where a run stands and what the recipe changes of it, and say both."""
+    stands = standing(path)
+    changed = changes(path, recipe, plugins, None if stands is None else stands.progress)
+    if stands is None and recipe.learner is None:
+        report(f"{path} has no checkpoint yet: training begins again.")
+    for line in changed:
+        report(line)
+    return stands, changed
