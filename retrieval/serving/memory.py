@@ -5,16 +5,30 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from contextlib import suppress
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_LARGE = 1_000_000  # bytes
+
+
+def return_large_blocks() -> None:
+    """Have the C library return large blocks when they are freed: its own thresholds grow with each, to tens of megabytes.
+
+    `give_back` does not reach the free end of a thread's heap, which they keep.
+    """
+    with suppress(OSError, AttributeError, TypeError):
+        for threshold in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+            ctypes.CDLL(None).mallopt(threshold, _LARGE)
 
 
 class Memory:
     """What this process holds, from now on. Does nothing where there is no glibc or no /proc.
 
     Args:
-        kept: bytes that may be free and are not given back: taking them again costs more.
+        kept: bytes by which it may grow before it counts as grown.
     """
 
-    def __init__(self, kept: int) -> None:
+    def __init__(self, kept: int = 0) -> None:
         self._kept = kept
         self._trim: Callable[[int], int] | None = None
         try:
@@ -25,9 +39,14 @@ class Memory:
         self._trim = trim
         self._most = self._resident() + kept
 
+    @property
+    def grown(self) -> bool:
+        """Whether it holds more than it did, and than is kept; takes some microseconds."""
+        return self._trim is not None and self._resident() > self._most
+
     def give_back(self) -> None:
-        """Return free memory to the system if the process has grown; takes some microseconds if it has not."""
-        if self._trim is not None and self._resident() > self._most:
+        """Return free memory to the system; takes some milliseconds."""
+        if self._trim is not None:
             self._trim(0)
             self._most = self._resident() + self._kept  # what was loaded meanwhile stays
 

@@ -18,11 +18,13 @@ import sys
 import tempfile
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -47,6 +49,18 @@ def makers() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+class Memory(NamedTuple):
+    """Resident bytes of the server's own process, and of those that it started."""
+
+    server: int
+    decoders: int
+
+    @property
+    def total(self) -> int:
+        """Of all of them."""
+        return self.server + self.decoders
 
 
 @dataclass
@@ -79,16 +93,15 @@ class Server:
             time.sleep(0.1)
         raise SystemExit(f"The server did not become ready: {log.read_text()}")
 
-    def memory(self) -> int:
-        """Return the resident bytes of the server and of its processes."""
-        total, todo = 0, [self.process.pid]
+    def memory(self) -> Memory:
+        """Return what the server and its processes hold now."""
+        own = _resident(self.process.pid)
+        others, todo = 0, _children(self.process.pid)
         while todo:
             pid = todo.pop()
-            with suppress(OSError, ValueError):
-                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-                for task in Path(f"/proc/{pid}/task").iterdir():
-                    todo += map(int, (task / "children").read_text().split())
-        return total
+            others += _resident(pid)
+            todo += _children(pid)
+        return Memory(own, others)
 
     def end(self) -> tuple[float, int]:
         """Send SIGTERM; return the seconds until the process was gone, and its exit code."""
@@ -104,6 +117,21 @@ class Server:
         return time.monotonic() - began, code
 
 
+def _resident(pid: int) -> int:
+    """Return a process's resident bytes, 0 when it is gone."""
+    with suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
 @dataclass
 class Result:
     """What came of an attack.
@@ -113,14 +141,16 @@ class Result:
         overload: the sentences of 503 with Retry-After, and how often an attacker read them.
         faults: 5xx that no overload explains: the request's kind and number, and the answer.
         honest: what honest clients saw meanwhile.
-        memory: bytes before, at most, and after.
+        memory: before, and after.
+        course: what was held after so many requests.
     """
 
     answers: dict[str, Counter[int]] = field(default_factory=dict)
     overload: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     honest: Seen = field(default_factory=Seen)
-    memory: tuple[int, int, int] = (0, 0, 0)
+    memory: tuple[Memory, Memory] = (Memory(0, 0), Memory(0, 0))
+    course: list[tuple[int, Memory]] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -151,20 +181,26 @@ class Attack:
         attackers = [
             threading.Thread(target=self._attack, args=(n, first + requests)) for n in range(threads)
         ]
-        for thread in attackers:
+        watch = threading.Thread(target=self._watch, args=(first, requests))
+        for thread in (watch, *attackers):  # starting the last takes as long as many requests
             thread.start()
-        most = before
-        with tqdm(total=requests, unit="req", disable=None) as bar:
-            while any(thread.is_alive() for thread in attackers):
-                most = max(most, self._server.memory())
-                bar.update(min(requests, self._next - first) - bar.n)
-                time.sleep(0.1)
+        for thread in attackers:
+            thread.join()
         self._stop.set()
+        watch.join()
         result.honest = honest.stop()
         result.seconds = time.monotonic() - began
         time.sleep(5.0)
-        result.memory = (before, most, self._server.memory())
+        result.memory = (before, self._server.memory())
         return result
+
+    def _watch(self, first: int, requests: int) -> None:
+        """Note what the server holds, until the attack ends."""
+        with tqdm(total=requests, unit="req", disable=None) as bar:
+            while not self._stop.wait(0.1):
+                begun = min(requests, self._next - first)
+                self.result.course.append((begun, self._server.memory()))
+                bar.update(begun - bar.n)
 
     def stop(self) -> None:
         """Begin no further request."""
@@ -221,7 +257,7 @@ def prepare(folder: Path) -> tuple[Path, bytes]:
 
 def report(result: Result, took: list[float], log: int, requests: int) -> str:
     """Return what came of it, for people."""
-    before, most, after = (f"{value / 1e6:,.0f}" for value in result.memory)
+    before, after = result.memory
     seen = result.honest
     honest = sorted(seen.answered) or [0.0]
     statuses = sorted({status for counts in result.answers.values() for status in counts})
@@ -236,7 +272,7 @@ def report(result: Result, took: list[float], log: int, requests: int) -> str:
         f"- honest searches: {len(seen.answered):,} answered as before (median {honest[len(honest) // 2] * 1000:.0f} ms, 99th percentile "
         f"{honest[int(len(honest) * 0.99)] * 1000:.0f} ms, longest {honest[-1]:.2f} s), {sum(seen.refused.values())} told to come again, "
         f"{len(seen.wrong)} wrong, {len(seen.late)} beyond the deadline of {DEADLINE:g} s",
-        f"- memory of the server and its processes: {before} MB after {_WARM} such requests, {most} MB at most, {after} MB at the end",
+        f"- memory of the server and its processes: {before.total / 1e6:,.0f} MB before, {after.total / 1e6:,.0f} MB after",
         f"- lines in the log: {log:,}",
     ]
     if took:
@@ -244,7 +280,12 @@ def report(result: Result, took: list[float], log: int, requests: int) -> str:
             f"- SIGTERM at {len(took)} random moments of further attacks: gone after {min(took):.1f} to {max(took):.1f} s; "
             f"{GRACE:g} are promised"
         )
-    lines += ["", "| kind | " + " | ".join(str(s) if s else "none read" for s in statuses) + " |"]
+    lines += [
+        "",
+        *_memory(result),
+        "",
+        "| kind | " + " | ".join(str(s) if s else "none read" for s in statuses) + " |",
+    ]
     lines.append("| --- |" + " --- |" * len(statuses))
     for kind, counts in sorted(result.answers.items()):
         lines.append(f"| {kind} | " + " | ".join(str(counts[s] or "") for s in statuses) + " |")
@@ -254,6 +295,27 @@ def report(result: Result, took: list[float], log: int, requests: int) -> str:
         if found:
             lines += ["", f"{title}:", "", *(f"- {text}" for text in found[:20])]
     return "\n".join(lines) + "\n"
+
+
+def _memory(result: Result) -> list[str]:
+    """Return who held how many megabytes, in the course of the attack."""
+    begun = [number for number, _ in result.course]
+    tenths = [result.course[bisect_left(begun, begun[-1] * tenth // 10)] for tenth in range(1, 11)]
+    rows = [(f"{number:,} requests", held) for number, held in tenths]
+    most = max((held for _, held in result.course), key=lambda held: held.total)
+    before, after = result.memory
+    rows = [("none", before), *rows, ("most", most), ("5 s after the end", after)]
+    lines = [
+        f"Resident megabytes, after {_WARM:,} such requests that are not counted:",
+        "",
+        "| after | server's own process | processes that decode | together |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, held in rows:
+        lines.append(
+            f"| {name} | {held.server / 1e6:.0f} | {held.decoders / 1e6:.0f} | {held.total / 1e6:.0f} |"
+        )
+    return lines
 
 
 def main() -> None:

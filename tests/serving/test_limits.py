@@ -238,3 +238,23 @@ def test_pictures_that_are_converted_count_in_the_memory_of_uploads(served, make
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(shown.body))), noise)
     small = served(tmp_path / "i", "--body-memory", "1000000").port
     assert "memory" in wire.ask(small, ask).error
+
+
+def test_memory_comes_back_after_large_uploads(served, index_path):
+    """In the lull after a burst of 240 MB the server's own process holds at most 24 MB more than before it."""
+    server = served(index_path)
+    image = io.BytesIO()
+    Image.new("L", (4000, 5000)).save(image, "PPM")
+    upload = wire.post(wire.form(image.getvalue()[:19_900_000]), wire.FORM)  # cut off: refused at the end
+    before = memory_of(server)
+
+    def send() -> None:
+        for _ in range(3):
+            assert wire.ask(server.port, upload).status in (422, 503)
+
+    threads = [threading.Thread(target=send) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wire.until(lambda: memory_of(server) < before + 24_000_000)

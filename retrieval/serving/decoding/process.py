@@ -64,7 +64,8 @@ def main() -> None:
         _allow(setting.seconds)
         _answer(out, kind, name, content, preprocessing, limits)
         del content
-        memory.give_back()
+        if memory.grown:
+            memory.give_back()
 
 
 def _answer(

@@ -123,12 +123,14 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Answer one image after the other until told to stop."""
         answer: Callable[[], None] | None = None
+        job: Job | None
         while True:
             with suppress(_Unstarted):  # then the next job says so
                 self._have_process()
             self._rest(self)
             if answer is not None:
                 answer()  # only now: who asks again at once finds this worker idle
+            answer = job = None  # the image and its pixels go now, not with the next one
             job = self.inbox.get()
             if job is None:
                 break
@@ -192,14 +194,14 @@ class Worker(threading.Thread):
         except (OSError, EOFError, ValueError):
             with self._lock:
                 reason, self._reason = self._reason, None
-                self._job, self.slow, self._since = None, False, 0.0
+                self._job, self._watched, self.slow, self._since = None, None, False, 0.0
             code = self._end()
             job.future.set_exception(reason or _what_ended(code, job, self._seconds))
             return None
         with self._lock:
             # a watch that gave up on it just now has killed the process, and the next job finds it dead
             dead = self._reason is not None
-            self._job, self.slow, self._since, self._reason = None, False, 0.0, None
+            self._job, self._watched, self.slow, self._since, self._reason = None, None, False, 0.0, None
         if dead:
             self._end()
         if isinstance(made, DataError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from retrieval.serving.http.pictures import PIECE, Picture
 from retrieval.serving.http.readiness import Check, Readiness
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.index.store import Hit
+from retrieval.serving.memory import Memory
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -35,6 +37,8 @@ _PAGE = {
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
 _LONGEST_ID = 18  # digits: what SQLite and Python count with
+_LULL = 1.0  # seconds without a body that has gone
+_SOME, _MUCH = 1_000_000, 16_000_000  # bytes of bodies gone: enough to give back in a lull, and at once
 _SOON = 0.05  # seconds after which a request that is worked on is watched for its client's leaving
 
 
@@ -76,13 +80,30 @@ class _Handlers:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        watch = asyncio.create_task(self.readiness.watch())
+        tasks = [asyncio.create_task(self.readiness.watch()), asyncio.create_task(self._give_back())]
         try:
             yield
         finally:
-            watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await watch
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    async def _give_back(self) -> None:
+        """Give the memory of bodies that are gone back to the system: much of it soon, the rest in a lull.
+
+        An exception and its frames are a cycle that may hold a body; collecting it can wait until nobody does.
+        """
+        memory, given, last = Memory(), 0, 0
+        while True:
+            await asyncio.sleep(_LULL)
+            gone = self._budget.gone
+            if gone - given > (_SOME if gone == last else _MUCH):
+                if gone == last:
+                    gc.collect()
+                memory.give_back()
+                given = gone
+            last = gone
 
     async def search(self, request: Request) -> Response:
         began = time.perf_counter()

@@ -53,12 +53,17 @@ class Budget:
 
     Args:
         limit: in bytes.
+
+    Attributes:
+        held: bytes of the bodies that are there.
+        gone: bytes of those that are there no more.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._uploads: set[Upload] = set()
         self.held = 0
+        self.gone = 0
 
     @contextmanager
     def upload(self) -> Iterator[Upload]:
@@ -70,6 +75,7 @@ class Budget:
         finally:
             self._uploads.discard(upload)
             self.held -= upload.held
+            self.gone += upload.held
 
     def take(self, upload: Upload, size: int) -> None:
         """Count arrived bytes. When memory is short, the upload that has stalled longest gives its own back.
@@ -87,6 +93,7 @@ class Budget:
                 )
             self._uploads.discard(stalled)
             self.held -= stalled.held
+            self.gone += stalled.held
             stalled.held, stalled.evicted = 0, True
             stalled.task.cancel()
         upload.held += size

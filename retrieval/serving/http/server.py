@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from retrieval.errors import MissingDependency, StoreError
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.index.store import Index
+from retrieval.serving.memory import return_large_blocks
 from retrieval.serving.sessions import Device
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def serve(
         StoreError: the index cannot be used, the address cannot be listened on, or too few files may be open.
     """
     _require()
+    return_large_blocks()
     from retrieval.serving.http.log import set_up
     from retrieval.serving.http.searcher import Searcher
 
