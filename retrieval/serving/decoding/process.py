@@ -11,6 +11,8 @@ import math
 import os
 import struct
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ REQUEST = struct.Struct(">BIQ")  # kind, bytes of the name, bytes of the image
 ANSWER = struct.Struct(">BIIQ")  # kind, width and height of the decoded image, bytes that follow
 READY, PIXELS, PNG, SENTENCE = range(4)
 LONGEST_SENTENCE = 4096
+BUFFER = 65_536  # bytes: one read for a small image
 _KEPT = 8_000_000  # bytes of free memory that the next image finds ready
 
 
@@ -47,7 +50,7 @@ class Setting(NamedTuple):
 def main() -> None:
     """Serve requests from standard input until it closes."""
     setting = Setting(*json.loads(sys.argv[1]))
-    given, out = os.dup(0), os.dup(1)
+    given, out = os.fdopen(os.dup(0), "rb", BUFFER), os.dup(1)
     preprocessing = Preprocessing(**setting.preprocessing) if setting.preprocessing else None
     limits = Limits(**setting.limits)
     _warm()
@@ -56,12 +59,14 @@ def main() -> None:
         os.dup2(nowhere, stream)
     memory = Memory(_KEPT)
     _confine(setting.memory)
-    _write(out, ANSWER.pack(READY, 0, 0, 0))
-    while head := _read(given, REQUEST.size):
+    write(out, ANSWER.pack(READY, 0, 0, 0))
+    allowance = _Allowance(setting.seconds)
+    while len(head := given.read(REQUEST.size)) == REQUEST.size:
         kind, named, size = REQUEST.unpack(head)
-        name = _read(given, named).decode()
-        content = _read(given, size)
-        _allow(setting.seconds)
+        name, content = given.read(named).decode(), given.read(size)
+        if len(content) < size:  # the other side is gone
+            return
+        allowance.renew()
         _answer(out, kind, name, content, preprocessing, limits)
         del content
         if memory.grown:
@@ -82,14 +87,13 @@ def _answer(
             made = memoryview(preprocessing(image).data).cast("B")
     except DataError as fault:
         sentence = str(fault).encode("utf-8", "replace")[:LONGEST_SENTENCE]
-        _write(out, ANSWER.pack(SENTENCE, 0, 0, len(sentence)) + sentence)
+        write(out, ANSWER.pack(SENTENCE, 0, 0, len(sentence)) + sentence)
         return
     except MemoryError:
         sentence = f"{name} needs more memory to be decoded than an image may take. Save it smaller.".encode()
-        _write(out, ANSWER.pack(SENTENCE, 0, 0, len(sentence)) + sentence)
+        write(out, ANSWER.pack(SENTENCE, 0, 0, len(sentence)) + sentence)
         return
-    _write(out, ANSWER.pack(kind, image.width, image.height, len(made)))
-    _write(out, made)
+    write(out, ANSWER.pack(kind, image.width, image.height, len(made)), made)
 
 
 def _warm() -> None:
@@ -122,35 +126,34 @@ def _in_use(field: str) -> int:
         return 0
 
 
-def _allow(seconds: float) -> None:
-    """Give the next image its CPU time; the kernel ends the process when it is spent."""
-    try:
-        import resource
-    except ImportError:
-        return
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    until = math.ceil(used.ru_utime + used.ru_stime + seconds)
-    resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
+class _Allowance:
+    """The CPU time that one image may take; the kernel ends the process when it is spent."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until = 0
+
+    def renew(self) -> None:
+        """Give the next image its own. The kernel counts in whole seconds, so that most images find the limit right."""
+        until = math.ceil(time.process_time() + self._seconds)
+        if until == self._until:
+            return
+        self._until = until
+        with suppress(ImportError):  # Windows
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
 
 
-def _read(stream: int, size: int) -> bytes:
-    """Return exactly `size` bytes; leave when the other side is gone."""
-    first = os.read(stream, size) if size else b""
-    if len(first) == size:
-        return first
-    got = bytearray(first)
-    while len(got) < size:
-        more = os.read(stream, size - len(got))
-        if not more:
-            sys.exit(0)
-        got += more
-    return bytes(got)
-
-
-def _write(stream: int, content: bytes | memoryview) -> None:
-    rest = memoryview(content)
+def write(stream: int, *pieces: bytes | memoryview) -> None:
+    """Write pieces to a pipe, in one go where it takes them."""
+    rest = [memoryview(piece) for piece in pieces]
     while rest:
-        rest = rest[os.write(stream, rest) :]
+        done = os.writev(stream, rest) if hasattr(os, "writev") else os.write(stream, rest[0])
+        while rest and done >= len(rest[0]):
+            done -= len(rest.pop(0))
+        if rest:
+            rest[0] = rest[0][done:]
 
 
 if __name__ == "__main__":

@@ -21,10 +21,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError, RetrievalError
-from retrieval.serving.decoding.process import ANSWER, LONGEST_SENTENCE, PNG, READY, REQUEST, SENTENCE
+from retrieval.serving.decoding.process import (
+    ANSWER,
+    BUFFER,
+    LONGEST_SENTENCE,
+    PNG,
+    READY,
+    REQUEST,
+    SENTENCE,
+    write,
+)
 from retrieval.serving.images import Limits, Preprocessing
 
 _STARTING = 60.0
+_PIPE = 1 << 20  # bytes: what Linux allows to everyone
 _MOMENT = 1.0  # what an image may take outside the slow places
 _ABANDONED = 0.2  # what it may still take once nobody waits for it: starting a process anew costs as much
 _PNG_START = b"\x89PNG\r\n\x1a\n"
@@ -125,8 +135,9 @@ class Worker(threading.Thread):
         answer: Callable[[], None] | None = None
         job: Job | None
         while True:
-            with suppress(_Unstarted):  # then the next job says so
-                self._have_process()
+            if self._process is None:
+                with suppress(_Unstarted):  # then the next job says so
+                    self._have_process()
             self._rest(self)
             if answer is not None:
                 answer()  # only now: who asks again at once finds this worker idle
@@ -216,8 +227,10 @@ class Worker(threading.Thread):
             ValueError: what it answered cannot be.
         """
         name = job.name.encode("utf-8", "backslashreplace")
-        self._write(REQUEST.pack(job.kind, len(name), len(job.content)) + name)
-        self._write(job.content)
+        assert self._process is not None
+        assert self._process.stdin is not None
+        head = REQUEST.pack(job.kind, len(name), len(job.content)) + name
+        write(self._process.stdin.fileno(), head, job.content)
         kind, width, height, size = ANSWER.unpack(self._read(ANSWER.size))
         if kind == SENTENCE and size <= LONGEST_SENTENCE:
             text = bytes(self._read(size)).decode("utf-8", "replace")
@@ -253,10 +266,11 @@ class Worker(threading.Thread):
                 [sys.executable, "-P", "-m", "retrieval.serving.decoding.process", self._setting],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                bufsize=0,
+                bufsize=BUFFER,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **_ONE_THREAD},
                 process_group=0 if os.name == "posix" else None,  # Ctrl-C is for the server, which ends it
             )
+            _widen(process)
             with self._lock:
                 self._process, self._since = process, time.monotonic()
                 if self._stopped:
@@ -293,24 +307,25 @@ class Worker(threading.Thread):
                 pipe.close()
         return code
 
-    def _write(self, content: bytes) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        rest = memoryview(content)
-        while rest:
-            rest = rest[self._process.stdin.write(rest) or 0 :]
-
     def _read(self, size: int) -> bytearray:
         assert self._process is not None
         assert self._process.stdout is not None
         got = bytearray(size)
-        rest = memoryview(got)
-        while rest:
-            count = self._process.stdout.readinto(rest)  # type: ignore[attr-defined]
-            if not count:
-                raise EOFError
-            rest = rest[count:]
+        if self._process.stdout.readinto(got) < size:  # type: ignore[attr-defined]
+            raise EOFError
         return got
+
+
+def _widen(process: subprocess.Popen[bytes]) -> None:
+    """Have pipes hold a photo, as far as the system lets them: each time that one is full costs two wake-ups."""
+    if sys.platform != "linux":
+        return
+    import fcntl
+
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):
+            assert pipe is not None
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE)
 
 
 def too_many() -> Busy:
