@@ -107,7 +107,7 @@ def trained(folder: Path, overrides: list[str]) -> Path:
     from retrieval.export.export_run import export_run
     from retrieval.recipe.read import read_recipe
     from retrieval.run.open import load_run
-    from retrieval.serving.index.build import build_index
+    from retrieval.serving.index.build import write_index
     from retrieval.training.trainer import train
 
     recipe = folder.with_suffix(".toml")
@@ -128,7 +128,7 @@ def trained(folder: Path, overrides: list[str]) -> Path:
             Image.fromarray(np.asarray(run.dataset[int(i)])).save(partial / f"{i:05d}.png")
         partial.rename(photos)
     if not (folder / "index").is_dir():
-        build_index(folder / "bundle", [photos], folder / "index", backend="flat")
+        write_index(folder / "bundle", [photos], folder / "index", backend="flat")
     return folder
 
 

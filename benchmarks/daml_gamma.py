@@ -285,7 +285,7 @@ class Results:
 
 def served(run: Run) -> dict[str, Any]:
     """Return what candidates keep of the exhaustive ranking's first ten, and how many are the default."""
-    _, manifest = export_run(run)
+    manifest = export_run(run).manifest
     assert manifest.rescorer is not None
     return {"overlap": manifest.rescorer.overlap, "candidates": manifest.rescorer.candidates}
 

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 from retrieval.serving.index.store import Index
 from retrieval.serving.manifest import Distance, Input, Manifest, Verified, write_manifest
 
@@ -45,10 +45,10 @@ print(json.dumps({"wall": wall, "cpu": cpu, "before": before, "after": memory("V
 """
 REPLACE = """
 import itertools, sys
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 for turn in itertools.count():
     name = f"{sys.argv[1]}/{turn % 2 + 1}"
-    build_index(f"{name}.bundle", [f"{name}.npz"], f"{sys.argv[1]}/out", replace=True, progress=False)
+    write_index(f"{name}.bundle", [f"{name}.npz"], f"{sys.argv[1]}/out", replace=True, progress=False)
     print(turn, flush=True)
 """
 
@@ -85,7 +85,7 @@ def make_index(root: Path, count: int, width: int) -> Path:
     make_bundle(root / "bundle", width, 1.0)
     features = np.random.default_rng(0).normal(size=(count, width)).astype(np.float32)
     np.savez(root / "x.npz", features=features)
-    build_index(root / "bundle", [root / "x.npz"], root / "index", backend="flat", batch=4096, progress=False)
+    write_index(root / "bundle", [root / "x.npz"], root / "index", backend="flat", batch=4096, progress=False)
     return root / "index"
 
 
@@ -107,7 +107,7 @@ def generations(root: Path, opens: int) -> tuple[int, int, int]:
     for number, rows in ((1, 20), (2, 50)):
         make_bundle(root / f"{number}.bundle", 8, float(number))
         np.savez(root / f"{number}.npz", features=vectors[:rows])
-        build_index(
+        write_index(
             root / f"{number}.bundle", [root / f"{number}.npz"], root / "out", replace=True, progress=False
         )
         with Index.open(root / "out", threads=1) as index:

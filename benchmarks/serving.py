@@ -62,9 +62,9 @@ def prepare(sources: Path, folder: Path) -> None:
         "sys.path[:0] = [str(sources)]\n"
         "spec = u.spec_from_file_location('makers', sources / 'tests' / 'serving' / 'makers.py')\n"
         "makers = u.module_from_spec(spec); spec.loader.exec_module(makers)\n"
-        "from retrieval.serving.index.build import build_index\n"
+        "from retrieval.serving.index.build import write_index\n"
         "makers.write_digits(folder / 'photos', 200)\n"
-        "build_index(makers.make_bundle(folder / 'bundle'), [folder / 'photos'], folder / 'i', progress=False)\n"
+        "write_index(makers.make_bundle(folder / 'bundle'), [folder / 'photos'], folder / 'i', progress=False)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(sources), str(folder)], check=True)
 

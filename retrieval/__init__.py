@@ -1,6 +1,15 @@
 """Train an embedding, export it to ONNX, index it in FAISS, serve image search.
 
-All that a plugin author imports is here: `hookimpl`, and the contracts, which load (with torch) on first use.
+    run = retrieval.train("models/digits/recipe.toml", "runs/digits")
+    retrieval.evaluate_run(run)
+    bundle = retrieval.export_run(run)
+    index = retrieval.build_index(bundle, "photos", "photos.index")
+    index.search("query.jpg")
+    retrieval.serve(index)
+
+All that a user or a plugin's author imports is here. Each name loads, with torch or FAISS where it needs them, on first use. Paths are
+text or `pathlib.Path`. Where a function takes `progress`, True shows the bars that the command line shows, False nothing, and a
+function is told what is being done, how much of it is done, and how much there is to do.
 """
 
 from __future__ import annotations
@@ -20,6 +29,11 @@ if TYPE_CHECKING:
         RetrievalError,
         StoreError,
     )
+    from retrieval.evaluation.evaluate_run import evaluate_run
+    from retrieval.evaluation.evaluation import evaluate
+    from retrieval.evaluation.verify_run import verify_run
+    from retrieval.export.export_run import export_run
+    from retrieval.host.create import create, names
     from retrieval.host.factory import Part, traits
     from retrieval.model.contracts import (
         Backbone,
@@ -37,10 +51,12 @@ if TYPE_CHECKING:
     from retrieval.model.loss import CheckedLoss
     from retrieval.recipe.tables import Recipe
     from retrieval.run.open import Run, load_run
-    from retrieval.serving.bundle import Bundle
+    from retrieval.serving.bundle import Bundle, open_bundle
+    from retrieval.serving.http.server import serve
     from retrieval.serving.images import Preprocessing
+    from retrieval.serving.index.build import build_index
     from retrieval.serving.index.contract import IndexBackend
-    from retrieval.serving.index.store import Index
+    from retrieval.serving.index.store import Index, open_index
 
     __version__: str
 
@@ -72,9 +88,19 @@ __all__ = [
     "Subspace",
     "TripletIndices",
     "__version__",
+    "build_index",
+    "create",
+    "evaluate",
+    "evaluate_run",
+    "export_run",
     "hookimpl",
     "load_run",
+    "names",
+    "open_bundle",
+    "open_index",
+    "serve",
     "traits",
+    "verify_run",
 ]
 
 _load, _ = lazy(
@@ -89,6 +115,11 @@ _load, _ = lazy(
             "RetrievalError",
             "StoreError",
         ],
+        "retrieval.evaluation.evaluate_run": ["evaluate_run"],
+        "retrieval.evaluation.evaluation": ["evaluate"],
+        "retrieval.evaluation.verify_run": ["verify_run"],
+        "retrieval.export.export_run": ["export_run"],
+        "retrieval.host.create": ["create", "names"],
         "retrieval.host.factory": ["Part", "traits"],
         "retrieval.model.contracts": [
             "Backbone",
@@ -106,10 +137,12 @@ _load, _ = lazy(
         "retrieval.model.loss": ["CheckedLoss"],
         "retrieval.recipe.tables": ["Recipe"],
         "retrieval.run.open": ["Run", "load_run"],
-        "retrieval.serving.bundle": ["Bundle"],
+        "retrieval.serving.bundle": ["Bundle", "open_bundle"],
+        "retrieval.serving.http.server": ["serve"],
         "retrieval.serving.images": ["Preprocessing"],
+        "retrieval.serving.index.build": ["build_index"],
         "retrieval.serving.index.contract": ["IndexBackend"],
-        "retrieval.serving.index.store": ["Index"],
+        "retrieval.serving.index.store": ["Index", "open_index"],
     },
 )
 

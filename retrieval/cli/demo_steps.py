@@ -32,7 +32,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     from retrieval.export.export_run import export_run
     from retrieval.recipe.read import read_recipe
     from retrieval.serving.bundle import Bundle
-    from retrieval.serving.index.build import build_index
+    from retrieval.serving.index.build import write_index
     from retrieval.serving.index.store import Index
     from retrieval.training.trainer import train
 
@@ -53,15 +53,14 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     say(_indented(table(results)))
 
     say("\n3. Exporting to ONNX …")
-    _, manifest = export_run(run, output / "bundle")
-    seen = manifest.verified
+    seen = export_run(run, output / "bundle").manifest.verified
     say(
         f"   torch and ONNX Runtime differ by {seen.largest_difference:.1g} at most on {seen.items} held-out digits"
     )
 
     say("\n4. Indexing …")
     query_files = _write_images(run, output)
-    summary = build_index(output / "bundle", [output / "images"], output / "index", progress=False)
+    summary = write_index(output / "bundle", [output / "images"], output / "index", progress=False)
     say(f"   {summary.count:,} images, back end '{summary.backend}'")
 
     say("\n5. Searching …")

@@ -66,28 +66,26 @@ def export_command(
     from retrieval.data.kept import KeptInputs
     from retrieval.export.export_run import export_run
     from retrieval.run.open import load_run
-    from retrieval.serving.progress import Meter
 
     loaded = load_run(run, or_kept=True)
     if isinstance(loaded.dataset, KeptInputs):
         say(f"note: {loaded.splits.notes[0]}")
         say("note: The bundle is verified on the held-out inputs that the run keeps.")
-    with Meter("export", 0, "steps") as meter:
-        folder, manifest = export_run(
-            loaded,
-            output,
-            variants=variants,
-            allow_drift=allow_drift,
-            tolerance=tolerance,
-            opset=opset,
-            exporter=exporter,
-            replace=replace,
-            progress=lambda step, number, of: meter.reach(number, of, step),
-        )
+    bundle = export_run(
+        loaded,
+        output,
+        variants=variants,
+        allow_drift=allow_drift,
+        tolerance=tolerance,
+        opset=opset,
+        exporter=exporter,
+        replace=replace,
+    )
+    manifest = bundle.manifest
     size = sum(record.bytes for record in manifest.files.values()) / 1e6
     seen = manifest.verified
     say(
-        f"Wrote {folder} ({size:.1f} MB). torch and ONNX Runtime differ by {seen.largest_difference:.1g} at most "
+        f"Wrote {bundle.path} ({size:.1f} MB). torch and ONNX Runtime differ by {seen.largest_difference:.1g} at most "
         f"on {seen.items:,} held-out items (tolerance {seen.tolerance:g})."
     )
     for name, variant in manifest.variants.items():

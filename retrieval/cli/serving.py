@@ -87,10 +87,10 @@ def index_command(
     """
     _quiet_threads()
     from retrieval.serving.images import Limits
-    from retrieval.serving.index.build import build_index
+    from retrieval.serving.index.build import write_index
 
     try:
-        summary = build_index(
+        summary = write_index(
             bundle,
             images,
             output,

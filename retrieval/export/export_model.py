@@ -56,7 +56,7 @@ from retrieval.serving.manifest import Rescorer as RescorerEntry
 TOLERANCE = 1e-4
 """Largest difference between torch and ONNX Runtime that a bundle may have, on vectors of length 1."""
 
-Progress = Callable[[str, int, int], None]
+Told = Callable[[str, int, int], None]
 """Called before each step with what it does, its number from 0, and how many there are."""
 
 _VARIANTS = ("fp16", "int8")
@@ -78,7 +78,7 @@ def export_model(
     opset: int = OPSET,
     exporter: Literal["auto"] | Exporter = "auto",
     replace: bool = False,
-    progress: Progress | None = None,
+    progress: Told | None = None,
 ) -> Manifest:
     """Write a bundle, and return its manifest.
 
@@ -240,7 +240,7 @@ def _seal(folder: Path, said: Mapping[str, Any]) -> Manifest:
 class _Steps:
     """Counts the steps for whoever shows a bar."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
+    def __init__(self, progress: Told | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
 
     def next(self, step: str) -> None:

@@ -15,20 +15,22 @@ from retrieval.data.encode import encode
 from retrieval.data.kept import KeptInputs, by_class, spread
 from retrieval.data.loading import inputs
 from retrieval.errors import BundleError
-from retrieval.export.export_model import TOLERANCE, Progress, export_model
+from retrieval.export.export_model import TOLERANCE, export_model
 from retrieval.export.graph import OPSET, Exporter
 from retrieval.export.variants import VariantName
 from retrieval.model.contracts import Dataset
-from retrieval.run.open import Run
-from retrieval.serving.manifest import Manifest
+from retrieval.run.open import Run, load_run
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.progress import Meter, Progress, showing
 
 MANY = 10_000
 """At most so many items say what a candidate step costs."""
 
 
 def export_run(
-    run: Run,
-    output: Path | None = None,
+    run: Run | StrPath,
+    output: StrPath | None = None,
     *,
     variants: Sequence[VariantName] = (),
     allow_drift: bool = False,
@@ -36,55 +38,57 @@ def export_run(
     opset: int = OPSET,
     exporter: Literal["auto"] | Exporter = "auto",
     replace: bool = False,
-    progress: Progress | None = None,
-) -> tuple[Path, Manifest]:
-    """Write the bundle of a run; its held-out items verify it, its training items calibrate int8.
+    progress: Progress = True,
+) -> Bundle:
+    """Write the bundle of a run, and open it; the run's held-out items verify it, its training items calibrate int8.
 
     Args:
-        run: a loaded run; with the few inputs that it keeps, where its data are gone.
+        run: a run, or its folder; with the few inputs that it keeps, where its data are gone.
         output: folder to make; by default `bundle` in the run's folder.
-        variants: see `export_model`, as for the others.
-        allow_drift: see `export_model`.
-        tolerance: see `export_model`.
-        opset: see `export_model`.
-        exporter: see `export_model`.
-        replace: see `export_model`.
-        progress: see `export_model`.
+        variants: further precisions of the encoder: "fp16", "int8".
+        allow_drift: write a variant even if its vectors are further from the encoder's than `variants.DRIFT`.
+        tolerance: largest difference between torch and ONNX Runtime, on vectors of length 1.
+        opset: version of ONNX's operators.
+        exporter: "auto" takes torch's present exporter ("dynamo"), and the older one ("torchscript") where that fails.
+        replace: whether a bundle at `output` may be replaced.
+        progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
-        The folder, and the manifest.
+        The bundle, on the CPU.
 
     Raises:
-        BundleError: see `export_model`.
-        DataError: an item cannot be read.
+        BundleError: something is in the way, torch cannot export the model, or the graph disagrees with it; see `export_model`.
+        DataError: an item cannot be read, or the folder is not a run.
     """
-    output = run.path / "bundle" if output is None else output
+    run = run if isinstance(run, Run) else load_run(run, or_kept=True)
+    folder = run.path / "bundle" if output is None else Path(output)
     splits = run.splits
     chosen = by_class(splits.held_out, splits.labels)
     if "int8" in variants and isinstance(run.dataset, KeptInputs):
         raise BundleError(
             f"The int8 variant is calibrated on training items, and there are none. {splits.notes[0]}"
         )
-    manifest = export_model(
-        run.model,
-        _load(run, chosen),
-        output,
-        name=run.path.resolve().name,
-        labels=splits.labels[chosen],
-        calibration=_load(run, spread(splits.train)) if "int8" in variants else None,
-        codes=None
-        if run.model.combiner is None or run.model.combiner.exact
-        else _codes(run, splits.held_out),
-        variants=variants,
-        allow_drift=allow_drift,
-        tolerance=tolerance,
-        evaluation=_evaluation(run.path),
-        opset=opset,
-        exporter=exporter,
-        replace=replace,
-        progress=progress,
-    )
-    return output, manifest
+    with showing(progress), Meter("export", 0, "steps") as meter:
+        export_model(
+            run.model,
+            _load(run, chosen),
+            folder,
+            name=run.path.resolve().name,
+            labels=splits.labels[chosen],
+            calibration=_load(run, spread(splits.train)) if "int8" in variants else None,
+            codes=None
+            if run.model.combiner is None or run.model.combiner.exact
+            else _codes(run, splits.held_out),
+            variants=variants,
+            allow_drift=allow_drift,
+            tolerance=tolerance,
+            evaluation=_evaluation(run.path),
+            opset=opset,
+            exporter=exporter,
+            replace=replace,
+            progress=lambda step, number, of: meter.reach(number, of, step),
+        )
+    return Bundle.open(folder, device="cpu")
 
 
 def _load(run: Run, indices: NDArray[np.int64]) -> NDArray[Any]:

@@ -11,6 +11,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import date, time
 from functools import partial
 from importlib.metadata import EntryPoint, distributions
 from types import ModuleType
@@ -172,6 +173,8 @@ class Plugins:
         )
 
     def _check(self, kind: str, values: Any, where: str) -> Iterator[str]:
+        if is_made(values):
+            return
         values = _table(values)
         if values is None or not isinstance(values.get("name"), str):
             yield f'{where} must name a {KINDS[kind]}: name = "PLUGIN.NAME".'
@@ -188,18 +191,20 @@ class Plugins:
                 for place, part in _parts(p, values[p.name], f"{where} {p.name}"):
                     yield from self._check(p.part, part, place)
 
-    def build(self, kind: str, values: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> Any:
+    def build(self, kind: str, values: Any, given: Mapping[str, Any] | None = None) -> Any:
         """Build what a table `{name = …, parameters}` describes, its parts first.
 
         Args:
             kind: one of `KINDS`.
-            values: the recipe's table.
+            values: the recipe's table. A part in it may be an object that is made already (`is_made`).
             given: what the host knows (`factory.GIVEN`); passed on to every factory that names it.
 
         Raises:
             PluginError: the name is unknown.
             RecipeError: the values do not fit, or the factory refuses them.
         """
+        if is_made(values):
+            return values
         given = given or {}
         table = _table(values) or {}
         factory = self.find(kind, str(table.get("name")))
@@ -239,6 +244,11 @@ def _table(values: Any) -> dict[str, Any] | None:
     if isinstance(values, str):
         return {"name": values}
     return dict(values) if isinstance(values, Mapping) else None
+
+
+def is_made(value: Any) -> bool:
+    """Return whether a value is the part itself, and neither its name nor its table nor anything else that TOML can say."""
+    return not isinstance(value, str | bytes | int | float | Mapping | list | tuple | date | time | None)
 
 
 def _parts(p: Parameter, value: Any, where: str) -> list[tuple[str, Any]]:

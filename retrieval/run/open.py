@@ -28,10 +28,10 @@ from retrieval.run.folder import INPUTS, checkpoint_file, create_folder, is_run
 from retrieval.run.resume import Standing
 from retrieval.run.start import take_weights
 from retrieval.run.weights import load_weights
-from retrieval.serving.files.places import instead
+from retrieval.serving.files.places import StrPath, instead
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """A run: its folder, and everything built from its recipe. Hooks are given it.
 
@@ -54,6 +54,11 @@ class Run:
     model: Model
     objective: Objective | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __repr__(self) -> str:
+        named = [self.recipe.data, self.recipe.backbone, self.recipe.loss or self.recipe.learner or {}]
+        parts = ", ".join(str(table.get("name")) for table in named)
+        return f"Run {self.path}: {parts}; {len(self.splits.train):,} items to train, {len(self.splits.query):,} to test"
 
     @property
     def last(self) -> Path:
@@ -167,7 +172,7 @@ def build_run(path: Path, recipe: Recipe, plugins: Plugins, standing: Standing |
     return Run(path, recipe, plugins, dataset, splits, model, objective)
 
 
-def load_run(path: Path, *, or_kept: bool = False) -> Run:
+def load_run(path: StrPath, *, or_kept: bool = False) -> Run:
     """Open a finished or interrupted run with its best weights, ready to evaluate or export.
 
     Args:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import BundleError, DataError, did_you_mean
+from retrieval.serving.files.places import StrPath
 from retrieval.serving.files.snapshot import Held, Snapshot, Watch, close_all
 from retrieval.serving.images import decode, from_array
 from retrieval.serving.manifest import (
@@ -21,7 +22,7 @@ from retrieval.serving.manifest import (
     Manifest,
     hold_files,
     manifest_text,
-    open_bundle,
+    opened_whole,
     parse_manifest,
 )
 from retrieval.serving.sessions import Device, Sessions
@@ -90,12 +91,12 @@ class Bundle:
     @classmethod
     def open(
         cls,
-        path: str | os.PathLike[str],
+        path: StrPath,
         *,
         variant: str | None = None,
         threads: int | None = None,
         device: Device = "auto",
-        signed_by: Path | None = None,
+        signed_by: StrPath | None = None,
     ) -> Bundle:
         """Check a bundle's format, files and checksums, and load its graphs.
 
@@ -125,7 +126,7 @@ class Bundle:
             finally:
                 close_all(held)
 
-        return open_bundle(folder, load)
+        return opened_whole(folder, load)
 
     @classmethod
     def load(
@@ -148,6 +149,13 @@ class Bundle:
             )
         sessions = Sessions.open(path, held, manifest, variant, threads, device)
         return cls(path, manifest, text, variant, sessions, watch)
+
+    def __repr__(self) -> str:
+        said = self.manifest
+        what = "images" if said.input.kind == "image" else "vectors"
+        shape = " × ".join(map(str, said.input.shape))
+        how = f"{self.variant} on {self.device}" if self.variant else self.device
+        return f"Bundle {self.path}: {said.name}, {what} of {shape} to vectors of {said.vector}, {how}"
 
     def changed(self) -> str | None:
         """Return a sentence when the files on the disk are no longer what was opened; costs a few looks at the file system.
@@ -177,7 +185,7 @@ class Bundle:
                 (target / name).write_bytes(one.view())
                 one.close()
 
-        open_bundle(self.path, write)
+        opened_whole(self.path, write)
 
     def encode(self, inputs: NDArray[Any], *, batch: int = 32) -> Encoded:
         """Run the encoder.
@@ -288,3 +296,15 @@ class Bundle:
             row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
             raise DataError(f"Vector {row} holds NaN, infinity or a number beyond float32.")
         return values
+
+
+def open_bundle(
+    path: StrPath,
+    *,
+    variant: str | None = None,
+    threads: int | None = None,
+    device: Device = "auto",
+    signed_by: StrPath | None = None,
+) -> Bundle:
+    """Check a bundle's format, files and checksums, and load its graphs; see `Bundle.open`."""
+    return Bundle.open(path, variant=variant, threads=threads, device=device, signed_by=signed_by)

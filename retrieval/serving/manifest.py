@@ -320,10 +320,10 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         BundleError: no bundle, another format version, an altered manifest, or one with problems, each of which is named.
     """
-    return open_bundle(folder, lambda opened: parse_manifest(folder / FILE, manifest_text(opened)))
+    return opened_whole(folder, lambda opened: parse_manifest(folder / FILE, manifest_text(opened)))
 
 
-def open_bundle(folder: Path, load: Callable[[Snapshot], T]) -> T:
+def opened_whole(folder: Path, load: Callable[[Snapshot], T]) -> T:
     """Load a bundle from one generation of its folder.
 
     Raises:

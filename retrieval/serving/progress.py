@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from retrieval.errors import printable
+
+Progress: TypeAlias = bool | Callable[[str, int, int], None]
+"""What shows how far work is, in every function that takes `progress`: True shows what the command line shows, False nothing; a
+function is called with what is being done, how much of it is done, and how much there is to do."""
+
+_shown: ContextVar[Progress] = ContextVar("progress", default=True)
 
 EVERY = 10.0
 """Seconds between two lines; work that is done sooner says nothing."""
 _DELAY = 0.5  # seconds before a bar appears: an error that comes at once has nothing before it
 
 
+@contextmanager
+def showing(progress: Progress) -> Iterator[None]:
+    """Inside, every `Meter` of this thread shows what `progress` says; one that is off stays off further inside."""
+    token = _shown.set(progress if _shown.get() is True else _shown.get())
+    try:
+        yield
+    finally:
+        _shown.reset(token)
+
+
 class Meter:
-    """Counts what is done of something and shows it on standard error.
+    """Counts what is done of something and shows it on standard error, or as `showing` says.
 
     Args:
         what: what is being done: "encoding".
@@ -30,6 +49,9 @@ class Meter:
         self._before = self._done = done
         self._began = self._said = time.monotonic()
         self._bar: Any = None
+        wanted = _shown.get() if show else False
+        self._tell = wanted if callable(wanted) else None
+        show = wanted is True
         self._lines = show and not _is_terminal()
         if show and not self._lines:
             from tqdm import tqdm
@@ -55,7 +77,9 @@ class Meter:
             figures: what else to show, by name.
         """
         self._done += count
-        if self._bar is not None:
+        if self._tell is not None:
+            self._tell(self._what, self._done, self._total)
+        elif self._bar is not None:
             if figures:
                 self._bar.set_postfix(figures, refresh=False)
             self._bar.update(count)

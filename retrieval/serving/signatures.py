@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from retrieval.errors import BundleError, RetrievalError, StoreError
+from retrieval.serving.files.places import StrPath
 from retrieval.serving.files.snapshot import Snapshot, Unusable
 from retrieval.serving.runtime import require
 
@@ -24,7 +25,7 @@ _KEY_BYTES = 10_000
 _SIGNATURE_BYTES = 200
 
 
-def check_signature(folder: Snapshot, kind: str, content: bytes, key: Path) -> None:
+def check_signature(folder: Snapshot, kind: str, content: bytes, key: StrPath) -> None:
     """Refuse an opened bundle or index that the holder of a key did not sign.
 
     Args:
@@ -39,7 +40,7 @@ def check_signature(folder: Snapshot, kind: str, content: bytes, key: Path) -> N
     """
     from cryptography.exceptions import InvalidSignature
 
-    public = _public(key)
+    public = _public(Path(key))
     name, error = COVERED[kind]
     try:
         signature = base64.b64decode(folder.read(f"{name}{ENDING}", _SIGNATURE_BYTES).strip(), validate=True)

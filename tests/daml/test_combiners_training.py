@@ -335,4 +335,4 @@ def test_the_combiner_of_the_docs_trains_exports_and_warns(make: Make, tmp_path:
     assert sentence == "weight_1 is 0.010."
     from retrieval.export.export_run import export_run
 
-    assert export_run(load_run(run.path))[1].rescorer is not None
+    assert export_run(load_run(run.path)).manifest.rescorer is not None

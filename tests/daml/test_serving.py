@@ -17,7 +17,7 @@ from retrieval.model.contracts import Combiner
 from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run, load_run
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 from retrieval.serving.index.store import Index
 from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
@@ -58,7 +58,7 @@ class Served:
         self.run: Run = load_run(folder / "run")
         assert self.run.model.combiner is not None
         self.combiner: Combiner = self.run.model.combiner
-        _, self.manifest = export_run(self.run)
+        self.manifest = export_run(self.run).manifest
         self.items: NDArray[np.float32] = vectors[self.run.splits.query]
         np.savez(
             folder / "gallery.npz",
@@ -67,7 +67,7 @@ class Served:
             keys=np.array([str(row) for row in range(len(self.items))]),
         )
         self.index_path = folder / "index"
-        build_index(
+        write_index(
             folder / "run" / "bundle",
             [folder / "gallery.npz"],
             self.index_path,

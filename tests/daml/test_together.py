@@ -20,7 +20,7 @@ from retrieval.recipe.tables import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import build_run, load_run
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 from retrieval.serving.index.store import Index
 from retrieval.training.trainer import Trainer, train
 from sklearn.datasets import load_digits
@@ -362,14 +362,14 @@ def test_any_loss_trains_both_and_what_is_served_ranks_as_torch_does(
     before = build_run(tmp_path / "none", *make(**tables)).model.state_dict()
     assert not any(torch.equal(value, before[key]) for key, value in run.model.state_dict().items())
     # one by the exporter that comes first, the others by the quick one
-    _, manifest = export_run(run, exporter="auto" if loss == "daml.triplet" else "torchscript")
+    manifest = export_run(run, exporter="auto" if loss == "daml.triplet" else "torchscript").manifest
     assert manifest.rescorer is not None and manifest.rescorer.overlap is not None
     assert manifest.rescorer.overlap["500"] >= 0.95
     rows = run.splits.query
     items = run.dataset.arrays[rows]  # type: ignore[index]
     np.savez(tmp_path / "gallery.npz", features=items, labels=run.splits.labels[rows], keys=rows.astype(str))
     bundle = tmp_path / "run" / "bundle"
-    build_index(bundle, [tmp_path / "gallery.npz"], tmp_path / "index", backend="flat", progress=False)
+    write_index(bundle, [tmp_path / "gallery.npz"], tmp_path / "index", backend="flat", progress=False)
     with torch.no_grad():
         codes = run.model(torch.from_numpy(items))[1]
         distances = run.model.distances(codes, codes).numpy()

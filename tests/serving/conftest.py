@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import httpx
 import pytest
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 
 _spec = importlib.util.spec_from_file_location("serving_makers", Path(__file__).with_name("makers.py"))
 _makers = importlib.util.module_from_spec(_spec)
@@ -47,7 +47,7 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def index_path(tmp_path_factory: pytest.TempPathFactory, photos: Path, bundle_path: Path) -> Path:
     """An index of `photos`. Not to be changed."""
     path = tmp_path_factory.mktemp("index") / "digits.index"
-    build_index(bundle_path, [photos], path, progress=False)
+    write_index(bundle_path, [photos], path, progress=False)
     return path
 
 
@@ -101,7 +101,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory, makers: ModuleType, photos:
     """An index of 20 items by inverted lists. Not to be changed."""
     folder = tmp_path_factory.mktemp("honest")
     bundle = makers.make_bundle(folder / "b")
-    build_index(bundle, [photos / "1"], folder / "i", backend="ivf", options={"lists": 2}, progress=False)
+    write_index(bundle, [photos / "1"], folder / "i", backend="ivf", options={"lists": 2}, progress=False)
     return folder / "i"
 
 

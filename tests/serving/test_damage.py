@@ -18,7 +18,7 @@ from PIL import Image
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.files import renaming
 from retrieval.serving.index import items as items_module
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 from retrieval.serving.index.files import SUMS, put_in_place
 from retrieval.serving.index.store import Index
 
@@ -43,7 +43,7 @@ def folder(makers, tmp_path):
 def test_bad_images_are_all_found_and_nothing_is_written(folder, bundle_path, tmp_path):
     bad = spoil(folder / "1", 13)
     with pytest.raises(DataError) as caught:
-        build_index(bundle_path, [folder], tmp_path / "i", batch=4, progress=False)
+        write_index(bundle_path, [folder], tmp_path / "i", batch=4, progress=False)
     text = str(caught.value)
     assert text.startswith("13 of 53 items cannot be used:")
     assert all(str(path) in text for path in bad[:10])
@@ -57,7 +57,7 @@ def test_bad_images_are_skipped_and_reported_when_asked(folder, bundle_path, tmp
     bad = spoil(folder / "1", 13)
     large = folder / "1" / "large.png"
     Image.new("1", (6000, 6000)).save(large)
-    summary = build_index(bundle_path, [folder], tmp_path / "i", batch=4, skip_bad=True, progress=False)
+    summary = write_index(bundle_path, [folder], tmp_path / "i", batch=4, skip_bad=True, progress=False)
     assert (summary.count, summary.skipped) == (40, 14)
     told = capsys.readouterr().err
     assert all(told.count(f"skipped: {path} ") == 1 for path in [*bad, large])
@@ -73,22 +73,22 @@ def test_only_bad_images_make_no_index(folder, bundle_path, tmp_path):
     folder.mkdir()
     spoil(folder, 3)
     with pytest.raises(DataError, match="None of the 3 items can be used"):
-        build_index(bundle_path, [folder], tmp_path / "i", skip_bad=True, progress=False)
+        write_index(bundle_path, [folder], tmp_path / "i", skip_bad=True, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["photos"]
 
 
 def test_an_existing_output_is_refused_then_replaced(folder, bundle_path, tmp_path):
     out = tmp_path / "i"
-    build_index(bundle_path, [folder], out, progress=False)
+    write_index(bundle_path, [folder], out, progress=False)
     before = (out / SUMS).read_bytes()
     opened = Index.open(out, threads=1)
     with pytest.raises(StoreError, match=r"exists already.*--replace"):
-        build_index(bundle_path, [folder / "1"], out, progress=False)
+        write_index(bundle_path, [folder / "1"], out, progress=False)
     spoil(folder / "1", 1)
     with pytest.raises(DataError, match="cannot be used"):
-        build_index(bundle_path, [folder], out, replace=True, progress=False)
+        write_index(bundle_path, [folder], out, replace=True, progress=False)
     assert (out / SUMS).read_bytes() == before
-    build_index(bundle_path, [folder / "2"], out, replace=True, progress=False)
+    write_index(bundle_path, [folder / "2"], out, replace=True, progress=False)
     assert (out / SUMS).read_bytes() != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["i", "photos"]
     with Index.open(out, threads=1) as index:
@@ -98,7 +98,7 @@ def test_an_existing_output_is_refused_then_replaced(folder, bundle_path, tmp_pa
     opened.close()
     for other, says in ((folder, "is not an index"), (tmp_path / "no" / "i", "no folder")):
         with pytest.raises(StoreError, match=says):
-            build_index(bundle_path, [folder / "2"], other, replace=True, progress=False)
+            write_index(bundle_path, [folder / "2"], other, replace=True, progress=False)
     assert folder.is_dir()
 
 
@@ -115,7 +115,7 @@ def test_replacing_without_the_system_call(tmp_path, monkeypatch):
 def test_any_flipped_bit_of_any_file_of_an_index_is_noticed(makers, photos, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", rescorer=True, subspaces=True)
     out = tmp_path / "i"
-    build_index(bundle, [photos / "1"], out, backend="hnsw", progress=False)
+    write_index(bundle, [photos / "1"], out, backend="hnsw", progress=False)
     files = sorted(path for path in out.rglob("*") if path.is_file())
     assert len(files) == 10
     random = np.random.default_rng(0)
@@ -158,10 +158,10 @@ def test_no_index_is_a_sentence(tmp_path):
 LIMITED = textwrap.dedent("""
     import resource, sys
     from retrieval.errors import StoreError
-    from retrieval.serving.index.build import build_index
+    from retrieval.serving.index.build import write_index
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
     try:
-        build_index(sys.argv[2], [sys.argv[3]], sys.argv[4], progress=False)
+        write_index(sys.argv[2], [sys.argv[3]], sys.argv[4], progress=False)
     except StoreError as error:
         print(error)
         sys.exit(7)
@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
     """Files may not grow beyond a limit that is set for every file of the index in turn."""
     makers.write_digits(tmp_path / "photos", 400)
     out = tmp_path / "whole"
-    build_index(bundle_path, [tmp_path / "photos"], out, progress=False)
+    write_index(bundle_path, [tmp_path / "photos"], out, progress=False)
     sizes = sorted({path.stat().st_size for path in out.rglob("*") if path.is_file()})
     shutil.rmtree(out)
     for limit in [100, *(size - 1 for size in sizes[-4:])]:
@@ -217,7 +217,7 @@ def test_a_really_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
     for kilobytes in (8, 24, 60, 100, 140, 1000):
         with small_disk(tmp_path / f"disk{kilobytes}", kilobytes) as disk:
             try:
-                build_index(bundle_path, [tmp_path / "photos"], disk / "i", progress=False)
+                write_index(bundle_path, [tmp_path / "photos"], disk / "i", progress=False)
             except StoreError as error:
                 outcomes.add(str(error).partition(": ")[2].partition(" (")[0])
                 assert not list(disk.iterdir())
@@ -231,7 +231,7 @@ def test_a_really_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
 SLOW = textwrap.dedent("""
     import sys, time
     from retrieval.serving.bundle import Bundle
-    from retrieval.serving.index.build import build_index
+    from retrieval.serving.index.build import write_index
     encode = Bundle.encode
     batches = 0
     def slow(self, inputs, **options):
@@ -245,7 +245,7 @@ SLOW = textwrap.dedent("""
     import retrieval.serving.index.journal as journal
     journal._SYNC_SECONDS = 0
     try:
-        summary = build_index(sys.argv[1], [sys.argv[2]], sys.argv[3], batch=16, skip_bad=True, progress=False)
+        summary = write_index(sys.argv[1], [sys.argv[2]], sys.argv[3], batch=16, skip_bad=True, progress=False)
     except KeyboardInterrupt:
         sys.exit(130)
     print("resumed", summary.resumed, "skipped", summary.skipped)
@@ -280,7 +280,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(how, makers, bundle_path, t
     assert sum(map(int, batches)) == 202 - 64  # the two bad ones were among the first
     assert again.stderr.count("skipped: ") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["i", "photos"]
-    build_index(bundle_path, [photos], tmp_path / "j", batch=16, skip_bad=True, progress=False)
+    write_index(bundle_path, [photos], tmp_path / "j", batch=16, skip_bad=True, progress=False)
     for name in ("vectors.npy", "vectors.faiss"):
         assert (out / name).read_bytes() == (tmp_path / "j" / name).read_bytes()
 
@@ -289,12 +289,12 @@ def test_what_changed_meanwhile_is_encoded_again(makers, bundle_path, folder, tm
     images = makers.digits()[0]
     monkeypatch.setattr("retrieval.serving.index.build.put_in_place", _interrupt)
     with pytest.raises(KeyboardInterrupt):
-        build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+        write_index(bundle_path, [folder], tmp_path / "i", progress=False)
     monkeypatch.undo()
     paths = sorted(folder.rglob("*.png"))
     time.sleep(0.02)  # so that the time of the file differs
     Image.fromarray(images[300]).save(paths[25])
-    summary = build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+    summary = write_index(bundle_path, [folder], tmp_path / "i", progress=False)
     assert summary.resumed == 25
     with Index.open(tmp_path / "i", threads=1) as index:
         for row, path in enumerate(paths):
@@ -304,10 +304,10 @@ def test_what_changed_meanwhile_is_encoded_again(makers, bundle_path, folder, tm
 def test_another_bundle_starts_over(makers, bundle_path, folder, tmp_path, monkeypatch):
     monkeypatch.setattr("retrieval.serving.index.build.put_in_place", _interrupt)
     with pytest.raises(KeyboardInterrupt):
-        build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+        write_index(bundle_path, [folder], tmp_path / "i", progress=False)
     monkeypatch.undo()
     other = makers.make_bundle(tmp_path / "other", seed=5)
-    summary = build_index(other, [folder], tmp_path / "i", progress=False)
+    summary = write_index(other, [folder], tmp_path / "i", progress=False)
     assert summary.resumed == 0
     with Index.open(tmp_path / "i", threads=1) as index:
         assert np.array_equal(index.vector(0), index.bundle.encode_image(index.item(0).path).vector[0])
@@ -317,34 +317,34 @@ def test_a_damaged_journal_costs_time_and_nothing_else(bundle_path, folder, tmp_
     monkeypatch.setattr("retrieval.serving.index.build.put_in_place", _interrupt)
     for damage in (b"", b"{}\n", b"\xff\xfe", b'{"bundle": 1}\n[]\n'):
         with pytest.raises(KeyboardInterrupt):
-            build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+            write_index(bundle_path, [folder], tmp_path / "i", progress=False)
         (tmp_path / "i.partial" / "journal.jsonl").write_bytes(damage)
     journal = tmp_path / "i.partial" / "journal.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+        write_index(bundle_path, [folder], tmp_path / "i", progress=False)
     journal.write_bytes(journal.read_bytes()[:-20])  # torn in the last line
     os.truncate(
         tmp_path / "i.partial" / "vectors", 30 * 16 * 4 + 5
     )  # and vectors that never reached the disk
     monkeypatch.undo()
-    assert build_index(bundle_path, [folder], tmp_path / "i", progress=False).resumed == 30
+    assert write_index(bundle_path, [folder], tmp_path / "i", progress=False).resumed == 30
     Index.open(tmp_path / "i", threads=1).close()
 
 
 @pytest.mark.parametrize("file", ["vectors", "codes", "journal.jsonl"])
 def test_a_flipped_bit_of_what_was_done_is_done_again(file, makers, photos, tmp_path, monkeypatch):
     bundle = makers.make_bundle(tmp_path / "b", rescorer=True)
-    build_index(bundle, [photos], tmp_path / "whole", progress=False)
+    write_index(bundle, [photos], tmp_path / "whole", progress=False)
     partial = tmp_path / "i.partial"
     for bit in np.random.default_rng(0).integers(0, 8 * 200 * 60, 6):
         monkeypatch.setattr("retrieval.serving.index.build.put_in_place", _interrupt)
         with pytest.raises(KeyboardInterrupt):
-            build_index(bundle, [photos], tmp_path / "i", progress=False)
+            write_index(bundle, [photos], tmp_path / "i", progress=False)
         monkeypatch.undo()
         content = bytearray((partial / file).read_bytes())
         content[bit // 8] ^= 1 << (bit % 8)
         (partial / file).write_bytes(content)
-        assert build_index(bundle, [photos], tmp_path / "i", progress=False).resumed < 200
+        assert write_index(bundle, [photos], tmp_path / "i", progress=False).resumed < 200
         for name in ("vectors.npy", "codes.npy", "items.sqlite"):
             assert (tmp_path / "i" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
         shutil.rmtree(tmp_path / "i")
@@ -363,18 +363,18 @@ def test_what_the_disk_alters_after_the_last_look_is_noticed(bundle_path, photos
 
     monkeypatch.setattr("retrieval.serving.index.assembly.write_items", write)
     with pytest.raises(StoreError, match="The numbers of item 13 were altered on the disk"):
-        build_index(bundle_path, [photos], tmp_path / "i", progress=False)
+        write_index(bundle_path, [photos], tmp_path / "i", progress=False)
     assert not list(tmp_path.iterdir())
 
 
 BUILD = textwrap.dedent("""
     import sys
     from retrieval.errors import StoreError
-    from retrieval.serving.index.build import build_index
+    from retrieval.serving.index.build import write_index
     print("ready", flush=True)
     sys.stdin.readline()
     try:
-        build_index(sys.argv[1], [sys.argv[2]], sys.argv[3], progress=False)
+        write_index(sys.argv[1], [sys.argv[2]], sys.argv[3], progress=False)
     except StoreError as error:
         print(error)
         sys.exit(2)
@@ -417,7 +417,7 @@ def test_what_appears_meanwhile_is_not_replaced(bundle_path, folder, tmp_path, m
 
     monkeypatch.setattr(renaming, "_rename", late)
     with pytest.raises(StoreError, match="exists already"):
-        build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+        write_index(bundle_path, [folder], tmp_path / "i", progress=False)
     assert [path.name for path in (tmp_path / "i").iterdir()] == ["mine"]
 
 

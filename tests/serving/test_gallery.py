@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from retrieval.errors import StoreError
 from retrieval.host.trust import record_file
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 from retrieval.serving.index.built import built_here
 from retrieval.serving.index.gallery import Gallery
 from retrieval.serving.index.store import Index
@@ -79,7 +79,7 @@ def test_links_lead_to_what_they_lead_to(stranger, tmp_path):
 
 def test_the_record_of_what_was_built(bundle_path, photos, tmp_path, monkeypatch):
     monkeypatch.setenv("RETRIEVAL_DATA", str(tmp_path / "data"))
-    build_index(bundle_path, [photos / "1"], tmp_path / "i", progress=False)
+    write_index(bundle_path, [photos / "1"], tmp_path / "i", progress=False)
     with Index.open(tmp_path / "i", threads=1) as index:
         assert built_here() == [index.sha256]
         record = record_file().with_name("indexes.json")
@@ -93,4 +93,4 @@ def test_the_record_of_what_was_built(bundle_path, photos, tmp_path, monkeypatch
     monkeypatch.setenv(
         "RETRIEVAL_DATA", "/dev/null/data"
     )  # nowhere to keep it: the index is built all the same
-    build_index(bundle_path, [photos / "1"], tmp_path / "j", progress=False)
+    write_index(bundle_path, [photos / "1"], tmp_path / "j", progress=False)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import wire
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 
 LIVE = wire.get("/v1/health/live")
 
@@ -58,7 +58,7 @@ def sleepy(served, bundle_path, photos, tmp_path, monkeypatch):
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
     plugin = tmp_path / "tired.py"
     plugin.write_text(SLEEPY)
-    build_index(
+    write_index(
         bundle_path,
         [photos / "3"],
         tmp_path / "i",

@@ -15,7 +15,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from retrieval.errors import StoreError
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 from retrieval.serving.index.store import Index
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -97,7 +97,7 @@ SPOILED = textwrap.dedent("""
 def test_numbers_in_a_faiss_file_that_were_chosen_to_harm(backend, makers, photos, tmp_path):
     """In a process of its own: each is refused or harmless, and never the end of the process."""
     bundle = makers.make_bundle(tmp_path / "b")
-    build_index(bundle, [photos / "1"], tmp_path / "i", backend=backend, progress=False)
+    write_index(bundle, [photos / "1"], tmp_path / "i", backend=backend, progress=False)
     run = subprocess.run(
         [sys.executable, "-c", SPOILED, str(tmp_path / "i"), str(Path(__file__).parent)],
         capture_output=True,

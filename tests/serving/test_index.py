@@ -12,7 +12,7 @@ from PIL import Image
 from retrieval.errors import DataError, PluginError, StoreError
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.index.backends import FLAT_NUMBERS, HNSW_VECTORS, choose, make_backend
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 from retrieval.serving.index.recall import recall_at_10
 from retrieval.serving.index.store import Index
 from retrieval.serving.manifest import read_manifest
@@ -45,7 +45,7 @@ def pixels(makers):
 def build(makers, photos, tmp_path):
     def make(backend="flat", options=None, **kind):
         bundle = makers.make_bundle(tmp_path / "bundle", **kind)
-        build_index(bundle, [photos], tmp_path / "index", backend=backend, options=options, progress=False)
+        write_index(bundle, [photos], tmp_path / "index", backend=backend, options=options, progress=False)
         return Index.open(tmp_path / "index", threads=1)
 
     return make
@@ -104,7 +104,7 @@ def test_an_indexed_image_finds_itself_at_distance_zero(index_path, photos):
 def test_equal_distances_come_by_id(makers, bundle_path, tmp_path):
     for number in range(30):
         Image.fromarray(makers.digits()[0][0]).save(tmp_path / f"{number:02}.png")
-    build_index(bundle_path, [tmp_path], tmp_path / "i", progress=False)
+    write_index(bundle_path, [tmp_path], tmp_path / "i", progress=False)
     with Index.open(tmp_path / "i", threads=1) as index:
         assert [hit.id for hit in index.search(index.bundle.encode_image(tmp_path / "00.png"), 5)[0]] == [
             0,
@@ -152,7 +152,7 @@ def test_searching_from_many_threads_gives_the_same_answers(build, pixels):
 
 
 def test_a_variant_encodes_items_and_queries_alike(bundle_path, photos, tmp_path):
-    build_index(bundle_path, [photos / "3"], tmp_path / "i", variant="fp16", progress=False)
+    write_index(bundle_path, [photos / "3"], tmp_path / "i", variant="fp16", progress=False)
     with Index.open(tmp_path / "i", threads=1) as index:
         assert index.bundle.variant == "fp16"
         path = next((photos / "3").glob("*.png"))
@@ -204,7 +204,7 @@ def test_a_wrong_back_end_is_refused_before_anything_is_encoded(
     name, options, says, bundle_path, photos, tmp_path
 ):
     with pytest.raises((PluginError, DataError), match=says):
-        build_index(bundle_path, [photos], tmp_path / "i", backend=name, options=options, progress=False)
+        write_index(bundle_path, [photos], tmp_path / "i", backend=name, options=options, progress=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -247,7 +247,7 @@ def retrieval_indexes():
 def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text(PLUGIN.replace("BREAK", "pass"))
-    summary = build_index(
+    summary = write_index(
         bundle_path,
         [photos],
         tmp_path / "i",
@@ -268,7 +268,7 @@ def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text(PLUGIN.replace("BREAK", "return np.zeros((1, 1)), np.full((1, 1), 999)"))
     with pytest.raises(StoreError, match=r"'broken\.brute' answered with"):
-        build_index(
+        write_index(
             bundle_path,
             [photos],
             tmp_path / "j",
@@ -296,7 +296,7 @@ def test_a_back_end_that_raises_is_named(method, bundle_path, photos, tmp_path):
     plugin.write_text(text)
 
     def build():
-        return build_index(
+        return write_index(
             bundle_path, [photos], tmp_path / "i", backend="mine.brute", plugins=[str(plugin)], progress=False
         )  # fmt: skip
 
@@ -314,7 +314,7 @@ def test_a_back_end_that_raises_is_named(method, bundle_path, photos, tmp_path):
 def test_the_index_keeps_its_own_copy_of_the_bundle(makers, photos, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b")
     manifest = read_manifest(bundle)
-    build_index(bundle, [photos / "1"], tmp_path / "i", progress=False)
+    write_index(bundle, [photos / "1"], tmp_path / "i", progress=False)
     (bundle / "encoder.onnx").unlink()
     with Index.open(tmp_path / "i", threads=1) as index:
         assert index.bundle.manifest == manifest

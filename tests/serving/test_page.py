@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 
 pytestmark = pytest.mark.browser
 
@@ -158,7 +158,7 @@ def test_names_from_files_are_text_and_never_markup(page, served, makers, bundle
     folder.mkdir()
     path = makers.write_digits(tmp_path / "d", 1)[0]
     shutil.copy(path, folder / "<b>bold.png")
-    build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+    write_index(bundle_path, [folder], tmp_path / "i", progress=False)
     server = served(tmp_path / "i")
     page.goto(server.url)
     page.set_input_files("#file", str(path))
@@ -172,7 +172,7 @@ def test_features_are_asked_for_as_numbers(page, served, makers, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
     features = np.random.default_rng(0).normal(size=(30, 64)).round(3)
     np.savez(tmp_path / "f.npz", features=features)
-    build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    write_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
     server = served(tmp_path / "i")
     page.goto(server.url)
     page.wait_for_selector("#vector")

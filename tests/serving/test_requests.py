@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import wire
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 
 LIVE = wire.get("/v1/health/live")
 
@@ -176,7 +176,7 @@ def test_no_request_is_the_servers_fault(served, index_path, photos):
 def test_no_path_of_the_machine_is_shown(served, makers, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
     np.savez(tmp_path / "f.npz", features=np.random.default_rng(0).normal(size=(10, 64)))
-    build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    write_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
     port = served(tmp_path / "i").port
     for request in (
         wire.post(wire.form(b"x"), wire.FORM),

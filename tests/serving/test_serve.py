@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 from retrieval.serving.index.store import Index
 
 EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/v1/health/live", "/v1/health/ready"]
@@ -176,7 +176,7 @@ def test_an_image_that_changed_or_went_is_not_given_out(makers, bundle_path, ser
     folder = tmp_path / "photos"
     paths = makers.write_digits(folder, 4)
     Image.fromarray(makers.digits()[0][9]).save(folder / "x.tiff")
-    build_index(bundle_path, [folder], tmp_path / "i", progress=False)
+    write_index(bundle_path, [folder], tmp_path / "i", progress=False)
     server = served(tmp_path / "i")
     keys = {
         row: server.client.post("/v1/search", json={"vector": [0.0] * 16}).json()["results"][row]
@@ -199,7 +199,7 @@ def test_features_and_rescorer(makers, served, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False, rescorer=True)
     features = np.random.default_rng(0).normal(size=(50, 64))
     np.savez(tmp_path / "f.npz", features=features)
-    build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    write_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
     server = served(tmp_path / "i")
     answer = server.client.post("/v1/search", json={"vector": features[7].tolist(), "k": 2}).json()
     assert answer["results"][0]["id"] == 7

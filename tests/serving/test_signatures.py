@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from retrieval.errors import BundleError, MissingDependency, RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 from retrieval.serving.index.store import Index
 from retrieval.serving.manifest import checksum_of
 from retrieval.serving.signing import new_key, sign
@@ -57,10 +57,10 @@ def test_a_signed_bundle(bundle_path, photos, keys, tmp_path):
     key, public = keys
     own = Path(shutil.copytree(bundle_path, tmp_path / "own"))
     with pytest.raises(BundleError, match="is not signed"):
-        build_index(own, [photos / "1"], tmp_path / "i", signed_by=public, progress=False)
+        write_index(own, [photos / "1"], tmp_path / "i", signed_by=public, progress=False)
     sign(own, key)
     Bundle.open(own, signed_by=public, threads=1)
-    build_index(own, [photos / "1"], tmp_path / "i", signed_by=public, progress=False)
+    write_index(own, [photos / "1"], tmp_path / "i", signed_by=public, progress=False)
     content = json.loads((own / "manifest.json").read_text())
     content["name"] = "mine"
     content["checksum"] = checksum_of(content)

@@ -15,7 +15,7 @@ from retrieval.errors import BundleError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files import snapshot
 from retrieval.serving.files.snapshot import Held
-from retrieval.serving.index.build import build_index
+from retrieval.serving.index.build import write_index
 from retrieval.serving.index.files import put_in_place
 from retrieval.serving.index.store import Index
 
@@ -74,7 +74,7 @@ def test_the_copy_in_an_index_is_the_bundle_that_made_it(makers, photos, tmp_pat
     shutil.rmtree(path)
     makers.make_bundle(path, seed=3)
     with pytest.raises(BundleError, match="was changed while it was in use"):
-        build_index(bundle, [photos / "1"], tmp_path / "i", progress=False)
+        write_index(bundle, [photos / "1"], tmp_path / "i", progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b"]
 
 
@@ -83,7 +83,7 @@ def test_opened_while_it_is_replaced(makers, photos, tmp_path):
     made = {}
     for seed in (1, 2):
         bundle = makers.make_bundle(tmp_path / f"b{seed}", seed=seed)
-        build_index(bundle, [photos / str(seed)], tmp_path / f"i{seed}", progress=False)
+        write_index(bundle, [photos / str(seed)], tmp_path / f"i{seed}", progress=False)
         with Index.open(tmp_path / f"i{seed}", threads=1) as index:
             made[index.sha256] = (index.item(0).label, index.bundle.sha256, index.vector(0).tobytes())
     out = tmp_path / "out"

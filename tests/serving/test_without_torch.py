@@ -85,11 +85,11 @@ WORK = textwrap.dedent("""
     import importlib.util, json, sys
     from pathlib import Path
     from retrieval.serving.bundle import Bundle
-    from retrieval.serving.index.build import build_index
+    from retrieval.serving.index.build import write_index
     from retrieval.serving.index.store import Index
     bundle, photos, out, query = map(Path, sys.argv[1:])
     encoded = Bundle.open(bundle).encode_image(query)
-    build_index(bundle, [photos], out, backend="hnsw", progress=False)
+    write_index(bundle, [photos], out, backend="hnsw", progress=False)
     with Index.open(out) as index:
         hits = index.search(index.bundle.encode_image(query), 3)[0]
     import retrieval.serving.http.app, retrieval.serving.http.server

@@ -192,7 +192,7 @@ def test_a_recipe_with_nothing_to_train_is_a_run(
     run = load_run(tmp_path / "run")
     figures = evaluate_run(run, baseline=True)["figures"]
     assert 0 < figures["trained"]["recall_at_1"] <= 1 and "raw pixels" in figures
-    _, manifest = export_run(run)
+    manifest = export_run(run).manifest
     assert manifest.vector == 16
 
 

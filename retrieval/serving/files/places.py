@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
+
+StrPath: TypeAlias = str | os.PathLike[str]
+"""A path as text or as a `pathlib.Path`: every function of the face takes both."""
 
 Kind = Literal["run", "bundle", "index"]
 

@@ -29,7 +29,6 @@ def assemble(
     backend: str,
     options: Mapping[str, Any],
     plugins: Sequence[str],
-    progress: bool,
 ) -> IndexManifest:
     """Write the finished folder `index` inside the journal's, which then holds no bundle any more; return its manifest.
 
@@ -48,7 +47,7 @@ def assemble(
     spaces = bundle.manifest.subspaces
     spans = [(space.start, space.stop) for space in spaces] or [(0, vectors.shape[1])]
     name = backend if backend != "auto" else choose(len(vectors), max(stop - start for start, stop in spans))
-    parts, recall = _build_parts(folder, vectors, spans, name, options, plugins, progress)
+    parts, recall = _build_parts(folder, vectors, spans, name, options, plugins)
     (journal.folder / "bundle").rename(folder / "bundle")
     manifest = IndexManifest(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -93,7 +92,6 @@ def _build_parts(
     name: str,
     options: Mapping[str, Any],
     plugins: Sequence[str],
-    progress: bool,
 ) -> tuple[tuple[PartRecord, ...], float | None]:
     """Build and save a back end for each span of the vectors' columns.
 
@@ -106,7 +104,7 @@ def _build_parts(
         file = f"vectors.{number}.{ending}" if len(spans) > 1 else f"vectors.{ending}"
         made = make_backend(name, options, plugins)
         columns = np.ascontiguousarray(vectors[:, start:stop])
-        with Meter("indexing", len(columns), "items", show=progress) as meter, using(name, "build"):
+        with Meter("indexing", len(columns), "items") as meter, using(name, "build"):
             made.build(columns, meter.update)
         with using(name, "save"):
             made.save(folder / file)

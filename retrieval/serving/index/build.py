@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
+from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
 from retrieval.serving.index.assembly import assemble
 from retrieval.serving.index.backends import make_backend
@@ -21,41 +21,17 @@ from retrieval.serving.index.encoding import Encoding
 from retrieval.serving.index.files import SUMS, put_in_place, refuse_existing, storage_errors
 from retrieval.serving.index.journal import Journal
 from retrieval.serving.index.sources import collect
+from retrieval.serving.index.store import Index
+from retrieval.serving.index.summary import Summary
 from retrieval.serving.manifest import sha256_of
+from retrieval.serving.progress import Progress, showing
 from retrieval.serving.sessions import Device
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What `build_index` did.
-
-    Attributes:
-        path: the index.
-        count: items in it.
-        skipped: images that could not be used.
-        repeated: files that were named more than once and taken once.
-        left_out: a sentence on the files of folders that are no images, for each reason.
-        resumed: items that an interrupted run had done already.
-        backend: the back end's name, chosen or given.
-        recall_at_10: of an approximate back end, else None.
-        seconds: how long it took.
-    """
-
-    path: Path
-    count: int
-    skipped: int
-    repeated: int
-    resumed: int
-    backend: str
-    recall_at_10: float | None
-    seconds: float
-    left_out: tuple[str, ...] = ()
-
-
-def build_index(
-    bundle: str | os.PathLike[str] | Bundle,
-    sources: Sequence[str | os.PathLike[str]],
-    output: str | os.PathLike[str],
+def write_index(
+    bundle: StrPath | Bundle,
+    sources: StrPath | Sequence[StrPath],
+    output: StrPath,
     *,
     backend: str = "auto",
     options: Mapping[str, Any] | None = None,
@@ -66,9 +42,9 @@ def build_index(
     batch: int = 32,
     workers: int | None = None,
     limits: Limits | None = None,
-    progress: bool = True,
+    progress: Progress = True,
     device: Device = "auto",
-    signed_by: Path | None = None,
+    signed_by: StrPath | None = None,
 ) -> Summary:
     """Encode items and write an index folder, whole or not at all.
 
@@ -76,7 +52,7 @@ def build_index(
 
     Args:
         bundle: a bundle, or its folder.
-        sources: files, folders, CSV manifests, or `.npz` features; see `retrieval.serving.index.sources.collect`.
+        sources: one or more files, folders, CSV manifests, or `.npz` features; see `retrieval.serving.index.sources.collect`.
         output: the folder to write; its parent must exist.
         backend: "auto" (by size), "flat", "hnsw", "ivf", or a plugin's `PLUGIN.name`.
         options: the back end's parameters.
@@ -87,7 +63,7 @@ def build_index(
         batch: items that go through the encoder at once.
         workers: threads that decode; as many as there are cores by default.
         limits: the largest images that are decoded.
-        progress: show on standard error how far it is.
+        progress: True shows a bar, False nothing; a function is told (what, done, total).
         device: of the encoder: "auto", "cpu" or "cuda".
         signed_by: a public key's file; a bundle that its holder did not sign is refused.
 
@@ -109,18 +85,17 @@ def build_index(
         if isinstance(bundle, Bundle)
         else Bundle.open(bundle, variant=variant, device=device, signed_by=signed_by)
     )
-    found = collect(sources, opened.manifest.input.kind)
-    work = Encoding(
-        opened, found, batch, workers or os.cpu_count() or 1, limits or Limits(), skip_bad, progress
-    )
-    with hold(target, "building this index", StoreError), storage_errors(target):
+    named = [sources] if isinstance(sources, str | os.PathLike) else sources
+    found = collect(named, opened.manifest.input.kind)
+    work = Encoding(opened, found, batch, workers or os.cpu_count() or 1, limits or Limits(), skip_bad)
+    with hold(target, "building this index", StoreError), storage_errors(target), showing(progress):
         refuse_existing(target, replace)  # again: who held it until now may have made it
         journal = work.journal(target.with_name(f"{target.name}.partial"))
         resumed = len(journal.done)
         with _kept_when_interrupted(journal):
             opened.copy(journal.folder / "bundle")  # now: hours later it may be another one
             work.encode(journal)
-            manifest = assemble(journal, opened, found, backend, options or {}, plugins, progress)
+            manifest = assemble(journal, opened, found, backend, options or {}, plugins)
             made = sha256_of(journal.folder / "index" / SUMS)
             put_in_place(journal.folder / "index", target, replace=replace)
             remember(made)
@@ -135,6 +110,76 @@ def build_index(
         time.monotonic() - began,
         found.left_out,
     )
+
+
+def build_index(
+    bundle: StrPath | Bundle,
+    sources: StrPath | Sequence[StrPath],
+    output: StrPath,
+    *,
+    backend: str = "auto",
+    options: Mapping[str, Any] | None = None,
+    plugins: Sequence[str] = (),
+    variant: str | None = None,
+    skip_bad: bool = False,
+    replace: bool = False,
+    batch: int = 32,
+    workers: int | None = None,
+    limits: Limits | None = None,
+    progress: Progress = True,
+    device: Device = "auto",
+    signed_by: StrPath | None = None,
+) -> Index:
+    """Encode items, write an index folder, whole or not at all, and open it.
+
+    An interrupted run leaves `<output>.partial`; the same call goes on from there. A failed one leaves nothing.
+
+    Args:
+        bundle: a bundle, or its folder.
+        sources: one or more files, folders, CSV manifests, or `.npz` features; see `retrieval.serving.index.sources.collect`.
+        output: the folder to write; its parent must exist.
+        backend: "auto" (by size), "flat", "hnsw", "ivf", or a plugin's `PLUGIN.name`.
+        options: the back end's parameters.
+        plugins: files or modules to load as plugins besides the installed ones.
+        variant: encode with this variant of the encoder; queries will be, too.
+        skip_bad: leave out images that cannot be used, each reported on standard error, instead of refusing all.
+        replace: put the new index in the place of one that is there.
+        batch: items that go through the encoder at once.
+        workers: threads that decode; as many as there are cores by default.
+        limits: the largest images that are decoded.
+        progress: True shows a bar, False nothing; a function is told (what, done, total).
+        device: of the encoder: "auto", "cpu" or "cuda".
+        signed_by: a public key's file; a bundle that its holder did not sign is refused.
+
+    Returns:
+        The index. Its `summary` says what was done.
+
+    Raises:
+        DataError: no items, or images that cannot be used: all are found, the first ten named.
+        StoreError: the output exists, another process is building it, or it cannot be written.
+        BundleError: the bundle cannot be used.
+        PluginError: the back end does not exist, or refuses its parameters.
+    """
+    summary = write_index(
+        bundle,
+        sources,
+        output,
+        backend=backend,
+        options=options,
+        plugins=plugins,
+        variant=variant,
+        skip_bad=skip_bad,
+        replace=replace,
+        batch=batch,
+        workers=workers,
+        limits=limits,
+        progress=progress,
+        device=device,
+        signed_by=signed_by,
+    )
+    index = Index.open(summary.path, device=device, plugins=plugins)
+    index.summary = summary
+    return index
 
 
 @contextmanager

@@ -42,7 +42,6 @@ class Encoding:
         workers: threads that decode.
         limits: the largest images that are decoded.
         skip_bad: leave out images that cannot be used, instead of refusing all.
-        progress: show on standard error how far it is.
     """
 
     bundle: Bundle
@@ -51,7 +50,6 @@ class Encoding:
     workers: int
     limits: Limits
     skip_bad: bool
-    progress: bool
 
     def journal(self, folder: Path) -> Journal:
         """Open the journal in a folder, which goes on with what an earlier run of the same work has done."""
@@ -77,7 +75,7 @@ class Encoding:
         """
         items = self.sources.items
         faults: list[str] = []
-        with Meter("encoding", len(items), "items", done=len(journal.done), show=self.progress) as meter:
+        with Meter("encoding", len(items), "items", done=len(journal.done)) as meter:
             for entry in journal.done:
                 self._report(entry, faults, meter)
             waiting: list[_Decoded] = []

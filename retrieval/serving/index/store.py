@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,14 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.host.plugin_calls import failure
 from retrieval.serving.bundle import Bundle, Encoded
-from retrieval.serving.files.places import instead
+from retrieval.serving.files.places import StrPath, instead
 from retrieval.serving.files.snapshot import Held, Snapshot, Unusable, Watch, at_one_moment, close_all
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.contract import Floats, IndexBackend, Rows, called, checked_search
 from retrieval.serving.index.files import SUMS, damaged, hold_listed, read_sums
 from retrieval.serving.index.items import Item, Items
 from retrieval.serving.index.manifest import INDEX, IndexManifest, PartRecord, contradictory, parse_index
+from retrieval.serving.index.summary import Summary
 from retrieval.serving.manifest import FILE, parse_manifest
 from retrieval.serving.merging import best_score, nearest_of, of_products
 from retrieval.serving.sessions import Device
@@ -54,6 +54,7 @@ class Index:
         manifest: its `index.json`.
         bundle: encodes queries and, where it has a rescorer, orders candidates.
         sha256: of the list of checksums: names exactly this index.
+        summary: what building it did, where `retrieval.build_index` gave it; else None.
     """
 
     def __init__(
@@ -76,17 +77,18 @@ class Index:
         self._items = items
         self._vectors = vectors
         self._codes = codes
+        self.summary: Summary | None = None
         self._watch = watch
 
     @classmethod
     def open(
         cls,
-        path: str | os.PathLike[str],
+        path: StrPath,
         *,
         threads: int | None = None,
         device: Device = "auto",
         plugins: Iterable[str] = (),
-        signed_by: Path | None = None,
+        signed_by: StrPath | None = None,
     ) -> Index:
         """Check every file of an index folder against its SHA-256, then load it.
 
@@ -114,7 +116,12 @@ class Index:
 
     @classmethod
     def _load(
-        cls, folder: Snapshot, threads: int | None, device: Device, plugins: list[str], signed_by: Path | None
+        cls,
+        folder: Snapshot,
+        threads: int | None,
+        device: Device,
+        plugins: list[str],
+        signed_by: StrPath | None,
     ) -> Index:
         path = folder.path
         if not folder.has(INDEX) and not folder.has(SUMS):
@@ -162,6 +169,10 @@ class Index:
 
     def __len__(self) -> int:
         return self.manifest.count
+
+    def __repr__(self) -> str:
+        said = self.manifest
+        return f"Index {self.path}: {said.count:,} items, {said.backend.name}, vectors of {said.vector}"
 
     def search(
         self, queries: Encoded | NDArray[Any], k: int = 10, *, candidates: int | None = None
@@ -352,3 +363,15 @@ def _map(path: Path, name: str, held: Mapping[str, Held], shape: tuple[int, int]
     if not all(np.isfinite(array[start : start + _ROWS]).all() for start in range(0, len(array), _ROWS)):
         raise StoreError(f"{path / name} holds NaN or infinity. Build the index again.")
     return array
+
+
+def open_index(
+    path: StrPath,
+    *,
+    threads: int | None = None,
+    device: Device = "auto",
+    plugins: Iterable[str] = (),
+    signed_by: StrPath | None = None,
+) -> Index:
+    """Check every file of an index folder against its SHA-256, then load it; see `Index.open`."""
+    return Index.open(path, threads=threads, device=device, plugins=plugins, signed_by=signed_by)

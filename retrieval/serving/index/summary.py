@@ -1,0 +1,33 @@
+"""What building an index did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was indexed, and how long it took.
+
+    Attributes:
+        path: the index.
+        count: items in it.
+        skipped: images that could not be used.
+        repeated: files that were named more than once and taken once.
+        left_out: a sentence on the files of folders that are no images, for each reason.
+        resumed: items that an interrupted run had done already.
+        backend: the back end's name, chosen or given.
+        recall_at_10: of an approximate back end, else None.
+        seconds: how long it took.
+    """
+
+    path: Path
+    count: int
+    skipped: int
+    repeated: int
+    resumed: int
+    backend: str
+    recall_at_10: float | None
+    seconds: float
+    left_out: tuple[str, ...] = ()
