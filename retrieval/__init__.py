@@ -20,6 +20,7 @@ from retrieval.host.hookspecs import hookimpl
 from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
+    import retrieval.evaluation.plot as plot
     from retrieval.errors import (
         BundleError,
         DataError,
@@ -98,6 +99,7 @@ __all__ = [
     "names",
     "open_bundle",
     "open_index",
+    "plot",
     "serve",
     "traits",
     "verify_run",
@@ -152,6 +154,10 @@ def __getattr__(name: str) -> Any:
         from retrieval.host.version import installed_version
 
         return installed_version()
+    if name == "plot":
+        from retrieval.evaluation import plot
+
+        return plot
     return _load(name)
 
 

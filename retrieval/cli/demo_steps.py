@@ -12,7 +12,7 @@ import numpy as np
 
 from retrieval.errors import DataError
 from retrieval.run.open import Run
-from retrieval.serving.images import decode, from_array
+from retrieval.serving.images import from_array
 
 NEIGHBOURS = 10
 
@@ -28,6 +28,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
         DataError: the folder exists.
     """
     from retrieval.evaluation.evaluate_run import evaluate_run
+    from retrieval.evaluation.plot import neighbours
     from retrieval.evaluation.table import table
     from retrieval.export.export_run import export_run
     from retrieval.recipe.read import read_recipe
@@ -67,17 +68,14 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     bundle = Bundle.open(output / "bundle")
     with Index.open(output / "index") as index:
         found = [index.search(bundle.encode_image(file), k=NEIGHBOURS)[0] for file in query_files]
+        figure = neighbours(index, query_files, NEIGHBOURS, labels=[file.parent.name for file in query_files])
     right = sum(
         hit.label == file.parent.name for file, hits in zip(query_files, found, strict=True) for hit in hits
     )
     for file, hits in zip(query_files, found, strict=True):
         say(f"   a {file.parent.name} finds {' '.join(str(hit.label) for hit in hits)}")
     say(f"   {right} of {len(query_files) * NEIGHBOURS} right")
-    _draw(
-        query_files,
-        [[(output / "images" / h.key, str(h.label), h.distance) for h in hits] for hits in found],
-        output / "neighbours.png",
-    )
+    figure.savefig(output / "neighbours.png", dpi=110)
 
     say(
         f"\nDone in {time.monotonic() - began:.0f} s. {output} holds run, bundle, index, images, queries and neighbours.png.\nNext:"
@@ -104,37 +102,6 @@ def _write_images(run: Run, output: Path) -> list[Path]:
         if int(item) in chosen:
             written.append(file)
     return sorted(written)
-
-
-def _draw(queries: list[Path], found: list[list[tuple[Path, str, float]]], output: Path) -> None:
-    """Draw each query with its neighbours; right ones framed in blue, wrong ones in orange with a cross."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(1.0 * (NEIGHBOURS + 1) + 0.6, 1.18 * len(queries) + 0.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(queries), NEIGHBOURS + 1, squeeze=False)
-    for row, query, hits in zip(axes, queries, found, strict=True):
-        cells = [(query, query.parent.name, None), *((Path(k), label, d) for k, label, d in hits)]
-        for axis, (file, label, distance) in zip(row, cells, strict=False):
-            axis.imshow(np.asarray(decode(file)), cmap="gray_r", interpolation="nearest")
-            axis.set_xticks([])
-            axis.set_yticks([])
-            right = label == query.parent.name
-            colour = "black" if distance is None else "tab:blue" if right else "tab:orange"
-            for side in axis.spines.values():
-                side.set_color(colour)
-                side.set_linewidth(2.5 if distance is not None else 1)
-            text = (
-                f"query: {label}" if distance is None else f"{label} {'✓' if right else '✗'} {distance:.2f}"
-            )
-            axis.set_title(text, fontsize=8, color=colour, pad=3)
-        for axis in row[len(cells) :]:
-            axis.set_visible(False)
-    figure.suptitle("Queries with their ten nearest: ✓ right, ✗ wrong, and the distance", fontsize=10)
-    temporary = output.with_suffix(".tmp")
-    figure.savefig(temporary, dpi=110, format="png")
-    temporary.replace(output)
 
 
 def _indented(text: str) -> str:

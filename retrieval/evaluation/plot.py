@@ -1,0 +1,260 @@
+"""Pictures of what was learned: `neighbours` of queries, `curves` of training, a `map` of codes. `retrieval.plot` is this module.
+
+Each function returns a matplotlib `Figure`: a notebook shows it, `figure.savefig("file.png")` keeps it. None needs a display,
+and none touches pyplot's state.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
+from PIL import Image
+
+from retrieval.errors import DataError
+from retrieval.serving.images import decode, from_array
+
+if TYPE_CHECKING:
+    from retrieval.run.open import Run
+    from retrieval.serving.bundle import ImageLike
+    from retrieval.serving.index.store import Hit, Index
+
+__all__ = ["curves", "map", "neighbours"]
+
+MOST_QUERIES = 50
+LARGEST = 256  # pixels of a drawn image's longer side
+NAMED = 10  # classes that a legend names, and that colours tell apart
+
+
+class Picture(Figure):
+    """A `Figure` with a canvas of its own, which notebooks show without pyplot."""
+
+    def __init__(self, width: float, height: float) -> None:
+        super().__init__(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(self)
+
+    def _repr_png_(self) -> bytes:
+        out = io.BytesIO()
+        self.savefig(out, format="png")
+        return out.getvalue()
+
+
+def neighbours(
+    index: Index,
+    queries: ImageLike | Sequence[ImageLike],
+    k: int = 10,
+    *,
+    labels: Sequence[str] | None = None,
+) -> Figure:
+    """Draw queries with what an index finds for them, a row for each query, nearest first, with labels and distances.
+
+    With the queries' labels, right answers have a blue frame and ✓, wrong ones an orange frame and ✗.
+
+    Args:
+        index: an opened index of images.
+        queries: an image (path, bytes, Pillow image, or array of pixels) or a list of up to 50.
+        k: how many answers; all items when there are fewer.
+        labels: each query's label; None marks no answer right or wrong.
+
+    Raises:
+        DataError: there is no query, or more than 50; a query is not an image; there are not as many labels as queries; the
+            index holds vectors, not images.
+    """
+    images = (
+        list(queries) if isinstance(queries, Sequence) and not isinstance(queries, str | bytes) else [queries]
+    )
+    if not images or len(images) > MOST_QUERIES:
+        raise DataError(f"A picture of neighbours shows 1 to {MOST_QUERIES} queries, not {len(images)}.")
+    if labels is not None and len(labels) != len(images):
+        raise DataError(f"There are {len(labels)} labels for {len(images)} queries; give each query one.")
+    if index.bundle.manifest.input.preprocessing is None:
+        raise DataError(f"{index.path} holds vectors, not images: there is nothing to draw.")
+    found = [index.search(index.bundle.encode_image(image), k=k)[0] for image in images]
+    columns = 1 + max(len(hits) for hits in found)
+    figure = Picture(columns + 0.6, 1.18 * len(images) + 0.5)
+    grid = figure.subplots(len(images), columns, squeeze=False)
+    for row, (cells, query, hits) in enumerate(zip(grid, images, found, strict=True)):
+        label = None if labels is None else labels[row]
+        _cell(cells[0], _pixels(query), "query" if label is None else f"query: {label}", "black", 1)
+        for cell, hit in zip(cells[1:], hits, strict=False):
+            _answer(cell, hit, label)
+        for cell in cells[1 + len(hits) :]:
+            cell.set_visible(False)
+    marks = "" if labels is None else ": ✓ right, ✗ wrong"
+    figure.suptitle(f"Queries with their {columns - 1} nearest{marks}, and the distance", fontsize=10)
+    return figure
+
+
+def _answer(cell: Axes, hit: Hit, label: str | None) -> None:
+    """Draw one answer; a file that is gone is an empty cell with its name."""
+    right = hit.label == label
+    mark, colour = ("", "0.4") if label is None else (" ✓", "tab:blue") if right else (" ✗", "tab:orange")
+    title = f"{hit.key if hit.label is None else hit.label}{mark} {hit.distance:.2f}"
+    try:
+        pixels = None if hit.path is None else _pixels(hit.path)
+    except DataError:
+        pixels = None
+    _cell(cell, pixels, title, colour, 2.5)
+    if pixels is None:
+        cell.text(0.5, 0.5, f"cannot read\n{Path(hit.key).name}", ha="center", va="center", fontsize=6)
+
+
+def _cell(cell: Axes, pixels: np.ndarray[Any, Any] | None, title: str, colour: str, width: float) -> None:
+    if pixels is not None:
+        top = 1 if pixels.dtype == np.bool_ else 255
+        cell.imshow(pixels, cmap="gray", vmin=0, vmax=top, interpolation="nearest")
+    cell.set(xticks=[], yticks=[])
+    for side in cell.spines.values():
+        side.set(color=colour, linewidth=width)
+    cell.set_title(title if len(title) <= 18 else f"{title[:17]}…", fontsize=8, color=colour, pad=3)
+
+
+def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
+    """Return an image's pixels (H, W) or (H, W, 3), made smaller if it is large."""
+    if isinstance(image, np.ndarray):
+        opened = from_array(image)
+    else:
+        opened = image.copy() if isinstance(image, Image.Image) else decode(image)
+    opened.thumbnail((LARGEST, LARGEST))
+    return np.asarray(opened if opened.mode in ("L", "RGB") else opened.convert("RGB"))
+
+
+def curves(run: Run | str | os.PathLike[str]) -> Figure:
+    """Draw how a run was trained, from its `metrics.jsonl`: losses above, validation figures below, by epoch.
+
+    Grey lines part the recipe's phases; a dotted line marks the epoch with the best validation MAP@R, whose weights the run keeps.
+
+    Args:
+        run: a run, or its folder.
+
+    Raises:
+        DataError: the folder has no `metrics.jsonl`, or it is damaged: a learner's run has no epochs to draw.
+    """
+    records = _records(Path(run if isinstance(run, str | os.PathLike) else run.path))
+    figures = dict.fromkeys(key for record in records for key in record)  # in order, each once
+    losses = [key for key in figures if key == "loss" or key.endswith("_loss")]
+    validated = [key for key in figures if key.startswith("validation_")]
+    figure = Picture(6.4, 4.8 if validated else 2.8)
+    panels = figure.subplots(2 if validated else 1, sharex=True, squeeze=False)[:, 0]
+    for panel, keys, name in zip(panels, (losses, validated), ("loss", "validation"), strict=False):
+        for key in keys:
+            points = [
+                (epoch, r[key]) for epoch, r in enumerate(records, 1) if isinstance(r.get(key), int | float)
+            ]
+            label = key.removeprefix("validation_").replace("_", " ")
+            panel.plot(*zip(*points, strict=True), marker=".", label=label)
+        panel.set_ylabel(name)
+        panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        panel.spines[["top", "right"]].set_visible(False)
+    _mark_phases(list(panels), records)
+    best = [
+        (r["validation_map_at_r"], -epoch) for epoch, r in enumerate(records, 1) if "validation_map_at_r" in r
+    ]
+    if best:
+        panels[1].axvline(-max(best)[1], color="black", linestyle=":", linewidth=1)
+    panels[-1].set_xlabel("epoch")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def _mark_phases(panels: Sequence[Axes], records: Sequence[dict[str, Any]]) -> None:
+    """Part the phases by lines, and name each; nothing for one phase."""
+    phases = [(name, len(list(group))) for name, group in groupby(str(r.get("phase", "")) for r in records)]
+    begin = 1
+    for name, epochs in phases if len(phases) > 1 else []:
+        for panel in panels if begin > 1 else []:
+            panel.axvline(begin - 0.5, color="0.75", linewidth=1)
+        panels[0].text(begin, 1.02, name, transform=panels[0].get_xaxis_transform(), fontsize=8, color="0.4")
+        begin += epochs
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    try:
+        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise DataError(
+            f"{file} cannot be read: {error.strerror or error}. Give the folder of a run that was trained in epochs."
+        ) from None
+    except ValueError:
+        raise DataError(f"{file} is damaged: a line of it is not JSON.") from None
+    if not records or not all(
+        isinstance(r, dict) and isinstance(r.get("loss"), int | float) for r in records
+    ):
+        raise DataError(f"{file} has no epoch with a loss to draw.")
+    return records
+
+
+def map(
+    codes: ArrayLike,
+    labels: Sequence[Any] | ArrayLike,
+    *,
+    method: Literal["pca", "tsne"] = "pca",
+    seed: int = 0,
+) -> Figure:
+    """Draw codes as points of a plane, coloured by class.
+
+    Args:
+        codes: (N, C): codes, embeddings or features; N and C at least 2.
+        labels: (N,) numbers or text. Up to ten classes are named in a legend.
+        method: "pca" keeps the two directions of largest variance (scikit-learn's `PCA`); "tsne" keeps neighbourhoods, and neither
+            distances nor the sizes of clusters (van der Maaten & Hinton, JMLR 9, 2008; scikit-learn's `TSNE`, slow beyond
+            some ten thousand items).
+        seed: of t-SNE's start: the same seed, codes and versions give the same picture.
+
+    Raises:
+        DataError: codes of another shape, NaN or infinity; not one label for each item; an unknown method.
+    """
+    points, names = np.asarray(codes, dtype=np.float64), np.asarray(labels)
+    if points.ndim != 2 or min(points.shape) < 2:
+        raise DataError(f"A map is drawn of codes (N, C), N and C at least 2, not of shape {points.shape}.")
+    if not np.isfinite(points).all():
+        raise DataError("The codes hold NaN or infinity; there is no place for those items on a map.")
+    if names.shape != points.shape[:1]:
+        raise DataError(
+            f"There are {len(points)} codes, and labels of shape {names.shape}; give each code one label."
+        )
+    plane, title = _plane(points, method, seed)
+    figure = Picture(6.4, 4.8)
+    panel = figure.subplots()
+    classes, numbers = np.unique(names, return_inverse=True)
+    if len(classes) <= NAMED:
+        for number, name in enumerate(classes):
+            own = plane[numbers == number]
+            panel.scatter(own[:, 0], own[:, 1], s=8, color=f"C{number}", label=str(name))
+        panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), title="class")
+    else:
+        panel.scatter(plane[:, 0], plane[:, 1], s=8, c=numbers, cmap="turbo")
+    panel.set(title=f"{title}, {len(points):,} items of {len(classes):,} classes", xticks=[], yticks=[])
+    panel.set_aspect("equal", adjustable="datalim")
+    return figure
+
+
+def _plane(points: np.ndarray[Any, Any], method: str, seed: int) -> tuple[np.ndarray[Any, Any], str]:
+    """Return the items' places (N, 2), and what the map is."""
+    if method == "pca":
+        from sklearn.decomposition import PCA
+
+        pca = PCA(2, svd_solver="full")
+        plane = pca.fit_transform(points)
+        total = points.var(axis=0, ddof=1).sum()
+        return (
+            plane,
+            f"PCA: {100 * pca.explained_variance_.sum() / total if total else 100:.0f} % of the variance",
+        )
+    if method == "tsne":
+        from sklearn.manifold import TSNE
+
+        perplexity = min(30.0, (len(points) - 1) / 3)
+        return TSNE(2, perplexity=perplexity, init="random", random_state=seed).fit_transform(points), "t-SNE"
+    raise DataError(f"A map's method is 'pca' or 'tsne', not {method!r}.")

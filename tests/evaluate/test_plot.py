@@ -1,0 +1,237 @@
+"""`retrieval.plot`: what the pictures show, and sentences for what they cannot show."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import retrieval
+from matplotlib.figure import Figure
+from PIL import Image
+from retrieval.errors import DataError
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.store import Index
+from sklearn.datasets import load_iris
+
+EPOCHS = [
+    {"phase": "first", "loss": 1.5, "validation_map_at_r": 0.2, "validation_recall_at_1": 0.5},
+    {
+        "phase": "first",
+        "loss": 0.9,
+        "validation_map_at_r": 0.6,
+        "validation_recall_at_1": 0.9,
+        "gamma_max": 0.3,
+    },
+    {
+        "phase": "second",
+        "loss": 0.7,
+        "generator_loss": 3.0,
+        "validation_map_at_r": 0.6,
+        "validation_recall_at_1": 0.8,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def makers() -> ModuleType:
+    path = Path(__file__).parents[1] / "serving" / "makers.py"
+    spec = importlib.util.spec_from_file_location("plot_makers", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def made(makers: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plot")
+    makers.write_digits(folder / "digits", 60)
+    build_index(makers.make_bundle(folder / "bundle"), [folder / "digits"], folder / "index", progress=False)
+    return folder
+
+
+@pytest.fixture
+def index(made: Path) -> Iterator[Index]:
+    with Index.open(made / "index") as opened:
+        yield opened
+
+
+def titles(figure: Figure) -> list[str]:
+    return [cell.get_title() for cell in figure.axes if cell.get_visible()]
+
+
+def drawn(cell: Any) -> np.ndarray[Any, Any]:
+    (image,) = cell.get_images()
+    return np.asarray(image.get_array())
+
+
+def test_neighbours_shows_each_query_and_what_the_index_finds(made: Path, index: Index) -> None:
+    queries = [made / "digits" / "3" / "0003.png", made / "digits" / "7" / "0007.png"]
+    figure = retrieval.plot.neighbours(index, queries, 4, labels=["3", "8"])
+    assert isinstance(figure, Figure) and len(figure.axes) == 2 * 5
+    for row, (query, label) in enumerate(zip(queries, ("3", "8"), strict=True)):
+        cells = figure.axes[5 * row : 5 * row + 5]
+        assert cells[0].get_title() == f"query: {label}"
+        np.testing.assert_array_equal(drawn(cells[0]), np.asarray(Image.open(query)))
+        hits = index.search(index.bundle.encode_image(query), k=4)[0]
+        assert hits[0].path == query  # it is indexed, so it finds itself
+        for cell, hit in zip(cells[1:], hits, strict=True):
+            mark = "✓" if hit.label == label else "✗"
+            assert cell.get_title() == f"{hit.label} {mark} {hit.distance:.2f}"
+            assert hit.path is not None
+            np.testing.assert_array_equal(drawn(cell), np.asarray(Image.open(hit.path)))
+    right, wrong = figure.axes[1], figure.axes[6]
+    assert right.spines["top"].get_edgecolor() != wrong.spines["top"].get_edgecolor()
+
+
+def test_the_pixels_of_the_query_are_in_the_file(made: Path, index: Index, tmp_path: Path) -> None:
+    image = Image.open(made / "digits" / "3" / "0003.png")
+    figure = retrieval.plot.neighbours(index, image, 1)
+    figure.savefig(tmp_path / "n.png")
+    pixels = np.asarray(Image.open(tmp_path / "n.png").convert("L"), dtype=float)
+    box = figure.axes[0].get_window_extent()
+    height, width = np.asarray(image).shape
+    for row in range(height):
+        for column in range(width):
+            y = len(pixels) - box.y1 + (row + 0.5) * box.height / height
+            x = box.x0 + (column + 0.5) * box.width / width
+            assert abs(pixels[int(y), int(x)] - np.asarray(image)[row, column]) <= 1
+    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
+
+
+def test_queries_may_be_bytes_arrays_and_colour_images(made: Path, index: Index) -> None:
+    path = made / "digits" / "5" / "0005.png"
+    colour = Image.new("RGB", (600, 300), (255, 0, 0))
+    figure = retrieval.plot.neighbours(
+        index, [path.read_bytes(), np.asarray(Image.open(path)), colour, str(path)], 2
+    )
+    assert titles(figure)[::3] == ["query"] * 4 and not any("✓" in t or "✗" in t for t in titles(figure))
+    np.testing.assert_array_equal(drawn(figure.axes[0]), drawn(figure.axes[3]))
+    shown = drawn(figure.axes[6])
+    assert shown.shape == (128, 256, 3) and (shown == (255, 0, 0)).all()
+
+
+def test_a_file_that_is_gone_is_an_empty_cell(made: Path, makers: ModuleType, tmp_path: Path) -> None:
+    shutil.copytree(made / "digits", tmp_path / "digits")
+    build_index(made / "bundle", [tmp_path / "digits"], tmp_path / "index", progress=False)
+    gone = tmp_path / "digits" / "3" / "0003.png"
+    query = gone.read_bytes()
+    gone.unlink()
+    with Index.open(tmp_path / "index") as opened:
+        figure = retrieval.plot.neighbours(opened, query, 2)
+    assert not figure.axes[1].get_images() and "0003.png" in figure.axes[1].texts[0].get_text()
+    assert figure.axes[2].get_images()
+
+
+def test_neighbours_says_what_it_cannot_draw(
+    made: Path, index: Index, makers: ModuleType, tmp_path: Path
+) -> None:
+    image = made / "digits" / "3" / "0003.png"
+    with pytest.raises(DataError, match="1 to 50 queries, not 0"):
+        retrieval.plot.neighbours(index, [])
+    with pytest.raises(DataError, match="1 to 50 queries, not 51"):
+        retrieval.plot.neighbours(index, [image] * 51)
+    with pytest.raises(DataError, match="2 labels for 1 queries"):
+        retrieval.plot.neighbours(index, image, labels=["3", "4"])
+    with pytest.raises(DataError, match="k must be at least 1"):
+        retrieval.plot.neighbours(index, image, 0)
+    (tmp_path / "text.png").write_text("no image")
+    with pytest.raises(DataError, match=r"text\.png"):
+        retrieval.plot.neighbours(index, tmp_path / "text.png")
+    np.savez(tmp_path / "f.npz", features=np.eye(20), labels=np.arange(20))
+    bundle = makers.make_bundle(tmp_path / "b", kind="features", features=20)
+    build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    with Index.open(tmp_path / "i") as vectors, pytest.raises(DataError, match="holds vectors, not images"):
+        retrieval.plot.neighbours(vectors, image)
+
+
+def test_curves_shows_each_epoch(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in EPOCHS), encoding="utf-8")
+    figure = retrieval.plot.curves(tmp_path)
+    losses, validation = figure.axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in (*losses.lines, *validation.lines)}
+    assert lines["loss"] == [[1, 1.5], [2, 0.9], [3, 0.7]]
+    assert lines["generator loss"] == [[3, 3.0]]
+    assert lines["map at r"] == [[1, 0.2], [2, 0.6], [3, 0.6]]
+    assert "gamma max" not in lines
+    assert [t.get_text() for t in losses.texts] == ["first", "second"]
+    (best,) = [line for line in validation.lines if line.get_linestyle() == ":"]
+    assert list(best.get_xdata()) == [2, 2]  # of equally good ones the first is kept
+    assert any(list(line.get_xdata()) == [2.5, 2.5] for line in losses.lines)
+
+
+def test_curves_without_validation_has_one_panel(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1.0}\n{"loss": 0.5}\n')
+    assert len(retrieval.plot.curves(str(tmp_path)).axes) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "Give the folder of a run"), ("{", "not JSON"), ("", "no epoch"), ('{"loss": "x"}\n', "no epoch"), ("3\n", "no epoch")],
+)  # fmt: skip
+def test_curves_says_what_is_wrong_with_a_folder(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(DataError, match=said) as refused:
+        retrieval.plot.curves(tmp_path)
+    assert str(tmp_path / "metrics.jsonl") in str(refused.value)
+
+
+@pytest.mark.parametrize("method", ["pca", "tsne"])
+def test_map_places_every_item_beside_its_class(method: Any) -> None:
+    codes, labels = load_iris(return_X_y=True)
+    codes, labels = codes[::3], labels[::3]
+    figure = retrieval.plot.map(codes, [f"class {n}" for n in labels], method=method)
+    (panel,) = figure.axes
+    groups = {group.get_label(): np.asarray(group.get_offsets()) for group in panel.collections}
+    assert list(groups) == ["class 0", "class 1", "class 2"]
+    assert [len(points) for points in groups.values()] == np.bincount(labels).tolist()
+    assert "50 items of 3 classes" in panel.get_title()
+    centres = np.array([points.mean(axis=0) for points in groups.values()])
+    own = np.linalg.norm(groups["class 0"] - centres[0], axis=1).max()
+    assert own < np.linalg.norm(centres[0] - centres[1:], axis=1).min()  # setosa is apart by either method
+
+
+def test_a_map_by_pca_is_the_projection_and_says_how_much_it_keeps() -> None:
+    codes, labels = load_iris(return_X_y=True)
+    (panel,) = retrieval.plot.map(codes, labels).axes
+    points = np.concatenate([np.asarray(group.get_offsets()) for group in panel.collections])
+    centred = codes - codes.mean(axis=0)
+    values = np.linalg.svd(centred, compute_uv=False) ** 2
+    np.testing.assert_allclose(np.sort((points**2).sum(axis=0))[::-1], values[:2], rtol=1e-8)
+    assert f"{100 * values[:2].sum() / values.sum():.0f} % of the variance" in panel.get_title()
+
+
+def test_a_map_of_many_classes_colours_without_a_legend() -> None:
+    random = np.random.default_rng(0)
+    (panel,) = retrieval.plot.map(random.normal(size=(40, 3)), np.arange(40) % 20).axes
+    assert panel.get_legend() is None and len(set(panel.collections[0].get_array())) == 20
+
+
+@pytest.mark.parametrize(
+    ("codes", "labels", "method", "said"),
+    [
+        (np.zeros(3), [0, 1, 2], "pca", "not of shape"),
+        (np.zeros((3, 1)), [0, 1, 2], "pca", "not of shape"),
+        (np.full((3, 2), np.nan), [0, 1, 2], "pca", "NaN or infinity"),
+        (np.ones((3, 2)), [0, 1], "pca", "one label"),
+        (np.ones((3, 2)), [0, 1, 2], "umap", "'pca' or 'tsne', not 'umap'"),
+    ],
+)
+def test_map_says_what_it_cannot_draw(codes: Any, labels: Any, method: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        retrieval.plot.map(codes, labels, method=method)
+
+
+def test_no_picture_touches_pyplot(process: Any) -> None:
+    done = process("-c", "import retrieval, sys; retrieval.plot.map([[0, 1], [1, 0]], [0, 1]); print('matplotlib.pyplot' in sys.modules)")  # fmt: skip
+    assert done.out.strip() == "False", done.err
+    assert "plot" in dir(retrieval) and sys.modules["retrieval.evaluation.plot"] is retrieval.plot
