@@ -213,7 +213,7 @@ def peak():
 """
 OPENED = PEAK + textwrap.dedent("""
     import sys
-    from retrieval import sessions
+    from retrieval.serving import sessions
     from retrieval.errors import BundleError
     from retrieval.serving.index.store import Index
     sessions._MEMORY = 1 << 28

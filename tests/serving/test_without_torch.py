@@ -31,15 +31,13 @@ TRAINING = (
     "retrieval.evaluation",
     "retrieval.export",
     "retrieval.data",
+    "retrieval.run",
+    "retrieval.cli",
 )
 
 
 def serving_modules() -> list[str]:
-    paths = [
-        ROOT / "retrieval" / f"{name}.py" for name in ("errors", "images", "manifest", "runtime", "bundle")
-    ]
-    for part in ("index", "serve"):
-        paths += (ROOT / "retrieval" / part).glob("*.py")
+    paths = [ROOT / "retrieval" / "errors.py", *(ROOT / "retrieval" / "serving").rglob("*.py")]
     names = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths
     ]
