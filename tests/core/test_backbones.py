@@ -54,7 +54,12 @@ def test_every_factory_reads(plugins: Plugins, kind: str) -> None:
 def test_public_names_load() -> None:
     import retrieval_core
 
-    for name in retrieval_core._HOME:
+    names = set(
+        "ConvNet Features LDA NCA PCA Pixels cifar10 digits efficientnet_lite0 emnist fashion_mnist features image_folder "
+        "lfw_people manifest timm_model torchvision_model".split()
+    )
+    assert names <= set(dir(retrieval_core))
+    for name in names:
         assert callable(getattr(retrieval_core, name))
     with pytest.raises(AttributeError, match="nothing"):
         retrieval_core.nothing  # noqa: B018
