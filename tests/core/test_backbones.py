@@ -54,27 +54,25 @@ def test_every_factory_reads(plugins: Plugins, kind: str) -> None:
 def test_public_names_load() -> None:
     import retrieval_core
 
-    names = set(
-        [
-            "ConvNet",
-            "Features",
-            "LDA",
-            "NCA",
-            "PCA",
-            "Pixels",
-            "cifar10",
-            "digits",
-            "efficientnet_lite0",
-            "emnist",
-            "fashion_mnist",
-            "features",
-            "image_folder",
-            "lfw_people",
-            "manifest",
-            "timm_model",
-            "torchvision_model",
-        ]
-    )
+    names = {
+        "ConvNet",
+        "Features",
+        "LDA",
+        "NCA",
+        "PCA",
+        "Pixels",
+        "cifar10",
+        "digits",
+        "efficientnet_lite0",
+        "emnist",
+        "fashion_mnist",
+        "features",
+        "image_folder",
+        "lfw_people",
+        "manifest",
+        "timm_model",
+        "torchvision_model",
+    }
     assert names <= set(dir(retrieval_core))
     for name in names:
         assert callable(getattr(retrieval_core, name))
