@@ -66,7 +66,7 @@ def trainer(folder: Path, size: int, case: dict[str, Any], generator: bool) -> T
 
 def step(of: Trainer, inputs: torch.Tensor, labels: torch.Tensor) -> float:
     start = time.process_time()
-    of._train_batch(inputs, labels, of.phase)
+    of._train_batch(inputs, labels)
     return time.process_time() - start
 
 
@@ -97,10 +97,10 @@ def main() -> None:
             inputs, labels = next(iter(plain.batches.epoch(0)))
             assert len(labels) == BATCH
             for of in (plain, daml):
-                of.sides.set_modes()
+                of.step.set_modes()
                 step(of, inputs, labels)
             pairs = [(step(plain, inputs, labels), step(daml, inputs, labels)) for _ in range(options.steps)]
-            made = int(daml._train_batch(inputs, labels, daml.phase)["triplets"])
+            made = int(daml._train_batch(inputs, labels)["triplets"])
         one, other = (statistics.median(column) for column in zip(*pairs, strict=True))
         ratio = statistics.median(b / a for a, b in pairs)
         lines.append(f"| {name} | {made:,} | {one:.2f} | {other:.2f} | {ratio:.2f} |")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +30,8 @@ T = TypeVar("T")
 class TrainBatches:
     """Training batches of P classes × M items; stateless, so that a run can go on at any step.
 
-    All that is random follows from seed, epoch and the place in the epoch; nothing touches the global generators.
+    All that is random follows from seed, epoch and the place in the epoch; nothing touches the global generators. A `with`
+    block ends the processes that decode.
 
     Args:
         dataset: the items. `dataset[i]` is called from several threads.
@@ -116,6 +118,16 @@ class TrainBatches:
         else:
             made = _ahead(self._make, jobs)
         return zip(made, labels, strict=True)
+
+    def __enter__(self) -> Self:
+        """Return the batches."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
 
     def close(self) -> None:
         """End the worker processes, if there are any."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,19 +87,22 @@ def code_size(model: Model) -> int:
     return size
 
 
-@dataclass
-class Objective:
-    """What trains a model: the loss, and the miner and generator if any."""
+class Objective(nn.Module):
+    """What trains a model: the loss, and the miner and generator if any.
 
-    loss: nn.Module
-    miner: nn.Module | None
-    generator: Generator | None
+    Args:
+        loss: called with codes, labels and what the miner picked.
+        miner: called with codes and labels.
+        generator: makes synthetic features.
+    """
 
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """Those that there are, by name."""
-        named = {"loss": self.loss, "miner": self.miner, "generator": self.generator}
-        return {name: module for name, module in named.items() if module is not None}
+    def __init__(
+        self, loss: nn.Module, miner: nn.Module | None = None, generator: Generator | None = None
+    ) -> None:
+        super().__init__()
+        self.loss = loss
+        self.miner = miner
+        self.generator = generator
 
 
 def build_objective(recipe: Recipe, plugins: Plugins, model: Model, classes: int) -> Objective:

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from retrieval.errors import RecipeError
 from retrieval.recipe.optimizers import SHAPES
-from retrieval.recipe.tables import Optimizer, Schedule, Trainable
+from retrieval.recipe.tables import Optimizer, Phase, Recipe, Schedule, Trainable
 
 
 def build_optimizer(
@@ -41,6 +41,38 @@ def build_optimizer(
         raise RecipeError([f"nothing to train: {', '.join(parts) or 'the phase'} has no parameters."])
     made: TorchOptimizer = getattr(torch.optim, section.name)(groups, lr=lr or section.lr, **section.options)
     return made
+
+
+def build_optimizers(
+    recipe: Recipe, phase: Phase, parts: Mapping[Trainable, Sequence[Parameter]]
+) -> dict[str, TorchOptimizer]:
+    """Return the optimisers of a phase, "metric" and "generator", those that have something to train.
+
+    Args:
+        recipe: its `[optimizer]` and `[generator_optimizer]`.
+        phase: what trains, and its own rates.
+        parts: the parameters of each part of the model.
+
+    Raises:
+        RecipeError: nothing that the phase names has parameters.
+    """
+    found: dict[str, TorchOptimizer] = {}
+    metric: dict[Trainable, Sequence[Parameter]] = {
+        name: p for name, p in parts.items() if name in phase.train and name != "generator"
+    }
+    if any(metric.values()):
+        found["metric"] = build_optimizer(recipe.optimizer, metric, phase.lr)
+    if "generator" in phase.train and parts["generator"]:
+        own = recipe.generator_optimizer
+        # a phase's `lr` stands for that of [optimizer], which is the generator's where it has none of its own
+        rate = phase.generator_lr or (phase.lr if own is None else None)
+        generator: dict[Trainable, Sequence[Parameter]] = {"generator": parts["generator"]}
+        found["generator"] = build_optimizer(own or recipe.optimizer, generator, rate)
+    if not found:
+        raise RecipeError(
+            [f"[[phase]] {phase.name}: none of {', '.join(phase.train)} has parameters to train."]
+        )
+    return found
 
 
 class StepSchedule:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from retrieval.run.build import Objective, code_size
 from retrieval.run.open import Run
 from retrieval.serving.images import decode
 from retrieval.training.memory import Allocated, drawn_out, free_bytes, shown
-from retrieval.training.sides import Sides
 from retrieval.training.step import Losses, Step
 
 WHOLE = 256
@@ -107,9 +105,7 @@ class _Tried:
     def __init__(self, run: Run, model: Model, objective: Objective, accelerator: Accelerator) -> None:
         self.run, self.model, self.objective, self.accelerator = run, model, objective, accelerator
         self.recipe: Recipe = run.recipe
-        for module in objective.modules.values():
-            module.to(accelerator.device)
-        self.step = Step(model, objective, self.recipe, accelerator, from_features=False)
+        objective.to(accelerator.device)
         self.size = self.recipe.sampler.classes * self.recipe.sampler.items
         whole = self.size <= WHOLE
         self.sampler = self.recipe.sampler if whole else smaller(self.recipe.sampler, WHOLE // 2)
@@ -131,22 +127,20 @@ class _Tried:
 
     def phase(self, phase: Phase, seen: Seen) -> None:
         """Try a phase's batches."""
-        sides = Sides(
-            self.model, self.objective, self.recipe, phase, 1, SimpleNamespace(prepare_optimizer=lambda made: made)
-        )  # fmt: skip
-        sides.set_modes()
+        step = self.step(phase)
+        step.set_modes()
         batches = self._batches(self.sampler)
         batch, labels = self._batch(batches, 0)
         with Allocated() as allocated:
-            losses = self._losses(batch, labels, phase, sides)
+            losses = _losses(step, batch, labels)
         if self.size > WHOLE and not any(line.startswith("memory") for line in seen.lines):
-            self._memory(allocated.peak / len(labels), seen)
-        changes, number = _changes(sides), 0
+            self._memory(step, allocated.peak / len(labels), seen)
+        changes, number = _changes(step), 0
         while not changes and number < min(AGAIN, len(batches) - 1):
             number += 1
             batch, labels = self._batch(batches, number)
-            losses = self._losses(batch, labels, phase, sides)
-            changes = _changes(sides)
+            losses = _losses(step, batch, labels)
+            changes = _changes(step)
         self._say(phase, losses, len(labels), seen)
         if not changes:
             mined = losses.figures.get("mined")
@@ -155,6 +149,10 @@ class _Tried:
                 f"phase '{phase.name}': no weight would change in {number + 1} sampled batch{'es' * (number > 0)}{why}. "
                 "Check the loss, the miner and [sampler]."
             )
+
+    def step(self, phase: Phase) -> Step:
+        """Return the step of a phase, on the copies."""
+        return Step(self.model, self.objective, self.recipe, phase, 1, self.accelerator, tried=True)
 
     def _batches(self, sampler: Sampler) -> TrainBatches:
         run = self.run
@@ -167,21 +165,7 @@ class _Tried:
         batch, labels = next(batches.epoch(0, start=number))
         return batch.to(self.accelerator.device), labels.to(self.accelerator.device)
 
-    def _losses(self, batch: torch.Tensor, labels: torch.Tensor, phase: Phase, sides: Sides) -> Losses:
-        sides.zero_grad()
-        losses = self.step(batch, labels, phase)
-        for name, value, who in (
-            ("loss", losses.metric, self.step.loss), ("generator loss", losses.generator, self.step.generator),
-        ):  # fmt: skip
-            if value is not None and not torch.isfinite(value):
-                raise DataError(
-                    f"One batch in phase '{phase.name}' was tried, and {name} is {float(value.detach())} ({who[4:]}). "
-                    "Check the data and the parameters."
-                )
-        self.step.backward(losses, sides.parts, None)
-        return losses
-
-    def _memory(self, each: float, seen: Seen) -> None:
+    def _memory(self, step: Step, each: float, seen: Seen) -> None:
         """Say what the recipe's batch will take, from what an item took and from the objective on drawn codes."""
         sizes, peaks = [], []
         width = code_size(self.model)
@@ -191,7 +175,7 @@ class _Tried:
             )
             codes = torch.randn(len(labels), width, device=self.accelerator.device, requires_grad=True)
             with Allocated() as allocated:
-                self.step.real_loss(codes, labels).backward()  # type: ignore[no-untyped-call]
+                step.real_loss(codes, labels).backward()  # type: ignore[no-untyped-call]
             sizes.append(len(labels))
             peaks.append(allocated.peak)
         free = free_bytes(self.accelerator.device)
@@ -226,10 +210,23 @@ def smaller(sampler: Sampler, size: int) -> Sampler:
     return sampler.model_copy(update={"items": items, "classes": max(2, min(sampler.classes, size // items))})
 
 
-def _changes(sides: Sides) -> bool:
+def _losses(step: Step, batch: torch.Tensor, labels: torch.Tensor) -> Losses:
+    """Return a batch's losses, with the gradients of what trains."""
+    step.zero_grad()
+    try:
+        losses = step.losses(batch, labels)
+    except DataError as error:
+        raise DataError(
+            f"One batch in phase '{step.phase.name}' was tried, and {str(error).rstrip('.')}. Check the data and the parameters."
+        ) from error
+    step.backward(losses)
+    return losses
+
+
+def _changes(step: Step) -> bool:
     return any(
         p.grad is not None and bool(p.grad.abs().max() > 0)
-        for part in sides.parts.values()
+        for part in step.parts.values()
         for p in part
         if p.numel()
     )

@@ -10,29 +10,26 @@ from typing import Any
 
 from retrieval.errors import DataError
 from retrieval.run import checkpoint
-from retrieval.run.build import Objective
 from retrieval.run.open import Run
 from retrieval.run.position import Progress
 from retrieval.run.resume import Standing
 from retrieval.run.weights import load_weights
-from retrieval.training.sides import Sides
+from retrieval.training.step import Step
 
 
-def training_state(
-    run: Run, objective: Objective, sides: Sides, scaler: Any, progress: Progress
-) -> dict[str, Any]:
+def training_state(run: Run, step: Step, scaler: Any, progress: Progress) -> dict[str, Any]:
     """Return the weights, the state of optimisers, schedules, gradient scaler (None without one) and random generators."""
     return {
         "model": run.model.state_dict(),
-        "modules": {name: module.state_dict() for name, module in objective.modules.items()},
-        **sides.state_dict(),
+        "modules": {name: part.state_dict() for name, part in step.objective.named_children()},
+        **step.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else {},
         "random": checkpoint.random_state(),
         "progress": asdict(progress),
     }
 
 
-def restore(standing: Standing, run: Run, objective: Objective, sides: Sides, scaler: Any) -> None:
+def restore(standing: Standing, run: Run, step: Step, scaler: Any) -> None:
     """Put everything back that `training_state` took, but the random generators and the progress.
 
     Raises:
@@ -41,8 +38,8 @@ def restore(standing: Standing, run: Run, objective: Objective, sides: Sides, sc
     state = standing.state
     load_weights(run.model, state, standing.file)
     for name, values in state["modules"].items():
-        objective.modules[name].load_state_dict(values)
-    sides.load_state_dict(state)
+        step.objective.get_submodule(name).load_state_dict(values)
+    step.load_state_dict(state)
     if state["scaler"] and scaler is not None:
         scaler.load_state_dict(state["scaler"])
 
@@ -56,7 +53,15 @@ def fitting(file: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, TypeError, ValueError, RuntimeError, AssertionError, IndexError) as error:
+    except (
+        KeyError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AssertionError,
+        IndexError,
+    ) as error:
         raise DataError(
             f"{file} does not fit this recipe ({error}). Resume with the recipe and plugins that started the run."
         ) from error

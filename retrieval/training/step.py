@@ -1,4 +1,4 @@
-"""One batch: the loss on real or synthetic samples, and the generator's own objective.
+"""One batch: the losses of real and synthetic samples, their gradients, and the step that they lead to.
 
 The metric (backbone, head, combiner, loss) and the generator are two sides with an optimiser each. With
 `coupling = "separate"` each side's objective reaches its own parameters only, wherever else its gradient passes: the
@@ -8,8 +8,8 @@ objective passes through the metric as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,201 +23,310 @@ from retrieval.model.guard import checked_indices, checked_objective, checked_ro
 from retrieval.model.model import Model
 from retrieval.recipe.tables import Phase, Recipe, Trainable
 from retrieval.run.build import Objective
-from retrieval.training.synthetic import choose_triplets, extend, mine
+from retrieval.training.optim import StepSchedule, build_optimizers
+from retrieval.training.parts import parts_of, set_modes
+from retrieval.training.synthetic import Figures, Made, choose_triplets, extend, mine
 
 
-@dataclass
+@dataclass(frozen=True)
+class Batch:
+    """A batch that went through the model.
+
+    Attributes:
+        features: (B, F).
+        codes: (B, C).
+        labels: (B,).
+        indices: what the miner picked; None without a miner.
+        own: the combiner's own objective, if it has one.
+        figures: for the log.
+    """
+
+    features: Tensor
+    codes: Tensor
+    labels: Tensor
+    indices: TripletIndices | None
+    own: Tensor | None
+    figures: Figures
+
+
+@dataclass(frozen=True)
 class Losses:
     """What one batch gives: a scalar for each side that trains, and figures for the log."""
 
     metric: Tensor | None
     generator: Tensor | None
-    figures: dict[str, Tensor | int] = field(default_factory=dict)
+    figures: Figures
+
+    def numbers(self) -> dict[str, float]:
+        """Return the figures, and the losses as "loss" and "generator_loss" where there are any."""
+        losses = {"loss": self.metric, "generator_loss": self.generator}
+        found = {**self.figures, **{k: v.detach() for k, v in losses.items() if v is not None}}
+        return {name: float(value) for name, value in found.items()}
 
 
 class Step:
-    """Computes a batch's losses.
+    """Trains what a phase trains, a batch at a time, with fresh optimisers.
+
+    Making one says which parameters want a gradient.
 
     Args:
         model: the model being trained.
         objective: its loss, miner and generator.
-        recipe: weights and coupling.
+        recipe: weights, coupling, optimisers and schedule.
+        phase: what trains.
+        steps: steps in an epoch.
         accelerator: Hugging Face Accelerate's, for autocast and for batches shared by several processes.
         from_features: whether inputs are a frozen backbone's features.
+        tried: whether batches are only tried, and never stepped on: the accelerator is then not told of the optimisers.
+
+    Attributes:
+        parts: each part's parameters, each parameter once.
+        trains: the parts that train.
+        optimizers: "metric" and "generator", those that train.
+        schedules: theirs.
+        who: what the parts are called in messages.
+
+    Raises:
+        RecipeError: nothing that the phase names has parameters.
     """
 
     def __init__(
-        self, model: Model, objective: Objective, recipe: Recipe, accelerator: Any, from_features: bool
+        self,
+        model: Model,
+        objective: Objective,
+        recipe: Recipe,
+        phase: Phase,
+        steps: int,
+        accelerator: Any,
+        *,
+        from_features: bool = False,
+        tried: bool = False,
     ) -> None:
-        self.model = model
-        self.objective = objective
-        self.loss_weight = recipe.train.loss_weight
-        self.real_weight = recipe.train.real_weight
-        self.joint = recipe.train.coupling == "joint"
-        self.mines_after = recipe.train.mine == "after"
-        self.accelerator = accelerator
-        self.from_features = from_features
-        self.loss, self.miner, self.generator, self.combiner = (
-            f"The {part} {(getattr(recipe, part) or {}).get('name')}"
-            for part in ("loss", "miner", "generator", "combiner")
-        )
-        self.backbone = f"The backbone {recipe.backbone['name']}"
+        self.model, self.objective, self.phase, self.accelerator = model, objective, phase, accelerator
+        self.train_table, self.from_features = recipe.train, from_features
+        self.who = {
+            part: f"The {part} {(getattr(recipe, part) or {}).get('name')}"
+            for part in ("backbone", "loss", "miner", "generator", "combiner")
+        }
+        self.trains: set[Trainable] = set(phase.train) - ({"backbone"} if recipe.frozen else set())
+        self.parts = parts_of(model, objective, recipe.frozen)
+        for name, parameters in self.parts.items():
+            for parameter in parameters:
+                parameter.requires_grad_(name in phase.train)
+        model.backbone.requires_grad_("backbone" in self.trains)
+        optimizers = build_optimizers(recipe, phase, self.parts)
+        self.schedules = {
+            name: StepSchedule(recipe.schedule, optimizer, phase.epochs * steps)
+            for name, optimizer in optimizers.items()
+        }
+        self.optimizers: dict[str, Any] = dict(optimizers)
+        if "metric" in optimizers and not tried:
+            self.optimizers["metric"] = accelerator.prepare_optimizer(optimizers["metric"])
 
-    def __call__(self, inputs: Tensor, labels: Tensor, phase: Phase) -> Losses:
+    # --- a batch -----------------------------------------------------------------------------------------
+
+    def __call__(self, inputs: Tensor, labels: Tensor) -> dict[str, float]:
+        """Train on one batch and return its losses and figures; see `losses`."""
+        self.zero_grad()
+        losses = self.losses(inputs, labels)
+        self.backward(losses)
+        self.update()
+        return losses.numbers()
+
+    def losses(self, inputs: Tensor, labels: Tensor) -> Losses:
         """Return the losses of one batch.
 
         Args:
             inputs: this process's share of the batch.
             labels: likewise, int64.
-            phase: what trains now.
+
+        Raises:
+            DataError: a loss or a synthetic feature is NaN or infinite.
+            PluginError: a part breaks its contract.
         """
+        batch = self._encoded(inputs, labels)
+        made = self._made(batch)
+        metric = self._metric_loss(batch, made)
+        generator = self._generator_loss(made)
+        return Losses(metric, generator, self._figures(batch, made, metric))
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of what trains."""
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, losses: Losses) -> None:
+        """Give every parameter its gradient: each side's comes from its own objective; `joint` adds them up."""
+        metric, generator = losses.metric, losses.generator
+        metric_side, generator_side = self._sides()
+        rest = metric_side
+        if self.train_table.coupling == "joint" and metric is not None and generator is not None:
+            metric, generator = metric + generator, None
+            rest = metric_side + generator_side
+        if generator is not None:
+            keep = metric is not None and metric.requires_grad
+            with calling(f"The gradient of {self.who['generator'][4:]}"):
+                gradients = torch.autograd.grad(
+                    generator, generator_side, retain_graph=keep, allow_unused=True
+                )
+            for parameter, gradient in zip(generator_side, gradients, strict=True):
+                parameter.grad = gradient
+        if metric is not None and metric.requires_grad:
+            with calling(f"The gradient of {self.who['loss'][4:]}"):
+                self.accelerator.backward(metric, inputs=rest)
+        if self.accelerator.num_processes > 1:
+            for parameter in metric_side + generator_side:
+                if parameter.grad is not None:
+                    parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")
+
+    def update(self) -> None:
+        """Clip each side's gradient, step its optimiser by it, and then its rate."""
+        if clip_norm := self.train_table.clip_norm:
+            metric_side, generator_side = ([p for p in side if p.grad is not None] for side in self._sides())
+            self.accelerator.clip_grad_norm_(metric_side, clip_norm)
+            nn.utils.clip_grad_norm_(generator_side, clip_norm)
+        for name, optimizer in self.optimizers.items():
+            optimizer.step()
+            self.schedules[name].step()
+
+    def real_loss(self, codes: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of codes (B, C) and labels (B,), with the miner's pairs and without a generator."""
+        return self._loss(codes, labels, self._mined(codes, labels))
+
+    # --- what a batch gives ------------------------------------------------------------------------------
+
+    def _encoded(self, inputs: Tensor, labels: Tensor) -> Batch:
+        """Return the batch's features and codes, those of all processes, and what miner and combiner say of them."""
         features, codes = self._codes(inputs)
         # losses take differences of near-equal numbers: always in float32 (a no-op without mixed precision)
         features, codes = self._share(features.float()), self._share(codes.float())
         labels = self._share(labels)
-        mines = self.objective.miner is not None
-        indices: TripletIndices | None = self._mine(codes, labels) if mines else None
-        losses = Losses(None, None)
-        if mines:
-            losses.figures["mined"] = count_indices(indices)
+        indices = self._mined(codes, labels)
+        figures: dict[str, Tensor | int] = {} if indices is None else {"mined": count_indices(indices)}
         own: Tensor | None = None
         if self.model.combiner is not None:
-            with calling(self.combiner):
+            with calling(self.who["combiner"]):
                 given = self.model.combiner.objective(codes, labels, indices)
-            own, figures = checked_objective(given, self.combiner, codes)
-            losses.figures.update(figures)
-        self._sides(losses, features, codes, labels, indices, phase)
-        if losses.metric is not None:
-            losses.metric = self.loss_weight * losses.metric
-        if own is not None and losses.metric is not None and "combiner" in phase.train:
-            losses.figures["combiner_loss"] = own.detach()
-            losses.metric = losses.metric + own
-        return losses
+            own, theirs = checked_objective(given, self.who["combiner"], codes)
+            figures.update(theirs)
+        return Batch(features, codes, labels, indices, own, figures)
 
-    def _sides(
-        self,
-        losses: Losses,
-        features: Tensor,
-        codes: Tensor,
-        labels: Tensor,
-        indices: TripletIndices | None,
-        phase: Phase,
-    ) -> None:
-        """Fill in the loss, on real or synthetic negatives, and the generator's objective."""
-        generator = self.objective.generator
-        trains_metric = any(part != "generator" for part in phase.train)
-        if generator is None or not (phase.synthetic or "generator" in phase.train):
-            losses.metric = self._loss(codes, labels, indices)
-            return
-
-        miner, after = self.objective.miner, self.mines_after
-        a, p, n = choose_triplets(None if after else indices, labels)
-        losses.figures["triplets"] = int(a.numel())
-        real_weight = self.real_weight if phase.synthetic else 1.0
-        if a.numel() == 0:  # a batch without triplets trains no synthetic sample, but every graph must exist
-            if trains_metric:
-                losses.metric = codes.sum() * 0.0
-                if real_weight:
-                    losses.metric = losses.metric + real_weight * self._loss(codes, labels, indices)
-            return
-        fa, fp, fn = (features[i] for i in (a, p, n))
-        with calling(self.generator):
-            synthetic = generator(fa, fp, fn)
-        checked_rows(
-            synthetic, self.generator, (len(fn), fn.shape[1]), fn.device, "a synthetic feature a triplet"
-        )
+    def _made(self, batch: Batch) -> Made | None:
+        """Return what the generator makes of a batch; None where the phase has no use for it, or there is no triplet."""
+        generator, who = self.objective.generator, self.who["generator"]
+        if generator is None or not (self.phase.synthetic or "generator" in self.phase.train):
+            return None
+        a, p, n = choose_triplets(None if self._mines_after else batch.indices, batch.labels)
+        figures: dict[str, Tensor | int] = {"triplets": int(a.numel())}
+        triplets = batch.features[a], batch.features[p], batch.features[n]
+        if a.numel() == 0:
+            return Made(batch.features[:0], triplets, None, None, figures)
+        with calling(who):
+            synthetic = generator(*triplets)
+        like = len(a), batch.features.shape[1]
+        checked_rows(synthetic, who, like, batch.features.device, "a synthetic feature a triplet")
         if not torch.isfinite(synthetic).all():
-            raise DataError(f"the generator's output became NaN or infinite ({self.generator[4:]})")
-        replaced = fn if generator.replaces == "negative" else fp
-        losses.figures["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
-        if trains_metric and not phase.synthetic:
-            losses.metric = self._loss(codes, labels, indices)
-        elif trains_metric:
-            made = self.model.head(synthetic).float()
-            extended = extend(codes, labels, made, (a, p, n), generator.replaces)
-            chosen: TripletIndices = extended.triplets
-            if after and miner is not None:
-                chosen = mine(self._mine, codes, labels, extended)
-                losses.figures["mined"] = count_indices(chosen)
-            metric = self._loss(codes, labels, chosen, ref_emb=extended.codes, ref_labels=extended.labels)
+            raise DataError(f"the generator's output became NaN or infinite ({who[4:]})")
+        replaced = triplets[2 if generator.replaces == "negative" else 1]
+        figures["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
+        if not (self._trains_metric and self.phase.synthetic):
+            return Made(synthetic, triplets, None, None, figures)
+        codes = self.model.head(synthetic).float()
+        extended = extend(batch.codes, batch.labels, codes, (a, p, n), generator.replaces)
+        chosen: TripletIndices = extended.triplets
+        if self._mines_after and self.objective.miner is not None:
+            chosen = mine(self._mine, batch.codes, batch.labels, extended)
+            figures["mined"] = count_indices(chosen)
+        return Made(synthetic, triplets, extended, chosen, figures)
+
+    def _metric_loss(self, batch: Batch, made: Made | None) -> Tensor | None:
+        """Return the loss of real samples, of synthetic ones among them, or of both; None where no part of the metric trains."""
+        if not self._trains_metric:
+            return None
+        real_weight = self.train_table.real_weight
+        if made is None or not self.phase.synthetic:
+            value = self._loss(batch.codes, batch.labels, batch.indices)
+        else:
+            if (
+                made.extended is None
+            ):  # no triplet, so nothing synthetic to train on, but every graph must exist
+                value = batch.codes.sum() * 0.0
+            else:
+                reference = {"ref_emb": made.extended.codes, "ref_labels": made.extended.labels}
+                value = self._loss(batch.codes, batch.labels, made.indices, **reference)
             if real_weight:
-                metric = metric + real_weight * self._loss(codes, labels, indices)
-            losses.metric = metric
-        if "generator" in phase.train and any(True for _ in generator.parameters()):
-            with calling(self.generator):
-                given = generator.objective(fa, fp, fn, synthetic, self.model.feature_distance)
-            losses.generator = checked_scalar(given, f"{self.generator}'s objective", synthetic, generator)
+                value = value + real_weight * self._loss(batch.codes, batch.labels, batch.indices)
+        value = self.train_table.loss_weight * value
+        if batch.own is not None and "combiner" in self.phase.train:
+            value = value + batch.own
+        return _finite("loss", value, self.who["loss"])
 
-    def backward(
-        self, losses: Losses, parts: Mapping[Trainable, Sequence[Parameter]], clip_norm: float | None
-    ) -> None:
-        """Give every parameter its gradient: each side's comes from its own objective; `joint` adds them up.
+    def _generator_loss(self, made: Made | None) -> Tensor | None:
+        """Return the generator's objective; None where it does not train, has nothing to train, or made nothing."""
+        generator, who = self.objective.generator, self.who["generator"]
+        if made is None or generator is None or not len(made.features):
+            return None
+        if "generator" not in self.phase.train or not any(True for _ in generator.parameters()):
+            return None
+        with calling(who):
+            given = generator.objective(*made.triplets, made.features, self.model.feature_distance)
+        value = checked_scalar(given, f"{who}'s objective", made.features, generator)
+        return _finite("generator loss", value, who)
 
-        Args:
-            losses: what a batch gave.
-            parts: the parameters by part.
-            clip_norm: largest norm of each side's gradient; None: no clipping.
-        """
-        metric, generator = losses.metric, losses.generator
-        own = [p for p in parts["generator"] if p.requires_grad]
-        rest = [p for name, group in parts.items() if name != "generator" for p in group if p.requires_grad]
-        if self.joint and metric is not None and generator is not None:
-            metric, generator = metric + generator, None
-            rest += own
-        if generator is not None:
-            keep = metric is not None and metric.requires_grad
-            with calling(f"The gradient of {self.generator[4:]}"):
-                gradients = torch.autograd.grad(generator, own, retain_graph=keep, allow_unused=True)
-            for parameter, gradient in zip(own, gradients, strict=True):
-                parameter.grad = gradient
-        if metric is not None and metric.requires_grad:
-            with calling(f"The gradient of {self.loss[4:]}"):
-                self.accelerator.backward(metric, inputs=rest)
-        metric_side = [
-            p for name, group in parts.items() if name != "generator" for p in group if p.grad is not None
-        ]
-        generator_side = [p for p in own if p.grad is not None]
-        if self.accelerator.num_processes > 1:
-            for parameter in metric_side + generator_side:
-                parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")
-        if clip_norm:
-            self.accelerator.clip_grad_norm_(metric_side, clip_norm)
-            nn.utils.clip_grad_norm_(generator_side, clip_norm)
+    def _figures(self, batch: Batch, made: Made | None, metric: Tensor | None) -> Figures:
+        """Return the batch's figures for the log."""
+        figures = {**batch.figures, **(made.figures if made is not None else {})}
+        if batch.own is not None and metric is not None and "combiner" in self.phase.train:
+            figures["combiner_loss"] = batch.own.detach()
+        return figures
 
-    def real_loss(self, codes: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of codes (B, C) and labels (B,), with the miner's pairs and without a generator."""
-        return self._loss(
-            codes, labels, self._mine(codes, labels) if self.objective.miner is not None else None
-        )
+    # --- the parts, called -------------------------------------------------------------------------------
+
+    @property
+    def _trains_metric(self) -> bool:
+        return any(part != "generator" for part in self.phase.train)
+
+    @property
+    def _mines_after(self) -> bool:
+        return self.train_table.mine == "after"
+
+    def _sides(self) -> tuple[list[Parameter], list[Parameter]]:
+        """Return the parameters that want a gradient, the metric's and the generator's."""
+        metric = [p for name, part in self.parts.items() if name != "generator" for p in part]
+        return [p for p in metric if p.requires_grad], [p for p in self.parts["generator"] if p.requires_grad]
 
     def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return features (B, F), as wide as the backbone says, and codes (B, C)."""
-        model, size = self.model, len(inputs)
+        model, size, who = self.model, len(inputs), self.who["backbone"]
         with self.accelerator.autocast():
-            with calling(self.backbone):
+            with calling(who):
                 features = inputs.float() if self.from_features else model.features(inputs)
             like = (size, model.backbone.features)
-            checked_rows(features, self.backbone, like, inputs.device, "features, as wide as it says")
+            checked_rows(features, who, like, inputs.device, "features, as wide as it says")
             with calling("The head"):
                 codes = model.head(features)
         return features, checked_rows(codes, "The head", (size, -1), inputs.device, "codes")
 
+    def _mined(self, codes: Tensor, labels: Tensor) -> TripletIndices | None:
+        """Return what the miner picks in the batch; None without a miner."""
+        return None if self.objective.miner is None else self._mine(codes, labels)
+
     def _mine(self, codes: Tensor, labels: Tensor, **reference: Tensor) -> TripletIndices:
         """Return what the miner picks, in the batch or against a reference set (`ref_emb`, `ref_labels`)."""
         assert self.objective.miner is not None
-        with calling(self.miner):
+        with calling(self.who["miner"]):
             found = self.objective.miner(codes, labels, **reference)
         others = reference.get("ref_emb", codes)
-        return checked_indices(found, self.miner, (len(codes), len(others)), codes.device)
+        return checked_indices(found, self.who["miner"], (len(codes), len(others)), codes.device)
 
     def _loss(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None, **reference: Tensor
     ) -> Tensor:
         """Return the loss; one without a miner's indices is called without them."""
-        with calling(self.loss):
+        with calling(self.who["loss"]):
             picked = () if indices is None else (indices,)
             value = self.objective.loss(codes, labels, *picked, **reference)
-        return checked_scalar(value, self.loss, codes, self.objective.loss)
+        return checked_scalar(value, self.who["loss"], codes, self.objective.loss)
 
     def _share(self, x: Tensor) -> Tensor:
         """All processes' rows, in the batch's order; gradients reach this process's own rows.
@@ -232,3 +341,44 @@ class Step:
         if x.is_floating_point():
             rows[self.accelerator.process_index] = x.detach() + world * (x - x.detach())
         return torch.cat(rows)
+
+    # --- epochs ------------------------------------------------------------------------------------------
+
+    def set_modes(self) -> None:
+        """Put all in training mode but the parts that do not train."""
+        set_modes(self.model, self.objective, self.trains)
+
+    def end_epoch(self) -> None:
+        """Advance the rates that change once an epoch."""
+        for schedule in self.schedules.values():
+            schedule.epoch_end()
+
+    def rates(self) -> dict[str, float]:
+        """Return each side's learning rate, that of its first part."""
+        return {name: optimizer.param_groups[0]["lr"] for name, optimizer in self.optimizers.items()}
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the state of optimisers and schedules."""
+        return {
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+        """Go on from `state_dict()` of the same phase.
+
+        Raises:
+            KeyError, ValueError: it is of another phase or recipe.
+        """
+        for name, values in state["optimizers"].items():
+            self.optimizers[name].load_state_dict(values)
+        for name, values in state["schedules"].items():
+            self.schedules[name].load_state_dict(values)
+
+
+def _finite(name: str, value: Tensor, who: str) -> Tensor:
+    """Return a loss, refused when it is NaN or infinite."""
+    number = float(value.detach())
+    if not math.isfinite(number):
+        raise DataError(f"{name} is {number} ({who[4:]})")
+    return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +14,8 @@ from retrieval.model.contracts import TripletIndices
 
 Triplets = tuple[Tensor, Tensor, Tensor]
 Replaces = Literal["positive", "negative"]
+Figures = Mapping[str, Tensor | int]
+"""What a batch gives for the log, by name."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,25 @@ class Extended:
     labels: Tensor
     triplets: Triplets
     replaces: Replaces
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the generator made of a batch.
+
+    Attributes:
+        features: (T, F), a synthetic feature a triplet.
+        triplets: the features of the triplets that they were made of, each (T, F).
+        extended: the batch with their codes behind it; None in a phase whose loss does not see them.
+        indices: what the loss is given of the extended batch.
+        figures: for the log.
+    """
+
+    features: Tensor
+    triplets: Triplets
+    extended: Extended | None
+    indices: TripletIndices | None
+    figures: Figures
 
 
 def extend(codes: Tensor, labels: Tensor, made: Tensor, triplets: Triplets, replaces: Replaces) -> Extended:

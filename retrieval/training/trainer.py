@@ -6,11 +6,10 @@ at any step and resumed ends with the same weights, bit for bit.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ from retrieval.run.resume import Standing, changes, standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
 from retrieval.training.probe import look_ahead
-from retrieval.training.sides import Sides
 from retrieval.training.state import fitting, restore, training_state
 from retrieval.training.step import Step
 from retrieval.training.surroundings import (
@@ -82,12 +80,10 @@ class Trainer:
         run.model.channels_last = self.recipe.train.channels_last
         if self.recipe.train.channels_last:
             run.model.backbone.to(memory_format=torch.channels_last)
-        for module in self.objective.modules.values():
-            module.to(run.device)
+        self.objective.to(run.device)
         self.dataset = run.dataset
         if self.recipe.frozen:
             self.dataset = backbone_features(run.model, run.dataset, run.device, self.recipe.evaluate.batch)
-        self.step = Step(run.model, self.objective, self.recipe, accelerator, self.recipe.frozen)
         preprocessing = None if self.recipe.frozen else run.model.preprocessing
         self.raw = RawInputs(self.dataset, preprocessing)  # shared, so that validation decodes nothing again
         self.batches = TrainBatches(
@@ -115,8 +111,14 @@ class Trainer:
 
     def _enter_phase(self) -> None:
         """Set up what trains; a phase starts with fresh optimisers."""
-        self.sides = Sides(
-            self.run.model, self.objective, self.recipe, self.phase, len(self.batches), self.accelerator
+        self.step = Step(
+            self.run.model,
+            self.objective,
+            self.recipe,
+            self.phase,
+            len(self.batches),
+            self.accelerator,
+            from_features=self.recipe.frozen,
         )
 
     # --- the loop ----------------------------------------------------------------------------------------
@@ -140,7 +142,7 @@ class Trainer:
             self.report(f"note: {note}")
         board_folder = self.run.path / "tensorboard" if self.main else None
         board_of = tensorboard(board_folder, self.progress.total)
-        with closing(self.batches), stopping(self._stop), meter, board_of as board:
+        with self.batches, stopping(self._stop), meter, board_of as board:
             while self.progress.phase < len(self.recipe.phases):
                 while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
                     self._end_epoch(self._epoch(meter), board)
@@ -152,14 +154,14 @@ class Trainer:
         return self._finish()
 
     def _epoch(self, meter: Meter) -> dict[str, float]:
-        progress, phase = self.progress, self.phase
+        progress = self.progress
         world, rank = int(self.accelerator.num_processes), int(self.accelerator.process_index)
         every = self.recipe.train.checkpoint_every
         started, first = time.perf_counter(), progress.step
-        self.sides.set_modes()
+        self.step.set_modes()
         for inputs, labels in self.batches.epoch(progress.epoch, start=progress.step, rank=rank, world=world):
             figures = self._train_batch(
-                inputs.to(self.run.device, non_blocking=True), labels.to(self.run.device), phase
+                inputs.to(self.run.device, non_blocking=True), labels.to(self.run.device)
             )
             for name, value in figures.items():
                 progress.sums[name] = progress.sums.get(name, 0.0) + value
@@ -180,23 +182,12 @@ class Trainer:
         metrics["images_per_second"] = (progress.step - first) * size / max(seconds, 1e-9)
         return metrics
 
-    def _train_batch(self, inputs: Tensor, labels: Tensor, phase: Phase) -> dict[str, float]:
-        self.sides.zero_grad()
-        where = f"at step {self.progress.total + 1} (epoch {self.progress.epoch + 1})"
+    def _train_batch(self, inputs: Tensor, labels: Tensor) -> dict[str, float]:
         try:
-            losses = self.step(inputs, labels, phase)
+            return self.step(inputs, labels)
         except DataError as error:
+            where = f"at step {self.progress.total + 1} (epoch {self.progress.epoch + 1})"
             raise self._stopped(where, str(error)) from error
-        figures = {name: float(value) for name, value in losses.figures.items()}
-        for name, value in (("loss", losses.metric), ("generator_loss", losses.generator)):
-            if value is not None:
-                figures[name] = float(value.detach())
-                if not math.isfinite(figures[name]):
-                    who = self.step.loss if name == "loss" else self.step.generator
-                    raise self._stopped(where, f"{name.replace('_', ' ')} is {figures[name]} ({who[4:]})")
-        self.step.backward(losses, self.sides.parts, self.recipe.train.clip_norm)
-        self.sides.step()
-        return figures
 
     def _stopped(self, where: str, what: str) -> DataError:
         return DataError(
@@ -223,7 +214,7 @@ class Trainer:
         """Validate, log, save."""
         progress, train = self.progress, self.recipe.train
         self._refuse_nan()  # before they are judged, and perhaps kept as the best
-        self.sides.end_epoch()
+        self.step.end_epoch()
         improved = False
         last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
         if self.validates and ((progress.epoch + 1) % train.validate_every == 0 or last_of_phase):
@@ -236,9 +227,9 @@ class Trainer:
                 progress.stale += 1
         record: dict[str, Any] = {
             "phase": self.phase.name, "epoch": progress.epoch, "step": progress.total,
-            "lr": self.sides.rates(), **metrics,
+            "lr": self.step.rates(), **metrics,
         }  # fmt: skip
-        warnings = combiner_warnings(self.run.model.combiner, metrics, self.step.combiner)
+        warnings = combiner_warnings(self.run.model.combiner, metrics, self.step.who["combiner"])
         if metrics.get("triplets") == 0:
             warnings.append(NO_TRIPLETS)
         if warnings:
@@ -289,11 +280,11 @@ class Trainer:
         self._refuse_nan()
         if self.main:
             scaler = self.accelerator.scaler
-            state = training_state(self.run, self.objective, self.sides, scaler, self.progress)
+            state = training_state(self.run, self.step, scaler, self.progress)
             checkpoint.save(self.run.last, state, previous=self.run.previous)
 
     def _refuse_nan(self) -> None:
-        for name, parameters in self.sides.parts.items():
+        for name, parameters in self.step.parts.items():
             if not all(bool(torch.isfinite(p).all()) for p in parameters):
                 where = f"at step {self.progress.total} (epoch {self.progress.epoch + 1})"
                 raise self._stopped(where, f"weights of the {name} became NaN or infinite")
@@ -313,7 +304,7 @@ class Trainer:
             self.progress = standing.progress
             if self.progress.phase < len(self.recipe.phases):
                 self._enter_phase()
-            restore(standing, self.run, self.objective, self.sides, self.accelerator.scaler)
+            restore(standing, self.run, self.step, self.accelerator.scaler)
         checkpoint.restore_random_state(standing.state["random"])
         if self.main:
             forget_after(self.run.metrics_file, self.progress.total)

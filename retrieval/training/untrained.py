@@ -7,7 +7,7 @@ from collections.abc import Callable
 from retrieval.run import checkpoint
 from retrieval.run.folder import write_json
 from retrieval.run.open import Run, begin_folder
-from retrieval.training.sides import parts_of
+from retrieval.training.parts import parts_of
 
 NOTHING = "The model has nothing to train: its features are taken as they are."
 

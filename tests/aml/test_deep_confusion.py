@@ -269,7 +269,7 @@ def test_joint_coupling_is_the_same_for_it_has_no_objective(tmp_path: Path) -> N
         run = build_run(tmp_path, *recipe)
         trainer = Trainer(run, Accelerator(cpu=True))
         torch.manual_seed(1)
-        losses = trainer.step(*next(iter(trainer.batches.epoch(0))), trainer.phase)
+        losses = trainer.step.losses(*next(iter(trainer.batches.epoch(0))))
         assert losses.metric is not None and float(losses.metric.detach()) > 0
         return list(torch.autograd.grad(losses.metric, list(run.model.parameters())))
 

@@ -75,14 +75,14 @@ def test_synthetic_samples_enter_the_loss_and_its_gradient(make: Make, name: str
     for scale in (0.1, 1.0):
         disturb(of, scale)
         checkpoint.seed_everything(0)
-        losses = of.step(inputs, labels, of.phase)
+        losses = of.step.losses(inputs, labels)
         assert losses.metric is not None and torch.isfinite(losses.metric)
         values.append(losses.metric.item())
     assert values[0] != values[1]
-    of.sides.zero_grad()
-    of.step.backward(losses, of.sides.parts, None)
+    of.step.zero_grad()
+    of.step.backward(losses)
     for part in ("head", "generator"):
-        gradients = [parameter.grad for parameter in of.sides.parts[part]]
+        gradients = [parameter.grad for parameter in of.step.parts[part]]
         assert all(g is not None and bool(g.isfinite().all()) for g in gradients)
         assert any(bool(g.any()) for g in gradients if g is not None)
 
@@ -93,12 +93,12 @@ def test_beside_a_discriminator_it_trains_both(make: Make, name: str) -> None:
     of = make(name, combiner=combiner)
     disturb(of, 0.1)
     inputs, labels = next(iter(of.batches.epoch(0)))
-    losses = of.step(inputs, labels, of.phase)
+    losses = of.step.losses(inputs, labels)
     assert losses.metric is not None and torch.isfinite(losses.metric)
     alone = losses.metric - losses.figures["combiner_loss"]
     reach = torch.autograd.grad(
         alone,
-        [p for part in ("head", "combiner") for p in of.sides.parts[part]],
+        [p for part in ("head", "combiner") for p in of.step.parts[part]],
         allow_unused=True,
     )
     assert all(g is not None and bool(g.isfinite().all()) and bool(g.any()) for g in reach)

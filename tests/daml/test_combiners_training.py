@@ -135,11 +135,11 @@ def test_the_objective_joins_the_loss_where_the_combiner_trains_and_only_there(
     codes = run.model(inputs)[1]
     alone, own = run.objective.loss(codes, labels), combiner.objective(codes, labels, None)[0]
     assert own is not None and abs(own.item()) > 1e-4
-    phase = trainer.phase
-    both = trainer.step(inputs, labels, phase)
+    both = trainer.step.losses(inputs, labels)
     assert both.metric is not None and both.metric.item() == pytest.approx((alone + own).item(), abs=1e-6)
     assert both.figures["combiner_loss"] == pytest.approx(own.item(), abs=1e-6)
-    without = trainer.step(inputs, labels, phase.model_copy(update={"train": ["head"]}))
+    trainer.step.phase = trainer.phase.model_copy(update={"train": ["head"]})
+    without = trainer.step.losses(inputs, labels)
     assert without.metric is not None and torch.equal(without.metric, alone)
     assert "load_1" in without.figures and "combiner_loss" not in without.figures
 

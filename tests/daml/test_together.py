@@ -109,7 +109,7 @@ def test_the_generators_objective_has_the_weighed_distance(
     assert module is not None
     seen: list[Any] = []
     module.register_forward_hook(lambda _, given, made: seen.append((*given, made)))
-    losses = of.step(*next(iter(of.batches.epoch(0))), of.phase)
+    losses = of.step.losses(*next(iter(of.batches.epoch(0))))
     ((a, p, n, x),) = seen
     state = {k: v.double().tolist() for k, v in of.run.model.state_dict().items()}
     total, used = 0.0, 0
@@ -147,7 +147,7 @@ def test_gradients_with_a_combiner_are_those_of_the_couplings_objectives(
     of = trainer(tmp_path, make(train=options, miner={"name": "daml.semi_hard"}, generator=generator))
     inputs, labels = next(iter(of.batches.epoch(0)))
     random = checkpoint.random_state()
-    losses = of.step(inputs, labels, of.phase)
+    losses = of.step.losses(inputs, labels)
     assert losses.metric is not None and losses.generator is not None and of.objective.generator is not None
     sides = {
         "head": list(of.run.model.head.parameters()),
@@ -170,8 +170,8 @@ def test_gradients_with_a_combiner_are_those_of_the_couplings_objectives(
         for name in sides
     }
     checkpoint.restore_random_state(random)
-    of.sides.zero_grad()
-    of.step.backward(of.step(inputs, labels, of.phase), of.sides.parts, None)
+    of.step.zero_grad()
+    of.step.backward(of.step.losses(inputs, labels))
     for name, parameters in sides.items():
         for parameter, gradient in zip(parameters, expected[name], strict=True):
             assert gradient is not None and bool(gradient.any())
@@ -198,20 +198,20 @@ def test_loss_weight_is_lambda_in_what_each_side_steps_on(
         one.objective.generator.double()  # type: ignore[union-attr]
     features, labels = next(iter(of.batches.epoch(0)))
     features = features.double()
-    parts = {name: [p for p in group if p.requires_grad] for name, group in of.sides.parts.items()}
+    parts = {name: [p for p in group if p.requires_grad] for name, group in of.step.parts.items()}
 
     def objectives() -> tuple[float, float, float]:
         """J_m, J_dis with its balance, and J_gen, of the trainer without a weight, whose parameters are those of the other."""
         torch.manual_seed(0)
-        losses = plain.step(features, labels, plain.phase)
+        losses = plain.step.losses(features, labels)
         assert losses.metric is not None and losses.generator is not None
         own = losses.figures["combiner_loss"]
         return float(losses.metric.detach() - own), float(own), float(losses.generator.detach())
 
     torch.manual_seed(0)
-    of.sides.zero_grad()
-    of.step.backward(of.step(features, labels, of.phase), of.sides.parts, None)
-    moved = {name: [p for p in group if p.requires_grad] for name, group in plain.sides.parts.items()}
+    of.step.zero_grad()
+    of.step.backward(of.step.losses(features, labels))
+    moved = {name: [p for p in group if p.requires_grad] for name, group in plain.step.parts.items()}
     for name, group in parts.items():
         for parameter, same in zip(group, moved[name], strict=True):
             direction = torch.randn_like(same)
@@ -238,7 +238,8 @@ def test_the_loss_is_added_up_of_synthetic_and_real_samples_and_the_combiners_ow
         checkpoint.seed_everything(3)
         # the last without the combiner's own
         train = ["head", "loss"] if len(values) == 3 else ["head", "combiner", "loss"]
-        losses = of.step(inputs, labels, of.phase.model_copy(update={"train": train}))
+        of.step.phase = of.phase.model_copy(update={"train": train})
+        losses = of.step.losses(inputs, labels)
         assert losses.metric is not None
         values.append(losses.metric.item())
     codes = of.run.model(inputs)[1]
@@ -272,7 +273,7 @@ def test_what_is_mined_after_generation_is_semi_hard_by_the_weighed_distance(
         return forward(codes, labels, chosen, ref_emb, ref_labels)
 
     of.objective.loss.forward = spy
-    of.step(*next(iter(of.batches.epoch(0))), of.phase)
+    of.step.losses(*next(iter(of.batches.epoch(0))))
     ((codes, labels, chosen, ref_emb, ref_labels),) = seen
     distance = of.run.model.combiner
     assert distance is not None

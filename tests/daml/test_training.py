@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from retrieval.errors import DataError, RecipeError
 from retrieval.recipe.read import check_recipe, read_recipe
 from retrieval.run import checkpoint
+from retrieval.run.build import Called
 from retrieval.run.open import build_run
 from retrieval.training.synthetic import choose_triplets, extend, mine
 from retrieval.training.trainer import Trainer, train
@@ -122,7 +123,7 @@ def test_gradients_are_those_of_the_couplings_objectives(
     of = trainer(tmp_path, **tables, train={"device": "cpu", "coupling": coupling})
     inputs, labels = batch(of)
     random = checkpoint.random_state()
-    losses = of.step(inputs, labels, of.phase)
+    losses = of.step.losses(inputs, labels)
     assert losses.metric is not None and losses.generator is not None
     assert of.objective.generator is not None
     metric, generator = list(of.run.model.parameters()), list(of.objective.generator.parameters())
@@ -144,8 +145,8 @@ def test_gradients_are_those_of_the_couplings_objectives(
     checkpoint.restore_random_state(random)
     for parameter in metric + generator:
         parameter.grad = None
-    again = of.step(inputs, labels, of.phase)
-    of.step.backward(again, of.sides.parts, None)
+    again = of.step.losses(inputs, labels)
+    of.step.backward(again)
     for parameter, gradient in zip(metric + generator, expected, strict=True):
         if coupling == "separate":
             assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
@@ -161,10 +162,10 @@ def test_the_loss_trains_the_backbone_through_what_was_generated(tmp_path: Path,
     images, labels = batch(of)
     labels = torch.arange(len(images)) // 2
     of.run.model.eval()
-    of.objective.miner = lambda *_: tuple(torch.tensor([i]) for i in (0, 1, 2))  # type: ignore[assignment]
-    losses = of.step(images, labels, of.phase)
+    of.objective.miner = Called(lambda *_: tuple(torch.tensor([i]) for i in (0, 1, 2)))
+    losses = of.step.losses(images, labels)
     assert losses.metric is not None
-    of.step.backward(losses, of.sides.parts, None)
+    of.step.backward(losses)
     trained = [p.grad.clone() for p in of.run.model.backbone.parameters() if p.grad is not None]
 
     made = copy.deepcopy(of.objective.generator)
@@ -206,7 +207,7 @@ def test_the_loss_on_real_negatives_is_added_with_its_weight(tmp_path: Path) -> 
         of = trainer(tmp_path, train={"device": "cpu", "real_weight": weight})
         inputs, labels = batch(of)
         checkpoint.seed_everything(3)
-        losses = of.step(inputs, labels, of.phase)
+        losses = of.step.losses(inputs, labels)
         assert losses.metric is not None
         values.append(losses.metric.item())
     real = of.objective.loss(of.run.model(inputs)[1], labels).item()
@@ -227,7 +228,7 @@ def test_any_loss_with_a_reference_set_trains_with_synthetic_samples(
         for seed, parameter in enumerate(of.objective.generator.parameters()):
             torch.nn.init.normal_(parameter, std=scale, generator=torch.Generator().manual_seed(seed))
         checkpoint.seed_everything(0)
-        losses = of.step(inputs, labels, of.phase)
+        losses = of.step.losses(inputs, labels)
         assert losses.metric is not None and torch.isfinite(losses.metric)
         assert float(losses.figures["synthetic_shift"]) > 0
         values.append(losses.metric.item())
@@ -258,10 +259,10 @@ def test_a_phase_trains_both_while_the_metric_sees_real_samples_only(tmp_path: P
     """`synthetic = false` where the generator trains too: J_gen for it, the plain loss for the metric, bit for bit."""
     of = trainer(tmp_path, phase=[{"name": "apart", "epochs": 1, "synthetic": False}])
     inputs, labels = batch(of)
-    losses = of.step(inputs, labels, of.phase)
+    losses = of.step.losses(inputs, labels)
     assert losses.metric is not None and losses.generator is not None
     assert torch.equal(losses.metric, of.objective.loss(of.run.model(inputs)[1], labels))
-    of.step.backward(losses, of.sides.parts, None)
+    of.step.backward(losses)
     assert of.objective.generator is not None
     assert all(p.grad is not None and bool(p.grad.any()) for p in of.objective.generator.parameters())
 
@@ -317,7 +318,7 @@ def test_a_miner_picks_before_or_after_generation(
         return forward(codes, labels, ref_emb, ref_labels)
 
     of.objective.miner.forward = spy  # type: ignore[method-assign]
-    losses = of.step(inputs, labels, of.phase)
+    losses = of.step.losses(inputs, labels)
     assert losses.metric is not None and torch.isfinite(losses.metric)
     picked_from_both = [call for call in calls if call[1]]
     assert len(picked_from_both) == (0 if when == "before" else 3)  # once a class
@@ -385,8 +386,8 @@ def test_a_batch_without_triplets_trains_nothing(
     before = {
         k: v.clone() for k, v in of.run.model.state_dict().items() if "running" not in k and "num_b" not in k
     }
-    of.sides.set_modes()
-    figures = of._train_batch(inputs, torch.tensor(labels), of.phase)
+    of.step.set_modes()
+    figures = of._train_batch(inputs, torch.tensor(labels))
     assert figures["triplets"] == 0 and figures["loss"] == 0
     after = of.run.model.state_dict()
     # weight decay of AdamW alone: the gradient is zero

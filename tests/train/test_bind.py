@@ -39,10 +39,8 @@ def test_a_bound_head_is_neither_saved_nor_trained_twice(make: Make, tmp_path: P
     run = built(make, tmp_path)
     assert not run.objective.generator.state_dict()
     trainer = Trainer(run, Accelerator(cpu=True))
-    assert trainer.sides.parts["generator"] == []
-    of_optimisers = [
-        p for o in trainer.sides.optimizers.values() for g in o.param_groups for p in g["params"]
-    ]
+    assert trainer.step.parts["generator"] == []
+    of_optimisers = [p for o in trainer.step.optimizers.values() for g in o.param_groups for p in g["params"]]
     assert len(of_optimisers) == len({id(p) for p in of_optimisers}) == len(list(run.model.parameters()))
 
 

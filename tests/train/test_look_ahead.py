@@ -108,19 +108,20 @@ def test_what_a_batch_takes_is_about_what_it_takes(make: Make, loss: str, size: 
     accelerator = make_accelerator(recipe)
     seen = probe.Seen()
     tried = probe._Tried(run, run.model, run.objective, accelerator)
+    step = tried.step(recipe.phases[0])
     batches = tried._batches(recipe.sampler.model_copy(update={"items": size // 4}))
     batch, labels = tried._batch(batches, 0)
     with Allocated() as allocated:
-        tried.step(batch, labels, recipe.phases[0]).metric.backward()
+        step.losses(batch, labels).metric.backward()
     small = probe.smaller(recipe.sampler, 128)
     few, few_labels = tried._batch(tried._batches(small), 0)
     with Allocated() as part:
-        tried.step(few, few_labels, recipe.phases[0]).metric.backward()
+        step.losses(few, few_labels).metric.backward()
     found: list[int] = []
     real = probe.drawn_out
     probe.drawn_out = lambda *a: found.append(real(*a)) or found[-1]  # type: ignore[func-returns-value]
     try:
-        tried._memory(part.peak / len(few_labels), seen)
+        tried._memory(step, part.peak / len(few_labels), seen)
     finally:
         probe.drawn_out = real
     estimate = found[0] + part.peak / len(few_labels) * size

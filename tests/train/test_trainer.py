@@ -89,7 +89,7 @@ def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_
     trainer = Trainer(run, Accelerator(cpu=True))
     inputs, labels = next(iter(trainer.batches.epoch(0)))
     random = checkpoint.random_state()
-    losses = trainer.step(inputs, labels, trainer.phase)
+    losses = trainer.step.losses(inputs, labels)
     metric_side = [*run.model.parameters()]
     generator_side = [*run.objective.generator.parameters()]  # type: ignore[union-attr]
     passing = torch.autograd.grad(losses.metric, generator_side, retain_graph=True, allow_unused=True)
@@ -99,8 +99,8 @@ def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_
     checkpoint.restore_random_state(random)
     for parameter in metric_side + generator_side:
         parameter.grad = None
-    again = trainer.step(inputs, labels, trainer.phase)
-    trainer.step.backward(again, trainer.sides.parts, None)
+    again = trainer.step.losses(inputs, labels)
+    trainer.step.backward(again)
     for parameter, gradient in zip(metric_side, expected_metric, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
@@ -144,9 +144,9 @@ def test_each_part_is_in_training_mode_where_it_trains_and_only_there(make: Make
     for number, part in enumerate(parts):
         trainer.progress.phase = number
         trainer._enter_phase()
-        trainer.sides.set_modes()
+        trainer.step.set_modes()
         assert [module.training for module in modules] == [each == part for each in parts]  # type: ignore[union-attr]
-        grads = {name for name, group in trainer.sides.parts.items() for p in group if p.requires_grad}
+        grads = {name for name, group in trainer.step.parts.items() for p in group if p.requires_grad}
         assert grads == {part}
 
 
@@ -236,14 +236,14 @@ def test_a_figure_is_the_mean_of_the_batches_that_have_it(
     """A batch without triplets has no generator's objective: that is none, not zero."""
     from retrieval.training.step import Losses, Step
 
-    call, seen = Step.__call__, []
+    call, seen = Step.losses, []
 
-    def every_other(self: Any, inputs: Any, labels: Any, phase: Any) -> Losses:
-        losses = call(self, inputs, labels if len(seen) % 2 else torch.zeros_like(labels), phase)
+    def every_other(self: Any, inputs: Any, labels: Any) -> Losses:
+        losses = call(self, inputs, labels if len(seen) % 2 else torch.zeros_like(labels))
         seen.append(None if losses.generator is None else losses.generator.item())
         return losses
 
-    monkeypatch.setattr(Step, "__call__", every_other)
+    monkeypatch.setattr(Step, "losses", every_other)
     folder = fit(tmp_path, make(generator=GENERATOR, train={"epochs": 1}))
     (line,) = (json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines())
     had = [value for value in seen[2:] if value is not None]  # the look ahead tried two before
@@ -284,7 +284,7 @@ def test_without_triplets_the_real_samples_count_as_ever(
     trainer = Trainer(build_run(tmp_path, *made), Accelerator(cpu=True))
     inputs, labels = next(iter(trainer.batches.epoch(0)))
     one_class = torch.zeros_like(labels)
-    losses = trainer.step(inputs, one_class, trainer.phase)
+    losses = trainer.step.losses(inputs, one_class)
     alone = trainer.objective.loss(trainer.run.model(inputs)[1], one_class).item()
     assert alone > 0 and losses.metric is not None
     expected = alone * (real_weight if synthetic else 1.0)
