@@ -48,7 +48,8 @@ class AML(PairLearner):
             given as they come. The result depends on the features' scales, so use it where their units differ.
         tol: slope, relative to the objective, at which the search has converged.
         max_iter: most iterations of L-BFGS.
-        seed: of the drawing of pairs.
+        seed: of the drawing of pairs; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Attributes:
         objective_: D(M) reached, before `t`.
@@ -77,7 +78,8 @@ class AML(PairLearner):
         standardize: bool = False,
         tol: Positive = 1e-6,
         max_iter: Count = 500,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.alpha = alpha
         self.beta = beta
@@ -90,6 +92,7 @@ class AML(PairLearner):
         self.tol = tol
         self.max_iter = max_iter
         self.seed = seed
+        self.random_state = random_state
 
     def adversarial_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Floats:
         """Return each pair's most misleading neighbour under the learned metric, π and π′ of Eq 9.

@@ -29,7 +29,8 @@ ONE_THREAD = 200
 class PairLearner(LinearMap):
     """A metric learned from the second moments of similar and dissimilar pairs; subclasses say how.
 
-    Parameters that every subclass has: `t`, `regularization`, `prior`, `n_pairs`, `standardize`, `seed`.
+    Parameters that every subclass has: `t`, `regularization`, `prior`, `n_pairs`, `standardize`, `seed`,
+    `random_state`.
 
     Attributes:
         components_: (F, F) the learned map: M's eigenvectors times the roots of its eigenvalues, the largest first.
@@ -46,7 +47,8 @@ class PairLearner(LinearMap):
     prior: Any
     n_pairs: int | Literal["paper"] | None
     standardize: bool
-    seed: int
+    seed: int | None
+    random_state: int | None
 
     converged_: bool
     n_iter_: int
@@ -78,7 +80,7 @@ class PairLearner(LinearMap):
             moments = moments_of_classes(x, codes)
         else:
             drawn = count_to_draw(self.n_pairs, int(codes.max()) + 1)
-            moments = moments_of_drawn_pairs(x, codes, drawn, self.seed)
+            moments = moments_of_drawn_pairs(x, codes, drawn, self._chosen_seed())
         return self._fit(moments, x, raw.mean(axis=0), scale)
 
     def fit_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Self:
@@ -151,6 +153,7 @@ class PairLearner(LinearMap):
         return symmetric(prior)
 
     def _refuse_parameters(self) -> None:
+        self._chosen_seed()
         if not (np.isfinite(self.t) and 0 <= self.t <= 1):
             raise ValueError(
                 f"t is {self.t}; it must lie between 0 (similar pairs only) and 1 (dissimilar pairs only)."

@@ -37,7 +37,8 @@ class GMML(PairLearner):
             draws 1,000 C (C − 1) of C classes.
         standardize: whether each feature is first divided by its standard deviation; the map takes that in, so features are
             given as they come. The result depends on the features' scales, so use it where their units differ.
-        seed: of the drawing of pairs.
+        seed: of the drawing of pairs; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Directions in which no pair differs (a constant feature) take no part; M has its own geometric mean there. Where pairs of one
     kind never differ (fewer items than features), that moment's eigenvalues are raised to 1e-10 of their mean. So M is
@@ -60,7 +61,8 @@ class GMML(PairLearner):
         prior: Prior = None,
         n_pairs: Count | Literal["paper"] | None = None,
         standardize: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.t = t
         self.regularization = regularization
@@ -68,6 +70,7 @@ class GMML(PairLearner):
         self.n_pairs = n_pairs
         self.standardize = standardize
         self.seed = seed
+        self.random_state = random_state
 
     def _learn(
         self, similar: NDArray[np.floating[Any]], dissimilar: NDArray[np.floating[Any]]

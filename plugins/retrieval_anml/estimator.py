@@ -10,7 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 from retrieval import LinearMap
 from retrieval.model.linear import class_codes, deviations
 from scipy.optimize import minimize
-from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_array, validate_data
 from threadpoolctl import threadpool_limits
 
@@ -25,7 +24,7 @@ ONE_THREAD = 10_000_000
 class NeighborhoodLearner(LinearMap):
     """A linear map found by L-BFGS on L (F, C), M = LLᵀ, from M₀ = I / √N; subclasses give the objective.
 
-    Parameters that every subclass has: `standardize`, `n_components`, `max_queries`, `max_iter`, `tol`, `seed`.
+    Parameters that every subclass has: `standardize`, `n_components`, `max_queries`, `max_iter`, `tol`, `seed`, `random_state`.
 
     Attributes:
         components_: (C, F) the learned map, Lᵀ.
@@ -40,7 +39,8 @@ class NeighborhoodLearner(LinearMap):
     max_queries: int | None
     max_iter: int
     tol: float
-    seed: int
+    seed: int | None
+    random_state: int | None
 
     def _neighborhoods(self, x: Floats, codes: NDArray[np.intp], queries: int | None) -> Neighborhoods:
         raise NotImplementedError
@@ -129,7 +129,7 @@ class NeighborhoodLearner(LinearMap):
         return start
 
     def _refuse_common(self) -> None:
-        check_random_state(self.seed)
+        self._chosen_seed()
         if self.max_queries is not None and self.max_queries < 1:
             raise ValueError(
                 f"max_queries is {self.max_queries}; it must be at least 1, or None for all items."

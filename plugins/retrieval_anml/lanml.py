@@ -60,7 +60,8 @@ class LANML(NeighborhoodLearner):
             others stay their neighbours. None: no limit. Time grows with queries × items.
         max_iter: most iterations of L-BFGS.
         tol: least gain of an iteration that is worth another.
-        seed: of the drawing of queries.
+        seed: of the drawing of queries; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
         k1: K₁α₁ of Eq 6, in the place of γ₁: the mean distance of that many nearest of S_i, or below 0 of the farthest; at most
             all of S_i. None: the log-exp mean.
         k2: K₂ of Eq 11, in the place of γ₂: the mean distance of that many nearest dissimilar items. None: the log-exp mean.
@@ -89,9 +90,10 @@ class LANML(NeighborhoodLearner):
         max_queries: Count | None = 5000,
         max_iter: Count = 100,
         tol: Positive = 1e-5,
-        seed: int = 0,
+        seed: int | None = None,
         k1: int | None = None,
         k2: Count | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.gamma1 = gamma1
         self.gamma2 = gamma2
@@ -106,6 +108,7 @@ class LANML(NeighborhoodLearner):
         self.max_iter = max_iter
         self.tol = tol
         self.seed = seed
+        self.random_state = random_state
         self.k1 = k1
         self.k2 = k2
 
@@ -124,7 +127,7 @@ class LANML(NeighborhoodLearner):
             neighbors=None if near == "all" else near,
             regularization=self.regularization,
             queries=queries,
-            seed=self.seed,
+            seed=self._chosen_seed(),
             k1=self.k1,
             k2=self.k2,
         )

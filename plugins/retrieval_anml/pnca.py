@@ -39,7 +39,8 @@ class PNCA(NeighborhoodLearner):
             others stay their neighbours. None: no limit. Time grows with queries × items.
         max_iter: most iterations of L-BFGS.
         tol: least gain of an iteration that is worth another.
-        seed: of the drawing of queries.
+        seed: of the drawing of queries; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class PNCA(NeighborhoodLearner):
         max_queries: Count | None = 5000,
         max_iter: Count = 100,
         tol: Positive = 1e-5,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.alpha = alpha
         self.form = form
@@ -63,6 +65,7 @@ class PNCA(NeighborhoodLearner):
         self.max_iter = max_iter
         self.tol = tol
         self.seed = seed
+        self.random_state = random_state
 
     def _neighborhoods(
         self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None
@@ -78,7 +81,7 @@ class PNCA(NeighborhoodLearner):
             offset=lambda similar, dissimilar: math.log(dissimilar) - power * math.log(similar),
             regularization=self.regularization,
             queries=queries,
-            seed=self.seed,
+            seed=self._chosen_seed(),
         )
 
     def _refuse_parameters(self) -> None:

@@ -53,10 +53,11 @@ class MetricLearnLearner(LinearMap):
     estimator: ClassVar[str]
 
     def _settings(self) -> dict[str, Any]:
-        """Return the keywords of metric-learn's estimator; by default our parameters, `seed` renamed."""
+        """Return the keywords of metric-learn's estimator; by default our parameters, with one seed."""
         settings: dict[str, Any] = self.get_params(deep=False)
         if "seed" in settings:
-            settings["random_state"] = settings.pop("seed")
+            del settings["seed"]
+            settings["random_state"] = self._chosen_seed()
         return settings
 
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
@@ -111,24 +112,6 @@ class MetricLearnLearner(LinearMap):
         if hasattr(fitted, "n_iter_"):
             self.n_iter_ = int(fitted.n_iter_)
         return self
-
-    def pair_distance(self, pairs: ArrayLike) -> Floats:
-        """Return the learned distances (P,) of pairs of features (P, 2, F).
-
-        Raises:
-            ValueError: another shape or width, NaN or infinity.
-        """
-        given = np.asarray(pairs)
-        if given.ndim != 3 or given.shape[1] != 2:
-            raise ValueError(
-                f"Pairs must have the shape (P, 2, F), two items of F features each, not {given.shape}."
-            )
-        found: Floats = np.linalg.norm(self.transform(given[:, 0]) - self.transform(given[:, 1]), axis=1)
-        return found
-
-    def pair_score(self, pairs: ArrayLike) -> Floats:
-        """Return the negative distances (P,) of pairs (P, 2, F): larger is more alike."""
-        return -self.pair_distance(pairs)
 
     def score_pairs(self, pairs: ArrayLike) -> Floats:
         """Return what `pair_distance` does; metric-learn's older name of it."""

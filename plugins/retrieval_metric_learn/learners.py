@@ -29,7 +29,8 @@ class LMNN(MetricLearnLearner):
         convergence_tol: change of the objective below which it stops.
         min_iter: fewest iterations.
         max_iter: most iterations.
-        seed: seed of a random start and of PCA's randomised solver.
+        seed: seed of a random start and of PCA's randomised solver; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 
     estimator = "LMNN"
@@ -44,7 +45,8 @@ class LMNN(MetricLearnLearner):
         convergence_tol: Positive = 0.001,
         min_iter: Count = 50,
         max_iter: Count = 1000,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.n_neighbors = n_neighbors
         self.init = init
@@ -55,6 +57,7 @@ class LMNN(MetricLearnLearner):
         self.min_iter = min_iter
         self.max_iter = max_iter
         self.seed = seed
+        self.random_state = random_state
 
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
         if counts.min() <= self.n_neighbors:
@@ -77,7 +80,8 @@ class ITML(MetricLearnLearner):
         prior: the metric that it starts from and stays near: "covariance" is the inverse covariance.
         lower: bound above the distance of similar pairs; none: the 5th percentile of all distances.
         upper: bound below the distance of dissimilar pairs; none: the 95th percentile. Set both or neither.
-        seed: of the drawing of pairs.
+        seed: of the drawing of pairs; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 
     estimator = "ITML_Supervised"
@@ -91,7 +95,8 @@ class ITML(MetricLearnLearner):
         prior: Prior = "identity",
         lower: Positive | None = None,
         upper: Positive | None = None,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.gamma = gamma
         self.max_iter = max_iter
@@ -101,6 +106,7 @@ class ITML(MetricLearnLearner):
         self.lower = lower
         self.upper = upper
         self.seed = seed
+        self.random_state = random_state
 
     def _settings(self) -> dict[str, Any]:
         return {k: v for k, v in super()._settings().items() if k not in ("lower", "upper")}
@@ -126,7 +132,8 @@ class SCML(MetricLearnLearner):
         max_iter: its iterations.
         output_iter: iterations between two evaluations of the objective.
         batch_size: triplets of an iteration.
-        seed: of the clusters and the triplets.
+        seed: of the clusters and the triplets; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 
     estimator = "SCML_Supervised"
@@ -142,7 +149,8 @@ class SCML(MetricLearnLearner):
         max_iter: Count = 10000,
         output_iter: Count = 500,
         batch_size: Count = 10,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.k_genuine = k_genuine
         self.k_impostor = k_impostor
@@ -154,6 +162,7 @@ class SCML(MetricLearnLearner):
         self.output_iter = output_iter
         self.batch_size = batch_size
         self.seed = seed
+        self.random_state = random_state
 
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
         if counts.min() < 2:
@@ -174,7 +183,8 @@ class MMC(MetricLearnLearner):
         init: the metric that it starts from.
         diagonal: whether only a weight for each feature is learned.
         diagonal_c: weight of the dissimilar, for a diagonal metric.
-        seed: of the drawing of pairs.
+        seed: of the drawing of pairs; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 
     estimator = "MMC_Supervised"
@@ -188,7 +198,8 @@ class MMC(MetricLearnLearner):
         init: Prior = "identity",
         diagonal: bool = False,
         diagonal_c: Positive = 1.0,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.max_iter = max_iter
         self.max_proj = max_proj
@@ -198,6 +209,7 @@ class MMC(MetricLearnLearner):
         self.diagonal = diagonal
         self.diagonal_c = diagonal_c
         self.seed = seed
+        self.random_state = random_state
 
 
 class LSML(MetricLearnLearner):
@@ -211,7 +223,8 @@ class LSML(MetricLearnLearner):
         max_iter: most iterations.
         prior: the metric that it stays near.
         n_constraints: comparisons; none: 20 times the classes squared.
-        seed: of the drawing of pairs.
+        seed: of the drawing of pairs; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 
     estimator = "LSML_Supervised"
@@ -222,13 +235,15 @@ class LSML(MetricLearnLearner):
         max_iter: Count = 1000,
         prior: Prior = "identity",
         n_constraints: Count | None = None,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.tol = tol
         self.max_iter = max_iter
         self.prior = prior
         self.n_constraints = n_constraints
         self.seed = seed
+        self.random_state = random_state
 
 
 class LFDA(MetricLearnLearner):
@@ -279,7 +294,8 @@ class RCA(MetricLearnLearner):
         n_components: width of the codes; none: the number of features.
         n_chunks: how many chunks; none: 100, or as many as the classes hold.
         chunk_size: items in each.
-        seed: of the drawing of chunks.
+        seed: of the drawing of chunks; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 
     estimator = "RCA_Supervised"
@@ -289,12 +305,14 @@ class RCA(MetricLearnLearner):
         n_components: Count | None = None,
         n_chunks: Count | None = None,
         chunk_size: Annotated[int, Field(ge=2)] = 2,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.n_components = n_components
         self.n_chunks = n_chunks
         self.chunk_size = chunk_size
         self.seed = seed
+        self.random_state = random_state
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "n_chunks": self._chunks}

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -32,7 +31,7 @@ SETTLE = 1000
 """Without `prepare` or `fit`, means and deviations follow this many triplets, then stay."""
 
 
-class OAHU(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
+class OAHU(OnlineLearner):
     """Online metric learning with adaptive hedge update: an over-complete network whose depths are experts.
 
     An embedding layer sits on the input and on each hidden layer; each is a metric of its own, from linear to deep, on the unit
@@ -54,7 +53,8 @@ class OAHU(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
         dtype: precision of the network.
         seeds: how many random triplets `fit` draws.
         closure: how many triplets that follow from those it adds.
-        seed: seed of the first weights, and of `fit`'s triplets.
+        seed: seed of the first weights, and of `fit`'s triplets; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Attributes:
         alpha_: (L + 1,) the weights of the spaces, which sum to 1.
@@ -88,7 +88,8 @@ class OAHU(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
         dtype: Literal["float32", "float64"] = "float32",
         seeds: Annotated[int, Field(ge=0)] = 5000,
         closure: Annotated[int, Field(ge=0)] = 5000,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.depth = depth
         self.hidden = hidden
@@ -103,6 +104,7 @@ class OAHU(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
         self.seeds = seeds
         self.closure = closure
         self.seed = seed
+        self.random_state = random_state
 
     def transform(self, X: ArrayLike) -> Floats:
         """Return codes (N, (L + 1) E) of features (N, F): each space's unit embedding times √α, side by side.
@@ -191,7 +193,9 @@ class OAHU(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it may be {', '.join(known)}.")
         warn_tau(self.tau)
-        network = Network.random(features, self.depth, self.hidden, self.embedding, self.seed, self.dtype)
+        network = Network.random(
+            features, self.depth, self.hidden, self.embedding, self._chosen_seed(), self.dtype
+        )
         self.input_layer_ = network.levels[0]
         self.layers_ = (
             np.stack(network.levels[1:]) if self.depth else np.empty((0, self.hidden, 0), self.dtype)

@@ -23,7 +23,8 @@ class LEGO(MatrixLearner):
         lower: percentile that dissimilar pairs should stay above. 50 and 50 do far better on Fashion-MNIST than the customary 5 and 95.
         seeds: how many random triplets `fit` draws.
         closure: how many triplets that follow from those it adds.
-        seed: seed of `fit`'s triplets.
+        seed: seed of `fit`'s triplets; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Attributes:
         matrix_: (F, F) M, of features divided by `unit_`.
@@ -36,7 +37,8 @@ class LEGO(MatrixLearner):
         lower: Annotated[float, Field(gt=0, lt=100)] = 95.0,
         seeds: Annotated[int, Field(ge=0)] = 5000,
         closure: Annotated[int, Field(ge=0)] = 5000,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.learning_rate = learning_rate
         self.upper = upper
@@ -44,6 +46,7 @@ class LEGO(MatrixLearner):
         self.seeds = seeds
         self.closure = closure
         self.seed = seed
+        self.random_state = random_state
 
     def _start(self, features: int) -> None:
         if not self.learning_rate > 0:

@@ -51,7 +51,7 @@ class MatrixLearner(LinearMap, OnlineLearner):
         self.distances_ = np.zeros(0)
         self._start(features)
         if sample is not None:
-            rng = np.random.default_rng(self.seed)
+            rng = np.random.default_rng(self._chosen_seed())
             one, other = rng.integers(0, len(sample), (2, _PAIRS))
             kept = one != other
             self._settle(((sample[one[kept]] - sample[other[kept]]) ** 2).sum(axis=1))

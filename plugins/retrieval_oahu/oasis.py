@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
-from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from retrieval_oahu.linear import add_outer
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.floating[Any]]
 
 
-class OASIS(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
+class OASIS(OnlineLearner):
     """Online algorithm for scalable image similarity: S(x, y) = xᵀ W y, a passive-aggressive step for each violated margin.
 
     Chechik, Sharma, Shalit & Bengio, "Large Scale Online Learning of Image Similarity Through Ranking", JMLR 2010. W is neither symmetric nor
@@ -35,7 +34,8 @@ class OASIS(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
             length 10, such as images of some hundred pixels.
         seeds: how many random triplets `fit` draws.
         closure: how many triplets that follow from those it adds.
-        seed: seed of `fit`'s triplets.
+        seed: seed of `fit`'s triplets; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Attributes:
         similarity_: (F, F) W.
@@ -49,13 +49,15 @@ class OASIS(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
         margin: Annotated[float, Field(gt=0)] = 0.01,
         seeds: Annotated[int, Field(ge=0)] = 5000,
         closure: Annotated[int, Field(ge=0)] = 5000,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.aggressiveness = aggressiveness
         self.margin = margin
         self.seeds = seeds
         self.closure = closure
         self.seed = seed
+        self.random_state = random_state
 
     def transform(self, X: ArrayLike) -> Floats:
         """Return unit vectors (N, F), what is searched; `queries` gives what it is searched with."""
@@ -67,6 +69,27 @@ class OASIS(ClassNamePrefixFeaturesOutMixin, TransformerMixin, OnlineLearner):
         codes = self.transform(X)
         asked: Floats = codes @ self.similarity_.astype(codes.dtype)
         return asked
+
+    def pair_distance(self, pairs: ArrayLike) -> Floats:
+        """Return |Wᵀx − y| of the unit vectors x and y of each pair (P, 2, F), (P,): what a search of the exported model measures.
+
+        The first item of a pair is the query. For one query, items are in the order of `pair_score`; the distance is not
+        symmetric, and that of an item and itself is not 0.
+
+        Raises:
+            NotFittedError: nothing has been fitted.
+            ValueError: the array has another shape or width, or holds NaN or infinity.
+        """
+        query, item = self._sides(pairs)
+        return np.asarray(np.linalg.norm(self.queries(query) - self.transform(item), axis=1))
+
+    def pair_score(self, pairs: ArrayLike) -> Floats:
+        """Return the learned similarity xᵀ W y of the unit vectors of each pair (P, 2, F), (P,); larger is more alike.
+
+        See `pair_distance` for the errors.
+        """
+        query, item = self._sides(pairs)
+        return np.asarray(np.einsum("pf,pf->p", self.queries(query), self.transform(item)))
 
     def to_model_parts(self) -> tuple[nn.Module, Bilinear]:
         """Return the head, which scales to unit length, and the combiner, which multiplies queries."""

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from retrieval.model.linear import class_codes
-from sklearn.base import BaseEstimator
+from retrieval.model.metric_learner import MetricLearner
 from sklearn.utils.validation import check_is_fitted, validate_data
 from threadpoolctl import ThreadpoolController
 
@@ -24,10 +24,10 @@ CHUNK = 256
 """Triplets that `fit` gathers at a time: no result depends on it."""
 
 
-class OnlineLearner(BaseEstimator):
+class OnlineLearner(MetricLearner):
     """A learner of triplets of feature vectors; subclasses define `_begin` and `_learn`.
 
-    Parameters that every subclass has: `seeds`, `closure`, `seed`.
+    Parameters that every subclass has: `seeds`, `closure`, `seed`, `random_state`.
 
     Attributes:
         n_triplets_: how many triplets it was given.
@@ -38,7 +38,8 @@ class OnlineLearner(BaseEstimator):
 
     seeds: int
     closure: int
-    seed: int
+    seed: int | None
+    random_state: int | None
     n_triplets_: int
     n_used_: int
     n_skipped_: int
@@ -118,7 +119,7 @@ class OnlineLearner(BaseEstimator):
         x, labels = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         self._reset(x.shape[1], x)
         stream = paper_stream(
-            class_codes(labels, type(self).__name__), self.seeds, self.closure, seed=self.seed
+            class_codes(labels, type(self).__name__), self.seeds, self.closure, seed=self._chosen_seed()
         )
         self.learn_from(in_chunks(stream, x, CHUNK))
         return self
@@ -153,6 +154,7 @@ class OnlineLearner(BaseEstimator):
     def _reset(self, features: int, sample: Floats | None) -> None:
         self.n_triplets_ = self.n_used_ = self.n_skipped_ = 0
         try:
+            self._chosen_seed()  # refused now, though a stream may never ask for it
             self._begin(features, sample)
         except Exception:
             del self.n_triplets_  # as if it had not been fitted

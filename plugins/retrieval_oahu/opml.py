@@ -26,21 +26,28 @@ class OPML(MatrixLearner):
 
     Args:
         gamma: γ, the step's size.
-        seed: seed of the order in which `fit` passes over the items.
+        seed: seed of the order in which `fit` passes over the items; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Attributes:
         map_: (F, F) L: codes are L x of features divided by `unit_`, less their mean.
     """
 
-    def __init__(self, gamma: Annotated[float, Field(gt=0)] = 1e-3, seed: int = 0) -> None:
+    def __init__(
+        self,
+        gamma: Annotated[float, Field(gt=0)] = 1e-3,
+        seed: int | None = None,
+        random_state: int | None = None,
+    ) -> None:
         self.gamma = gamma
         self.seed = seed
+        self.random_state = random_state
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Start anew and pass once over labelled vectors (N, F), in a random order."""
         x, labels = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         self._reset(x.shape[1], x)
-        order = np.random.default_rng(self.seed).permutation(len(x))
+        order = np.random.default_rng(self._chosen_seed()).permutation(len(x))
         triplets = one_pass(class_codes(labels, "OPML"), order)
         self.learn_from(in_chunks(triplets, x, CHUNK))
         return self

@@ -26,7 +26,8 @@ class RDML(MatrixLearner):
         learning_rate: λ.
         seeds: how many random triplets `fit` draws.
         closure: how many triplets that follow from those it adds.
-        seed: seed of `fit`'s triplets.
+        seed: seed of `fit`'s triplets; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Attributes:
         matrix_: (F, F) M, of features divided by `unit_`.
@@ -38,12 +39,14 @@ class RDML(MatrixLearner):
         learning_rate: Annotated[float, Field(gt=0)] = 0.1,
         seeds: Annotated[int, Field(ge=0)] = 5000,
         closure: Annotated[int, Field(ge=0)] = 5000,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.learning_rate = learning_rate
         self.seeds = seeds
         self.closure = closure
         self.seed = seed
+        self.random_state = random_state
 
     def _start(self, features: int) -> None:
         if not self.learning_rate > 0:

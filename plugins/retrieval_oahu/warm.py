@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 from retrieval import LinearMap
+from retrieval.model.metric_learner import MetricFunction, MetricLearner
 
 from retrieval_oahu.history import recorded
 from retrieval_oahu.memory import NEAR, NEAR_TURNED_OVER, VOTERS, Memory, digest
@@ -65,7 +66,8 @@ class Warm(LinearMap, OnlineLearner):
         memory: how many items are held.
         seeds: how many random triplets `fit` draws.
         closure: how many triplets that follow from those it adds.
-        seed: seed of `fit`'s triplets.
+        seed: seed of `fit`'s triplets; 0 by default.
+        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Attributes:
         components_: (F, F) the learned map.
@@ -94,7 +96,8 @@ class Warm(LinearMap, OnlineLearner):
         memory: Annotated[int, Field(ge=256)] = 2000,
         seeds: Annotated[int, Field(ge=0)] = 5000,
         closure: Annotated[int, Field(ge=0)] = 5000,
-        seed: int = 0,
+        seed: int | None = None,
+        random_state: int | None = None,
     ) -> None:
         self.components = components
         self.prior = prior
@@ -104,6 +107,7 @@ class Warm(LinearMap, OnlineLearner):
         self.seeds = seeds
         self.closure = closure
         self.seed = seed
+        self.random_state = random_state
 
     def _begin(self, features: int, sample: Floats | None) -> None:
         for name, least in (("components", 1), ("memory", 256)):
@@ -290,6 +294,24 @@ class Warm(LinearMap, OnlineLearner):
         """Return codes (N, F) of features (N, F), whose Euclidean distances are the learned ones."""
         codes = super().transform(X)
         return unit(codes) if self._unit else codes
+
+    def get_mahalanobis_matrix(self) -> Floats:
+        """Return M (F, F): the distance of two items x and y is √((x − y)ᵀ M (x − y)).
+
+        Raises:
+            NotFittedError: nothing has been learned.
+            ValueError: what is served now is an angle, which no matrix of differences gives.
+        """
+        found = super().get_mahalanobis_matrix()
+        if self._unit:
+            raise ValueError(
+                "Warm compares items by an angle now, and no Mahalanobis matrix gives that. Use pair_distance or get_metric."
+            )
+        return found
+
+    def get_metric(self) -> MetricFunction:
+        """Return a function of two feature vectors (F,) that gives their learned distance; see `MetricLearner.get_metric`."""
+        return MetricLearner.get_metric(self) if getattr(self, "left_", False) else super().get_metric()
 
     def to_model_parts(self) -> tuple[nn.Module, None]:
         """Return the head, float32, with the numbers of `transform`; distances are Euclidean."""

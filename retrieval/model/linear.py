@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
+
+from retrieval.model.metric_learner import MetricFunction, MetricLearner, two_vectors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.floating[Any]]
 
 
-class LinearMap(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+class LinearMap(MetricLearner):
     """A learner whose whole result is a mean and a linear map; subclasses define `fit`.
 
     Attributes:
@@ -35,9 +36,26 @@ class LinearMap(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator
         return codes
 
     def get_mahalanobis_matrix(self) -> Floats:
-        """Return M (F, F), by which the distance of codes is √((x − y)ᵀ M (x − y)) of features."""
+        """Return M (F, F): the distance of two items x and y is √((x − y)ᵀ M (x − y)). A change of it does not change the learner.
+
+        Raises:
+            NotFittedError: nothing has been fitted.
+        """
         check_is_fitted(self, "components_")
         return self.components_.T @ self.components_
+
+    def get_metric(self) -> MetricFunction:
+        """Return a function of two feature vectors (F,) that gives their learned distance; see `MetricLearner.get_metric`."""
+        check_is_fitted(self, "components_")
+        rows = np.array(self.components_, dtype=np.float64)
+
+        def metric(u: ArrayLike, v: ArrayLike, squared: bool = False) -> float:
+            one, other = two_vectors(u, v, rows.shape[1])
+            apart = rows @ (one - other)
+            square = float(apart @ apart)
+            return square if squared else square**0.5
+
+        return metric
 
     def to_model_parts(self) -> tuple[nn.Module, None]:
         """Return the head, float32, with the numbers of `transform`; distances are Euclidean."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from retrieval import LinearMap
 from retrieval.errors import RecipeError
 from retrieval.host.plugins import load_plugins
 from retrieval.model.contracts import Learner
@@ -19,7 +20,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
-from retrieval_core.learners import LDA, NCA, PCA, LinearLearner
+from retrieval_core.learners import LDA, NCA, PCA
 
 LEARNERS = [
     PCA(8),
@@ -38,10 +39,10 @@ def digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     return found.data[:400], found.target[:400]
 
 
-def scikit(learner: LinearLearner) -> Any:
+def scikit(learner: LinearMap) -> Any:
     """The estimator of scikit-learn with the same settings."""
     if isinstance(learner, PCA):
-        return SklearnPCA(learner.n_components, whiten=learner.whiten, random_state=learner.seed)
+        return SklearnPCA(learner.n_components, whiten=learner.whiten, random_state=learner.seed or 0)
     if isinstance(learner, LDA):
         return LinearDiscriminantAnalysis(
             "eigen", n_components=learner.n_components, shrinkage=learner.shrinkage
@@ -52,12 +53,12 @@ def scikit(learner: LinearLearner) -> Any:
         init=learner.init,
         max_iter=learner.max_iter,
         tol=learner.tol,
-        random_state=learner.seed,
+        random_state=learner.seed or 0,
     )
 
 
 @each
-def test_codes_are_scikit_learns(learner: LinearLearner, digits: Any) -> None:
+def test_codes_are_scikit_learns(learner: LinearMap, digits: Any) -> None:
     x, y = digits
     theirs = scikit(learner).fit(x, y)
     expected = theirs.transform(x)
@@ -68,7 +69,7 @@ def test_codes_are_scikit_learns(learner: LinearLearner, digits: Any) -> None:
 
 
 @each
-def test_the_model_gives_the_numbers_of_transform(learner: LinearLearner, digits: Any) -> None:
+def test_the_model_gives_the_numbers_of_transform(learner: LinearMap, digits: Any) -> None:
     x, y = digits
     assert isinstance(learner, Learner)
     # a mean far from zero, which a bias would lose digits to
@@ -82,7 +83,7 @@ def test_the_model_gives_the_numbers_of_transform(learner: LinearLearner, digits
 
 
 @each
-def test_mahalanobis_matrix(learner: LinearLearner, digits: Any) -> None:
+def test_mahalanobis_matrix(learner: LinearMap, digits: Any) -> None:
     x, y = digits
     codes = learner.fit(x, y).transform(x[:5])
     m = learner.get_mahalanobis_matrix()
@@ -95,7 +96,7 @@ def test_mahalanobis_matrix(learner: LinearLearner, digits: Any) -> None:
 
 
 @each
-def test_the_fitted_attributes_are_the_whole_result(learner: LinearLearner, digits: Any) -> None:
+def test_the_fitted_attributes_are_the_whole_result(learner: LinearMap, digits: Any) -> None:
     x, y = digits
     learner.fit(x, y)
     again = type(learner)(**learner.get_params())
@@ -121,7 +122,7 @@ def test_learning_helps(digits: Any) -> None:
 
 
 @pytest.mark.parametrize("learner", [PCA(4), LDA(3), NCA(4, max_iter=2)], ids=str)
-def test_in_a_pipeline_and_a_search(learner: LinearLearner, digits: Any) -> None:
+def test_in_a_pipeline_and_a_search(learner: LinearMap, digits: Any) -> None:
     x, y = digits[0][:150], digits[1][:150]
     name = type(learner).__name__.lower()
     pipeline = make_pipeline(StandardScaler(), learner, KNeighborsClassifier(1))
@@ -132,7 +133,7 @@ def test_in_a_pipeline_and_a_search(learner: LinearLearner, digits: Any) -> None
 
 
 @pytest.mark.parametrize("learner", [PCA(1), LDA(), NCA(max_iter=5)], ids=str)
-def test_keeps_scikit_learns_rules(learner: LinearLearner) -> None:
+def test_keeps_scikit_learns_rules(learner: LinearMap) -> None:
     check_estimator(learner, on_skip=None)
 
 

@@ -47,6 +47,7 @@ INNER = {
     "retrieval.host.lazy": {"lazy"},
     "retrieval.model.linear": {"class_codes", "deviations"},
     "retrieval.model.loss": {"Distance", "Pairs", "Reducer", "listed_pairs", "nothing"},
+    "retrieval.model.metric_learner": {"MetricFunction", "MetricLearner"},
     "retrieval.model.metrics": {""},
     "retrieval.model.model": {"Normalize"},
     "retrieval.model.precision": {"as_given", "full_precision"},

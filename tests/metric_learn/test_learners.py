@@ -205,6 +205,30 @@ def test_pairs_as_metric_learn_has_them(learner: Any, wine: Any) -> None:
         learner.pair_distance(x)
 
 
+@each
+@pytest.mark.filterwarnings("ignore:Only generated", "ignore:As no value", "ignore:k >= N:RuntimeWarning")
+def test_answers_are_those_of_metric_learns_own_estimator(
+    learner: Any, wine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = wine
+    # its own check of the pairs calls scikit-learn with an argument that is gone
+    monkeypatch.setattr("metric_learn.base_metric.check_input", lambda pairs, **checks: pairs)
+    learner = type(learner)(**learner.get_params()).fit(x, y)
+    theirs = adapter.adapted(learner.estimator)(**learner._settings()).fit(x, y, **learner._fit_options())
+    if isinstance(learner, LFDA):  # it learns all directions, and we keep the first
+        theirs.components_ = theirs.components_[: learner.n_components]
+    pairs = np.stack([x[:40], x[60:100]], axis=1)
+    found = learner.pair_distance(pairs)
+    np.testing.assert_allclose(found, theirs.pair_distance(pairs), rtol=1e-6)
+    np.testing.assert_allclose(learner.pair_score(pairs), theirs.pair_score(pairs), rtol=1e-6)
+    matrix = theirs.get_mahalanobis_matrix()
+    np.testing.assert_allclose(learner.get_mahalanobis_matrix(), matrix, atol=1e-6 * np.abs(matrix).max())
+    ours, other = learner.get_metric(), theirs.get_metric()
+    for a, b in pairs[:5]:
+        assert ours(a, b) == pytest.approx(other(a, b), rel=1e-6)
+        assert ours(a, b, squared=True) == pytest.approx(other(a, b, squared=True), rel=1e-6)
+
+
 def test_a_singular_matrix_is_a_lin_alg_error_as_in_metric_learn(wine: Any) -> None:
     x, y = wine
     doubled = np.hstack([x, x[:, :1]])

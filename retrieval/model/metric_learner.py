@@ -1,0 +1,135 @@
+"""What every learner offers a scikit-learn or metric-learn user: distances of pairs, a metric function, one seed by two names."""
+
+from __future__ import annotations
+
+import copy
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils.validation import check_array, check_is_fitted
+
+Floats = NDArray[np.floating[Any]]
+MetricFunction = Callable[..., float]
+"""`metric(u, v, squared=False)`: the distance of two feature vectors (F,), a float; squared on request."""
+
+
+class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    """A scikit-learn transformer with metric-learn's questions; subclasses define `fit` and `transform`.
+
+    The distance of two items is the Euclidean distance of their codes, in float64. A subclass whose codes are compared in
+    another way overrides `pair_distance`.
+
+    A subclass that draws random numbers has the parameters `seed` and `random_state`, None by default: two names of one
+    thing. It asks `_chosen_seed` for the number.
+    """
+
+    def transform(self, X: ArrayLike) -> Floats:
+        """Return codes (N, C) of features (N, F)."""
+        raise NotImplementedError(f"{type(self).__name__} must define transform(X)")
+
+    def pair_distance(self, pairs: ArrayLike) -> Floats:
+        """Return the learned distance of each pair; smaller is closer.
+
+        Args:
+            pairs: (P, 2, F) the features of the two items of each pair.
+
+        Returns:
+            (P,) float64.
+
+        Raises:
+            NotFittedError: nothing has been fitted.
+            ValueError: the array has another shape or width, or holds NaN or infinity.
+        """
+        one, other = self._sides(pairs)
+        return np.asarray(np.linalg.norm(self.transform(one) - self.transform(other), axis=1), np.float64)
+
+    def pair_score(self, pairs: ArrayLike) -> Floats:
+        """Return how alike the items of each pair (P, 2, F) are, (P,); larger is more alike.
+
+        It is the negative of `pair_distance`, unless the learner learns a similarity. See there for the errors.
+        """
+        return -self.pair_distance(pairs)
+
+    def get_metric(self) -> MetricFunction:
+        """Return a function of two feature vectors (F,) that gives their learned distance.
+
+        The function does not change when the learner is fitted again. `KNeighborsClassifier(metric=learner.get_metric())`
+        takes it, but is faster on the codes that `transform` gives. Call it as `metric(u, v)`; `metric(u, v, squared=True)`
+        gives the square.
+
+        Raises:
+            NotFittedError: nothing has been fitted. The function itself raises ValueError for a vector of another shape or
+                width, or with NaN or infinity.
+        """
+        check_is_fitted(self)
+        frozen = copy.deepcopy(self)
+
+        def metric(u: ArrayLike, v: ArrayLike, squared: bool = False) -> float:
+            pair = np.stack(two_vectors(u, v, frozen.n_features_in_))
+            distance = float(frozen.pair_distance(pair[None])[0])
+            return distance**2 if squared else distance
+
+        return metric
+
+    def _sides(self, pairs: ArrayLike) -> tuple[Floats, Floats]:
+        """Return the first and the second items of pairs (P, 2, F), each (P, F) float64."""
+        check_is_fitted(self)
+        given: Floats = check_array(
+            pairs, dtype=np.float64, allow_nd=True, ensure_2d=False, input_name="pairs"
+        )
+        if given.ndim != 3 or given.shape[1] != 2:
+            raise ValueError(
+                f"Pairs must have the shape (P, 2, F), two items of F features each, not {given.shape}."
+            )
+        if given.shape[2] != self.n_features_in_:
+            raise ValueError(
+                f"The pairs have {given.shape[2]} features, and {type(self).__name__} was fitted on {self.n_features_in_}."
+            )
+        return given[:, 0], given[:, 1]
+
+    def _chosen_seed(self) -> int:
+        """Return the number that `seed` or `random_state` gives, and 0 where neither does.
+
+        Raises:
+            ValueError: both are given and differ, or one is not a whole number.
+        """
+        both = {name: getattr(self, name, None) for name in ("seed", "random_state")}
+        given = {name: value for name, value in both.items() if value is not None}
+        for name, value in given.items():
+            if not isinstance(value, numbers.Integral) or value < 0:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number from 0 on, or None for 0.")
+        if len(set(given.values())) > 1:
+            raise ValueError(
+                f"seed is {self.seed} and random_state is {self.random_state}. They are two names of one parameter: give one of "
+                "them, or both the same number."
+            )
+        return int(next(iter(given.values()), 0))
+
+    @property
+    def _n_features_out(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__} must define _n_features_out")
+
+
+def two_vectors(u: ArrayLike, v: ArrayLike, features: int) -> tuple[Floats, Floats]:
+    """Return two feature vectors as float64.
+
+    Args:
+        u: (F,).
+        v: (F,).
+        features: F.
+
+    Raises:
+        ValueError: one has another shape, or holds NaN or infinity.
+    """
+    one, other = np.asarray(u, dtype=np.float64), np.asarray(v, dtype=np.float64)
+    if one.shape != (features,) or other.shape != (features,):
+        raise ValueError(
+            f"The metric compares two vectors of {features} features, not arrays of the shapes {one.shape} and {other.shape}."
+        )
+    if not (np.isfinite(one).all() and np.isfinite(other).all()):
+        raise ValueError("The metric compares finite numbers, and a vector holds NaN or infinity.")
+    return one, other

@@ -1,0 +1,266 @@
+"""What every learner promises a scikit-learn or metric-learn user: distances of pairs, a metric, names, and one seed by two names."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from retrieval.errors import MissingDependency
+from retrieval.host.plugins import load_plugins
+from retrieval.model.contracts import Learner
+from retrieval.model.metric_learner import MetricLearner
+from sklearn.base import clone
+from sklearn.datasets import load_wine
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+STREAM = {"seeds": 300, "closure": 300}
+SMALL: dict[str, dict[str, Any]] = {
+    "anml.lanml": {"max_iter": 10, "max_queries": 60},
+    "anml.pnca": {"max_iter": 10, "max_queries": 60},
+    "aml.aml": {"n_pairs": 200},
+    "aml.gmml": {"n_pairs": 200},
+    "core.lda": {},
+    "core.nca": {"max_iter": 5, "init": "random"},
+    "core.pca": {},
+    "metric_learn.itml": {"max_iter": 20},
+    "metric_learn.lfda": {},
+    "metric_learn.lmnn": {"max_iter": 10, "min_iter": 2, "learn_rate": 1e-4, "init": "random"},
+    "metric_learn.lsml": {"max_iter": 20},
+    "metric_learn.mmc": {"max_iter": 3, "max_proj": 50, "n_constraints": 50, "init": "random"},
+    "metric_learn.rca": {},
+    "metric_learn.scml": {"max_iter": 50, "output_iter": 50, "n_basis": 30, "k_impostor": 3},
+    "oahu.lego": STREAM,
+    "oahu.oahu": {"depth": 2, "hidden": 8, "embedding": 4, "dtype": "float64", **STREAM},
+    "oahu.oasis": STREAM,
+    "oahu.opml": {},
+    "oahu.rdml": STREAM,
+    "oahu.warm": {**STREAM},
+}
+"""Every learner, with parameters that keep it quick."""
+FACTORIES = {
+    name: factory
+    for name, factory in load_plugins().factories("learners").items()
+    if name.partition(".")[0] in ("aml", "anml", "core", "metric_learn", "oahu")
+}
+SEEDED = [
+    name for name in SMALL if FACTORIES[name].parameters and name not in ("core.lda", "metric_learn.lfda")
+]
+NOT_LINEAR = ("oahu.oahu", "oahu.oasis")
+each = pytest.mark.parametrize("name", SMALL)
+each_seeded = pytest.mark.parametrize("name", SEEDED)
+
+
+@pytest.fixture(scope="module")
+def wine() -> tuple[Any, Any]:
+    x, y = load_wine(return_X_y=True)
+    return StandardScaler().fit_transform(x), y
+
+
+@pytest.fixture(scope="module")
+def fitted(wine: Any) -> Any:
+    """A learner by name, fitted once."""
+    made: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in made:
+            try:
+                made[name] = FACTORIES[name].make(**SMALL[name]).fit(*wine)
+            except MissingDependency as missing:
+                pytest.skip(str(missing))
+        return made[name]
+
+    return get
+
+
+def test_every_learner_is_tried() -> None:
+    assert set(SMALL) == set(FACTORIES)
+
+
+def by_loops(name: str, learner: Any, x: Any, y: Any) -> float:
+    """The distance of two feature vectors, from the fitted arrays alone."""
+    if name == "oahu.oasis":
+        x, y = x / math.hypot(*x), y / math.hypot(*y)
+        w = learner.similarity_
+        asked = [sum(w[i, j] * x[i] for i in range(len(x))) for j in range(len(x))]
+        return math.sqrt(sum((a - b) ** 2 for a, b in zip(asked, y, strict=True)))
+    if name == "oahu.oahu":  # √(Σ α_l D_l²) of the spaces' unit embeddings
+        one, other = (learner.spaces(z[None]).embeddings[:, 0] for z in (x, y))
+        return math.sqrt(
+            sum(
+                weight * sum((a - b) ** 2 for a, b in zip(u, v, strict=True))
+                for weight, u, v in zip(learner.alpha_, one, other, strict=True)
+            )
+        )
+    rows = learner.components_
+    codes = [[float(row @ (z - learner.mean_)) for row in rows] for z in (x, y)]
+    if name == "oahu.warm" and learner._unit:
+        codes = [[c / math.hypot(*code) for c in code] for code in codes]
+    return math.dist(*codes)
+
+
+@each
+def test_pair_distance_and_metric_by_loops(name: str, fitted: Any, wine: Any) -> None:
+    learner, x = fitted(name), wine[0]
+    assert isinstance(learner, Learner | MetricLearner)
+    pairs = np.stack([x[:12], x[100:112]], axis=1)
+    expected = [by_loops(name, learner, a, b) for a, b in pairs]
+    found = learner.pair_distance(pairs)
+    assert found.shape == (12,) and found.dtype == np.float64 and min(expected) > 0
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(learner.pair_distance(pairs.tolist()), found)
+    metric = learner.get_metric()
+    for (a, b), distance in zip(pairs, found, strict=True):
+        assert metric(a, b) == pytest.approx(distance, rel=1e-6)
+        assert metric(a, b, squared=True) == pytest.approx(distance**2, rel=1e-6)
+    if name == "oahu.oasis":
+        unit = pairs / np.linalg.norm(pairs, axis=2, keepdims=True)
+        scores = [a @ learner.similarity_ @ b for a, b in unit]
+        np.testing.assert_allclose(learner.pair_score(pairs), scores)
+    else:
+        np.testing.assert_array_equal(learner.pair_score(pairs), -found)
+        assert learner.pair_distance(pairs[:, [0, 0]]) == pytest.approx(np.zeros(12), abs=1e-7)
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in NOT_LINEAR])
+def test_mahalanobis_matrix_is_the_metric(name: str, fitted: Any, wine: Any) -> None:
+    learner, x = fitted(name), wine[0]
+    if name == "oahu.warm" and learner._unit:
+        pytest.skip("serves an angle; see test_an_angle_has_no_matrix")
+    m = learner.get_mahalanobis_matrix()
+    pairs = np.stack([x[:12], x[100:112]], axis=1)
+    apart = pairs[:, 0] - pairs[:, 1]
+    expected = [math.sqrt(sum(d[i] * m[i, j] * d[j] for i in range(13) for j in range(13))) for d in apart]
+    np.testing.assert_allclose(learner.pair_distance(pairs), expected, rtol=1e-6)
+    m += 1  # the caller's own
+    np.testing.assert_allclose(learner.pair_distance(pairs), expected, rtol=1e-6)
+
+
+def test_only_linear_learners_have_a_matrix(fitted: Any) -> None:
+    for name in NOT_LINEAR:
+        assert not hasattr(fitted(name), "get_mahalanobis_matrix")
+
+
+def test_an_angle_has_no_matrix(wine: Any) -> None:
+    x = wine[0]
+    learner = clone(FACTORIES["oahu.warm"].make(**SMALL["oahu.warm"])).fit(*wine)
+    learner.left_, learner.alpha_ = True, np.eye(5)[3]  # the first expert that compares by an angle
+    with pytest.raises(ValueError, match="compares items by an angle now"):
+        learner.get_mahalanobis_matrix()
+    pair = np.stack([x[0], x[100]])
+    expected = by_loops("oahu.warm", learner, *pair)
+    assert learner.pair_distance(pair[None])[0] == pytest.approx(expected)
+    assert learner.get_metric()(*pair) == pytest.approx(expected)
+
+
+@each
+def test_the_metric_outlives_another_fit(name: str, wine: Any) -> None:
+    x, y = wine
+    learner = FACTORIES[name].make(**SMALL[name])
+    try:
+        metric = learner.fit(x, y).get_metric()
+    except MissingDependency as missing:
+        pytest.skip(str(missing))
+    before = metric(x[0], x[1])
+    learner.fit(x[:, :6], y)
+    assert metric(x[0], x[1]) == before
+    with pytest.raises(ValueError, match="two vectors of 6 features"):
+        learner.get_metric()(x[0], x[1])
+
+
+@each
+def test_pairs_that_cannot_be_compared(name: str, fitted: Any, wine: Any) -> None:
+    learner, x = fitted(name), wine[0]
+    pairs = np.stack([x[:3], x[3:6]], axis=1)
+    for call in (learner.pair_distance, learner.pair_score):
+        for wrong in (x, pairs.transpose(1, 0, 2), pairs[0]):
+            with pytest.raises(ValueError, match=r"Pairs must have the shape \(P, 2, F\)"):
+                call(wrong)
+        with pytest.raises(ValueError, match=r"The pairs have 12 features, and \w+ was fitted on 13"):
+            call(pairs[:, :, 1:])
+        with pytest.raises(ValueError, match="NaN"):
+            call(np.where(pairs == pairs[0, 0, 0], np.nan, pairs))
+        with pytest.raises(ValueError, match="0 sample"):
+            call(pairs[:0])
+    metric = learner.get_metric()
+    for u, v in ((x[0], x[:2]), (x[0][1:], x[1][1:]), (x[0], x[1][1:])):
+        with pytest.raises(ValueError, match="compares two vectors of 13 features"):
+            metric(u, v)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        metric(x[0], np.full(13, np.inf))
+    for call in (learner.pair_distance, learner.pair_score):
+        with pytest.raises(NotFittedError):
+            getattr(clone(learner), call.__name__)(pairs)
+    with pytest.raises(NotFittedError):
+        clone(learner).get_metric()
+
+
+@each
+def test_feature_names(name: str, fitted: Any, wine: Any) -> None:
+    learner = fitted(name)
+    names = learner.get_feature_names_out()
+    kind = type(learner).__name__.lower()
+    assert list(names) == [f"{kind}{i}" for i in range(learner.transform(wine[0][:2]).shape[1])]
+
+
+@each_seeded
+def test_random_state_is_seed(name: str, fitted: Any, wine: Any) -> None:
+    fitted(name)
+    make = FACTORIES[name].make
+    probe = np.stack([wine[0][:5], wine[0][100:105]], axis=1)
+
+    def distances(**given: Any) -> Any:
+        learner = make(**SMALL[name], **given)
+        assert clone(learner).get_params() == learner.get_params()
+        return clone(learner).fit(*wine).pair_distance(probe)
+
+    one = distances(seed=1)
+    np.testing.assert_array_equal(one, distances(random_state=1))
+    np.testing.assert_array_equal(one, distances(seed=1, random_state=np.int64(1)))
+    np.testing.assert_array_equal(distances(), distances(seed=0))
+    if name not in ("core.pca", "oahu.warm"):  # a full solver, and Euclid until the stream has refuted it
+        assert not np.array_equal(one, distances())
+
+
+@each_seeded
+def test_two_different_seeds_are_refused(name: str, fitted: Any, wine: Any) -> None:
+    fitted(name)
+    learner = FACTORIES[name].make(**SMALL[name], seed=0)
+    assert learner.set_params(random_state=2).get_params()["random_state"] == 2
+    with pytest.raises(
+        ValueError, match=r"seed is 0 and random_state is 2\. They are two names of one parameter"
+    ):
+        learner.fit(*wine)
+    learner.set_params(seed=None).fit(*wine)
+    for wrong in ("1", -1, 0.5):
+        with pytest.raises(ValueError, match=r"random_state is .*; it must be a whole number"):
+            learner.set_params(random_state=wrong).fit(*wine)
+
+
+@each
+def test_both_seeds_are_parameters_of_a_recipe(name: str) -> None:
+    known = {p.name: p for p in FACTORIES[name].parameters}
+    assert ("seed" in known) == ("random_state" in known) == (name in SEEDED)
+    if name in SEEDED:
+        assert list(inspect.signature(FACTORIES[name].make).parameters)[-1] == "random_state"
+        assert FACTORIES[name].check({"seed": 3}, "[learner]")[1] == []
+        assert FACTORIES[name].check({"random_state": 3}, "[learner]")[1] == []
+        assert FACTORIES[name].check({"random_state": "3"}, "[learner]")[1]
+
+
+def test_in_a_search_over_random_states_and_as_a_neighbours_metric(wine: Any) -> None:
+    x, y = wine
+    make = FACTORIES["core.nca"].make
+    pipeline = make_pipeline(StandardScaler(), make(2, init="random", max_iter=5), KNeighborsClassifier(3))
+    search = GridSearchCV(pipeline, {"nca__random_state": [1, 2]}, cv=2, error_score="raise").fit(x, y)
+    assert search.best_params_["nca__random_state"] in (1, 2)
+    learner = make(2, max_iter=5).fit(x[::2], y[::2])
+    by_codes = KNeighborsClassifier(3).fit(learner.transform(x[::2]), y[::2])
+    by_metric = KNeighborsClassifier(3, metric=learner.get_metric()).fit(x[::2], y[::2])
+    np.testing.assert_array_equal(by_metric.predict(x[1::2]), by_codes.predict(learner.transform(x[1::2])))
