@@ -46,8 +46,8 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
     say("1. Training on scikit-learn's handwritten digits …")
     with as_file(files("retrieval.cli") / "demo.toml") as path:
-        recipe, plugins = read_recipe(path)
-    run = train(output / "run", recipe, plugins, report=lambda line: say(f"   {line}"))
+        recipe = read_recipe(path)
+    run = train(output / "run", recipe, report=lambda line: say(f"   {line}"))
 
     say("\n2. Evaluating on held-out digits, beside the raw pixels …")
     results = evaluate_run(run, baseline=True)
