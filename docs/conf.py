@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import logging as standard_logging
 from pathlib import Path
 from typing import Any
+
+from docutils import nodes
+from math_core import LatexError, LatexToMathML
+from sphinx.util import logging
 
 project = "retrieval"
 copyright = "the authors of retrieval, Apache-2.0"
@@ -13,12 +19,34 @@ try:
 except importlib.metadata.PackageNotFoundError:
     release = "0"
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
+html_math_renderer = "mathml"
+
+# Docstrings are written with `code` in single backticks, and types are links only where there is a page to go to
+default_role = "code"
+nitpick_ignore_regex = [("py:.*", ".*")]
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+# What is not installed is imagined, so that the pages build without it
+HEAVY = (
+    "faiss",
+    "matplotlib",
+    "onnx",
+    "onnxruntime",
+    "pytorch_metric_learning",
+    "sklearn",
+    "torch",
+    "torchvision",
+)
+autodoc_mock_imports = [name for name in HEAVY if importlib.util.find_spec(name) is None]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"retrieval {release}"
 nitpicky = True
+
+standard_logging.getLogger("faiss").setLevel(standard_logging.WARNING)  # it says in which file it was found
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 MARK = "<!-- every file of benchmarks/results -->"
@@ -32,6 +60,20 @@ def add_results(app: Any, name: str, source: list[str]) -> None:
         source[0] = source[0].replace(MARK, "\n\n".join(parts))
 
 
+MATHML = LatexToMathML(fancy_error=False)
+
+
+def add_formula(writer: Any, node: nodes.math | nodes.math_block) -> None:
+    """Write a formula as MathML, which browsers typeset by themselves; one that is wrong is a warning, and so no page."""
+    try:
+        block = isinstance(node, nodes.math_block)
+        writer.body.append(MATHML.convert_with_local_state(node.astext(), displaystyle=block))
+    except LatexError as error:
+        logging.getLogger(__name__).warning("a formula cannot be read: %s", error, location=node)
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
     """Connect the above."""
     app.connect("source-read", add_results)
+    app.add_html_math_renderer("mathml", (add_formula, None), (add_formula, None))
