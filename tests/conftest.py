@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 # Ctrl-C is ignored in what a shell starts in the background, and so by all that it starts; tests send it
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -59,6 +61,30 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Outcome(code, text.out, text.err)
 
     return run
+
+
+@pytest.fixture
+def shown() -> Callable[[Path, str], None]:
+    """Compare a picture that code made with the one in `docs/`: as large, at most 60 KB, and alike.
+
+    With RETRIEVAL_PICTURES=write in the environment the picture is put there instead, in 32 colours.
+    """
+    docs = Path(__file__).parents[1] / "docs"
+
+    def compare(made: Path, name: str) -> None:
+        with Image.open(made) as opened:
+            picture = opened.convert("RGB")
+        if os.environ.get("RETRIEVAL_PICTURES") == "write":
+            picture.quantize(32).save(docs / name, optimize=True)
+        with Image.open(docs / name) as kept:
+            assert kept.size == picture.size, f"{name}: write it again, with RETRIEVAL_PICTURES=write pytest"
+            # small grey pictures: single points, and the digits of a figure, differ from machine to machine
+            small = [np.asarray(p.convert("L").resize((64, 64)), dtype=float) for p in (kept, picture)]
+        apart = np.abs(small[0] - small[1]).mean()
+        assert apart < 12, f"{name} shows something else ({apart:.1f} of 255 on average): write it again"
+        assert (docs / name).stat().st_size < 60_000
+
+    return compare
 
 
 @pytest.fixture

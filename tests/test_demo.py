@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from PIL import Image
@@ -19,7 +20,9 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_demo_leaves_what_it_says_and_its_next_commands_work(tmp_path: Path) -> None:
+def test_the_demo_leaves_what_it_says_and_its_next_commands_work(
+    tmp_path: Path, shown: Callable[[Path, str], None]
+) -> None:
     done = run("demo", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     demo = tmp_path / "demo"
@@ -27,8 +30,9 @@ def test_the_demo_leaves_what_it_says_and_its_next_commands_work(tmp_path: Path)
         assert (demo / file).is_file(), file
     with Image.open(demo / "neighbours.png") as picture:
         assert picture.height > picture.width > 800  # ten rows, each a query with its ten neighbours
-    shown = {folder.name: len(list(folder.iterdir())) for folder in (demo / "queries").iterdir()}
-    assert shown == {str(digit): 1 for digit in range(10)}
+    shown(demo / "neighbours.png", "neighbours.png")  # the one in README and on the front page
+    left = {folder.name: len(list(folder.iterdir())) for folder in (demo / "queries").iterdir()}
+    assert left == {str(digit): 1 for digit in range(10)}
     assert re.findall(r"^   a (\d) finds (?:\d ?){10}$", done.stdout, re.MULTILINE) == [*"0123456789"]
     figures = dict(re.findall(r"^ +(recall_at_1|map_at_r) +([\d.]+ +[\d.]+)$", done.stdout, re.MULTILINE))
     trained, raw = map(float, figures["map_at_r"].split())

@@ -109,14 +109,10 @@ def _codes(run: Run, indices: NDArray[np.int64]) -> torch.Tensor:
             codes: torch.Tensor = run.model(torch.from_numpy(_load(run, indices)))[1].float()
         return codes
     source: Dataset = run.dataset
-    if run.recipe.backbone.frozen:
+    if run.recipe.frozen:
         source = backbone_features(run.model, source, torch.device("cpu"), run.recipe.evaluate.batch)
     return encode(
-        run.model,
-        source,
-        spread(indices, MANY),
-        progress="encoding",
-        from_features=run.recipe.backbone.frozen,
+        run.model, source, spread(indices, MANY), progress="encoding", from_features=run.recipe.frozen
     )
 
 

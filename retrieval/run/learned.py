@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from retrieval.errors import DataError, PluginError
+from retrieval.host.plugins import Plugins
 from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.model import Model
 from retrieval.model.products import check_learner, model_parts
@@ -18,11 +19,10 @@ from retrieval.run.build import build_backbone
 from retrieval.run.weights import load_weights
 
 
-def build_learner(recipe: Recipe, features: int) -> Learner:
+def build_learner(recipe: Recipe, plugins: Plugins, features: int) -> Learner:
     """Return the recipe's learner, not fitted."""
-    assert recipe.learner is not None
-    learner = recipe.build("learner", features=features)
-    check_learner(learner, recipe.learner.name)
+    learner = plugins.build("learners", recipe.component("learner") or {}, {"features": features})
+    check_learner(learner, str((recipe.learner or {}).get("name")))
     return cast(Learner, learner)
 
 
@@ -41,19 +41,18 @@ def fitted_state(learner: Learner) -> dict[str, Any]:
     return state
 
 
-def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
+def load_learned(recipe: Recipe, plugins: Plugins, dataset: Dataset, path: Path) -> Model:
     """Return the model of a fitted learner from its checkpoint, without fitting again.
 
     Raises:
         DataError: the checkpoint is missing, damaged, or of another recipe.
     """
     state = checkpoint.load(path, "Train again, with --replace.")
-    backbone = build_backbone(recipe, dataset)
-    learner = build_learner(recipe, backbone.features)
+    backbone = build_backbone(recipe, plugins, dataset)
+    learner = build_learner(recipe, plugins, backbone.features)
     for name, value in state.get("learner", {}).items():
         setattr(learner, name, value.numpy() if isinstance(value, torch.Tensor) else value)
-    assert recipe.learner is not None
-    name = recipe.learner.name
+    name = str((recipe.learner or {}).get("name"))
     try:
         head, combiner = model_parts(learner, name, backbone.features)
     except PluginError as error:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import html
+import inspect
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import retrieval
 
 
 def test_every_page_is_in_the_contents(root: Path) -> None:
@@ -16,16 +19,99 @@ def test_every_page_is_in_the_contents(root: Path) -> None:
     assert contents == {page.stem for page in (root / "docs").glob("*.md")} - {"index"}
 
 
-def test_sphinx_has_no_warning(root: Path, tmp_path: Path) -> None:
-    for module in ("sphinx", "myst_parser", "furo"):
+@pytest.fixture(scope="module")
+def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a warning is an error."""
+    for module in ("sphinx", "myst_parser", "furo", "math_core"):
         pytest.importorskip(module, reason="the documentation needs pip install 'embedding-retrieval[docs]'")
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-d", str(tmp_path / "trees"), "-b", "html",
-         str(root / "docs"), str(tmp_path / "html")], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-d", str(folder / "trees"), "-b", "html",
+         str(root / "docs"), str(folder / "html")], capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    page = html.unescape((tmp_path / "html" / "benchmarks.html").read_text(encoding="utf-8"))
+    return folder / "html"
+
+
+def test_sphinx_has_no_warning(root: Path, site: Path) -> None:
+    page = html.unescape((site / "benchmarks.html").read_text(encoding="utf-8"))
     for result in (root / "benchmarks" / "results").glob("*.md"):
         title = re.search(r"^# (.+)$", result.read_text(encoding="utf-8"), re.M)
         assert title
         assert title[1].split("`")[0].strip() in page
+
+
+class Loads(HTMLParser):
+    """What a page makes a browser load: every `src`, and the `href` of what is not a link to follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        passive = tag in ("a", "area") or given.get("rel") in ("canonical", "search", "index", "next", "prev")
+        names = ("src", "srcset", "data", "poster", *(() if passive else ("href", "xlink:href")))
+        self.found += [value for name in names if (value := given.get(name))]
+        self.found += re.findall(r"url\(([^)]*)\)", given.get("style") or "")
+
+
+def elsewhere(page: str) -> list[str]:
+    parser = Loads()
+    parser.feed(page)
+    return [target for target in parser.found if re.match(r"\s*['\"]?(?:[a-z]+:)?//", target, re.I)]
+
+
+def test_what_another_host_would_send_is_seen() -> None:
+    assert elsewhere('<script src="https://host/x.js"></script><img src="//host/x.png"><a href="https://host/">x</a>') == [
+        "https://host/x.js", "//host/x.png"
+    ]  # fmt: skip
+    assert elsewhere('<link rel="stylesheet" href="https://host/x.css"><p style="background:url(//host/p)">')
+
+
+def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 20
+    assert {p.name: found for p in pages if (found := elsewhere(p.read_text(encoding="utf-8")))} == {}
+    for sheet in site.rglob("*.css"):
+        text = sheet.read_text(encoding="utf-8")
+        assert not re.search(r"(?:@import\s+|url\()\s*(?:url\()?['\"]?(?:[a-z]+:)?//", text, re.I), sheet.name
+
+
+@pytest.mark.parametrize(
+    ("method", "least"), [("aml", 13), ("anml", 4), ("daml", 3), ("oahu", 1), ("metrics", 5)]
+)
+def test_formulas_are_typeset(root: Path, site: Path, method: str, least: int) -> None:
+    built = (site / f"{method}.html").read_text(encoding="utf-8")
+    assert built.count("<math") >= least and built.count("<math") == built.count("</math>")
+    assert "$$" not in built
+    source = (root / "docs" / f"{method}.md").read_text(encoding="utf-8")
+    for block in re.findall(r"^```text\n(.*?)^```", source, re.M | re.S):
+        assert not re.search("[Σ‖∇√≤≥]", block), f"{method}.md has a formula as text: {block}"
+
+
+def test_a_wrong_formula_is_a_warning(site: Path, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "conf.py").write_text(
+        (root / "docs" / "conf.py").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    (tmp_path / "index.md").write_text("# Title\n\n$$\n\\fracc{1}{2}\n$$\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", str(tmp_path), str(tmp_path / "html")],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode != 0 and "fracc" in done.stderr and "index.md:3" in done.stderr
+
+
+def test_every_name_of_the_face_has_an_entry(root: Path, site: Path) -> None:
+    source = (root / "docs" / "api.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\.\. (?:auto\w+|py:data):: (?!retrieval)(\w+)$", source, re.M)
+    assert sorted(named) == sorted(set(dir(retrieval)) - {"plot"})
+    functions = re.findall(r"^\.\. autofunction:: retrieval\.plot\.(\w+)$", source, re.M)
+    assert sorted(functions) == retrieval.plot.__all__
+    built = html.unescape((site / "api.html").read_text(encoding="utf-8"))
+    for name in dir(retrieval):
+        text = " ".join((inspect.getdoc(getattr(retrieval, name)) or "").split())
+        shown = " ".join(re.sub("<[^>]*>", "", built).split())
+        if inspect.isclass(getattr(retrieval, name)) or inspect.isfunction(getattr(retrieval, name)):
+            first = text.partition(". ")[0].rstrip(".").replace("`", "").split(" (")[0].split(":")[0]
+            assert first and first.replace("'", "’") in shown.replace("'", "’"), f"{name}: {first}"

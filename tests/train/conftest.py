@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from retrieval.host.plugins import Plugins
 from retrieval.recipe.read import check_recipe
 from retrieval.recipe.tables import Recipe
 
@@ -24,11 +25,11 @@ BASE: dict[str, Any] = {
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Recipe]:
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Recipe, Plugins]]:
     """A checked recipe: the base, changed by tables."""
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
 
-    def build(**tables: Any) -> Recipe:
+    def build(**tables: Any) -> tuple[Recipe, Plugins]:
         merged = {**BASE, **tables}
         return check_recipe({k: v for k, v in merged.items() if v is not None})
 
