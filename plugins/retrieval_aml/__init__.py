@@ -6,9 +6,17 @@ learners need no torch to fit.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from retrieval import hookimpl
 from retrieval.host.hookspecs import Factories
 from retrieval.host.lazy import lazy
+
+if TYPE_CHECKING:
+    from retrieval_aml.aml import AML as AML
+    from retrieval_aml.confusion import Confusion as Confusion
+    from retrieval_aml.geometric_mean import GeometricMeanLoss as GeometricMeanLoss
+    from retrieval_aml.gmml import GMML as GMML
 
 __getattr__, __dir__ = lazy(
     __name__,

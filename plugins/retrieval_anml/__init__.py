@@ -5,9 +5,25 @@ Song et al., "Adaptive Neighborhood Metric Learning". The learners and the log-e
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from retrieval import hookimpl
 from retrieval.host.hookspecs import Factories
 from retrieval.host.lazy import lazy
+
+if TYPE_CHECKING:
+    from retrieval_anml.danml import DANMLoss as DANMLoss
+    from retrieval_anml.danml import MinedDANMLoss as MinedDANMLoss
+    from retrieval_anml.lanml import LANML as LANML
+    from retrieval_anml.lifted import ImprovedLiftedLoss as ImprovedLiftedLoss
+    from retrieval_anml.lifted import LiftedLoss as LiftedLoss
+    from retrieval_anml.means import gamma_for_mean_of_k_smallest as gamma_for_mean_of_k_smallest
+    from retrieval_anml.means import log_exp_mean as log_exp_mean
+    from retrieval_anml.miners import PairMiner as PairMiner
+    from retrieval_anml.npair import ImprovedNPairLoss as ImprovedNPairLoss
+    from retrieval_anml.npair import NPairLoss as NPairLoss
+    from retrieval_anml.pnca import PNCA as PNCA
+    from retrieval_anml.proxies import ImprovedProxyNCALoss as ImprovedProxyNCALoss
 
 __getattr__, __dir__ = lazy(
     __name__,

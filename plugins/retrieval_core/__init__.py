@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from retrieval import hookimpl
 from retrieval.host.hookspecs import Factories
 from retrieval.host.lazy import lazy
+
+if TYPE_CHECKING:
+    from retrieval_core.convnet import ConvNet as ConvNet
+    from retrieval_core.convnet import Features as Features
+    from retrieval_core.folders import image_folder as image_folder
+    from retrieval_core.learners import LDA as LDA
+    from retrieval_core.learners import NCA as NCA
+    from retrieval_core.learners import PCA as PCA
+    from retrieval_core.lfw import lfw_people as lfw_people
+    from retrieval_core.manifests import manifest as manifest
+    from retrieval_core.more_small import cifar10 as cifar10
+    from retrieval_core.more_small import emnist as emnist
+    from retrieval_core.pixels import Pixels as Pixels
+    from retrieval_core.small import digits as digits
+    from retrieval_core.small import fashion_mnist as fashion_mnist
+    from retrieval_core.timm_models import efficientnet_lite0 as efficientnet_lite0
+    from retrieval_core.timm_models import timm_model as timm_model
+    from retrieval_core.torchvision_models import torchvision_model as torchvision_model
+    from retrieval_core.vectors import features as features
 
 __getattr__, __dir__ = lazy(
     __name__,

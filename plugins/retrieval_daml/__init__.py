@@ -14,6 +14,18 @@ from retrieval.host.lazy import lazy
 if TYPE_CHECKING:
     import click
 
+    from retrieval_daml.contrastive import ContrastiveLoss as ContrastiveLoss
+    from retrieval_daml.discriminator import Discriminator as Discriminator
+    from retrieval_daml.disturbed import DisturbedNegative as DisturbedNegative
+    from retrieval_daml.generators import HardNegativeGenerator as HardNegativeGenerator
+    from retrieval_daml.generators import HardPositiveGenerator as HardPositiveGenerator
+    from retrieval_daml.lifted import LiftedLoss as LiftedLoss
+    from retrieval_daml.miners import OnePerClass as OnePerClass
+    from retrieval_daml.miners import SemiHard as SemiHard
+    from retrieval_daml.npair import NPairLoss as NPairLoss
+    from retrieval_daml.triplet import TripletLoss as TripletLoss
+    from retrieval_daml.uniform import UniformMetrics as UniformMetrics
+
 __getattr__, __dir__ = lazy(
     __name__,
     {

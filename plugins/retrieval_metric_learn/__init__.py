@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from retrieval import hookimpl
 from retrieval.host.hookspecs import Factories
+from retrieval.host.lazy import lazy
+
+if TYPE_CHECKING:
+    from retrieval_metric_learn.learners import ITML as ITML
+    from retrieval_metric_learn.learners import LFDA as LFDA
+    from retrieval_metric_learn.learners import LMNN as LMNN
+    from retrieval_metric_learn.learners import LSML as LSML
+    from retrieval_metric_learn.learners import MMC as MMC
+    from retrieval_metric_learn.learners import RCA as RCA
+    from retrieval_metric_learn.learners import SCML as SCML
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {"retrieval_metric_learn.learners": ["ITML", "LFDA", "LMNN", "LSML", "MMC", "RCA", "SCML"]},
+)
 
 
 @hookimpl

@@ -5,9 +5,28 @@ Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019. The le
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from retrieval import hookimpl
 from retrieval.host.hookspecs import Factories
 from retrieval.host.lazy import lazy
+
+if TYPE_CHECKING:
+    from retrieval_oahu.clicks import ClickLog as ClickLog
+    from retrieval_oahu.closure import Closure as Closure
+    from retrieval_oahu.combiners import HedgeScore as HedgeScore
+    from retrieval_oahu.combiners import HedgeSum as HedgeSum
+    from retrieval_oahu.learner import OAHU as OAHU
+    from retrieval_oahu.lego import LEGO as LEGO
+    from retrieval_oahu.loss import ABTL as ABTL
+    from retrieval_oahu.oasis import OASIS as OASIS
+    from retrieval_oahu.opml import OPML as OPML
+    from retrieval_oahu.rdml import RDML as RDML
+    from retrieval_oahu.streams import from_labels as from_labels
+    from retrieval_oahu.streams import in_chunks as in_chunks
+    from retrieval_oahu.streams import with_closure as with_closure
+    from retrieval_oahu.uses import Spaces as Spaces
+    from retrieval_oahu.warm import Warm as Warm
 
 __getattr__, __dir__ = lazy(
     __name__,
