@@ -204,7 +204,7 @@ class Results:
             shutil.rmtree(folder, ignore_errors=True)
             start = time.process_time()
             with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-                run = train(folder, *check_recipe(table))
+                run = train(folder, check_recipe(table))
                 trained = time.process_time() - start
                 figures = evaluate_run(run)["figures"]["trained"]
             entry = {"key": key, "figures": figures, "seconds": trained}

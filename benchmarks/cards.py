@@ -135,16 +135,16 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
     recipe = MODELS / row.recipe / "recipe.toml"
     table = {k: v for k, v in tomllib.loads(recipe.read_text()).items() if k not in row.without}
     apply_overrides(table, [f"seed={seed}", f"split.seed={seed}", *row.overrides])
-    made, plugins = check_recipe(table, str(recipe))
+    made = check_recipe(table, str(recipe))
     started = time.process_time()
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
         if row.untrained:
             checkpoint.seed_everything(seed)
             create_folder(folder, made)
-            run = build_run(folder, made, plugins)
+            run = build_run(folder, made)
         else:
-            train(folder, made, plugins, report=lambda line: None)
+            train(folder, made, report=lambda line: None)
             run = load_run(folder)
         trained = time.process_time()
         found = evaluate_run(run, metrics=METRICS, baseline=baseline)

@@ -253,7 +253,7 @@ class Results:
             start = time.process_time()
             table = recipe(work, data, loss, method, loss_table, seed, choose)
             with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-                run = train(folder, *check_recipe(table))
+                run = train(folder, check_recipe(table))
                 trained = time.process_time() - start
                 figures = evaluate_run(run)["figures"]["trained"]
             entry = {"key": key, "figures": figures, "seconds": trained}

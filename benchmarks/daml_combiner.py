@@ -113,9 +113,9 @@ def trained(folder: Path, overrides: list[str]) -> Path:
     recipe = folder.with_suffix(".toml")
     recipe.write_text(RECIPE)
     if not (folder / "summary.json").is_file():
-        made, plugins = read_recipe(recipe, overrides)
+        made = read_recipe(recipe, overrides)
         last = folder / "checkpoints" / "last.safetensors"
-        train(folder, made, plugins, resume=last.is_file(), report=print)
+        train(folder, made, resume=last.is_file(), report=print)
     run = load_run(folder)
     if not (folder / "bundle").is_dir():
         export_run(run)

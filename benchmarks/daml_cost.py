@@ -61,7 +61,7 @@ def trainer(folder: Path, size: int, case: dict[str, Any], generator: bool) -> T
     if generator:
         table["generator"] = {"name": "daml.hard_negative"}
     checkpoint.seed_everything(0)
-    return Trainer(build_run(folder / "run", *check_recipe(table)), Accelerator(cpu=True))
+    return Trainer(build_run(folder / "run", check_recipe(table)), Accelerator(cpu=True))
 
 
 def step(of: Trainer, inputs: torch.Tensor, labels: torch.Tensor) -> float:

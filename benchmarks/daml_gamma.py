@@ -267,7 +267,7 @@ class Results:
             shutil.rmtree(folder, ignore_errors=True)
             start = time.process_time()
             with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-                run = train(folder, *check_recipe(recipe(self.work, data, row, choice, seed, choose)))
+                run = train(folder, check_recipe(recipe(self.work, data, row, choice, seed, choose)))
                 entry = {"key": key, "seconds": time.process_time() - start}
                 entry["figures"] = evaluate_run(run)["figures"]["trained"]
                 if not choose and row.endswith("learned") and seed == SEEDS[0]:

@@ -113,7 +113,7 @@ def measure() -> None:
             data = small if sweep == "mu" else file
             with contextlib.redirect_stderr(io.StringIO()):
                 run = train(
-                    Path(folder) / str(number), *check_recipe(recipe(data, sweep, value, seed)), report=len
+                    Path(folder) / str(number), check_recipe(recipe(data, sweep, value, seed)), report=len
                 )
                 found = evaluate_run(run)["figures"]["trained"]["recall_at_1"]
             row = {"sweep": sweep, "value": kept, "seed": seed, "recall_at_1": found}

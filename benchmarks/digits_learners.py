@@ -59,8 +59,8 @@ def fitted(folder: Path, name: str, given: dict[str, Any], seed: int) -> Path:
             + ", ".join(f"{key} = {json.dumps(value)}" for key, value in {"name": name, **given}.items())
             + "}"
         )
-        made, plugins = read_recipe(RECIPE, [f"learner={table}", f"split.seed={seed}"])
-        fit_learner(folder, made, plugins, report=print, resume=True)
+        made = read_recipe(RECIPE, [f"learner={table}", f"split.seed={seed}"])
+        fit_learner(folder, made, report=print, resume=True)
     return folder
 
 

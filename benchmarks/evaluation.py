@@ -1,4 +1,4 @@
-"""Recall@1, 2, 4, 8 and MAP@R: `retrieval.evaluation` beside pytorch-metric-learning's AccuracyCalculator.
+"""Recall@1, 2, 4, 8 and MAP@R: `retrieval.evaluate` beside pytorch-metric-learning's AccuracyCalculator.
 
 Data: Fashion-MNIST's 60,000 training images (Debian: dataset-fashion-mnist) as 128 principal components, unit length. Each
 contestant runs in a process of its own, in turn, with the same number of threads. Run by hand:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-OURS = "`retrieval.evaluation`"
+OURS = "`retrieval.evaluate`"
 BINS = '`AccuracyCalculator, k="max_bin_count"`'
 SLICED = f"{BINS}, queries in 4 slices"
 DEFAULT = "`AccuracyCalculator, default k`"

@@ -33,11 +33,10 @@ CHOOSE = ["split.validation=0.4", "split.validation_by=class", "sampler.classes=
 def trained(recipe: Path, folder: Path, *overrides: str) -> Path:
     """Train the recipe, unless it is done already."""
     if not (folder / "summary.json").is_file():
-        made, plugins = read_recipe(recipe, overrides)
+        made = read_recipe(recipe, overrides)
         train(
             folder,
             made,
-            plugins,
             resume=(folder / "checkpoints" / "last.safetensors").is_file(),
             report=print,
         )
@@ -62,11 +61,11 @@ def untrained(recipe: Path, output: Path, seed: int) -> dict[str, float]:
     """Evaluate the recipe's network as it is initialised."""
     folder = output / f"untrained-{seed}"
     if not (folder / "evaluation-test.json").is_file():
-        made, plugins = read_recipe(recipe, [f"seed={seed}"])
+        made = read_recipe(recipe, [f"seed={seed}"])
         checkpoint.seed_everything(seed)
         if not folder.exists():
             create_folder(folder, made)
-        evaluate_run(build_run(folder, made, plugins), metrics=METRICS)
+        evaluate_run(build_run(folder, made), metrics=METRICS)
     figures: dict[str, float] = json.loads((folder / "evaluation-test.json").read_text())["figures"][
         "trained"
     ]

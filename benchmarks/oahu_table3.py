@@ -350,10 +350,10 @@ def convnet(repeat: int, x: Floats, y: Floats) -> tuple[Floats, Floats]:
     torch.set_num_threads(1)
     unseen = [str(c) for c in range(10) if c not in LEARNED[repeat]]
     recipe = Path(__file__).parents[1] / "models" / "fashion-mnist" / "recipe.toml"
-    made, plugins = read_recipe(recipe, [f"split.test={json.dumps(unseen)}", f"seed={repeat}"])
+    made = read_recipe(recipe, [f"split.test={json.dumps(unseen)}", f"seed={repeat}"])
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        train(run, made, plugins, report=lambda _: None)
+        train(run, made, report=lambda _: None)
         net = load_run(run).model.backbone.eval()
     chosen = np.random.default_rng(7).permutation(70_000)[:10_000]
     mean, std = (np.array(v, np.float32)[0] for v in (net.preprocessing.mean, net.preprocessing.std))

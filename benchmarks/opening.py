@@ -121,7 +121,7 @@ def generations(root: Path, opens: int) -> tuple[int, int, int]:
             try:
                 with Index.open(root / "out", threads=1) as index:
                     number, rows = made[index.bundle.sha256]
-                    last = index.search(vectors[rows - 1] * number, 1)[0][0]
+                    last = index.search(vectors[rows - 1] * number, 1)[0]
                     mixed += len(index) != rows or last.id != rows - 1 or last.distance != 0
             except Exception:
                 refused += 1

@@ -43,9 +43,9 @@ def recipe(**train: Any) -> dict[str, Any]:
 
 def framework(folder: Path, **train: Any) -> Callable[[], None]:
     """An epoch by the framework's trainer, without validation and checkpoints."""
-    made, plugins = check_recipe(recipe(**train))
+    made = check_recipe(recipe(**train))
     checkpoint.seed_everything(0)
-    run = build_run(folder, made, plugins)
+    run = build_run(folder, made)
     trainer = Trainer(run, make_accelerator(made))
 
     def epoch() -> None:
@@ -58,9 +58,9 @@ def framework(folder: Path, **train: Any) -> Callable[[], None]:
 
 def bare(folder: Path) -> Callable[[], None]:
     """The loop that one writes by hand: uint8 pixels in memory, indexed by the sampler's batches."""
-    made, plugins = check_recipe(recipe())
+    made = check_recipe(recipe())
     checkpoint.seed_everything(0)
-    run = build_run(folder, made, plugins)
+    run = build_run(folder, made)
     pixels = torch.from_numpy(np.asarray(run.dataset.arrays)[run.splits.train])[:, None]
     labels = torch.from_numpy(run.splits.train_labels)
     net = nn.Sequential(run.model.backbone, run.model.head).train()

@@ -109,7 +109,7 @@ def look(run: Run) -> Samples:
     labels = splits.labels[rows]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        generator = build_objective(run.recipe, run.plugins, run.model, len(splits.train_classes)).generator
+        generator = build_objective(run.recipe, run.model, len(splits.train_classes)).generator
         chunks = [
             run.model.features(chunk) for chunk in inputs(run.dataset, rows, run.model.preprocessing, 64)
         ]

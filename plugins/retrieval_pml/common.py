@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -37,11 +36,6 @@ Init = (
 
 # pytorch-metric-learning has no types: what these classes are mixed into has attributes that nn.Module lacks
 _Mixin: Any = nn.Module
-
-
-def initialiser(name: Init) -> Callable[[Tensor], Any] | None:
-    """Return PyTorch's in-place initialiser of that name, or None to leave the choice to the loss."""
-    return None if name is None else getattr(nn.init, f"{name}_")
 
 
 def _full(x: Tensor | None) -> Tensor | None:

@@ -8,8 +8,10 @@ from typing import Any
 from pytorch_metric_learning import distances
 
 from retrieval_pml.common import Positive
+from retrieval_pml.forward import forwards
 
 
+@forwards(distances.CosineSimilarity)
 def cosine_similarity(p: Positive = 2, power: Positive = 1) -> distances.CosineSimilarity:
     """Cosine similarity, from −1 to 1; larger is closer.
 
@@ -17,9 +19,9 @@ def cosine_similarity(p: Positive = 2, power: Positive = 1) -> distances.CosineS
         p: the norm that scales embeddings to length 1; another than 2 gives no cosine.
         power: the similarity is raised to it; an even one forgets the sign.
     """
-    return distances.CosineSimilarity(p=p, power=power)
 
 
+@forwards(distances.DotProductSimilarity)
 def dot_product_similarity(
     normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1
 ) -> distances.DotProductSimilarity:
@@ -30,9 +32,9 @@ def dot_product_similarity(
         p: the norm that measures this length.
         power: the similarity is raised to it; an even one forgets the sign.
     """
-    return distances.DotProductSimilarity(normalize_embeddings=normalize_embeddings, p=p, power=power)
 
 
+@forwards(distances.LpDistance)
 def lp(normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1) -> distances.LpDistance:
     """The p-norm of the difference, Euclidean by default; on unit vectors from 0 to 2.
 
@@ -41,9 +43,9 @@ def lp(normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1) 
         p: the norm.
         power: the distance is raised to it; 2 with p = 2 is the squared Euclidean distance.
     """
-    return distances.LpDistance(normalize_embeddings=normalize_embeddings, p=p, power=power)
 
 
+@forwards(distances.SNRDistance)
 def snr(normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1) -> distances.SNRDistance:
     """The variance of the difference over that of the first embedding (noise over signal); not symmetric.
 
@@ -54,7 +56,6 @@ def snr(normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1)
         p: the norm that measures this length.
         power: the distance is raised to it.
     """
-    return distances.SNRDistance(normalize_embeddings=normalize_embeddings, p=p, power=power)
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {

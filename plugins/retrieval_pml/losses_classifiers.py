@@ -13,12 +13,14 @@ from pytorch_metric_learning import losses
 from retrieval import traits
 
 from retrieval_pml import corrected_proxies as corrected
-from retrieval_pml.common import Count, Init, Positive, Reducer, Regularizer, initialiser
+from retrieval_pml.common import Count, Init, Positive, Reducer, Regularizer
+from retrieval_pml.forward import forwards
 
 Degrees = Annotated[float, Field(ge=0, lt=180)]
 
 
 @traits(ref_emb=False)
+@forwards(corrected.LargeMarginSoftmaxLoss)
 def large_margin_softmax(
     embedding_size: int,
     classes: int,
@@ -39,28 +41,11 @@ def large_margin_softmax(
     Args:
         margin: the factor m of the target's angle.
         scale: logits are multiplied by it.
-        reducer: how the items' losses become one number; the mean by default.
-        weight_regularizer: a penalty on the class weights, added to the loss.
-        weight_reg_weight: the factor of that penalty.
-        weight_init_func: how the class weights begin; standard normal by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.LargeMarginSoftmaxLoss(
-        num_classes=classes,
-        embedding_size=embedding_size,
-        margin=margin,
-        scale=scale,
-        reducer=reducer,
-        weight_regularizer=weight_regularizer,
-        weight_reg_weight=weight_reg_weight,
-        weight_init_func=initialiser(weight_init_func),
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False)
+@forwards(corrected.SphereFaceLoss)
 def sphere_face(
     embedding_size: int,
     classes: int,
@@ -81,28 +66,11 @@ def sphere_face(
     Args:
         margin: the factor m of the target's angle.
         scale: logits are multiplied by it.
-        reducer: how the items' losses become one number; the mean by default.
-        weight_regularizer: a penalty on the class weights, added to the loss.
-        weight_reg_weight: the factor of that penalty.
-        weight_init_func: how the class weights begin; standard normal by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.SphereFaceLoss(
-        num_classes=classes,
-        embedding_size=embedding_size,
-        margin=margin,
-        scale=scale,
-        reducer=reducer,
-        weight_regularizer=weight_regularizer,
-        weight_reg_weight=weight_reg_weight,
-        weight_init_func=initialiser(weight_init_func),
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False)
+@forwards(corrected.ArcFaceLoss)
 def arc_face(
     embedding_size: int,
     classes: int,
@@ -122,28 +90,11 @@ def arc_face(
     Args:
         margin: added to the target class's angle, in degrees.
         scale: cosines are multiplied by it.
-        reducer: how the items' losses become one number; the mean by default.
-        weight_regularizer: a penalty on the class weights, added to the loss.
-        weight_reg_weight: the factor of that penalty.
-        weight_init_func: how the class weights begin; standard normal by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.ArcFaceLoss(
-        num_classes=classes,
-        embedding_size=embedding_size,
-        margin=margin,
-        scale=scale,
-        reducer=reducer,
-        weight_regularizer=weight_regularizer,
-        weight_reg_weight=weight_reg_weight,
-        weight_init_func=initialiser(weight_init_func),
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False)
+@forwards(corrected.CosFaceLoss)
 def cos_face(
     embedding_size: int,
     classes: int,
@@ -163,28 +114,11 @@ def cos_face(
     Args:
         margin: subtracted from the target class's cosine.
         scale: cosines are multiplied by it.
-        reducer: how the items' losses become one number; the mean by default.
-        weight_regularizer: a penalty on the class weights, added to the loss.
-        weight_reg_weight: the factor of that penalty.
-        weight_init_func: how the class weights begin; standard normal by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.CosFaceLoss(
-        num_classes=classes,
-        embedding_size=embedding_size,
-        margin=margin,
-        scale=scale,
-        reducer=reducer,
-        weight_regularizer=weight_regularizer,
-        weight_reg_weight=weight_reg_weight,
-        weight_init_func=initialiser(weight_init_func),
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False)
+@forwards(corrected.SubCenterArcFaceLoss)
 def sub_center_arc_face(
     embedding_size: int,
     classes: int,
@@ -207,26 +141,9 @@ def sub_center_arc_face(
         margin: added to the target class's angle, in degrees.
         scale: cosines are multiplied by it.
         sub_centers: centres a class.
-        reducer: how the items' losses become one number; the mean by default.
         weight_regularizer: a penalty on the centres, added to the loss.
-        weight_reg_weight: the factor of that penalty.
         weight_init_func: how the centres begin; standard normal by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.SubCenterArcFaceLoss(
-        num_classes=classes,
-        embedding_size=embedding_size,
-        margin=margin,
-        scale=scale,
-        sub_centers=sub_centers,
-        reducer=reducer,
-        weight_regularizer=weight_regularizer,
-        weight_reg_weight=weight_reg_weight,
-        weight_init_func=initialiser(weight_init_func),
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {

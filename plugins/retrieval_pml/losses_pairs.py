@@ -22,10 +22,12 @@ from retrieval_pml.common import (
     Share,
     precise,
 )
+from retrieval_pml.forward import forwards
 
 Angle = Annotated[float, Field(gt=0, lt=90)]
 
 
+@forwards(precise(losses.ContrastiveLoss))
 def contrastive(
     pos_margin: float = 0.0,
     neg_margin: float = 1.0,
@@ -42,19 +44,8 @@ def contrastive(
     Args:
         pos_margin: a positive pair costs what its distance exceeds this; with a similarity use 1.
         neg_margin: a negative pair costs what its distance falls short of this; with a similarity use 0.
-        distance: how two embeddings are compared; Euclidean on unit vectors by default.
         reducer: how the pairs' losses become one number; by default the mean of those above 0.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return precise(losses.ContrastiveLoss)(
-        pos_margin=pos_margin,
-        neg_margin=neg_margin,
-        distance=distance,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 def signal_to_noise_ratio_contrastive(
@@ -92,6 +83,7 @@ def signal_to_noise_ratio_contrastive(
     )
 
 
+@forwards(corrected.TripletMarginLoss)
 def triplet_margin(
     margin: float = 0.05,
     swap: bool = False,
@@ -112,21 +104,8 @@ def triplet_margin(
         swap: compare the positive with the negative instead of the anchor where that violates the margin more.
         smooth_loss: log(1 + exp(violation)) instead of max(0, violation).
         triplets_per_anchor: how many random triplets an anchor gets, or all; a miner's take precedence.
-        distance: how two embeddings are compared; Euclidean on unit vectors by default.
         reducer: how the triplets' losses become one number; by default the mean of those above 0.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.TripletMarginLoss(
-        margin=margin,
-        swap=swap,
-        smooth_loss=smooth_loss,
-        triplets_per_anchor=triplets_per_anchor,
-        distance=distance,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 def margin(
@@ -175,6 +154,7 @@ def margin(
     )
 
 
+@forwards(corrected.AngularLoss)
 def angular(
     alpha: Angle = 40.0,
     reducer: Reducer = None,
@@ -189,17 +169,10 @@ def angular(
     Args:
         alpha: the bound, in degrees.
         reducer: how the positive pairs' losses become one number; the mean by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.AngularLoss(
-        alpha=alpha,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
+@forwards(corrected.DynamicSoftMarginLoss)
 def dynamic_soft_margin(
     min_val: Annotated[float, Field(lt=0)] = -2.0,
     num_bins: Count = 10,
@@ -217,18 +190,10 @@ def dynamic_soft_margin(
         min_val: the smallest difference that counts; on unit vectors −2.
         num_bins: how many bins divide the range from min_val to −min_val.
         momentum: the weight of the batch's histogram against the running one.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.DynamicSoftMarginLoss(
-        min_val=min_val,
-        num_bins=num_bins,
-        momentum=momentum,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
+@forwards(corrected.LiftedStructureLoss)
 def lifted_structure(
     neg_margin: float = 1.0,
     pos_margin: float = 0.0,
@@ -245,21 +210,11 @@ def lifted_structure(
     Args:
         neg_margin: negatives nearer than this cost most, in the distance's unit.
         pos_margin: subtracted from the positive's distance.
-        distance: how two embeddings are compared; Euclidean on unit vectors by default.
         reducer: how the positive pairs' losses become one number; the mean by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.LiftedStructureLoss(
-        neg_margin=neg_margin,
-        pos_margin=pos_margin,
-        distance=distance,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
+@forwards(corrected.GeneralizedLiftedStructureLoss)
 def generalized_lifted_structure(
     neg_margin: float = 1.0,
     pos_margin: float = 0.0,
@@ -276,21 +231,11 @@ def generalized_lifted_structure(
     Args:
         neg_margin: negatives nearer than this cost most, in the distance's unit.
         pos_margin: subtracted from the positives' distances.
-        distance: how two embeddings are compared; Euclidean on unit vectors by default.
         reducer: how the anchors' losses become one number; the mean by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.GeneralizedLiftedStructureLoss(
-        neg_margin=neg_margin,
-        pos_margin=pos_margin,
-        distance=distance,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
+@forwards(precise(losses.IntraPairVarianceLoss))
 def intra_pair_variance(
     pos_eps: NonNegative = 0.01,
     neg_eps: NonNegative = 0.01,
@@ -309,20 +254,11 @@ def intra_pair_variance(
         neg_eps: how far, relatively, a negative pair may rise above the mean at no cost.
         distance: how two embeddings are compared; cosine similarity by default.
         reducer: how the pairs' losses become one number; the mean by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return precise(losses.IntraPairVarianceLoss)(
-        pos_eps=pos_eps,
-        neg_eps=neg_eps,
-        distance=distance,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=True)
+@forwards(corrected.ThresholdConsistentMarginLoss)
 def threshold_consistent_margin(
     lambda_plus: NonNegative = 1.0,
     lambda_minus: NonNegative = 1.0,
@@ -342,17 +278,7 @@ def threshold_consistent_margin(
         lambda_minus: the weight of negative pairs.
         margin_plus: positive pairs with a cosine below this cost the difference.
         margin_minus: negative pairs with a cosine above this cost the difference.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.ThresholdConsistentMarginLoss(
-        lambda_plus=lambda_plus,
-        lambda_minus=lambda_minus,
-        margin_plus=margin_plus,
-        margin_minus=margin_minus,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {

@@ -18,13 +18,14 @@ from retrieval_pml.common import (
     Positive,
     Reducer,
     Regularizer,
-    initialiser,
     precise,
     require_similarity,
 )
+from retrieval_pml.forward import forwards
 
 
 @traits(ref_emb=False)
+@forwards(precise(losses.NormalizedSoftmaxLoss))
 def normalized_softmax(
     embedding_size: int,
     classes: int,
@@ -45,28 +46,11 @@ def normalized_softmax(
     Args:
         temperature: similarities are divided by it.
         distance: how embeddings are compared with class weights; the dot product of unit vectors by default.
-        reducer: how the items' losses become one number; the mean by default.
-        weight_regularizer: a penalty on the class weights, added to the loss.
-        weight_reg_weight: the factor of that penalty.
-        weight_init_func: how the class weights begin; standard normal by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return precise(losses.NormalizedSoftmaxLoss)(
-        num_classes=classes,
-        embedding_size=embedding_size,
-        temperature=temperature,
-        distance=distance,
-        reducer=reducer,
-        weight_regularizer=weight_regularizer,
-        weight_reg_weight=weight_reg_weight,
-        weight_init_func=initialiser(weight_init_func),
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False)
+@forwards(precise(losses.ProxyAnchorLoss))
 def proxy_anchor(
     embedding_size: int,
     classes: int,
@@ -91,27 +75,12 @@ def proxy_anchor(
         distance: how embeddings are compared with proxies; cosine similarity by default.
         reducer: how the proxies' losses become one number; by default their sum over the number of proxies with positives, and of all.
         weight_regularizer: a penalty on the proxies, added to the loss.
-        weight_reg_weight: the factor of that penalty.
         weight_init_func: how the proxies begin; Kaiming's normal (fan out) by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return precise(losses.ProxyAnchorLoss)(
-        num_classes=classes,
-        embedding_size=embedding_size,
-        margin=margin,
-        alpha=alpha,
-        distance=distance,
-        reducer=reducer,
-        weight_regularizer=weight_regularizer,
-        weight_reg_weight=weight_reg_weight,
-        weight_init_func=initialiser(weight_init_func),
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False)
+@forwards(corrected.ProxyNCALoss)
 def proxy_nca(
     embedding_size: int,
     classes: int,
@@ -133,28 +102,13 @@ def proxy_nca(
     Args:
         softmax_scale: distances are multiplied by it.
         distance: how embeddings are compared with proxies; squared Euclidean on unit vectors by default.
-        reducer: how the items' losses become one number; the mean by default.
         weight_regularizer: a penalty on the proxies, added to the loss.
-        weight_reg_weight: the factor of that penalty.
         weight_init_func: how the proxies begin; standard normal by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.ProxyNCALoss(
-        num_classes=classes,
-        embedding_size=embedding_size,
-        softmax_scale=softmax_scale,
-        distance=distance,
-        reducer=reducer,
-        weight_regularizer=weight_regularizer,
-        weight_reg_weight=weight_reg_weight,
-        weight_init_func=initialiser(weight_init_func),
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False)
+@forwards(precise(losses.SoftTripleLoss))
 def soft_triple(
     embedding_size: int,
     classes: int,
@@ -181,32 +135,14 @@ def soft_triple(
         gamma: the temperature that chooses among a class's centres.
         margin: δ: subtracted from the similarity to the item's own class.
         distance: how embeddings are compared with centres, a similarity; cosine by default.
-        reducer: how the items' losses become one number; the mean by default.
         weight_regularizer: a penalty on the centres, added to the loss.
-        weight_reg_weight: the factor of that penalty.
         weight_init_func: how the centres begin; Kaiming's uniform by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
     require_similarity(distance, "pml.soft_triple")
-    return precise(losses.SoftTripleLoss)(
-        num_classes=classes,
-        embedding_size=embedding_size,
-        centers_per_class=centers_per_class,
-        la=la,
-        gamma=gamma,
-        margin=margin,
-        distance=distance,
-        reducer=reducer,
-        weight_regularizer=weight_regularizer,
-        weight_reg_weight=weight_reg_weight,
-        weight_init_func=initialiser(weight_init_func),
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False, miner=False)
+@forwards(precise(losses.P2SGradLoss), embedding_size="descriptors_dim")
 def p2s_grad(
     embedding_size: int,
     classes: int,
@@ -217,20 +153,11 @@ def p2s_grad(
 
     Zhang et al., P2SGrad: Refined Gradients for Optimizing Deep Face Models, CVPR 2019, equation 11. Needs no scale
     and no margin. The class weights are put back to length 1 at each call.
-
-    Args:
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return precise(losses.P2SGradLoss)(
-        descriptors_dim=embedding_size,
-        num_classes=classes,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False, miner=False)
+@forwards(corrected.ManifoldLoss, embedding_size="l", classes="classes")
 def manifold(
     embedding_size: int,
     classes: int,
@@ -254,21 +181,8 @@ def manifold(
         alpha: the share of similarity that the random walk passes on.
         margin: between the similarity to the own proxy and to others.
         distance: how items and proxies are compared, a similarity; cosine by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
     require_similarity(distance, "pml.manifold")
-    return corrected.ManifoldLoss(
-        classes,
-        l=embedding_size,
-        K=K,
-        lambdaC=lambdaC,
-        alpha=alpha,
-        margin=margin,
-        distance=distance,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {

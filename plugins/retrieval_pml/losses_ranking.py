@@ -10,9 +10,11 @@ from retrieval import traits
 
 from retrieval_pml import corrected_ranking as corrected
 from retrieval_pml.common import Count, Distance, NonNegative, Positive, Reducer, Regularizer, Share, precise
+from retrieval_pml.forward import forwards
 
 
 @traits(ref_emb=False)
+@forwards(precise(losses.FastAPLoss))
 def fast_ap(
     num_bins: Count = 10,
     reducer: Reducer = None,
@@ -25,19 +27,11 @@ def fast_ap(
 
     Args:
         num_bins: how many bins divide the range of squared distances, 0 to 4.
-        reducer: how the items' losses become one number; the mean by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return precise(losses.FastAPLoss)(
-        num_bins=num_bins,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False)
+@forwards(corrected.SmoothAPLoss)
 def smooth_ap(
     temperature: Positive = 0.01,
     reducer: Reducer = None,
@@ -52,19 +46,11 @@ def smooth_ap(
 
     Args:
         temperature: of the sigmoid; smaller is closer to the true ranks.
-        reducer: how the items' losses become one number; the mean by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.SmoothAPLoss(
-        temperature=temperature,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False, miner=False)
+@forwards(precise(losses.PNPLoss))
 def pnp(
     b: Positive = 2.0,
     alpha: Positive = 1.0,
@@ -84,20 +70,11 @@ def pnp(
         anneal: the temperature of the sigmoid that counts negatives.
         variant: how the count R of negatives costs: O as R, Ds as log(1 + R), Dq as 1 − 1/(1 + R)^alpha, Iu as (1 + R)
             log(1 + R), Ib as (bR − log(1 + bR)) / b².
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return precise(losses.PNPLoss)(
-        b=b,
-        alpha=alpha,
-        anneal=anneal,
-        variant=variant,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False, miner=False)
+@forwards(precise(losses.RankedListLoss))
 def ranked_list(
     margin: Positive,
     Tn: NonNegative,
@@ -120,25 +97,12 @@ def ranked_list(
         imbalance: the weight of negatives against positives.
         alpha: the radius of the outer sphere; by default 1 + margin / 2.
         Tp: the temperature that weighs positives by how much they violate; 0 weighs them equally.
-        distance: how two embeddings are compared; Euclidean on unit vectors by default.
         reducer: how the queries' losses become one number; the mean by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return precise(losses.RankedListLoss)(
-        margin=margin,
-        Tn=Tn,
-        imbalance=imbalance,
-        alpha=alpha,
-        Tp=Tp,
-        distance=distance,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False)
+@forwards(corrected.HistogramLoss)
 def histogram(
     n_bins: Count | None = None,
     delta: Positive | None = None,
@@ -153,15 +117,7 @@ def histogram(
     Args:
         n_bins: how many bins divide the cosines from −1 to 1; 100 when neither is given.
         delta: a bin's width, 2 / n_bins, instead of `n_bins`.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.HistogramLoss(
-        n_bins=n_bins,
-        delta=delta,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {

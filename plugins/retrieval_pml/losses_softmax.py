@@ -10,8 +10,10 @@ from retrieval import traits
 
 from retrieval_pml import corrected_pairs as corrected
 from retrieval_pml.common import Distance, NonNegative, Positive, Reducer, Regularizer, precise
+from retrieval_pml.forward import forwards
 
 
+@forwards(precise(losses.MultiSimilarityLoss))
 def multi_similarity(
     alpha: Positive = 2.0,
     beta: Positive = 50.0,
@@ -32,20 +34,10 @@ def multi_similarity(
         base: the similarity (λ in the paper) that both are measured from.
         distance: how two embeddings are compared; cosine similarity by default.
         reducer: how the anchors' losses become one number; the mean by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return precise(losses.MultiSimilarityLoss)(
-        alpha=alpha,
-        beta=beta,
-        base=base,
-        distance=distance,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
+@forwards(precise(losses.CircleLoss))
 def circle(
     m: float = 0.4,
     gamma: Positive = 80.0,
@@ -62,18 +54,10 @@ def circle(
         m: the relaxation: positives should pass a cosine of 1 − m, negatives stay below m.
         gamma: the exponent's scale.
         reducer: how the anchors' losses become one number; by default the mean of those above 0.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return precise(losses.CircleLoss)(
-        m=m,
-        gamma=gamma,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
+@forwards(corrected.NTXentLoss)
 def nt_xent(
     temperature: Positive = 0.07,
     distance: Distance = None,
@@ -90,18 +74,10 @@ def nt_xent(
         temperature: similarities are divided by it.
         distance: how two embeddings are compared; cosine similarity by default.
         reducer: how the positive pairs' losses become one number; the mean by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.NTXentLoss(
-        temperature=temperature,
-        distance=distance,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
+@forwards(precise(losses.SupConLoss))
 def sup_con(
     temperature: Positive = 0.1,
     distance: Distance = None,
@@ -117,18 +93,10 @@ def sup_con(
         temperature: similarities are divided by it.
         distance: how two embeddings are compared; cosine similarity by default.
         reducer: how the anchors' losses become one number; by default the mean of those above 0.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return precise(losses.SupConLoss)(
-        temperature=temperature,
-        distance=distance,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
+@forwards(corrected.TupletMarginLoss)
 def tuplet_margin(
     margin: NonNegative = 5.73,
     scale: Positive = 64.0,
@@ -145,18 +113,10 @@ def tuplet_margin(
         margin: the slack β, in degrees.
         scale: cosines are multiplied by it.
         reducer: how the positive pairs' losses become one number; the mean by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.TupletMarginLoss(
-        margin=margin,
-        scale=scale,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
+@forwards(corrected.NCALoss)
 def nca(
     softmax_scale: Positive = 1.0,
     distance: Distance = None,
@@ -172,20 +132,11 @@ def nca(
     Args:
         softmax_scale: distances are multiplied by it.
         distance: how two embeddings are compared; squared Euclidean on unit vectors by default.
-        reducer: how the items' losses become one number; the mean by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.NCALoss(
-        softmax_scale=softmax_scale,
-        distance=distance,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False)
+@forwards(precise(losses.NPairsLoss))
 def n_pairs(
     distance: Distance = None,
     reducer: Reducer = None,
@@ -201,18 +152,11 @@ def n_pairs(
     Args:
         distance: how two embeddings are compared; the dot product of unit vectors by default.
         reducer: how the pairs' losses become one number; the mean by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return precise(losses.NPairsLoss)(
-        distance=distance,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 @traits(ref_emb=False, miner=False)
+@forwards(corrected.InstanceLoss)
 def instance(
     gamma: Positive = 64.0,
     reducer: Reducer = None,
@@ -227,16 +171,7 @@ def instance(
 
     Args:
         gamma: cosines are multiplied by it.
-        reducer: how the items' losses become one number; the mean by default.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return corrected.InstanceLoss(
-        gamma=gamma,
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {

@@ -11,6 +11,7 @@ from retrieval import traits
 from torch import Tensor, nn
 
 from retrieval_pml.common import AnyLoss, NonNegative, Positive, PreciseLoss, Reducer, no_indices, on_labels
+from retrieval_pml.forward import forwards
 from retrieval_pml.wrappers import check_reference
 
 
@@ -108,6 +109,7 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
 
 
 @traits(ref_emb=False, miner=False)
+@forwards(VICRegLoss)
 def vic_reg(
     invariance_lambda: NonNegative = 25.0,
     variance_mu: NonNegative = 25.0,
@@ -128,13 +130,6 @@ def vic_reg(
         eps: added to the variance before its root.
         reducer: how each term's losses become one number; the mean by default.
     """
-    return VICRegLoss(
-        invariance_lambda=invariance_lambda,
-        variance_mu=variance_mu,
-        covariance_v=covariance_v,
-        eps=eps,
-        reducer=reducer,
-    )
 
 
 @traits(ref_emb=False, miner=False)

@@ -20,6 +20,7 @@ from retrieval_pml.common import (
     no_reference,
     precise,
 )
+from retrieval_pml.forward import forwards
 
 Strategy = Literal["hard", "semihard", "easy", "all"]
 
@@ -56,6 +57,7 @@ class EmbeddingsAlreadyPackagedAsTriplets(PreciseMiner, miners.EmbeddingsAlready
         return anchor, anchor + 1, anchor + 2
 
 
+@forwards(AngularMiner)
 def angular(angle: Annotated[float, Field(ge=0, lt=90)] = 20.0) -> miners.AngularMiner:
     """Triplets whose angle at the negative exceeds a bound.
 
@@ -65,9 +67,9 @@ def angular(angle: Annotated[float, Field(ge=0, lt=90)] = 20.0) -> miners.Angula
     Args:
         angle: the bound, in degrees.
     """
-    return AngularMiner(angle=angle)
 
 
+@forwards(precise(miners.BatchEasyHardMiner))
 def batch_easy_hard(
     pos_strategy: Strategy = "easy",
     neg_strategy: Strategy = "semihard",
@@ -86,17 +88,10 @@ def batch_easy_hard(
             farthest (easy), or all. Not semihard on both sides, and not semihard beside all.
         allowed_pos_range: the smallest and largest distance of a positive that may be chosen.
         allowed_neg_range: the smallest and largest distance of a negative that may be chosen.
-        distance: how two embeddings are compared; Euclidean on unit vectors by default.
     """
-    return precise(miners.BatchEasyHardMiner)(
-        pos_strategy=pos_strategy,
-        neg_strategy=neg_strategy,
-        allowed_pos_range=allowed_pos_range,
-        allowed_neg_range=allowed_neg_range,
-        distance=distance,
-    )
 
 
+@forwards(precise(miners.BatchHardMiner))
 def batch_hard(
     allowed_pos_range: tuple[float, float] | None = None,
     allowed_neg_range: tuple[float, float] | None = None,
@@ -109,13 +104,10 @@ def batch_hard(
     Args:
         allowed_pos_range: the smallest and largest distance of a positive that may be chosen.
         allowed_neg_range: the smallest and largest distance of a negative that may be chosen.
-        distance: how two embeddings are compared; Euclidean on unit vectors by default.
     """
-    return precise(miners.BatchHardMiner)(
-        allowed_pos_range=allowed_pos_range, allowed_neg_range=allowed_neg_range, distance=distance
-    )
 
 
+@forwards(precise(miners.DistanceWeightedMiner))
 def distance_weighted(
     cutoff: Positive = 0.5, nonzero_loss_cutoff: Positive = 1.4
 ) -> miners.DistanceWeightedMiner:
@@ -127,7 +119,6 @@ def distance_weighted(
         cutoff: smaller distances, on unit vectors, count as this, which bounds the weights.
         nonzero_loss_cutoff: negatives farther than this are never chosen.
     """
-    return precise(miners.DistanceWeightedMiner)(cutoff=cutoff, nonzero_loss_cutoff=nonzero_loss_cutoff)
 
 
 @traits(ref_emb=False)
@@ -136,6 +127,7 @@ def embeddings_already_packaged_as_triplets() -> miners.EmbeddingsAlreadyPackage
     return EmbeddingsAlreadyPackagedAsTriplets()
 
 
+@forwards(precise(miners.HDCMiner))
 def hdc(
     filter_percentage: Annotated[float, Field(gt=0, le=1)] = 0.5, distance: Distance = None
 ) -> miners.HDCMiner:
@@ -145,11 +137,10 @@ def hdc(
 
     Args:
         filter_percentage: the share that is kept, from 0 to 1.
-        distance: how two embeddings are compared; Euclidean on unit vectors by default.
     """
-    return precise(miners.HDCMiner)(filter_percentage=filter_percentage, distance=distance)
 
 
+@forwards(precise(miners.MultiSimilarityMiner))
 def multi_similarity(epsilon: float = 0.1, distance: Distance = None) -> miners.MultiSimilarityMiner:
     """Negatives more similar than the least similar positive, positives less similar than the most similar negative.
 
@@ -160,9 +151,9 @@ def multi_similarity(epsilon: float = 0.1, distance: Distance = None) -> miners.
         epsilon: pairs also count when they miss that by less than this.
         distance: how two embeddings are compared; cosine similarity by default.
     """
-    return precise(miners.MultiSimilarityMiner)(epsilon=epsilon, distance=distance)
 
 
+@forwards(precise(miners.PairMarginMiner))
 def pair_margin(
     pos_margin: float = 0.2, neg_margin: float = 0.8, distance: Distance = None
 ) -> miners.PairMarginMiner:
@@ -171,11 +162,10 @@ def pair_margin(
     Args:
         pos_margin: positive pairs nearer than this are left out.
         neg_margin: negative pairs farther than this are left out.
-        distance: how two embeddings are compared; Euclidean on unit vectors by default.
     """
-    return precise(miners.PairMarginMiner)(pos_margin=pos_margin, neg_margin=neg_margin, distance=distance)
 
 
+@forwards(precise(miners.TripletMarginMiner))
 def triplet_margin(
     margin: NonNegative = 0.2,
     type_of_triplets: Literal["all", "hard", "semihard", "easy"] = "all",
@@ -189,13 +179,10 @@ def triplet_margin(
         margin: by how much the negative should be farther than the positive.
         type_of_triplets: all that violate the margin; of those hard (the negative is nearer) or semihard (it is
             farther, by less than the margin); or easy, those that do not violate it.
-        distance: how two embeddings are compared; Euclidean on unit vectors by default.
     """
-    return precise(miners.TripletMarginMiner)(
-        margin=margin, type_of_triplets=type_of_triplets, distance=distance
-    )
 
 
+@forwards(precise(miners.UniformHistogramMiner))
 def uniform_histogram(
     num_bins: Count = 100, pos_per_bin: Count = 10, neg_per_bin: Count = 10, distance: Distance = None
 ) -> miners.UniformHistogramMiner:
@@ -205,11 +192,7 @@ def uniform_histogram(
         num_bins: how many bins.
         pos_per_bin: positive pairs drawn from each bin that has any.
         neg_per_bin: negative pairs drawn from each bin that has any.
-        distance: how two embeddings are compared; Euclidean on unit vectors by default.
     """
-    return precise(miners.UniformHistogramMiner)(
-        num_bins=num_bins, pos_per_bin=pos_per_bin, neg_per_bin=neg_per_bin, distance=distance
-    )
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {

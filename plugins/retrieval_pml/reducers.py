@@ -11,6 +11,7 @@ from retrieval import Part
 from torch import Tensor, nn
 
 from retrieval_pml.common import NonNegative, Reducer
+from retrieval_pml.forward import forwards
 
 
 class ClassWeightedReducer(reducers.ClassWeightedReducer):
@@ -118,13 +119,13 @@ def multiple(
     )
 
 
+@forwards(PerAnchorReducer)
 def per_anchor(reducer: Reducer = None) -> reducers.PerAnchorReducer:
     """The mean over each anchor's pairs or triplets first, then another reducer over the anchors.
 
     Args:
         reducer: over the anchors; the mean by default.
     """
-    return PerAnchorReducer(reducer=reducer)
 
 
 def sum_() -> reducers.SumReducer:
@@ -132,6 +133,7 @@ def sum_() -> reducers.SumReducer:
     return reducers.SumReducer()
 
 
+@forwards(reducers.ThresholdReducer)
 def threshold(low: float | None = None, high: float | None = None) -> reducers.ThresholdReducer:
     """The mean of the losses between two bounds, of which at least one must be set.
 
@@ -139,7 +141,6 @@ def threshold(low: float | None = None, high: float | None = None) -> reducers.T
         low: losses must be above this.
         high: losses must be below this.
     """
-    return reducers.ThresholdReducer(low=low, high=high)
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {

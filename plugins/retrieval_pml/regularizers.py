@@ -8,8 +8,10 @@ from typing import Any
 from pytorch_metric_learning import regularizers
 
 from retrieval_pml.common import Distance, Positive, Reducer, Several, require_similarity
+from retrieval_pml.forward import forwards
 
 
+@forwards(regularizers.CenterInvariantRegularizer)
 def center_invariant(reducer: Reducer = None) -> regularizers.CenterInvariantRegularizer:
     """Draws the lengths of class weights together: (‖w‖² − mean ‖w‖²)² / 4.
 
@@ -18,9 +20,9 @@ def center_invariant(reducer: Reducer = None) -> regularizers.CenterInvariantReg
     Args:
         reducer: how the rows' penalties become one number; the mean by default.
     """
-    return regularizers.CenterInvariantRegularizer(reducer=reducer)
 
 
+@forwards(regularizers.LpRegularizer)
 def lp(p: Positive = 2.0, power: Positive = 1.0, reducer: Reducer = None) -> regularizers.LpRegularizer:
     """The length of each row, by the p-norm, to a power.
 
@@ -29,9 +31,9 @@ def lp(p: Positive = 2.0, power: Positive = 1.0, reducer: Reducer = None) -> reg
         power: lengths are raised to it; 2 with p = 2 is the usual weight decay.
         reducer: how the rows' penalties become one number; the mean by default.
     """
-    return regularizers.LpRegularizer(p=p, power=power, reducer=reducer)
 
 
+@forwards(regularizers.RegularFaceRegularizer)
 def regular_face(distance: Distance = None, reducer: Reducer = None) -> regularizers.RegularFaceRegularizer:
     """Drives class weights apart: each row's similarity to its nearest other row.
 
@@ -42,9 +44,9 @@ def regular_face(distance: Distance = None, reducer: Reducer = None) -> regulari
         reducer: how the rows' penalties become one number; the mean by default.
     """
     require_similarity(distance, "pml.regular_face")
-    return regularizers.RegularFaceRegularizer(distance=distance, reducer=reducer)
 
 
+@forwards(regularizers.SparseCentersRegularizer)
 def sparse_centers(
     classes: int, centers_per_class: Several, reducer: Reducer = None
 ) -> regularizers.SparseCentersRegularizer:
@@ -56,11 +58,9 @@ def sparse_centers(
         centers_per_class: as in the loss, at least 2.
         reducer: how the pairs' penalties become one number; by default their sum over twice the number of pairs.
     """
-    return regularizers.SparseCentersRegularizer(
-        num_classes=classes, centers_per_class=centers_per_class, reducer=reducer
-    )
 
 
+@forwards(regularizers.ZeroMeanRegularizer)
 def zero_mean(reducer: Reducer = None) -> regularizers.ZeroMeanRegularizer:
     """The absolute sum of each row's dimensions; belongs to `pml.signal_to_noise_ratio_contrastive`.
 
@@ -69,7 +69,6 @@ def zero_mean(reducer: Reducer = None) -> regularizers.ZeroMeanRegularizer:
     Args:
         reducer: how the rows' penalties become one number; the mean by default.
     """
-    return regularizers.ZeroMeanRegularizer(reducer=reducer)
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {

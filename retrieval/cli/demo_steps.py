@@ -32,7 +32,6 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     from retrieval.evaluation.table import table
     from retrieval.export.export_run import export_run
     from retrieval.recipe.read import read_recipe
-    from retrieval.serving.bundle import Bundle
     from retrieval.serving.index.build import write_index
     from retrieval.serving.index.store import Index
     from retrieval.training.trainer import train
@@ -46,8 +45,8 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
     say("1. Training on scikit-learn's handwritten digits …")
     with as_file(files("retrieval.cli") / "demo.toml") as path:
-        recipe, plugins = read_recipe(path)
-    run = train(output / "run", recipe, plugins, report=lambda line: say(f"   {line}"))
+        recipe = read_recipe(path)
+    run = train(output / "run", recipe, report=lambda line: say(f"   {line}"))
 
     say("\n2. Evaluating on held-out digits, beside the raw pixels …")
     results = evaluate_run(run, baseline=True)
@@ -65,9 +64,8 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     say(f"   {summary.count:,} images, back end '{summary.backend}'")
 
     say("\n5. Searching …")
-    bundle = Bundle.open(output / "bundle")
     with Index.open(output / "index") as index:
-        found = [index.search(bundle.encode_image(file), k=NEIGHBOURS)[0] for file in query_files]
+        found = index.search(query_files, k=NEIGHBOURS)
         figure = neighbours(index, query_files, NEIGHBOURS, labels=[file.parent.name for file in query_files])
     right = sum(
         hit.label == file.parent.name for file, hits in zip(query_files, found, strict=True) for hit in hits

@@ -20,8 +20,7 @@ from retrieval.cli.types import Bytes, Choice, Number, Pixels
 from retrieval.serving.http.settings import Settings
 
 if TYPE_CHECKING:
-    from retrieval.serving.bundle import Encoded
-    from retrieval.serving.index.store import Hit, Index
+    from retrieval.serving.index.store import Hit
 
 _LOW_RECALL = 0.9
 _DAY = 86_400.0  # seconds: no time-out is longer
@@ -159,10 +158,11 @@ def search_command(
     """Search INDEX with images (or .npz features) and print the nearest items, nearest first."""
     _quiet_threads()
     from retrieval.serving.index.store import Index
+    from retrieval.serving.queries import encode_files
 
     _refuse_swapped(index, queries)
     with Index.open(index, device=device, plugins=extra, signed_by=signed_by) as opened:
-        names, encoded = _encode(opened, queries)
+        names, encoded = encode_files(opened.bundle, queries)
         answers = opened.search(encoded, k, candidates=candidates)
     if as_json:
         found = [
@@ -294,24 +294,6 @@ def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
         except ValueError:
             options[name] = value
     return options
-
-
-def _encode(index: Index, paths: tuple[Path, ...]) -> tuple[list[str], Encoded]:
-    """Return the queries' names and what the encoder gives of them."""
-    import numpy as np
-
-    from retrieval.errors import DataError
-    from retrieval.serving.index.sources import collect
-
-    if index.bundle.manifest.input.kind == "features":
-        found = collect(paths, "features")
-        assert found.features is not None
-        return [item.key for item in found.items], index.bundle.encode(found.features)
-    for path in paths:
-        if path.is_dir():
-            raise DataError(f"{path} is a folder; name the query images, such as {path}/*.png.")
-    pixels = np.stack([index.bundle.preprocess(path) for path in paths])
-    return [str(path) for path in paths], index.bundle.encode(pixels)
 
 
 def _plain(hit: Hit) -> dict[str, Any]:

@@ -41,11 +41,11 @@ def check(recipe: Path, changes: tuple[str, ...], overrides: tuple[str, ...], ex
     quiet_threads()
     from retrieval.recipe.read import naming, read_recipe
 
-    made, plugins = read_recipe(recipe, (*overrides, *changes), extra)
+    made = read_recipe(recipe, (*overrides, *changes), extra)
     from retrieval.training.check import run_one_batch  # slow to import: a wrong path is said at once
 
     with naming(recipe):
-        for line in run_one_batch(made, plugins):
+        for line in run_one_batch(made):
             say(line)
 
 
@@ -102,11 +102,11 @@ def train(
     if resume:
         from retrieval.run.resume import read_given
 
-        folder, made, plugins = read_given(
+        folder, made = read_given(
             output, recipe, overrides, extra, replace_plugins=replace_plugins, report=say
         )
     else:
-        made, plugins = read_recipe(recipe, overrides, extra)
+        made = read_recipe(recipe, overrides, extra)
         folder = output or Path("runs") / made.name
     from retrieval.training.surroundings import Interrupted  # slow to import: a wrong path is said at once
     from retrieval.training.trainer import train as train_run
@@ -117,7 +117,6 @@ def train(
             train_run(
                 folder,
                 made,
-                plugins,
                 resume=resume,
                 replace=replace,
                 replace_plugins=replace_plugins,

@@ -124,7 +124,7 @@ def _coder(run: Run, device: torch.device) -> Callable[[NDArray[np.int64]], torc
     """Return a function from items' indices (N,) to their codes (N, C) under a run's model."""
     recipe, batch = run.recipe, run.recipe.evaluate.batch
     # a frozen backbone's features are on disk since training
-    frozen = recipe.frozen or recipe.learner is not None
+    frozen = recipe.backbone.frozen or recipe.learner is not None
     source = backbone_features(run.model, run.dataset, device, batch) if frozen else run.dataset
 
     def codes(indices: NDArray[np.int64]) -> torch.Tensor:

@@ -79,7 +79,7 @@ def neighbours(
         raise DataError(f"There are {len(labels)} labels for {len(images)} queries; give each query one.")
     if index.bundle.manifest.input.preprocessing is None:
         raise DataError(f"{index.path} holds vectors, not images: there is nothing to draw.")
-    found = [index.search(index.bundle.encode_image(image), k=k)[0] for image in images]
+    found = index.search(list(images), k=k)
     columns = 1 + max(len(hits) for hits in found)
     figure = Picture(columns + 0.6, 1.18 * len(images) + 0.5)
     grid = figure.subplots(len(images), columns, squeeze=False)

@@ -71,7 +71,7 @@ def verify_run(
     device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
     distances: dict[str, Floats] = {}
     # a frozen backbone's features are on disk since training
-    frozen = run.recipe.frozen or run.recipe.learner is not None
+    frozen = run.recipe.backbone.frozen or run.recipe.learner is not None
     batch = run.recipe.evaluate.batch
     model = run.model.to(device)
     source = backbone_features(model, run.dataset, device, batch) if frozen else run.dataset
@@ -155,8 +155,8 @@ def _untrained(run: Run) -> Model:
     """Return the model as it was before the first step: the same seed draws the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.recipe.seed)
-        model = build_model(run.recipe, run.plugins, run.dataset)
-    if run.recipe.frozen:
+        model = build_model(run.recipe, run.dataset)
+    if run.recipe.backbone.frozen:
         model.backbone = run.model.backbone
     return model.eval()
 

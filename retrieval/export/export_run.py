@@ -109,10 +109,14 @@ def _codes(run: Run, indices: NDArray[np.int64]) -> torch.Tensor:
             codes: torch.Tensor = run.model(torch.from_numpy(_load(run, indices)))[1].float()
         return codes
     source: Dataset = run.dataset
-    if run.recipe.frozen:
+    if run.recipe.backbone.frozen:
         source = backbone_features(run.model, source, torch.device("cpu"), run.recipe.evaluate.batch)
     return encode(
-        run.model, source, spread(indices, MANY), progress="encoding", from_features=run.recipe.frozen
+        run.model,
+        source,
+        spread(indices, MANY),
+        progress="encoding",
+        from_features=run.recipe.backbone.frozen,
     )
 
 

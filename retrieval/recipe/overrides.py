@@ -8,6 +8,7 @@ from typing import Any
 
 from retrieval.errors import RecipeError
 from retrieval.host.values import shown
+from retrieval.recipe.tables import host_keys
 
 _SERVE_THE_LOSS = ("miner", "generator")
 
@@ -54,7 +55,7 @@ def _switch(table: dict[str, Any], text: str, components: Collection[str]) -> No
     if component not in components or last != "name" or not isinstance(now, dict):
         return
     if now.get("name") != value.strip("'\""):
-        table[component] = {name: now[name] for name in ("name", "frozen") if name in now}
+        table[component] = {key: now[key] for key in ("name", *host_keys(component)) if key in now}
 
 
 def _override(table: dict[str, Any], text: str) -> str | None:

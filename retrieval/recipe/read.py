@@ -17,19 +17,14 @@ import tomli_w
 from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.file_plugins import is_file_plugin
-from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.host.plugins import load_plugins
 from retrieval.host.trust import require
 from retrieval.host.values import Place, shown, validate
 from retrieval.recipe.overrides import apply_overrides
-from retrieval.recipe.tables import (
-    Recipe,
-    Section,
-)
+from retrieval.recipe.tables import Backbone, Component, Recipe, Section, host_keys
 
 
-def read_recipe(
-    path: Path, overrides: Sequence[str] = (), plugins: Sequence[str] = ()
-) -> tuple[Recipe, Plugins]:
+def read_recipe(path: Path, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> Recipe:
     """Read and check a recipe file.
 
     Args:
@@ -38,7 +33,7 @@ def read_recipe(
         plugins: further plugin files or modules, as from `--plugin`.
 
     Returns:
-        The recipe, and the plugins it was checked with. Paths of plugin files in it are absolute.
+        The recipe, which keeps the plugins that it was checked with. Paths of plugin files in it are absolute.
 
     Raises:
         RecipeError: with every problem.
@@ -94,12 +89,16 @@ def naming(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def check_recipe(table: Mapping[str, Any], where: str | None = None) -> tuple[Recipe, Plugins]:
+def check_recipe(table: Mapping[str, Any], where: str | None = None) -> Recipe:
     """Check a recipe that is already a table; see `read_recipe`."""
     from retrieval.recipe.rules import check_names, check_together, option_hint
 
     recipe, faults = read_tables(table)
-    problems = [_bracketed(fault) + option_hint(recipe, place) for place, fault in faults.items()]
+    problems = [
+        _bracketed(fault) + option_hint(recipe, place)
+        for place, fault in faults.items()
+        if not (place[0] in COMPONENTS and place[1:] == ("name",))  # the plugins' own check says it
+    ]
     extra = table.get("plugins", [])
     try:
         plugins = load_plugins([p for p in extra if isinstance(p, str)] if isinstance(extra, list) else [])
@@ -110,16 +109,14 @@ def check_recipe(table: Mapping[str, Any], where: str | None = None) -> tuple[Re
     for name, kind in COMPONENTS.items():
         values = table.get(name)
         if isinstance(values, Mapping):
-            values = {k: v for k, v in values.items() if not (name == "backbone" and k == "frozen")}
+            values = {k: v for k, v in values.items() if k not in host_keys(name)}
             problems += plugins.check(kind, values, f"[{name}]")
-    frozen = table["backbone"].get("frozen", False) if isinstance(table.get("backbone"), Mapping) else False
-    if not isinstance(frozen, bool):
-        problems.append(f"[backbone] frozen: should be true or false, not {shown(frozen)}.")
-    problems += check_names(recipe, plugins)
-    problems += check_together(recipe, plugins, {name for name in COMPONENTS if name in table})
+    recipe = recipe.with_plugins(plugins)
+    problems += check_names(recipe)
+    problems += check_together(recipe, {name for name in COMPONENTS if name in table})
     if problems:
         raise RecipeError(dict.fromkeys(problems), where)
-    return recipe, plugins
+    return recipe
 
 
 def read_tables(table: Mapping[str, Any]) -> tuple[Recipe, dict[Place, str]]:
@@ -141,7 +138,7 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Recipe, dict[Place, str]]:
         values, _ = validate(
             Recipe, {k: v for k, v in kept.items() if not any(k == place[0] for place in rest)}
         )
-    return (Recipe(**values) if values else Recipe(data={}, backbone={})), faults
+    return (Recipe(**values) if values else Recipe(data=Component(), backbone=Backbone())), faults
 
 
 def _entry(table: Mapping[str, Any], place: Place) -> Place:

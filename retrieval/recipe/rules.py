@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from retrieval.recipe.tables import Recipe
 
 
-def check_names(recipe: Recipe, plugins: Plugins) -> list[str]:
+def check_names(recipe: Recipe) -> list[str]:
     """Return problems of names outside plugin tables: optimiser, schedule, metrics."""
     from retrieval.model.metrics import metric
     from retrieval.recipe.optimizers import check_optimizer, check_schedule
@@ -28,7 +28,7 @@ def check_names(recipe: Recipe, plugins: Plugins) -> list[str]:
     for name in recipe.evaluate.metrics:
         try:
             if "." in name:
-                plugins.find("metrics", name)
+                recipe.loaded.find("metrics", name)
             else:
                 metric(name)
         except RetrievalError as error:
@@ -48,12 +48,11 @@ def option_hint(recipe: Recipe, place: Sequence[str | int]) -> str:
     return f" It is an argument of {section.name}: write options.{place[1]}."
 
 
-def check_together(recipe: Recipe, plugins: Plugins, present: Iterable[str]) -> list[str]:
+def check_together(recipe: Recipe, present: Iterable[str]) -> list[str]:
     """Return what cannot go together.
 
     Args:
-        recipe: the recipe, or what is right of it.
-        plugins: the plugins it names.
+        recipe: the recipe, or what is right of it, with its plugins.
         present: the component tables that were written, also those that are wrong in themselves.
     """
     present = set(present)
@@ -71,29 +70,30 @@ def check_together(recipe: Recipe, plugins: Plugins, present: Iterable[str]) -> 
         ]
     return (
         problems
-        + _loss(recipe, plugins)
+        + _loss(recipe)
         + _generator(recipe, present)
         + _rates(recipe, present)
         + _training(recipe, present)
     )
 
 
-def _loss(recipe: Recipe, plugins: Plugins) -> list[str]:
+def _loss(recipe: Recipe) -> list[str]:
     """The loss beside combiner, generator and miner."""
     problems: list[str] = []
     if recipe.loss is None:
         return problems
-    loss = recipe.component("loss") or {}
-    name = loss.get("name")
+    plugins, loss, name = recipe.loaded, recipe.loss.table, recipe.loss.name
+    combiner, miner, generator = (
+        part.name if part else "" for part in (recipe.combiner, recipe.miner, recipe.generator)
+    )
 
     def others(test: Callable[[Factory], bool]) -> str:
         names = [f.name for f in plugins.factories("losses").values() if test(f)]
-        own = str(name).partition(".")[0] + "."
+        own = name.partition(".")[0] + "."
         names.sort(key=lambda other: not other.startswith(own))  # the same plugin's first
         return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
 
-    if recipe.combiner:
-        combiner = recipe.combiner.get("name")
+    if combiner:
         if not _measures(plugins, loss):
             problems.append(
                 f"[combiner] {combiner} needs a loss that takes a `distance`, and {name} takes none. "
@@ -101,32 +101,32 @@ def _loss(recipe: Recipe, plugins: Plugins) -> list[str]:
             )
         problems += [
             f"[{table}] distance: [combiner] {combiner} is the distance already. Remove one of the two."
-            for table in ("loss", "miner")
-            if "distance" in (recipe.component(table) or {})
+            for table, part in (("loss", recipe.loss), ("miner", recipe.miner))
+            if part and "distance" in part.parameters
         ]
-    if recipe.generator and not plugins.every("losses", loss, lambda f: f.supports_ref_emb):
+    if generator and not plugins.every("losses", loss, lambda f: f.supports_ref_emb):
         problems.append(
-            f"[generator] {recipe.generator.get('name')} extends the reference set, and {name} takes no `ref_emb`. "
+            f"[generator] {generator} extends the reference set, and {name} takes no `ref_emb`. "
             f"Use a loss that does: {others(lambda f: f.supports_ref_emb)}."
         )
-    elif recipe.generator and not plugins.every("losses", loss, lambda f: f.supports_miner):
+    elif generator and not plugins.every("losses", loss, lambda f: f.supports_miner):
         problems.append(
-            f"[generator] {recipe.generator.get('name')} makes a negative for each triplet, and {name} picks its own pairs. "
+            f"[generator] {generator} makes a negative for each triplet, and {name} picks its own pairs. "
             f"Use a loss that takes them: {others(lambda f: f.supports_ref_emb and f.supports_miner)}."
         )
-    if recipe.generator and recipe.train.mine == "after":
-        if not recipe.miner:
+    if generator and recipe.train.mine == "after":
+        if recipe.miner is None:
             problems.append(
                 '[train] mine = "after" says when the miner picks, and there is none. Add a [miner], or remove it.'
             )
-        elif not plugins.every("miners", recipe.component("miner") or {}, lambda f: f.supports_ref_emb):
+        elif not plugins.every("miners", recipe.miner.table, lambda f: f.supports_ref_emb):
             problems.append(
-                f'[train] mine = "after" lets the miner pick from a reference set, and {recipe.miner.get("name")} takes no '
+                f'[train] mine = "after" lets the miner pick from a reference set, and {miner} takes no '
                 f'`ref_emb`. Use mine = "before", or another miner.'
             )
-    if recipe.miner and not plugins.every("losses", loss, lambda f: f.supports_miner):
+    if miner and not plugins.every("losses", loss, lambda f: f.supports_miner):
         problems.append(
-            f"[miner] {recipe.miner.get('name')} picks pairs or triplets, and {name} has no use for them. Remove the "
+            f"[miner] {miner} picks pairs or triplets, and {name} has no use for them. Remove the "
             f"[miner], or use a loss that has: {others(lambda f: f.supports_miner)}."
         )
     return problems
@@ -215,16 +215,16 @@ def _training(recipe: Recipe, present: set[str]) -> list[str]:
             for name, is_set in changed.items()
             if is_set
         ]
-    if recipe.augmentation.active and (recipe.frozen or "learner" in present):
-        once = "[backbone] frozen = true" if recipe.frozen else "a [learner]"
+    if recipe.augmentation.active and (recipe.backbone.frozen or "learner" in present):
+        once = "[backbone] frozen = true" if recipe.backbone.frozen else "a [learner]"
         problems.append(
             f"[augmentation] changes images anew in each epoch, and with {once} their features are computed once. "
-            + ("Remove one of the two." if recipe.frozen else "Remove the [augmentation].")
+            + ("Remove one of the two." if recipe.backbone.frozen else "Remove the [augmentation].")
         )
     for phase in recipe.phase:
         if not phase.train:
             problems.append(f"[[phase]] {phase.name}: train must name at least one part.")
-        if phase.train == ["backbone"] and recipe.frozen:
+        if phase.train == ["backbone"] and recipe.backbone.frozen:
             problems.append(
                 f"[[phase]] {phase.name}: trains only the backbone, which [backbone] frozen = true keeps as it is."
             )

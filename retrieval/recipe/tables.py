@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+
+from retrieval.host.factory import COMPONENTS
+from retrieval.host.plugins import Plugins, load_plugins
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1)]
 Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
-Component = dict[str, Any]
-"""`name = "PLUGIN.NAME"` and the parameters that `retrieval plugins show NAME` lists."""
 
 
 class Section(BaseModel):
@@ -18,6 +19,32 @@ class Section(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Component(Section):
+    """A table that names a plugin's part; its other keys are the parameters that `retrieval plugins show NAME` lists."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field("", description="The part: `PLUGIN.NAME`.")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The part's parameters, as they are written."""
+        return dict(self.__pydantic_extra__ or {})
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """Name and parameters, as `Plugins.build` takes them."""
+        return {"name": self.name, **self.parameters}
+
+
+class Backbone(Component):
+    """`[backbone]`: images or given features → features."""
+
+    frozen: bool = Field(
+        False, description="Keep the weights: the features are then computed once and kept on disk."
     )
 
 
@@ -201,6 +228,21 @@ class Evaluate(Section):
     batch: Count = Field(256, description="Images encoded at a time.")
 
 
+class _Loaded:
+    """Keeps a recipe's loaded plugins, which are no part of what it says: never compared, pickled or deeply copied."""
+
+    def __init__(self, plugins: Plugins | None = None) -> None:
+        self.plugins = plugins
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Loaded)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type[_Loaded], tuple[()]]:
+        return _Loaded, ()
+
+
 class Recipe(Section):
     """A training run: `[data]`, `[backbone]`, and either a `[loss]` (trained by gradient) or a `[learner]` (fitted)."""
 
@@ -214,7 +256,7 @@ class Recipe(Section):
     split: Split = Field(default_factory=Split)
     sampler: Sampler = Field(default_factory=Sampler)
     augmentation: Augmentation = Field(default_factory=Augmentation)
-    backbone: Component = Field(
+    backbone: Backbone = Field(
         description="The backbone; `frozen = true` computes its features once and keeps them on disk."
     )
     head: Head = Field(default_factory=Head)
@@ -233,6 +275,7 @@ class Recipe(Section):
     )
     train: Train = Field(default_factory=Train)
     evaluate: Evaluate = Field(default_factory=Evaluate)
+    _loaded: _Loaded = PrivateAttr(default_factory=_Loaded)
 
     @field_validator("name")
     @classmethod
@@ -247,16 +290,38 @@ class Recipe(Section):
         return name
 
     @property
-    def frozen(self) -> bool:
-        """Whether the backbone keeps its weights, so that its features are computed once."""
-        return bool(self.backbone.get("frozen", False))
-
-    @property
     def phases(self) -> list[Phase]:
         """The phases, the default one included."""
         return list(self.phase) or [Phase(epochs=self.train.epochs)]
 
-    def component(self, table: str) -> Component | None:
-        """Return a plugin's table without what the host reads of it (`frozen`)."""
-        values: Component | None = getattr(self, table)
-        return {k: v for k, v in values.items() if k != "frozen"} if values is not None else None
+    @property
+    def loaded(self) -> Plugins:
+        """The plugins that the recipe was checked with; one that was never checked loads its own."""
+        if self._loaded.plugins is None:
+            self._loaded.plugins = load_plugins(self.plugins)
+        return self._loaded.plugins
+
+    def with_plugins(self, plugins: Plugins) -> Self:
+        """Return the same recipe with these plugins loaded."""
+        made = self.model_copy()
+        made._loaded = _Loaded(plugins)
+        return made
+
+    def build(self, table: str, **given: Any) -> Any:
+        """Build the part that a table names, its own parts first.
+
+        Args:
+            table: "data", "backbone", "loss" and so on; the recipe must have it.
+            given: what the host knows (`retrieval.host.factory.GIVEN`), for factories that name it.
+
+        Raises:
+            PluginError: the plugins have no such part.
+            RecipeError: the parameters do not fit, or the factory refuses them.
+        """
+        part: Component = getattr(self, table)
+        return self.loaded.build(COMPONENTS[table], part.table, given)
+
+
+def host_keys(table: str) -> set[str]:
+    """Return the keys of a part's table that the host reads itself: `[backbone] frozen`."""
+    return set(Backbone.model_fields) - {"name"} if table == "backbone" else set()

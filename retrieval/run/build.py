@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import nn
 
 from retrieval.errors import PluginError, RecipeError
 from retrieval.host.plugin_calls import calling
-from retrieval.host.plugins import Plugins
 from retrieval.model.contracts import Backbone, Dataset, Generator
 from retrieval.model.model import Model, build_head
 from retrieval.model.products import (
@@ -24,45 +23,42 @@ from retrieval.model.products import (
 from retrieval.recipe.tables import Recipe
 
 
-def build_dataset(recipe: Recipe, plugins: Plugins) -> Dataset:
+def build_dataset(recipe: Recipe) -> Dataset:
     """Return the recipe's dataset.
 
     Raises:
         DataError: its files are missing or wrong.
     """
-    return check_dataset(plugins.build("datasets", recipe.component("data") or {}), recipe.data["name"])
+    return check_dataset(recipe.build("data"), recipe.data.name)
 
 
-def build_backbone(recipe: Recipe, plugins: Plugins, dataset: Dataset) -> Backbone:
+def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
     """Return the recipe's backbone, refused when it does not fit the dataset's kind of item."""
     width = None
     if dataset.kind == "features":
         first = dataset.arrays if dataset.arrays is not None else dataset[0]
         width = int(first.shape[-1])  # type: ignore[union-attr]
-    elif plugins.find("backbones", recipe.backbone["name"]).takes("features"):
+    elif recipe.loaded.find("backbones", recipe.backbone.name).takes("features"):
         raise RecipeError(
-            [
-                f"[backbone] {recipe.backbone['name']} takes vectors, and [data] {recipe.data['name']} gives images."
-            ]
+            [f"[backbone] {recipe.backbone.name} takes vectors, and [data] {recipe.data.name} gives images."]
         )
-    made = plugins.build("backbones", recipe.component("backbone") or {}, {"features": width})
-    backbone = check_backbone(made, recipe.backbone["name"])
+    backbone = check_backbone(recipe.build("backbone", features=width), recipe.backbone.name)
     if dataset.kind == "features" and backbone.preprocessing is not None:
         raise RecipeError(
             [
-                f"[backbone] {recipe.backbone['name']} takes images, and [data] {recipe.data['name']} gives vectors. Use core.features."
+                f"[backbone] {recipe.backbone.name} takes images, and [data] {recipe.data.name} gives vectors. Use core.features."
             ]
         )
     return backbone
 
 
-def build_model(recipe: Recipe, plugins: Plugins, dataset: Dataset) -> Model:
+def build_model(recipe: Recipe, dataset: Dataset) -> Model:
     """Return the untrained model of a recipe with a loss."""
-    backbone = build_backbone(recipe, plugins, dataset)
+    backbone = build_backbone(recipe, dataset)
     if recipe.combiner is not None:
-        given = {"features": backbone.features, "embedding_size": recipe.head.embedding_size}
-        name = recipe.combiner["name"]
-        combiner = check_combiner(plugins.build("combiners", recipe.component("combiner") or {}, given), name)
+        name = recipe.combiner.name
+        made = recipe.build("combiner", features=backbone.features, embedding_size=recipe.head.embedding_size)
+        combiner = check_combiner(made, name)
         with calling(f"The combiner {name}, asked for build_head({backbone.features}),"):
             built = combiner.build_head(backbone.features)
         check_head(built, f"The combiner {name}", backbone.features)
@@ -105,7 +101,7 @@ class Objective(nn.Module):
         self.generator = generator
 
 
-def build_objective(recipe: Recipe, plugins: Plugins, model: Model, classes: int) -> Objective:
+def build_objective(recipe: Recipe, model: Model, classes: int) -> Objective:
     """Return the recipe's loss, miner and generator for a model and a number of training classes."""
     given: dict[str, Any] = {
         "features": model.backbone.features,
@@ -113,16 +109,15 @@ def build_objective(recipe: Recipe, plugins: Plugins, model: Model, classes: int
         "classes": classes,
         "distance": model.combiner,
     }
-    loss = as_module(plugins.build("losses", recipe.component("loss") or {}, given), "loss", recipe.loss)
+    assert recipe.loss is not None
+    loss = as_module(recipe.build("loss", **given), "loss", recipe.loss.name)
     miner = None
     if recipe.miner:
-        made = plugins.build("miners", recipe.component("miner") or {}, given)
-        miner = as_module(made, "miner", recipe.miner)
+        miner = as_module(recipe.build("miner", **given), "miner", recipe.miner.name)
     generator = None
     if recipe.generator:
-        made = plugins.build("generators", recipe.component("generator") or {}, given)
-        generator = check_generator(made, recipe.generator["name"])
-        with calling(f"The generator {recipe.generator['name']}, given the head by bind(head),"):
+        generator = check_generator(recipe.build("generator", **given), recipe.generator.name)
+        with calling(f"The generator {recipe.generator.name}, given the head by bind(head),"):
             _bind(generator, model)
     return Objective(loss, miner, generator)
 
@@ -139,7 +134,7 @@ class Called(nn.Module):
         return self.call(*arguments, **named)
 
 
-def as_module(made: Any, part: str, table: Mapping[str, Any] | None) -> nn.Module:
+def as_module(made: Any, part: str, name: str) -> nn.Module:
     """Return a loss or miner as a module.
 
     Raises:
@@ -149,7 +144,7 @@ def as_module(made: Any, part: str, table: Mapping[str, Any] | None) -> nn.Modul
         return made
     if not callable(made):
         raise PluginError(
-            f"The {part} {(table or {}).get('name')} is an object of type {type(made).__name__}, which cannot be called. Its "
+            f"The {part} {name} is an object of type {type(made).__name__}, which cannot be called. Its "
             f"factory must give a module whose forward takes embeddings and labels."
         )
     return Called(made)

@@ -30,7 +30,7 @@ from retrieval.host.file_plugins import FilePlugin, is_file_plugin
 from retrieval.host.plugins import Plugins
 from retrieval.host.trust import remember
 from retrieval.recipe.read import to_toml
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.tables import Component, Recipe
 from retrieval.serving.files.locks import hold
 
 CHECKPOINTS = ("last", "previous", "best")
@@ -207,13 +207,14 @@ def record_changes(
     write_json(path / "run.json", described)
 
 
-def absolute_paths(recipe: Recipe, plugins: Plugins) -> Recipe:
+def absolute_paths(recipe: Recipe) -> Recipe:
     """Return a recipe whose paths are absolute, as a run records it: they start where the command runs."""
     tables: dict[str, Any] = {}
     for table, kind in COMPONENTS.items():
-        values = getattr(recipe, table)
-        if values is not None:
-            tables[table] = _absolute(plugins, kind, values)
+        part: Component | None = getattr(recipe, table)
+        if part is not None:
+            written = part.model_dump(exclude_unset=True)
+            tables[table] = type(part)(**_absolute(recipe.loaded, kind, written))
     if recipe.train.start_from is not None:
         start = str(Path.cwd() / recipe.train.start_from)
         tables["train"] = recipe.train.model_copy(update={"start_from": start})

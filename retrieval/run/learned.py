@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from retrieval.errors import DataError, PluginError
-from retrieval.host.plugins import Plugins
 from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.model import Model
 from retrieval.model.products import check_learner, model_parts
@@ -19,10 +18,11 @@ from retrieval.run.build import build_backbone
 from retrieval.run.weights import load_weights
 
 
-def build_learner(recipe: Recipe, plugins: Plugins, features: int) -> Learner:
+def build_learner(recipe: Recipe, features: int) -> Learner:
     """Return the recipe's learner, not fitted."""
-    learner = plugins.build("learners", recipe.component("learner") or {}, {"features": features})
-    check_learner(learner, str((recipe.learner or {}).get("name")))
+    assert recipe.learner is not None
+    learner = recipe.build("learner", features=features)
+    check_learner(learner, recipe.learner.name)
     return cast(Learner, learner)
 
 
@@ -41,18 +41,19 @@ def fitted_state(learner: Learner) -> dict[str, Any]:
     return state
 
 
-def load_learned(recipe: Recipe, plugins: Plugins, dataset: Dataset, path: Path) -> Model:
+def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
     """Return the model of a fitted learner from its checkpoint, without fitting again.
 
     Raises:
         DataError: the checkpoint is missing, damaged, or of another recipe.
     """
     state = checkpoint.load(path, "Train again, with --replace.")
-    backbone = build_backbone(recipe, plugins, dataset)
-    learner = build_learner(recipe, plugins, backbone.features)
+    backbone = build_backbone(recipe, dataset)
+    learner = build_learner(recipe, backbone.features)
     for name, value in state.get("learner", {}).items():
         setattr(learner, name, value.numpy() if isinstance(value, torch.Tensor) else value)
-    name = str((recipe.learner or {}).get("name"))
+    assert recipe.learner is not None
+    name = recipe.learner.name
     try:
         head, combiner = model_parts(learner, name, backbone.features)
     except PluginError as error:

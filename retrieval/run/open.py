@@ -38,7 +38,6 @@ class Run:
     Attributes:
         path: the folder.
         recipe: the checked recipe.
-        plugins: the loaded plugins.
         dataset: all items.
         splits: which of them train, validate and test.
         model: the model; of a learner's recipe only once it is fitted.
@@ -48,7 +47,6 @@ class Run:
 
     path: Path
     recipe: Recipe
-    plugins: Plugins
     dataset: Dataset
     splits: Splits
     model: Model
@@ -56,9 +54,14 @@ class Run:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __repr__(self) -> str:
-        named = [self.recipe.data, self.recipe.backbone, self.recipe.loss or self.recipe.learner or {}]
-        parts = ", ".join(str(table.get("name")) for table in named)
+        named = (self.recipe.data, self.recipe.backbone, self.recipe.loss or self.recipe.learner)
+        parts = ", ".join(part.name for part in named if part)
         return f"Run {self.path}: {parts}; {len(self.splits.train):,} items to train, {len(self.splits.query):,} to test"
+
+    @property
+    def plugins(self) -> Plugins:
+        """The recipe's loaded plugins."""
+        return self.recipe.loaded
 
     @property
     def last(self) -> Path:
@@ -152,24 +155,23 @@ def begin_folder(run: Run, report: Callable[[str], None], *, replace: bool = Fal
     create_folder(run.path, run.recipe, files, replace=replace)
 
 
-def build_run(path: Path, recipe: Recipe, plugins: Plugins, standing: Standing | None = None) -> Run:
+def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> Run:
     """Build everything a recipe with a loss names; the random generators must be seeded before.
 
     Args:
         path: the run's folder.
         recipe: a checked recipe.
-        plugins: the plugins it was checked with.
         standing: where the run stands, to have the weights from there; by default those that training starts from.
     """
-    dataset = build_dataset(recipe, plugins)
+    dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
-    model = build_model(recipe, plugins, dataset)
-    objective = build_objective(recipe, plugins, model, len(splits.train_classes))
+    model = build_model(recipe, dataset)
+    objective = build_objective(recipe, model, len(splits.train_classes))
     if standing is not None:
         load_weights(model, standing.state, standing.file)
     else:
         take_weights(model, recipe)
-    return Run(path, recipe, plugins, dataset, splits, model, objective)
+    return Run(path, recipe, dataset, splits, model, objective)
 
 
 def load_run(path: StrPath, *, or_kept: bool = False) -> Run:
@@ -190,25 +192,25 @@ def load_run(path: StrPath, *, or_kept: bool = False) -> Run:
     path = Path(path)
     if not is_run(path):
         raise DataError(f"{path} is no run: it holds no recipe.toml.{instead(path, 'run')}")
-    recipe, plugins = read_recipe(path / "recipe.toml")
+    recipe = read_recipe(path / "recipe.toml")
     with naming(path / "recipe.toml"):
-        dataset, splits = _items(path, recipe, plugins, or_kept)
+        dataset, splits = _items(path, recipe, or_kept)
         if recipe.learner is None:
-            model = build_model(recipe, plugins, dataset)
+            model = build_model(recipe, dataset)
     if recipe.learner is not None:
         from retrieval.run.learned import load_learned
 
-        model = load_learned(recipe, plugins, dataset, checkpoint_file(path, "best"))
+        model = load_learned(recipe, dataset, checkpoint_file(path, "best"))
     else:
         chosen, advice = _weights_to_use(path)
         load_weights(model, checkpoint.load(chosen, advice), chosen)
-    return Run(path, recipe, plugins, dataset, splits, model.eval())
+    return Run(path, recipe, dataset, splits, model.eval())
 
 
-def _items(path: Path, recipe: Recipe, plugins: Plugins, or_kept: bool) -> tuple[Dataset, Splits]:
+def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:
     """Return a run's dataset and splits, or those of the inputs that it keeps."""
     try:
-        dataset = build_dataset(recipe, plugins)
+        dataset = build_dataset(recipe)
         return dataset, make_splits(dataset, recipe.split)
     except (DataError, RecipeError, OSError) as error:
         if not or_kept or not (path / INPUTS).is_file():

@@ -10,7 +10,6 @@ from typing import Any
 
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.file_plugins import FilePlugin, is_file_plugin
-from retrieval.host.plugins import Plugins
 from retrieval.host.trust import require
 from retrieval.recipe.read import check_recipe, read_table, read_tables
 from retrieval.recipe.tables import Recipe
@@ -35,7 +34,7 @@ def read_given(
     *,
     replace_plugins: bool = False,
     report: Report = lambda line: None,
-) -> tuple[Path, Recipe, Plugins]:
+) -> tuple[Path, Recipe]:
     """Read the recipe that a user names to go on with a run, and check it with the run's own copies of plugin files.
 
     Args:
@@ -47,7 +46,7 @@ def read_given(
         report: is told which plugin files are other ones now than the run's.
 
     Returns:
-        The run's folder, and as `read_recipe`.
+        The run's folder and the checked recipe.
 
     Raises:
         DataError: there is no run.
@@ -58,14 +57,14 @@ def read_given(
     refuse_no_run(folder)
     if replace_plugins:
         require(brought, recipe)
-        return folder, *check_recipe(given, str(recipe))
+        return folder, check_recipe(given, str(recipe))
     kept, own = read_table(folder / "recipe.toml")
     require(own, folder / "recipe.toml")
     for line in changed_plugins(_named(given), own):
         report(
             f"{line}; the run goes on with its own copy. --replace-plugins takes the present one, train --replace begins again with it."
         )
-    return folder, *check_recipe(given | {"plugins": _named(kept)}, str(recipe))
+    return folder, check_recipe(given | {"plugins": _named(kept)}, str(recipe))
 
 
 def refuse_no_run(folder: Path) -> None:
@@ -143,13 +142,12 @@ def standing(folder: Path) -> Standing | None:
         raise DataError(f"{chosen} is no checkpoint to go on from: it holds no {error}. {advice}") from error
 
 
-def changes(folder: Path, given: Recipe, plugins: Plugins, progress: Progress | None) -> list[str]:
+def changes(folder: Path, given: Recipe, progress: Progress | None) -> list[str]:
     """Return what a recipe changes of the one that a run was started with, a line each.
 
     Args:
         folder: the run.
-        given: the recipe to go on with.
-        plugins: the plugins it was checked with.
+        given: the checked recipe to go on with.
         progress: how far the run has come; None: not to its first checkpoint.
 
     Raises:
@@ -158,7 +156,7 @@ def changes(folder: Path, given: Recipe, plugins: Plugins, progress: Progress | 
     kept, faults = read_tables(read_table(folder / "recipe.toml")[0])
     if faults:
         raise RecipeError(faults.values(), str(folder / "recipe.toml"))
-    before, now = _flat(absolute_paths(kept, plugins)), _flat(absolute_paths(given, plugins))
+    before, now = _flat(absolute_paths(kept.with_plugins(given.loaded))), _flat(absolute_paths(given))
     differing = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
     refused = [key for key in differing if not MAY_CHANGE.fullmatch(key)]
     if refused:

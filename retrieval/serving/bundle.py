@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL.Image import Image
 
 from retrieval.errors import BundleError, DataError, did_you_mean
 from retrieval.serving.files.places import StrPath
@@ -25,14 +26,17 @@ from retrieval.serving.manifest import (
     opened_whole,
     parse_manifest,
 )
+from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.sessions import Device, Sessions
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
+from retrieval.serving.threads import ahead
 
 Floats = NDArray[np.float32]
 ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image | NDArray[Any]"
+
+
+def is_image(item: object) -> TypeGuard[ImageLike]:
+    """Return whether something has a type that `Bundle.preprocess` takes."""
+    return isinstance(item, bytes | str | os.PathLike | Image | np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -198,21 +202,24 @@ class Bundle:
             DataError: the inputs have another shape or type, hold NaN or infinity, or the encoder's output does.
         """
         inputs = self._checked(inputs)
-        names = [
-            "vector",
-            *(["query"] if self.manifest.query_vectors else []),
-            *(["code"] if self.has_code else []),
-        ]
-        widths = {
-            "vector": self.manifest.vector,
-            "query": self.manifest.vector,
-            "code": self.manifest.code or 0,
-        }
-        out = {name: np.empty((len(inputs), widths[name]), dtype=np.float32) for name in names}
-        for start in range(0, len(inputs), batch):
-            part = np.ascontiguousarray(inputs[start : start + batch])
-            for name, values in zip(names, self._sessions.encoder(names, {"input": part}), strict=True):
-                out[name][start : start + batch] = values
+        return self._encode(
+            (inputs[start : start + batch] for start in range(0, len(inputs), batch)), len(inputs)
+        )
+
+    def _encode(self, batches: Iterator[NDArray[Any]], count: int) -> Encoded:
+        """Run the encoder on checked batches that hold `count` items together."""
+        widths = {"vector": self.manifest.vector}
+        if self.manifest.query_vectors:
+            widths["query"] = self.manifest.vector
+        if self.has_code:
+            widths["code"] = self.manifest.code or 0
+        out = {name: np.empty((count, width), dtype=np.float32) for name, width in widths.items()}
+        start = 0
+        for part in batches:
+            feeds = {"input": np.ascontiguousarray(part)}
+            for name, values in zip(out, self._sessions.encoder(list(out), feeds), strict=True):
+                out[name][start : start + len(part)] = values
+            start += len(part)
         for name, values in out.items():
             if not np.isfinite(values).all():
                 row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
@@ -229,6 +236,85 @@ class Bundle:
             DataError: it cannot be decoded, it is an array of another shape or type, or this bundle takes features.
         """
         return self.encode(self.preprocess(image)[None])
+
+    def encode_images(
+        self,
+        images: Sequence[ImageLike] | ImageLike,
+        *,
+        batch: int = 32,
+        threads: int | None = None,
+        progress: Progress = True,
+    ) -> Floats:
+        """Return the vectors (N, P) of N images, as FAISS stores them.
+
+        Images are decoded in threads while others are encoded. Only a few batches of them are in memory at a time, so N may be large.
+
+        Args:
+            images: each as `encode_image` takes it; one alone is N = 1.
+            batch: how many items go through the encoder at once.
+            threads: that decode; as many as there are cores by default.
+            progress: True shows a bar, False nothing; a function is told (what, done, total).
+
+        Raises:
+            DataError: an image cannot be used, which the message names; or this bundle takes features.
+        """
+        if isinstance(images, np.ndarray) and images.ndim > 3:
+            images = list(images)
+        given = [images] if is_image(images) else list(cast(Sequence[ImageLike], images))
+        return self.encode_each(given, batch=batch, threads=threads, progress=progress).vector
+
+    def encode_each(
+        self,
+        images: Sequence[ImageLike],
+        *,
+        batch: int = 32,
+        threads: int | None = None,
+        progress: Progress = True,
+        name: str = "images",
+    ) -> Encoded:
+        """Return all that the encoder gives of N images; see `encode_images`.
+
+        Args:
+            images: a list.
+            batch: see `encode_images`, as the next ones.
+            threads: likewise.
+            progress: likewise.
+            name: what an error calls the list.
+
+        Raises:
+            DataError: see `encode_images`.
+        """
+        if batch < 1:
+            raise DataError(f"A batch has at least 1 image, not {batch}.")
+
+        def pixels(numbered: tuple[int, ImageLike]) -> NDArray[np.uint8]:
+            number, image = numbered
+            try:
+                if not is_image(image):
+                    raise DataError(
+                        f"an image is a path, bytes, a Pillow image or uint8 pixels, not an object of type {type(image).__name__}."
+                    )
+                return self.preprocess(image)
+            except DataError as fault:
+                raise DataError(f"{name}[{number}]: {fault}") from fault
+
+        def batches() -> Iterator[NDArray[np.uint8]]:
+            workers = threads or os.cpu_count() or 1
+            made = ahead(pixels, enumerate(images), workers=workers, most=2 * batch)
+            with Meter("encoding", len(images), "images") as meter:
+                waiting = []
+                for one in made:
+                    waiting.append(one)
+                    if len(waiting) == batch:
+                        yield np.stack(waiting)
+                        meter.update(batch)
+                        waiting = []
+                if waiting:
+                    yield np.stack(waiting)
+                    meter.update(len(waiting))
+
+        with showing(progress):
+            return self._encode(batches(), len(images))
 
     def preprocess(self, image: ImageLike) -> NDArray[np.uint8]:
         """Return one image's pixels (C, H, W), ready for `encode`.

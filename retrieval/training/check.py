@@ -14,7 +14,6 @@ from retrieval.data.sampling import batches_in_epoch
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError
 from retrieval.host.plugin_calls import calling
-from retrieval.host.plugins import Plugins
 from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.guard import check_width
 from retrieval.model.model import Model
@@ -30,7 +29,7 @@ from retrieval.training.surroundings import make_accelerator
 from retrieval.training.untrained import NOTHING, nothing_to_train
 
 
-def run_one_batch(recipe: Recipe, plugins: Plugins) -> list[str]:
+def run_one_batch(recipe: Recipe) -> list[str]:
     """Build a checked recipe, open some files, and compute a batch, forward and backward, in each phase.
 
     Returns:
@@ -42,9 +41,9 @@ def run_one_batch(recipe: Recipe, plugins: Plugins) -> list[str]:
     accelerator = make_accelerator(recipe)
     checkpoint.seed_everything(recipe.seed)
     if recipe.learner is not None:
-        return _check_learner(recipe, plugins)
+        return _check_learner(recipe)
     with tempfile.TemporaryDirectory() as folder:
-        run = build_run(Path(folder), recipe, plugins)
+        run = build_run(Path(folder), recipe)
     lines = [_items(recipe, run.splits), _model(recipe, run.model)]
     lines += [f"note: {note}" for note in run.splits.notes]
     if nothing_to_train(run):
@@ -57,14 +56,15 @@ def run_one_batch(recipe: Recipe, plugins: Plugins) -> list[str]:
     return [*lines, f"{batches} batches an epoch, {sum(p.epochs for p in recipe.phases)} epochs. {verdict}"]
 
 
-def _check_learner(recipe: Recipe, plugins: Plugins) -> list[str]:
-    dataset = build_dataset(recipe, plugins)
+def _check_learner(recipe: Recipe) -> list[str]:
+    assert recipe.learner is not None
+    dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
-    backbone = build_backbone(recipe, plugins, dataset).eval()
-    learner = build_learner(recipe, plugins, backbone.features)
+    backbone = build_backbone(recipe, dataset).eval()
+    learner = build_learner(recipe, backbone.features)
     model = Model(backbone, nn.Identity())
     count = _fit_some(learner, model, dataset, splits, recipe)
-    head, combiner = model_parts(learner, str((recipe.learner or {}).get("name")), backbone.features)
+    head, combiner = model_parts(learner, recipe.learner.name, backbone.features)
     return [
         _items(recipe, splits), _model(recipe, Model(backbone, head, combiner)),
         *(f"note: {note}" for note in splits.notes), f"fitted {count:,} items. The recipe is fine.",
@@ -73,7 +73,8 @@ def _check_learner(recipe: Recipe, plugins: Plugins) -> list[str]:
 
 def _fit_some(learner: Learner, model: Model, dataset: Dataset, splits: Splits, recipe: Recipe) -> int:
     """Fit a learner on some of the training items, more of them where it refuses few; return how many."""
-    name, backbone = str((recipe.learner or {}).get("name")), f"The backbone {recipe.backbone['name']}"
+    assert recipe.learner is not None
+    name, backbone = recipe.learner.name, f"The backbone {recipe.backbone.name}"
     labels = splits.train_labels
     classes = len(np.unique(labels))
     # a few classes and a few items of each are enough for most; as many principal components as that take more
@@ -98,11 +99,11 @@ def _fit_some(learner: Learner, model: Model, dataset: Dataset, splits: Splits, 
 def _items(recipe: Recipe, splits: Splits) -> str:
     gallery = f" against a gallery of {len(splits.gallery):,}" if splits.gallery is not None else ""
     return (
-        f"data: {recipe.data['name']}, {len(splits.train):,} to train ({len(splits.train_classes)} classes), "
+        f"data: {recipe.data.name}, {len(splits.train):,} to train ({len(splits.train_classes)} classes), "
         f"{len(splits.validation):,} to validate, {len(splits.query):,} to test{gallery}"
     )
 
 
 def _model(recipe: Recipe, model: Model) -> str:
     weights = sum(p.numel() for p in model.parameters())
-    return f"model: {recipe.backbone['name']}, {model.backbone.features} features, codes of {code_size(model)}, {weights:,} weights"
+    return f"model: {recipe.backbone.name}, {model.backbone.features} features, codes of {code_size(model)}, {weights:,} weights"

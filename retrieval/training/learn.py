@@ -15,7 +15,6 @@ from retrieval.data.features import backbone_features
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, PluginError
 from retrieval.host.plugin_calls import calling
-from retrieval.host.plugins import Plugins
 from retrieval.model.contracts import Learner
 from retrieval.model.model import Model
 from retrieval.model.products import model_parts
@@ -33,7 +32,6 @@ from retrieval.training.validate import validate
 def fit_learner(
     path: Path,
     recipe: Recipe,
-    plugins: Plugins,
     *,
     report: Callable[[str], None] = lambda line: None,
     resume: bool = False,
@@ -44,7 +42,6 @@ def fit_learner(
     Args:
         path: the run's folder.
         recipe: a checked recipe with a `[learner]`.
-        plugins: the plugins it was checked with.
         report: is told what was done.
         resume: write into the run that is there; a fit has no steps to go on from, and is made again.
         replace: put the run in the place of one that is there.
@@ -52,17 +49,18 @@ def fit_learner(
     Raises:
         DataError: the learner refuses the features.
     """
+    assert recipe.learner is not None
     checkpoint.seed_everything(recipe.seed)
-    dataset = build_dataset(recipe, plugins)
+    dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
-    model = Model(build_backbone(recipe, plugins, dataset), nn.Identity())
+    model = Model(build_backbone(recipe, dataset), nn.Identity())
     take_weights(model, recipe)
     device = make_accelerator(recipe).device
     features = backbone_features(model, dataset, device, recipe.evaluate.batch)
-    learner = build_learner(recipe, plugins, model.backbone.features)
+    learner = build_learner(recipe, model.backbone.features)
     assert features.arrays is not None
     started = time.perf_counter()
-    name = str((recipe.learner or {}).get("name"))
+    name = recipe.learner.name
     try:
         fit(learner, name, np.asarray(features.arrays[splits.train], dtype=np.float64), splits.train_labels)
     except ValueError as refused:
@@ -70,7 +68,7 @@ def fit_learner(
     seconds = time.perf_counter() - started
     head, combiner = model_parts(learner, name, model.backbone.features)
     model = Model(model.backbone, head, combiner).to(device).eval()
-    run = Run(path, recipe, plugins, dataset, splits, model, device=device)
+    run = Run(path, recipe, dataset, splits, model, device=device)
     if not resume:
         begin_folder(run, report, replace=replace)
     metrics = validate(run, features, True) if len(splits.validation) else {}
@@ -113,11 +111,11 @@ def fit(learner: Learner, name: str, features: NDArray[np.float64], labels: NDAr
 
 def _verify(run: Run, features: NDArray[np.float32]) -> None:
     """What was saved must give the same codes as what was fitted."""
-    again = load_learned(run.recipe, run.plugins, run.dataset, run.best).to(run.device)
+    again = load_learned(run.recipe, run.dataset, run.best).to(run.device)
     x = torch.from_numpy(features).to(run.device)
     with torch.inference_mode():
         if not torch.equal(run.model(x, True)[1], again(x, True)[1]):
             raise PluginError(
-                f"{run.recipe.learner and run.recipe.learner['name']} keeps what it learned in something else than arrays and "
+                f"{run.recipe.learner and run.recipe.learner.name} keeps what it learned in something else than arrays and "
                 "numbers named like `components_`, so it cannot be saved. Its fitted attributes must be enough for to_model_parts()."
             )

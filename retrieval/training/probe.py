@@ -88,7 +88,7 @@ def open_some(run: Run) -> None:
             problems.append(f"{error} {getattr(run.dataset, 'advice', '')}".rstrip())
     if problems:
         raise DataError(
-            listed(f"[data] {run.recipe.data['name']}, of which {len(chosen)} files were opened,", problems)
+            listed(f"[data] {run.recipe.data.name}, of which {len(chosen)} files were opened,", problems)
         )
 
 
@@ -112,16 +112,17 @@ class _Tried:
 
     def sampler_warnings(self, seen: Seen) -> None:
         """Say what labels alone show: batches larger than the data, batches without a pair of one class."""
-        items, loss = len(self.run.splits.train), self.recipe.loss or {}
+        assert self.recipe.loss is not None
+        items, loss = len(self.run.splits.train), self.recipe.loss
         if self.size > items:
             seen.warnings.append(
                 f"[sampler]: a batch takes {self.recipe.sampler.classes} classes × {self.recipe.sampler.items} items = {self.size:,}, "
                 f"and only {items:,} items train, so it holds most of them several times. Set items lower."
             )
-        pairs = self.run.plugins.every("losses", loss, lambda factory: factory.supports_miner)
+        pairs = self.run.plugins.every("losses", loss.table, lambda factory: factory.supports_miner)
         if self.recipe.sampler.items == 1 and pairs:
             seen.warnings.append(
-                f"[sampler] items = 1: {loss.get('name')} compares items of one class, and a batch has one of each, so no such "
+                f"[sampler] items = 1: {loss.name} compares items of one class, and a batch has one of each, so no such "
                 "pair is found. Set items = 2 or more."
             )
 

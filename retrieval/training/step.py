@@ -105,11 +105,11 @@ class Step:
         self.model, self.objective, self.phase, self.accelerator = model, objective, phase, accelerator
         self.train_table, self.from_features = recipe.train, from_features
         self.who = {
-            part: f"The {part} {(getattr(recipe, part) or {}).get('name')}"
+            part: f"The {part} {table.name if (table := getattr(recipe, part)) else ''}"
             for part in ("backbone", "loss", "miner", "generator", "combiner")
         }
-        self.trains: set[Trainable] = set(phase.train) - ({"backbone"} if recipe.frozen else set())
-        self.parts = parts_of(model, objective, recipe.frozen)
+        self.trains: set[Trainable] = set(phase.train) - ({"backbone"} if recipe.backbone.frozen else set())
+        self.parts = parts_of(model, objective, recipe.backbone.frozen)
         for name, parameters in self.parts.items():
             for parameter in parameters:
                 parameter.requires_grad_(name in phase.train)

@@ -21,7 +21,6 @@ from retrieval.data.features import backbone_features
 from retrieval.data.loading import TrainBatches
 from retrieval.data.raw import RawInputs
 from retrieval.errors import DataError
-from retrieval.host.plugins import Plugins
 from retrieval.model.guard import combiner_warnings
 from retrieval.recipe.tables import Phase, Recipe
 from retrieval.run import checkpoint
@@ -82,9 +81,9 @@ class Trainer:
             run.model.backbone.to(memory_format=torch.channels_last)
         self.objective.to(run.device)
         self.dataset = run.dataset
-        if self.recipe.frozen:
+        if self.recipe.backbone.frozen:
             self.dataset = backbone_features(run.model, run.dataset, run.device, self.recipe.evaluate.batch)
-        preprocessing = None if self.recipe.frozen else run.model.preprocessing
+        preprocessing = None if self.recipe.backbone.frozen else run.model.preprocessing
         self.raw = RawInputs(self.dataset, preprocessing)  # shared, so that validation decodes nothing again
         self.batches = TrainBatches(
             self.dataset,
@@ -118,7 +117,7 @@ class Trainer:
             self.phase,
             len(self.batches),
             self.accelerator,
-            from_features=self.recipe.frozen,
+            from_features=self.recipe.backbone.frozen,
         )
 
     # --- the loop ----------------------------------------------------------------------------------------
@@ -218,7 +217,7 @@ class Trainer:
         improved = False
         last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
         if self.validates and ((progress.epoch + 1) % train.validate_every == 0 or last_of_phase):
-            found = validate(self.run, self.dataset, self.recipe.frozen, self.raw)
+            found = validate(self.run, self.dataset, self.recipe.backbone.frozen, self.raw)
             metrics |= {f"validation_{name}": value for name, value in found.items()}
             if progress.best is None or found["map_at_r"] > progress.best:
                 progress.best, progress.stale, improved = found["map_at_r"], 0, True
@@ -313,7 +312,6 @@ class Trainer:
 def train(
     path: Path,
     recipe: Recipe,
-    plugins: Plugins,
     *,
     resume: bool = False,
     replace: bool = False,
@@ -325,7 +323,6 @@ def train(
     Args:
         path: the run's folder; must not hold anything yet unless `resume` or `replace`.
         recipe: a checked recipe.
-        plugins: the plugins it was checked with.
         resume: go on from the folder's last checkpoint, or from the beginning where there is none yet. Only what
             `resume.MAY_CHANGE` names may differ from the recipe that started the run.
         replace: put a new run in the place of the one that is there.
@@ -344,19 +341,19 @@ def train(
         stands: Standing | None = None
         changed: list[str] = []
         if resume:
-            stands, changed = _going_on(path, recipe, plugins, report)
+            stands, changed = _going_on(path, recipe, report)
             if is_complete(path) and not (changed or replace_plugins):
                 report(f"{path} is complete already.")
                 return load_run(path)
         else:
             refuse_taken(path, replace)
-        recipe = absolute_paths(recipe, plugins)
+        recipe = absolute_paths(recipe)
         checkpoint.seed_everything(recipe.seed)
         if recipe.learner is not None:
             from retrieval.training.learn import fit_learner
 
-            return fit_learner(path, recipe, plugins, report=report, resume=resume, replace=replace)
-        run = build_run(path, recipe, plugins, stands)
+            return fit_learner(path, recipe, report=report, resume=resume, replace=replace)
+        run = build_run(path, recipe, stands)
         if nothing_to_train(run):
             return write_untrained(run, report, replace=replace, resume=resume)
         if not resume and accelerator.num_processes == 1:
@@ -374,12 +371,10 @@ def train(
     return run
 
 
-def _going_on(
-    path: Path, recipe: Recipe, plugins: Plugins, report: Callable[[str], None]
-) -> tuple[Standing | None, list[str]]:
+def _going_on(path: Path, recipe: Recipe, report: Callable[[str], None]) -> tuple[Standing | None, list[str]]:
     """Return where a run stands and what the recipe changes of it, and say both."""
     stands = standing(path)
-    changed = changes(path, recipe, plugins, None if stands is None else stands.progress)
+    changed = changes(path, recipe, None if stands is None else stands.progress)
     if stands is None and recipe.learner is None:
         report(f"{path} has no checkpoint yet: training begins again.")
     for line in changed:

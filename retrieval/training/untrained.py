@@ -15,7 +15,7 @@ NOTHING = "The model has nothing to train: its features are taken as they are."
 def nothing_to_train(run: Run) -> bool:
     """Return whether neither backbone, nor head, nor combiner has a parameter that may change."""
     assert run.objective is not None
-    parts = parts_of(run.model, run.objective, run.recipe.frozen)
+    parts = parts_of(run.model, run.objective, run.recipe.backbone.frozen)
     return not any(parts[name] for name in ("backbone", "head", "combiner"))
 
 

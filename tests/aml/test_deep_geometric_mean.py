@@ -302,7 +302,7 @@ class TestTrainableFeatures:
             "loss": {"name": "aml.geometric_mean", "ridge": 0.1}, "train": {"epochs": 3, "device": "cpu"}, "optimizer": {"lr": 3e-3},
         })  # fmt: skip
         lines: list[str] = []
-        train(tmp_path / "run", *made, report=lines.append)
+        train(tmp_path / "run", made, report=lines.append)
         losses = [
             json.loads(x)["loss"] for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         ]

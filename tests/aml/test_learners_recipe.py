@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.host.plugins import load_plugins
 from retrieval.run.open import load_run
 from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
@@ -49,7 +48,7 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
 
     # the run's weights are what fitting on the run's training items gives
     loaded = load_run(tmp_path / "run")
-    made = load_plugins().build("learners", dict(loaded.recipe.learner or {}), {"features": 64})
+    made = loaded.recipe.build("learner", features=64)
     train = loaded.splits.train
     made.fit(x[train].astype(np.float64), y[train])
     expected = made.transform(x[:100].astype(np.float64))

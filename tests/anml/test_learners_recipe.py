@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.host.plugins import load_plugins
 from retrieval.run.open import load_run
 from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
@@ -79,7 +78,7 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
     assert not (tmp_path / "bundle" / "rescorer.onnx").exists()
 
     # the run's weights are what fitting on the run's training items gives
-    made = load_plugins().build("learners", dict(loaded.recipe.learner or {}), {"features": 64})
+    made = loaded.recipe.build("learner", features=64)
     train = loaded.splits.train
     made.fit(x[train].astype(np.float64), y[train])
     found = Bundle.open(tmp_path / "bundle", threads=1).encode(x[:100]).vector

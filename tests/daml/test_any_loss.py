@@ -50,7 +50,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         }
         made = check_recipe(base | tables)
         checkpoint.seed_everything(0)
-        return Trainer(build_run(Path(file.parent), *made), Accelerator(cpu=True))
+        return Trainer(build_run(Path(file.parent), made), Accelerator(cpu=True))
 
     return build
 

@@ -41,7 +41,7 @@ def make(folder: Path, name: str = "run", **tables: Any) -> Path:
             {"name": "all", "epochs": 2},
         ],
     }
-    train(folder / name, *check_recipe({k: v for k, v in (base | tables).items() if v is not None}))
+    train(folder / name, check_recipe({k: v for k, v in (base | tables).items() if v is not None}))
     return folder / name
 
 

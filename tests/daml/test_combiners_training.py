@@ -14,7 +14,6 @@ import torch
 from pytorch_metric_learning import losses
 from retrieval.errors import RecipeError
 from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.host.plugins import Plugins
 from retrieval.recipe.read import check_recipe
 from retrieval.recipe.tables import Recipe
 from retrieval.run import checkpoint
@@ -27,7 +26,7 @@ from retrieval_daml.discriminator import Discriminator
 from retrieval_daml.uniform import UniformMetrics
 
 TOOLBOX = str(Path(__file__).parents[1] / "train" / "toolbox.py")
-Make = Callable[..., tuple[Recipe, Plugins]]
+Make = Callable[..., Recipe]
 Both = pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
 
 
@@ -38,7 +37,7 @@ def make(tmp_path: Path) -> Make:
     file = tmp_path / "digits.npz"
     np.savez(file, features=digits.data[:600] / 16.0, labels=digits.target[:600])
 
-    def build(**tables: Any) -> tuple[Recipe, Plugins]:
+    def build(**tables: Any) -> Recipe:
         base: dict[str, Any] = {
             "data": {"name": "core.features", "file": str(file)},
             "split": {"by": "class"},
@@ -55,8 +54,8 @@ def make(tmp_path: Path) -> Make:
     return build
 
 
-def fit(folder: Path, made: tuple[Recipe, Plugins], name: str = "run", **options: Any) -> Run:
-    return train(folder / name, *made, **options)
+def fit(folder: Path, made: Recipe, name: str = "run", **options: Any) -> Run:
+    return train(folder / name, made, **options)
 
 
 def last(run: Run) -> dict[str, Tensor]:
@@ -126,7 +125,7 @@ def test_the_objective_joins_the_loss_where_the_combiner_trains_and_only_there(
 
     made = make(combiner={"name": "daml.discriminator", "metrics": 3, "hidden": 8, "mu": 0.5, "rho": 3.0})
     checkpoint.seed_everything(0)
-    run = build_run(tmp_path, *made)
+    run = build_run(tmp_path, made)
     combiner = run.model.combiner
     assert isinstance(combiner, Discriminator) and run.objective is not None
     torch.nn.init.normal_(combiner.out.weight)
@@ -168,7 +167,7 @@ def last_of_none(make: Make, tmp_path: Path) -> dict[str, Tensor]:
     from retrieval.run.open import build_run
 
     checkpoint.seed_everything(0)
-    return {k: v.clone() for k, v in build_run(tmp_path / "none", *make()).model.state_dict().items()}
+    return {k: v.clone() for k, v in build_run(tmp_path / "none", make()).model.state_dict().items()}
 
 
 @pytest.mark.parametrize("still", ["combiner", "head"])
@@ -191,8 +190,8 @@ def test_a_combiner_without_objective_trains_as_before(make: Make, tmp_path: Pat
     from retrieval.training.trainer import Trainer
 
     made = make(combiner={"name": "daml.uniform", "metrics": 3}, optimizer={"name": "SGD", "lr": 0.1})
-    checkpoint.seed_everything(made[0].seed)
-    again = build_run(tmp_path / "by-hand", *made)
+    checkpoint.seed_everything(made.seed)
+    again = build_run(tmp_path / "by-hand", made)
     trainer = Trainer(again, Accelerator(cpu=True))
     assert again.objective is not None
     parameters = list(again.model.parameters())
@@ -231,7 +230,7 @@ def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(make: Make, tm
     from retrieval.training.check import run_one_batch
 
     balanced = {"name": "daml.discriminator", "metrics": 3, "hidden": 8}
-    assert any("load_1 0.3333," in line for line in run_one_batch(*make(combiner=balanced)))
+    assert any("load_1 0.3333," in line for line in run_one_batch(make(combiner=balanced)))
     quiet = fit(tmp_path, make(combiner=balanced, optimizer=optimizer, train={"epochs": 4}), "balanced")
     assert all(abs(line[f"load_{k}"] - 1 / 3) < 0.1 for line in log(quiet) for k in (1, 2, 3))
     assert not any("warnings" in line for line in log(quiet))

@@ -149,7 +149,7 @@ def recipe(file: Path, **more: Any) -> dict[str, Any]:
 def test_a_recipe_trains_with_it_and_repeats_itself(tmp_path: Path, more: dict[str, Any]) -> None:
     runs = []
     for name in "xy":
-        train(tmp_path / name, *check_recipe(recipe(tmp_path / "data.npz", **more)))
+        train(tmp_path / name, check_recipe(recipe(tmp_path / "data.npz", **more)))
         runs.append(load_run(tmp_path / name))
     weights = [dict(run.model.state_dict()) for run in runs]
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())

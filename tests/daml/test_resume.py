@@ -117,7 +117,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of runs: undisturbed ones, and those that were killed and resumed."""
     folder = tmp_path_factory.mktemp("killed")
     for name, (tables, _) in RUNS.items():
-        (folder / f"{name}.toml").write_text(to_toml(check_recipe(BASE | tables)[0]))
+        (folder / f"{name}.toml").write_text(to_toml(check_recipe(BASE | tables)))
     kills = json.dumps({name: steps for name, (_, steps) in RUNS.items()})
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, kills],
@@ -187,7 +187,7 @@ def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(
         "combiner": BOTH_ALGORITHMS["combiner"],
         "phase": [{"name": "both", "epochs": 2}],
     }
-    (tmp_path / "recipe.toml").write_text(to_toml(check_recipe(BASE | tables)[0]))
+    (tmp_path / "recipe.toml").write_text(to_toml(check_recipe(BASE | tables)))
 
     def retrieval(*arguments: str) -> Any:
         return CliRunner().invoke(app, list(arguments))

@@ -54,7 +54,7 @@ class Served:
                 "train": {"epochs": 3},
             }
         )
-        train(folder / "run", *made)
+        train(folder / "run", made)
         self.run: Run = load_run(folder / "run")
         assert self.run.model.combiner is not None
         self.combiner: Combiner = self.run.model.combiner

@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from retrieval.errors import RecipeError
 from retrieval.export.export_run import export_run
-from retrieval.host.plugins import Plugins
 from retrieval.recipe.read import check_recipe
 from retrieval.recipe.tables import Recipe
 from retrieval.run import checkpoint
@@ -26,7 +25,7 @@ from retrieval.training.trainer import Trainer, train
 from sklearn.datasets import load_digits
 
 K, S, H = 3, 4, 6
-Made = tuple[Recipe, Plugins]
+Made = Recipe
 Make = Callable[..., Made]
 
 
@@ -58,7 +57,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 def trainer(folder: Path, made: Made) -> Trainer:
     """Before its first step, with a generator that is not at the identity."""
     checkpoint.seed_everything(0)
-    run = build_run(folder, *made)
+    run = build_run(folder, made)
     assert run.objective is not None and run.objective.generator is not None
     for parameter in run.objective.generator.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -319,7 +318,7 @@ def test_one_metric_is_bit_for_bit_the_run_without_a_combiner(
 ) -> None:
     states = []
     for folder, combiner in (("one", {"name": name, "metrics": 1}), ("plain", None)):
-        train(tmp_path / folder, *make(combiner=combiner, **tables))
+        train(tmp_path / folder, make(combiner=combiner, **tables))
         state = checkpoint.load(tmp_path / folder / "checkpoints" / "last.safetensors")
         tensors: dict[str, torch.Tensor] = {}
         skeleton = checkpoint._flatten(
@@ -355,12 +354,12 @@ def test_any_loss_trains_both_and_what_is_served_ranks_as_torch_does(
     make: Make, tmp_path: Path, loss: str
 ) -> None:
     tables = {"loss": {"name": loss}} | LOSSES[loss]
-    train(tmp_path / "run", *make(**tables))
+    train(tmp_path / "run", make(**tables))
     first, last = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert {"loss", "generator_loss", "combiner_loss", "load_1", "synthetic_shift"} <= first.keys()
     assert math.isfinite(last["loss"]) and math.isfinite(last["generator_loss"])
     run = load_run(tmp_path / "run")
-    before = build_run(tmp_path / "none", *make(**tables)).model.state_dict()
+    before = build_run(tmp_path / "none", make(**tables)).model.state_dict()
     assert not any(torch.equal(value, before[key]) for key, value in run.model.state_dict().items())
     # one by the exporter that comes first, the others by the quick one
     manifest = export_run(run, exporter="auto" if loss == "daml.triplet" else "torchscript").manifest

@@ -70,9 +70,9 @@ def made(**tables: Any) -> Any:
 
 def trainer(folder: Path, **tables: Any) -> Trainer:
     """A trainer before its first step, its generator not at the identity any more."""
-    recipe, plugins = made(**tables)
+    recipe = made(**tables)
     checkpoint.seed_everything(recipe.seed)
-    run = build_run(folder, recipe, plugins)
+    run = build_run(folder, recipe)
     assert run.objective is not None and run.objective.generator is not None
     for parameter in run.objective.generator.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -430,8 +430,8 @@ def test_the_generator_of_the_docs_walks_towards_the_anchor_and_trains(tmp_path:
 def test_the_models_recipes_run_in_each_phase(name: str) -> None:
     from retrieval.training.check import run_one_batch
 
-    recipe, plugins = read_recipe(ROOT / "models" / name / "recipe.toml")
-    lines = run_one_batch(recipe, plugins)
+    recipe = read_recipe(ROOT / "models" / name / "recipe.toml")
+    lines = run_one_batch(recipe)
     assert [line.split("'")[1] for line in lines if line.startswith("one batch")] == [
         phase.name for phase in recipe.phases
     ]

@@ -50,7 +50,11 @@ def test_the_loss_has_under_twenty_lines_and_trains(
     assert "--plugin my_loss.py" in line
     reader.call(shlex.split(line), "README.md")
     run = load_run(Path("runs", "margin"))
-    assert run.recipe.loss == {"name": "my_loss.margin", "gap": 0.3} and run.recipe.train.epochs == 1
+    assert (
+        run.recipe.loss
+        and run.recipe.loss.table == {"name": "my_loss.margin", "gap": 0.3}
+        and run.recipe.train.epochs == 1
+    )
     shown = reader.call(["plugins", "show", "my_loss.margin", "--plugin", "my_loss.py"], "README.md")
     assert "half the margin's width" in shown and "gap = 0.2" in shown
 

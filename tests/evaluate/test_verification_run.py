@@ -49,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     kinds["learner"] |= {"backbone": {"name": "toolbox.net", "frozen": True}, "head": None, "train": None}
     for name, tables in kinds.items():
         made = {k: v for k, v in {**RECIPE, **tables}.items() if v is not None}
-        train(folder / name, *check_recipe(made))
+        train(folder / name, check_recipe(made))
     return {name: folder / name for name in kinds}
 
 
@@ -176,7 +176,7 @@ def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path
     from retrieval.run.build import build_model
 
     torch.manual_seed(run.recipe.seed)
-    model = build_model(run.recipe, run.plugins, run.dataset).eval()
+    model = build_model(run.recipe, run.dataset).eval()
     codes = encode(model, run.dataset, np.arange(len(run.dataset)))
     first, second = (np.array([place[row[name]] for row in rows]) for name in ("first", "second"))
     start = verification(pair_distances(model, codes, first, second), same, folds).values

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from retrieval.errors import PluginError, RecipeError
-from retrieval.recipe.read import check_recipe, read_recipe
+from retrieval.recipe.read import check_recipe, read_recipe, to_toml
 from retrieval.recipe.tables import Recipe
 
 Problems = Callable[..., tuple[str, ...]]
 
 
 def test_a_right_recipe_has_no_problem(table: dict[str, Any]) -> None:
-    recipe, plugins = check_recipe(table)
-    assert recipe.loss == table["loss"] and not recipe.frozen
+    recipe = check_recipe(table)
+    assert recipe.loss is not None and recipe.loss.table == table["loss"] and not recipe.backbone.frozen
     assert recipe.phases[0].epochs == recipe.train.epochs == 10
-    assert plugins.find("losses", "everything.margin")
+    assert recipe.loaded.find("losses", "everything.margin")
 
 
 def test_eight_mistakes_are_eight_sentences(tmp_path: Path, table: dict[str, Any]) -> None:
@@ -250,7 +254,7 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
 def test_a_byte_order_mark_and_windows_lines_are_no_mistake(tmp_path: Path) -> None:
     text = '\ufeffname = "é"\r\n[data]\r\nname = "core.digits"\r\n[backbone]\r\nname = "core.convnet"\r\n[loss]\r\nname = "pml.contrastive"\r\n'
     (tmp_path / "recipe.toml").write_bytes(text.encode())
-    assert read_recipe(tmp_path / "recipe.toml")[0].name == "é"
+    assert read_recipe(tmp_path / "recipe.toml").name == "é"
 
 
 def test_dates_have_no_place(tmp_path: Path) -> None:
@@ -273,16 +277,37 @@ def test_plugin_files_are_found_beside_the_recipe_then_here(
     (tmp_path / "here.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     recipe.write_text(text.format('plugins = ["beside.py"]\n', p="beside"))
-    assert read_recipe(Path("sub/recipe.toml"))[0].plugins == [str(tmp_path / "sub" / "beside.py")]
+    assert read_recipe(Path("sub/recipe.toml")).plugins == [str(tmp_path / "sub" / "beside.py")]
     recipe.write_text(text.format('plugins = ["here.py"]\n', p="here"))
-    assert read_recipe(recipe)[0].plugins == [str(tmp_path / "here.py")]
+    assert read_recipe(recipe).plugins == [str(tmp_path / "here.py")]
     # given by --plugin as well as in the recipe: the same file once
-    assert len(read_recipe(recipe, plugins=["here.py"])[0].plugins) == 2
+    assert len(read_recipe(recipe, plugins=["here.py"]).plugins) == 2
     recipe.write_text(text.format("", p="here"))
-    assert read_recipe(recipe, plugins=["here.py"])[0].plugins == [str(tmp_path / "here.py")]
+    assert read_recipe(recipe, plugins=["here.py"]).plugins == [str(tmp_path / "here.py")]
     recipe.write_text(text.format('plugins = ["gone.py"]\n', p="gone"))
     with pytest.raises(PluginError, match=r"gone\.py does not exist"):
         read_recipe(recipe)
     with pytest.raises(RecipeError) as caught:
         read_recipe(recipe, ["seed=a"])
     assert len(caught.value.problems) == 2
+
+
+def test_a_recipe_keeps_its_plugins_and_is_compared_by_what_it_says(table: dict[str, Any]) -> None:
+    recipe = check_recipe(table)
+    loss = recipe.build("loss", features=3, embedding_size=2, classes=4)
+    assert type(loss) is type(recipe.loaded.build("losses", table["loss"]))
+    again, longer = check_recipe(table), check_recipe({**table, "train": {"epochs": 11}})
+    assert again == recipe != longer and again.loaded is not recipe.loaded
+    changed = recipe.model_copy(update={"seed": 5})
+    assert changed.loaded is recipe.loaded and changed != recipe
+    for copied in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe)):
+        assert copied == recipe and copied.loaded.find("losses", "everything.margin")
+    assert "everything.margin" in to_toml(recipe) and "loaded" not in to_toml(recipe)
+    assert tomllib.loads(to_toml(recipe)) == tomllib.loads(tomli_w.dumps(table))
+
+
+def test_frozen_is_the_host_s_and_never_the_backbone_s(table: dict[str, Any]) -> None:
+    recipe = check_recipe({**table, "backbone": {**table["backbone"], "frozen": True}})
+    assert recipe.backbone.frozen and "frozen" not in recipe.backbone.table
+    assert tomllib.loads(to_toml(recipe))["backbone"] == {**table["backbone"], "frozen": True}
+    assert recipe.build("backbone", features=2).features == 2

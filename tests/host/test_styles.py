@@ -61,10 +61,10 @@ def test_each_style_trains(loss: dict[str, Any], miner: dict[str, Any] | None, t
     table = {**BASE, "loss": {**loss, "name": f"styles.{loss['name']}"}}
     if miner:
         table["miner"] = {**miner, "name": f"styles.{miner['name']}"}
-    recipe, plugins = check_recipe(table)
-    run = train(tmp_path / "run", recipe, plugins)
+    recipe = check_recipe(table)
+    run = train(tmp_path / "run", recipe)
     checkpoint.seed_everything(recipe.seed)
-    before = build_run(tmp_path, recipe, plugins).model.state_dict()
+    before = build_run(tmp_path, recipe).model.state_dict()
     after = run.model.state_dict()
     assert all(bool(torch.isfinite(value).all()) for value in after.values())
     assert not torch.equal(before["head.0.weight"], after["head.0.weight"])

@@ -94,7 +94,7 @@ def test_an_existing_output_is_refused_then_replaced(folder, bundle_path, tmp_pa
     with Index.open(out, threads=1) as index:
         assert {index.item(row).label for row in range(len(index))} == {"2"}
     # who had the old one open still searches it
-    assert opened.search(opened.vector(7), 1)[0][0].id == 7
+    assert opened.search(opened.vector(7), 1)[0].id == 7
     opened.close()
     for other, says in ((folder, "is not an index"), (tmp_path / "no" / "i", "no folder")):
         with pytest.raises(StoreError, match=says):

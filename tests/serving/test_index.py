@@ -87,7 +87,7 @@ def test_a_query_alone_and_in_a_crowd_gets_the_same_answer(build, pixels):
             Encoded(queries.vector[number : number + 1], queries.query[number : number + 1]), 5
         )[0]
         assert alone == crowd[number]
-        assert index.search(queries.query[number], 5)[0] == alone
+        assert index.search(queries.query[number], 5) == alone
 
 
 def test_an_indexed_image_finds_itself_at_distance_zero(index_path, photos):
@@ -117,7 +117,7 @@ def test_equal_distances_come_by_id(makers, bundle_path, tmp_path):
 
 def test_k_beyond_the_items_gives_all(index_path):
     with Index.open(index_path, threads=1) as index:
-        assert sorted(hit.id for hit in index.search(index.vector(3), 10_000)[0]) == list(range(200))
+        assert sorted(hit.id for hit in index.search(index.vector(3), 10_000)) == list(range(200))
         assert index.search(np.empty((0, 16), np.float32)) == []
         assert index.item(200) is None
         assert index.item(-1) is None

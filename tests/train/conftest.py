@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.host.plugins import Plugins
 from retrieval.recipe.read import check_recipe
 from retrieval.recipe.tables import Recipe
 
@@ -25,11 +24,11 @@ BASE: dict[str, Any] = {
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Recipe, Plugins]]:
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Recipe]:
     """A checked recipe: the base, changed by tables."""
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
 
-    def build(**tables: Any) -> tuple[Recipe, Plugins]:
+    def build(**tables: Any) -> Recipe:
         merged = {**BASE, **tables}
         return check_recipe({k: v for k, v in merged.items() if v is not None})
 

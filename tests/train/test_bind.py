@@ -20,7 +20,7 @@ ONTO = {"name": "toolbox.onto"}
 
 def built(make: Make, tmp_path: Path, **tables: Any) -> Any:
     checkpoint.seed_everything(0)
-    return build_run(tmp_path, *make(generator=ONTO, **tables))
+    return build_run(tmp_path, make(generator=ONTO, **tables))
 
 
 @pytest.mark.parametrize("combiner", [None, {"name": "toolbox.local"}])
@@ -62,18 +62,18 @@ def test_a_generator_that_swallows_the_head_is_refused_in_a_sentence(make: Make,
     with pytest.raises(
         PluginError, match=r"Onto keeps the head .* Keep it in a tuple: self\._head = \(head,\)\.$"
     ):
-        build_run(tmp_path, *make(generator={**ONTO, "keep": True}))
+        build_run(tmp_path, make(generator={**ONTO, "keep": True}))
 
 
 def test_it_trains_and_resumes_to_the_same_bits(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     """A run of two epochs, and one that stopped in its second and was resumed."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    train(whole, *make(generator=ONTO))
+    train(whole, make(generator=ONTO))
     monkeypatch.setenv("NAN_AT", "7")
     with pytest.raises(DataError, match="loss is nan"):
-        train(halves, *make(generator=ONTO))
+        train(halves, make(generator=ONTO))
     monkeypatch.delenv("NAN_AT")
-    train(halves, *make(generator=ONTO), resume=True)
+    train(halves, make(generator=ONTO), resume=True)
     one, two = (checkpoint.load(f / "checkpoints" / "last.safetensors")["model"] for f in (whole, halves))
     assert all(torch.equal(one[name], two[name]) for name in one)
 

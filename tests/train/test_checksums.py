@@ -44,9 +44,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "head": {"embedding_size": 4}, "loss": {"name": "pml.contrastive"},
         "train": {"epochs": 2, "device": "cpu"},
     }  # fmt: skip
-    recipe, plugins = check_recipe(table)
+    recipe = check_recipe(table)
     (folder / "recipe.toml").write_text(to_toml(recipe))
-    train(folder / "run", recipe, plugins)
+    train(folder / "run", recipe)
     (folder / "run" / "summary.json").unlink()  # as if it were stopped before its end
     return folder
 

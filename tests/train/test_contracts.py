@@ -167,9 +167,9 @@ def table(**tables: Any) -> dict[str, Any]:
     ("tables", "words"), CASES, ids=lambda x: json.dumps(x)[:70] if isinstance(x, dict) else ""
 )
 def test_each_is_one_sentence(tables: dict[str, Any], words: list[str], tmp_path: Path) -> None:
-    recipe, plugins = check_recipe(table(**tables))
+    recipe = check_recipe(table(**tables))
     with pytest.raises((PluginError, DataError)) as caught:
-        train(tmp_path / "run", recipe, plugins)
+        train(tmp_path / "run", recipe)
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
     for word in words:
@@ -193,9 +193,9 @@ BEFORE_TRAINING = [
     ("tables", "words"), BEFORE_TRAINING, ids=lambda x: json.dumps(x)[:70] if isinstance(x, dict) else ""
 )
 def test_check_says_what_train_says(tables: dict[str, Any], words: list[str]) -> None:
-    recipe, plugins = check_recipe(table(**tables))
+    recipe = check_recipe(table(**tables))
     with pytest.raises((PluginError, DataError)) as caught:
-        run_one_batch(recipe, plugins)
+        run_one_batch(recipe)
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
     for word in words:
@@ -214,8 +214,8 @@ def test_check_says_what_train_says(tables: dict[str, Any], words: list[str]) ->
     ids=lambda tables: next(reversed(tables)),
 )
 def test_the_same_parts_unbroken_train(tables: dict[str, Any], tmp_path: Path) -> None:
-    recipe, plugins = check_recipe(table(**tables))
-    assert train(tmp_path / "run", recipe, plugins).best.is_file()
+    recipe = check_recipe(table(**tables))
+    assert train(tmp_path / "run", recipe).best.is_file()
 
 
 @pytest.mark.parametrize("hook", ["run_start(run)", "epoch_end(run, epoch)", "run_end(metrics)"])
@@ -224,9 +224,9 @@ def test_a_hook_that_fails(hook: str, tmp_path: Path) -> None:
     file.write_text(
         f"from retrieval import hookimpl\n@hookimpl\ndef retrieval_{hook}:\n    return {{}}['gone']\n"
     )
-    recipe, plugins = check_recipe(table(plugins=[BROKEN, str(file)]))
+    recipe = check_recipe(table(plugins=[BROKEN, str(file)]))
     with pytest.raises(PluginError) as caught:
-        train(tmp_path / "run", recipe, plugins)
+        train(tmp_path / "run", recipe)
     name = f"retrieval_{hook.partition('(')[0]}"
     assert str(caught.value) == f"The plugin 'hooked' failed in {name}: KeyError: 'gone' ({file}, line 4)."
 

@@ -50,7 +50,7 @@ def test_four_epochs_decode_each_validation_image_once(
         return real(self, index)
 
     monkeypatch.setattr(FileDataset, "__getitem__", counting)
-    run = train(tmp_path / "run", *make(**TABLES, data=photos, train={"epochs": 4}))
+    run = train(tmp_path / "run", make(**TABLES, data=photos, train={"epochs": 4}))
     log = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert sum("validation_map_at_r" in json.loads(line) for line in log) == 4
     assert len(run.splits.validation) > 8
@@ -68,6 +68,6 @@ def test_the_processes_that_decode_end_with_a_run_that_fails(
     ) as caught:  # which keeps the frames, and so the trainer, alive
         train(
             tmp_path / "run",
-            *make(**TABLES, data=photos, augmentation=crop, train={"epochs": 1, "workers": 1}),
+            make(**TABLES, data=photos, augmentation=crop, train={"epochs": 1, "workers": 1}),
         )
     assert set(multiprocessing.active_children()) == before, caught.value

@@ -33,7 +33,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
 
 def test_training_on_a_full_disk_is_one_sentence(make: Callable[..., Any], tmp_path: Path) -> None:
     made = make(head={"embedding_size": 16, "hidden": [2000, 2000]})
-    (tmp_path / "recipe.toml").write_text(to_toml(made[0]))
+    (tmp_path / "recipe.toml").write_text(to_toml(made))
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, 5_000_000));"

@@ -20,7 +20,7 @@ Make = Callable[..., Any]
 
 
 def trained(make: Make, folder: Path, **tables: Any) -> Any:
-    train(folder, *make(**tables))
+    train(folder, make(**tables))
     return load_run(folder)
 
 

@@ -56,8 +56,8 @@ def same(one: Path, other: Path) -> bool:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe's file; beside it `whole`, the run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("folder")
-    (folder / "recipe.toml").write_text(to_toml(check_recipe(TABLE)[0]))
-    train(folder / "whole", *check_recipe(TABLE))
+    (folder / "recipe.toml").write_text(to_toml(check_recipe(TABLE)))
+    train(folder / "whole", check_recipe(TABLE))
     return folder / "recipe.toml"
 
 
@@ -176,7 +176,7 @@ def test_two_processes_cannot_train_one_run(recipe: Path, tmp_path: Path) -> Non
 
 def test_two_resumes_at_once_train_each_epoch_once(recipe: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    create_folder(folder, check_recipe(TABLE)[0], {"run.json": {}})
+    create_folder(folder, check_recipe(TABLE), {"run.json": {}})
     command = [
         sys.executable, "-m", "retrieval.cli", "train", str(recipe), "--output", str(folder), "--resume",
     ]  # fmt: skip
@@ -221,7 +221,7 @@ def test_a_name_that_is_no_folders_name_is_refused(tmp_path: Path, name: str) ->
     with pytest.raises(RecipeError, match=r"name: .*cannot be a folder's name") as refused:
         check_recipe(TABLE | {"name": name})
     assert "\x1b" not in str(refused.value)
-    assert check_recipe(TABLE | {"name": "Ünï Köd – 2.1_b"})[0].name == "Ünï Köd – 2.1_b"
+    assert check_recipe(TABLE | {"name": "Ünï Köd – 2.1_b"}).name == "Ünï Köd – 2.1_b"
 
 
 def test_a_claim_ends_with_its_block(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_loss_without_gradient_is_refused_before_anything_is_written(
     make: Make, tmp_path: Path, deaf: str
 ) -> None:
     made = make(plugins=[toolbox(), deaf], loss={"name": "deafness.deaf"})
-    for attempt in (lambda: run_one_batch(*made), lambda: train(tmp_path / "run", *made)):
+    for attempt in (lambda: run_one_batch(made), lambda: train(tmp_path / "run", made)):
         with pytest.raises(PluginError, match=r"deafness\.deaf gave [\d.]+ without a gradient"):
             attempt()
     assert not (tmp_path / "run").exists()
@@ -69,11 +69,11 @@ def test_a_loss_without_gradient_is_refused_before_anything_is_written(
 
 def test_a_gradient_of_zero_is_warned_of(make: Make, tmp_path: Path, deaf: str) -> None:
     made = make(plugins=[toolbox(), deaf], loss={"name": "deafness.deaf", "zero": True})
-    lines = run_one_batch(*made)
+    lines = run_one_batch(made)
     assert any("no weight would change in 5 sampled batches" in line for line in lines)
     assert lines[-1].endswith("The recipe runs; read the warnings.")
     said: list[str] = []
-    train(tmp_path / "run", *made, report=said.append)
+    train(tmp_path / "run", made, report=said.append)
     assert any("no weight would change" in line for line in said)
     notes = json.loads((tmp_path / "run" / "run.json").read_text())["notes"]
     assert any("no weight would change" in note for note in notes)
@@ -81,20 +81,20 @@ def test_a_gradient_of_zero_is_warned_of(make: Make, tmp_path: Path, deaf: str) 
 
 def test_batches_without_a_pair_and_batches_beyond_the_data(make: Make) -> None:
     miner = {"name": "pml.multi_similarity"}
-    lines = run_one_batch(*make(sampler={"classes": 4, "items": 1}, miner=miner))
+    lines = run_one_batch(make(sampler={"classes": 4, "items": 1}, miner=miner))
     assert any(
         "toolbox.deadly compares items of one class, and a batch has one of each" in line for line in lines
     )
-    fine = run_one_batch(*make(sampler={"classes": 4, "items": 4, "batches": 2}))
+    fine = run_one_batch(make(sampler={"classes": 4, "items": 4, "batches": 2}))
     assert fine[-1].endswith("The recipe is fine.") and not any("warning" in line for line in fine)
-    lines = run_one_batch(*make(sampler={"classes": 4, "items": 500}))
+    lines = run_one_batch(make(sampler={"classes": 4, "items": 500}))
     assert any("a batch takes 4 classes × 500 items = 2,000, and only" in line for line in lines)
     assert any(line.startswith("memory: a batch of 2,000 takes about") for line in lines)
 
 
 def test_a_batch_beyond_the_memory_is_refused_without_being_made(make: Make, tmp_path: Path) -> None:
     made = make(sampler={"classes": 4, "items": 200_000})
-    for attempt in (lambda: run_one_batch(*made), lambda: train(tmp_path / "run", *made)):
+    for attempt in (lambda: run_one_batch(made), lambda: train(tmp_path / "run", made)):
         with pytest.raises(DataError, match=r"a batch of 800,000 items takes about [\d.]+ GB of memory, and"):
             attempt()
 
@@ -103,8 +103,8 @@ def test_a_batch_beyond_the_memory_is_refused_without_being_made(make: Make, tmp
     ("loss", "size"), [("contrastive", 1024), ("multi_similarity", 1024), ("triplet_margin", 320)]
 )
 def test_what_a_batch_takes_is_about_what_it_takes(make: Make, loss: str, size: int) -> None:
-    recipe, plugins = make(sampler={"classes": 4, "items": size // 4}, loss={"name": f"pml.{loss}"})
-    run = build_run(Path("nowhere"), recipe, plugins)
+    recipe = make(sampler={"classes": 4, "items": size // 4}, loss={"name": f"pml.{loss}"})
+    run = build_run(Path("nowhere"), recipe)
     accelerator = make_accelerator(recipe)
     seen = probe.Seen()
     tried = probe._Tried(run, run.model, run.objective, accelerator)
@@ -140,9 +140,9 @@ def test_growth_is_drawn_out_by_its_power() -> None:
 
 
 def test_looking_ahead_changes_nothing(make: Make) -> None:
-    recipe, plugins = make(backbone={"name": "toolbox.net", "dropout": 0.5})
+    recipe = make(backbone={"name": "toolbox.net", "dropout": 0.5})
     checkpoint.seed_everything(0)
-    run = build_run(Path("nowhere"), recipe, plugins)
+    run = build_run(Path("nowhere"), recipe)
     weights = {name: value.clone() for name, value in run.model.state_dict().items()}
     before = torch.get_rng_state()
     probe.look_ahead(run, make_accelerator(recipe))
@@ -166,10 +166,10 @@ def photos(tmp_path: Path) -> Path:
 def test_files_are_opened_before_training(make: Make, tmp_path: Path, photos: Path) -> None:
     data = {"name": "core.image_folder", "folder": str(photos)}
     made = make(data=data, split={"by": "item", "validation": 0.0})
-    assert run_one_batch(*made)[-1].endswith("The recipe is fine.")
+    assert run_one_batch(made)[-1].endswith("The recipe is fine.")
     for file in sorted(photos.rglob("*.png"))[::2]:
         file.write_bytes(b"\x89PNG\r\n\x1a\nnot an image")
-    for attempt in (lambda: run_one_batch(*made), lambda: train(tmp_path / "run", *made)):
+    for attempt in (lambda: run_one_batch(made), lambda: train(tmp_path / "run", made)):
         with pytest.raises(
             DataError, match=r"64 files were opened, has \d+ problems:\n  - .*skip_bad = true"
         ):
@@ -183,11 +183,11 @@ def test_a_recipe_with_nothing_to_train_is_a_run(
     made = make(
         backbone={"name": "toolbox.net", "frozen": True}, head={"identity": True}, train={"epochs": 1}
     )
-    assert run_one_batch(*made)[-1].startswith("The model has nothing to train")
+    assert run_one_batch(made)[-1].startswith("The model has nothing to train")
     said: list[str] = []
     with monkeypatch.context() as patch:  # no feature is computed to find that out
         patch.setattr("retrieval.data.cache._Entry.fill", lambda *a: pytest.fail("features were computed"))
-        train(tmp_path / "run", *made, report=said.append)
+        train(tmp_path / "run", made, report=said.append)
     assert said == ["The model has nothing to train: its features are taken as they are."]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["notes"] == said
     run = load_run(tmp_path / "run")
@@ -209,9 +209,9 @@ def test_principal_components_pass_where_training_would(make: Make, tmp_path: Pa
         "loss": None, "sampler": None, "head": None, "train": None,
     }  # fmt: skip
     made = make(learner={"name": "core.pca", "n_components": 128}, **tables)
-    assert "fitted 200 items. The recipe is fine." in run_one_batch(*made)  # 32 of them refuse 128 components
+    assert "fitted 200 items. The recipe is fine." in run_one_batch(made)  # 32 of them refuse 128 components
     with pytest.raises(DataError, match=r"core\.pca refuses 200 of the 200 items that train"):
-        run_one_batch(*make(learner={"name": "core.pca", "n_components": 300}, **tables))
+        run_one_batch(make(learner={"name": "core.pca", "n_components": 300}, **tables))
 
 
 def test_principal_components_of_few_features() -> None:

@@ -69,8 +69,8 @@ def child(folder, resume, kill_at=0):
     if pid == 0:
         os.environ["KILL_AT"] = str(kill_at)
         try:
-            made, plugins = read_recipe(Path(folder) / "recipe.toml" if resume else Path(sys.argv[1]))
-            train(Path(folder), made, plugins, resume=resume)
+            made = read_recipe(Path(folder) / "recipe.toml" if resume else Path(sys.argv[1]))
+            train(Path(folder), made, resume=resume)
         except BaseException as error:
             print(repr(error), file=sys.stderr)
             os._exit(1)

@@ -32,7 +32,7 @@ def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> se
 
 
 def fit(tmp_path: Path, made: Any, name: str = "run") -> Path:
-    train(tmp_path / name, *made)
+    train(tmp_path / name, made)
     return tmp_path / name
 
 
@@ -40,8 +40,8 @@ def start(tmp_path: Path, made: Any) -> dict[str, torch.Tensor]:
     """The weights before the first step."""
     from retrieval.run.open import build_run
 
-    checkpoint.seed_everything(made[0].seed)
-    run = build_run(tmp_path, *made)
+    checkpoint.seed_everything(made.seed)
+    run = build_run(tmp_path, made)
     modules = {"loss": run.objective.loss, "miner": run.objective.miner, "generator": run.objective.generator}
     return {f"model.{k}": v.clone() for k, v in run.model.state_dict().items()} | {
         f"{n}.{k}": v.clone() for n, m in modules.items() if m is not None for k, v in m.state_dict().items()
@@ -84,7 +84,7 @@ def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_
 
     made = make(**STILL, generator=GENERATOR)
     checkpoint.seed_everything(0)
-    run = build_run(tmp_path, *made)
+    run = build_run(tmp_path, made)
     (tmp_path / "checkpoints").mkdir()
     trainer = Trainer(run, Accelerator(cpu=True))
     inputs, labels = next(iter(trainer.batches.epoch(0)))
@@ -138,7 +138,7 @@ def test_each_part_is_in_training_mode_where_it_trains_and_only_there(make: Make
         phase=[{"name": part, "epochs": 1, "train": [part]} for part in parts],
     )
     checkpoint.seed_everything(0)
-    run = build_run(tmp_path, *made)
+    run = build_run(tmp_path, made)
     trainer = Trainer(run, Accelerator(cpu=True))
     modules = [run.model.backbone, run.model.head, run.model.combiner, run.objective.generator]  # type: ignore[union-attr]
     for number, part in enumerate(parts):
@@ -257,8 +257,8 @@ def test_an_epoch_without_triplets_is_warned_of(make: Make, tmp_path: Path) -> N
     said: list[str] = []
     for items in (1, 2):
         made = make(generator=GENERATOR, sampler={"classes": 4, "items": items, "batches": 2})
-        train(tmp_path / str(items), *made, report=said.append)
-        noted = any("has no triplet that the generator could change" in line for line in run_one_batch(*made))
+        train(tmp_path / str(items), made, report=said.append)
+        noted = any("has no triplet that the generator could change" in line for line in run_one_batch(made))
         assert noted == (items == 1)
     warnings = [line for line in said if line.startswith("warning: no batch had a triplet")]
     assert len(warnings) == 2  # one an epoch of the first
@@ -281,7 +281,7 @@ def test_without_triplets_the_real_samples_count_as_ever(
         phase=[{"epochs": 1, "synthetic": synthetic}],
     )
     checkpoint.seed_everything(0)
-    trainer = Trainer(build_run(tmp_path, *made), Accelerator(cpu=True))
+    trainer = Trainer(build_run(tmp_path, made), Accelerator(cpu=True))
     inputs, labels = next(iter(trainer.batches.epoch(0)))
     one_class = torch.zeros_like(labels)
     losses = trainer.step.losses(inputs, one_class)
@@ -447,9 +447,9 @@ def test_resuming_with_another_recipe_is_refused(make: Make, tmp_path: Path) -> 
     from retrieval.run.resume import changes
 
     folder = fit(tmp_path, make())
-    assert changes(folder, *make(), None) == []
+    assert changes(folder, make(), None) == []
     with pytest.raises(DataError, match=r"another recipe: \[optimizer\] differs"):
-        changes(folder, *make(optimizer={"lr": 0.5}), None)
+        changes(folder, make(optimizer={"lr": 0.5}), None)
 
 
 @pytest.mark.parametrize("adversarial", [False, True])
@@ -465,7 +465,7 @@ def test_two_processes_train_as_one(make: Make, tmp_path: Path, adversarial: boo
         optimizer=sgd,
         miner={"name": "pml.triplet_margin"},
     )
-    (tmp_path / "recipe.toml").write_text(to_toml(made[0]))
+    (tmp_path / "recipe.toml").write_text(to_toml(made))
     one = weights(fit(tmp_path, made, "one"))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "retrieval.cli", "train",

@@ -23,6 +23,7 @@ from retrieval.serving.http.settings import Settings
 from retrieval.serving.images import Limits
 from retrieval.serving.index.gallery import Gallery
 from retrieval.serving.index.store import Hit, Index
+from retrieval.serving.queries import encode_vectors
 from retrieval.serving.runtime import load_faiss
 
 _PICTURE_THREADS = 4
@@ -111,16 +112,10 @@ class Searcher:
         # Several searches run at a time: FAISS's threads would wait for each other.
         load_faiss().omp_set_num_threads(1)
         bundle = self.index.bundle
-        wanted = bundle.manifest.input
-        encoded: Any = given
-        if wanted.kind == "features":
-            if len(given) != wanted.shape[0]:
-                raise DataError(f"A vector for this index has {wanted.shape[0]} features, not {len(given)}.")
-            encoded = bundle.encode(given[None])
-        elif given.ndim > 1:
-            encoded = bundle.encode(given[None])
+        encoded = encode_vectors(bundle, given[None]) if given.ndim == 1 else bundle.encode(given[None])
         job.check()
-        return self.index.search(encoded, k)[0]
+        found: list[list[Hit]] = self.index.search(encoded, k)
+        return found[0]
 
     async def picture(self, number: int, client: str = "") -> Picture:
         """Return the beginning of the file that an item was indexed from.

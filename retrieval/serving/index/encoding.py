@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from retrieval.serving.images import Limits, decode
 from retrieval.serving.index.journal import Done, Journal
 from retrieval.serving.index.sources import Source, Sources
 from retrieval.serving.progress import Meter
+from retrieval.serving.threads import ahead
 
 _SHOWN = 10  # faults that a message spells out
 
@@ -112,17 +111,7 @@ class Encoding:
         if self.sources.features is not None:
             yield from map(self._row, items)
             return
-        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="decode")
-        try:
-            ahead: deque[Future[_Decoded]] = deque()
-            for item in items:
-                ahead.append(pool.submit(self._image, item))
-                if len(ahead) >= 2 * self.batch:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        yield from ahead(self._image, items, workers=self.workers, most=2 * self.batch)
 
     def _image(self, item: Source) -> _Decoded:
         preprocessing = self.bundle.manifest.input.preprocessing

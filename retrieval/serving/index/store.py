@@ -8,10 +8,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL.Image import Image
 
 from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.host.plugin_calls import failure
@@ -26,6 +27,7 @@ from retrieval.serving.index.manifest import INDEX, IndexManifest, PartRecord, c
 from retrieval.serving.index.summary import Summary
 from retrieval.serving.manifest import FILE, parse_manifest
 from retrieval.serving.merging import best_score, nearest_of, of_products
+from retrieval.serving.queries import encode_queries
 from retrieval.serving.sessions import Device
 
 _BLOCK = 256  # queries at a time: bounds the memory of measuring candidates
@@ -174,34 +176,50 @@ class Index:
         said = self.manifest
         return f"Index {self.path}: {said.count:,} items, {said.backend.name}, vectors of {said.vector}"
 
+    @overload
     def search(
-        self, queries: Encoded | NDArray[Any], k: int = 10, *, candidates: int | None = None
-    ) -> list[list[Hit]]:
-        """Return the nearest items of each query, nearest first; equal distances by id.
+        self, queries: StrPath | bytes | Image, k: int = 10, *, candidates: int | None = None
+    ) -> list[Hit]: ...
+    @overload
+    def search(
+        self, queries: Encoded | list[Any], k: int = 10, *, candidates: int | None = None
+    ) -> list[list[Hit]]: ...
+    @overload
+    def search(self, queries: Any, k: int = 10, *, candidates: int | None = None) -> list[Any]: ...
+    def search(self, queries: Any, k: int = 10, *, candidates: int | None = None) -> list[Any]:
+        """Return the nearest items of a query, nearest first; equal distances by id. Of several queries, a list of such lists.
 
         Without a rescorer the distance is measured on the stored vectors, Euclidean unless the bundle says otherwise (with sub-spaces,
         what the bundle's merge makes of them: `retrieval.serving.merging`). With one, it is the rescorer's.
 
         Args:
-            queries: what the bundle's encoder gave, or vectors (Q, P) or (P,) where there is no rescorer.
+            queries: one query, which gives one list of hits:
+
+                - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its pixels, uint8 (H, W) or (H, W, 3);
+                - a vector: (F,) features where the bundle takes features, otherwise (P,) as its encoder gives.
+
+                Or several, which give one list of hits each: a list of images or of vectors, an array (N, F) or (N, P), or
+                `Encoded`, which the bundle's `encode` gave.
             k: how many; all items when there are fewer.
             candidates: how many the rescorer is given, in each sub-space; the bundle's own number by default.
 
         Raises:
-            DataError: vectors of another width, NaN, k below 1, or vectors alone where a rescorer needs codes.
+            DataError: an image cannot be decoded, a vector has another width or holds NaN, a list mixes images and vectors, k is
+                below 1, or encoded vectors come alone where a rescorer needs codes. In a list, the message names the item.
         """
         if k < 1:
             raise DataError(f"k must be at least 1, not {k}.")
         if candidates is not None and candidates < 1:
             raise DataError(f"The number of candidates must be at least 1, not {candidates}.")
-        query, code = self._checked(queries)
+        encoded, alone = encode_queries(self.bundle, queries)
+        query, code = self._checked(encoded)
         k = min(k, len(self))
         hits: list[list[Hit]] = []
         for start in range(0, len(query), _BLOCK):
             part = query[start : start + _BLOCK]
             part_code = None if code is None else code[start : start + _BLOCK]
             hits += self._hits(self._nearest(part, part_code, k, candidates))
-        return hits
+        return hits[0] if alone else hits
 
     def _checked(self, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
         rescores = self.bundle.manifest.rescorer is not None

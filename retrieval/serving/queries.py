@@ -1,0 +1,139 @@
+"""What somebody searches for, as an index is asked: images, features or encoded vectors, one or several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL.Image import Image
+
+from retrieval.errors import DataError
+from retrieval.serving.bundle import Bundle, Encoded, ImageLike, is_image
+from retrieval.serving.index.sources import collect
+
+Query: TypeAlias = "ImageLike | Sequence[float]"
+"""One query: an image, a vector, or a list of numbers."""
+
+_TAKEN = "an image's path, bytes, Pillow image or pixels, or a vector"
+
+
+def encode_queries(
+    bundle: Bundle, queries: Encoded | Query | Sequence[Query] | NDArray[Any]
+) -> tuple[Encoded | NDArray[Any], bool]:
+    """Return queries as the index is asked for them, and whether it was one query by itself.
+
+    Args:
+        bundle: encodes images, or features where it takes features.
+        queries: one of these, or a list of them:
+
+            - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its pixels, uint8 (H, W) or (H, W, 3);
+            - a vector: (F,) features where the bundle takes features, which are encoded; else (P,) as the encoder gives.
+
+            Several vectors may also be one array (N, F) or (N, P). `Encoded`, what the encoder gave of N items, stays as it is.
+
+    Returns:
+        `Encoded`, or vectors (N, P) that need no encoding.
+
+    Raises:
+        DataError: an item cannot be used, or is of another kind than the first one. In a list, the message names it.
+    """
+    if isinstance(queries, Encoded):
+        return queries, False
+    if is_image(queries) and (not isinstance(queries, np.ndarray) or _is_pixels(bundle, queries)):
+        return bundle.encode_image(queries), True
+    if isinstance(queries, np.ndarray):
+        return encode_vectors(bundle, np.atleast_2d(queries)), queries.ndim == 1
+    if not isinstance(queries, Sequence):
+        raise DataError(f"A query is {_TAKEN}, not {_kind(queries)}.")
+    items = list(queries)
+    if items and all(isinstance(item, Real) for item in items):
+        return encode_vectors(bundle, np.asarray(items)[None]), True
+    return _encode_list(bundle, items), False
+
+
+def encode_vectors(bundle: Bundle, vectors: NDArray[Any]) -> Encoded | NDArray[Any]:
+    """Encode features (N, F) where the bundle takes features; other vectors, (N, P), need no encoding.
+
+    Raises:
+        DataError: features of another width, or not finite numbers.
+    """
+    given = bundle.manifest.input
+    if given.kind != "features":
+        return vectors
+    if vectors.ndim == 2 and vectors.shape[1] != given.shape[0]:
+        raise DataError(f"A vector for this index has {given.shape[0]} features, not {vectors.shape[1]}.")
+    return bundle.encode(vectors)
+
+
+def encode_files(bundle: Bundle, paths: Sequence[Path]) -> tuple[list[str], Encoded]:
+    """Return the names of the queries in files, and what the encoder gives of them.
+
+    Args:
+        bundle: encodes them.
+        paths: images; `.npz` files where the bundle takes features, each row of which is a query.
+
+    Raises:
+        DataError: a file cannot be used.
+    """
+    if bundle.manifest.input.kind == "features":
+        found = collect(paths, "features")
+        assert found.features is not None
+        return [item.key for item in found.items], bundle.encode(found.features)
+    for path in paths:
+        if path.is_dir():
+            raise DataError(f"{path} is a folder; name the query images, such as {path}/*.png.")
+    return [str(path) for path in paths], bundle.encode_each(list(paths), progress=False)
+
+
+def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
+    """Encode a list of queries of one kind."""
+    if not items:
+        return np.empty((0, bundle.manifest.vector), dtype=np.float32)
+    images = [_is_pixels(bundle, item) or not _is_vector(item) for item in items]
+    for number, (item, image) in enumerate(zip(items, images, strict=True)):
+        if image and not is_image(item):
+            raise DataError(f"queries[{number}]: a query is {_TAKEN}, not {_kind(item)}.")
+        if image != images[0]:
+            one, other = ("an image", "a vector") if image else ("a vector", "an image")
+            raise DataError(
+                f"queries[{number}] is {one}, and queries[0] is {other}. Search for images and vectors separately."
+            )
+    if images[0]:
+        return bundle.encode_each(items, progress=False, name="queries")
+    rows = [np.asarray(item) for item in items]
+    width = (bundle.manifest.input.shape[0] if bundle.manifest.input.kind == "features" else bundle.manifest.vector)  # fmt: skip
+    for number, row in enumerate(rows):
+        if row.shape != (width,):
+            raise DataError(
+                f"queries[{number}]: a vector for this index has {width} numbers, not shape {row.shape}."
+            )
+        if row.dtype.kind not in "fiu" or not np.isfinite(row).all():
+            raise DataError(f"queries[{number}]: a vector holds finite real numbers.")
+    return encode_vectors(bundle, np.stack(rows))
+
+
+def _is_pixels(bundle: Bundle, item: Any) -> bool:
+    """Whether an array is an image's pixels: uint8 of two or three axes, for a bundle that takes images."""
+    return (
+        isinstance(item, np.ndarray)
+        and item.dtype == np.uint8
+        and item.ndim in (2, 3)
+        and bundle.manifest.input.kind == "image"
+    )
+
+
+def _is_vector(item: Any) -> bool:
+    return isinstance(item, np.ndarray) or (
+        isinstance(item, Sequence)
+        and not isinstance(item, str | bytes | os.PathLike | Image)
+        and all(isinstance(number, Real) for number in item)
+    )
+
+
+def _kind(item: Any) -> str:
+    return "None" if item is None else f"an object of type {type(item).__name__}"

@@ -1,0 +1,46 @@
+"""No file and no function is longer than a reader can hold in mind."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILE_LINES, FUNCTION_LINES = 400, 60
+FILES = [path for folder in ("retrieval", "plugins") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def long_functions(text: str, most: int) -> dict[str, int]:
+    """Return the lines of code of each function that has more than `most`: docstrings, comments and blank lines do not count."""
+    tree, lines = ast.parse(text), text.splitlines()
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    prose = {
+        number
+        for node in ast.walk(tree)
+        if isinstance(node, (*kinds, ast.ClassDef)) and ast.get_docstring(node) is not None
+        for number in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+    }
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, kinds):
+            own = [number for number in range(node.lineno, (node.end_lineno or 0) + 1) if number not in prose]
+            count = sum(1 for number in own if (line := lines[number - 1].strip()) and line[0] != "#")
+            if count > most:
+                found[f"{node.name} (line {node.lineno})"] = count
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.relative_to(ROOT).as_posix() for path in FILES])
+def test_files_and_functions_are_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= FILE_LINES
+    assert not long_functions(text, FUNCTION_LINES)
+
+
+def test_a_long_function_is_found() -> None:
+    code = "def f():\n    '''One.\n\n    Two.\n    '''\n    # three\n\n    return [\n        4,\n    ]\n"
+    assert long_functions(code, 3) == {"f (line 1)": 4}
+    assert long_functions(code, 4) == {}
+    assert long_functions(f"class A:\n    async {code.replace(chr(10), chr(10) + '    ')}", 3) == {
+        "f (line 2)": 4
+    }

@@ -1,0 +1,70 @@
+"""A factory made of a signature and a docstring: what reaches the constructor, and what its documentation says."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from retrieval.host.factory import Factory
+from torch import nn
+
+from retrieval_pml.forward import MEANINGS, forwards
+
+
+def upstream(**values: Any) -> dict[str, Any]:
+    return values
+
+
+@forwards(upstream, size="width")
+def factory(
+    size: int, classes: int = 3, margin: float = 0.5, weight_init_func: str | None = None, reducer: Any = None
+) -> Any:
+    """A loss.
+
+    Args:
+        size: how wide.
+        margin: how far.
+        reducer: something else.
+    """
+    if margin < 0:
+        raise ValueError("margin is below 0")
+
+
+def test_all_arguments_reach_the_constructor_by_name() -> None:
+    defaults = {"margin": 0.5, "weight_init_func": None, "reducer": None}
+    assert factory(4) == {"width": 4, "num_classes": 3, **defaults}
+    assert factory(4, 7, margin=1.0) == {"width": 4, "num_classes": 7, **defaults, "margin": 1.0}
+    made = factory(size=4, weight_init_func="orthogonal")["weight_init_func"]
+    assert made is nn.init.orthogonal_
+    torch.testing.assert_close(made(torch.empty(3, 3)).square().sum(), torch.tensor(3.0))
+
+
+def test_its_checks_and_its_signature_refuse() -> None:
+    with pytest.raises(ValueError, match="margin is below 0"):
+        factory(4, margin=-1)
+    for wrong in ({}, {"size": 4, "margins": 1.0}):
+        with pytest.raises(TypeError):
+            factory(**wrong)
+    assert list(inspect.signature(factory).parameters) == [
+        "size",
+        "classes",
+        "margin",
+        "weight_init_func",
+        "reducer",
+    ]
+
+
+def test_common_parameters_are_documented_once_and_its_own_lines_win() -> None:
+    read = {p.name: p.doc for p in Factory.read("losses", "pml.x", factory).parameters}
+    assert read["size"] == "how wide." and read["reducer"] == "something else."
+    assert read["weight_init_func"] == MEANINGS["weight_init_func"]
+
+    @forwards(upstream)
+    def bare(reducer: Any = None) -> Any:
+        """Another."""
+
+    found = Factory.read("losses", "pml.y", bare)
+    assert (found.summary, found.description) == ("Another.", "Another.")
+    assert found.parameters[0].doc == MEANINGS["reducer"] and not found.hints

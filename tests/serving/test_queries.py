@@ -1,0 +1,160 @@
+"""What a search takes: images, features and vectors, alone and in lists; and images encoded by the thousand."""
+
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.errors import DataError
+from retrieval.serving import bundle as bundle_module
+from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.index.build import build_index
+from retrieval.serving.index.store import Index
+
+
+@pytest.fixture
+def index(index_path):
+    with Index.open(index_path, threads=1) as opened:
+        yield opened
+
+
+@pytest.fixture
+def paths(photos):
+    return sorted(photos.rglob("*.png"))[:5]
+
+
+@pytest.fixture
+def of_features(makers, tmp_path):
+    bundle = makers.make_bundle(tmp_path / "b", kind="features", features=12)
+    rows = np.random.default_rng(0).normal(size=(30, 12)).astype(np.float32)
+    np.savez(tmp_path / "x.npz", features=rows)
+    build_index(bundle, [tmp_path / "x.npz"], tmp_path / "i", progress=False)
+    with Index.open(tmp_path / "i", threads=1) as opened:
+        yield opened, rows
+
+
+def test_one_image_in_every_form_gives_one_list_of_hits(index, paths):
+    for path in paths:
+        expected = index.search(index.bundle.encode_image(path), 4)[0]
+        with Image.open(path) as image:
+            image.load()
+        for query in (path, str(path), path.read_bytes(), image, np.asarray(image)):
+            assert index.search(query, 4) == expected
+        assert expected[0].path == path
+
+
+def test_one_vector_gives_one_list_and_an_array_a_list_of_lists(index):
+    vectors = np.stack([index.vector(number) for number in range(3)])
+    alone = index.search(vectors[1], 5)
+    assert alone[0].id == 1
+    assert index.search(vectors[1].tolist(), 5) == alone
+    for several in (vectors, list(vectors), vectors.tolist(), tuple(vectors)):
+        assert [hits[0].id for hits in index.search(several, 5)] == [0, 1, 2]
+        assert index.search(several, 5)[1] == alone
+    assert index.search([]) == []
+
+
+def test_a_list_may_hold_images_in_several_forms(index, paths):
+    with Image.open(paths[2]) as image:
+        image.load()
+    mixed = [paths[0], paths[1].read_bytes(), image, np.asarray(Image.open(paths[3])), str(paths[4])]
+    assert [hits[0].path for hits in index.search(mixed, 3)] == paths
+    assert index.search(paths[:1], 3) == [index.search(paths[0], 3)]
+
+
+def test_features_are_encoded_where_the_bundle_takes_features(of_features):
+    index, rows = of_features
+    assert index.search(rows[7], 3)[0].id == 7
+    assert [hits[0].id for hits in index.search(rows[4:7], 3)] == [4, 5, 6]
+    assert [hits[0].id for hits in index.search([rows[4].tolist(), rows[9]], 3)] == [4, 9]
+    vector = index.vector(7)[None]
+    assert index.search(Encoded(vector, vector), 3)[0] == index.search(rows[7], 3)
+    with pytest.raises(DataError, match="has 12 features, not 16"):
+        index.search(index.vector(7))
+    with pytest.raises(DataError, match="takes vectors of 12 features, not images"):
+        index.search("query.png")
+
+
+def test_an_unusable_item_of_a_list_is_named(index, paths, tmp_path):
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    vector = index.vector(0)
+    for queries, says in (
+        ([paths[0], vector], r"queries\[1\] is a vector, and queries\[0\] is an image"),
+        ([vector, paths[0]], r"queries\[1\] is an image, and queries\[0\] is a vector"),
+        ([paths[0], None], r"queries\[1\]: a query is an image's path, .* not None"),
+        ([paths[0], {}], "not an object of type dict"),
+        ([paths[0], tmp_path / "bad.png"], r"queries\[1\]: .*bad\.png is not an image"),
+        ([paths[0], tmp_path / "none.png"], r"queries\[1\]: .*none\.png cannot be read"),
+        ([vector, vector[:5]], r"queries\[1\]: a vector for this index has 16 numbers"),
+        ([vector, vector * np.nan], r"queries\[1\]: a vector holds finite"),
+        (None, "not None"),
+        (3.5, "type float"),
+        ({"a": 1}, "type dict"),
+        (b"", "empty"),
+        (np.zeros((2, 3, 4, 5), np.uint8), r"has 16 numbers"),
+        (np.zeros((8, 8, 7), np.uint8), r"Pixels must be uint8"),
+    ):
+        with pytest.raises(DataError, match=says):
+            index.search(queries)
+
+
+def test_images_are_encoded_to_the_vectors_of_one_at_a_time(index, photos):
+    paths = sorted(photos.rglob("*.png"))[:70]
+    one_by_one = np.concatenate([index.bundle.encode_image(path).vector for path in paths])
+    told = []
+    vectors = index.bundle.encode_images(paths, batch=16, progress=lambda *said: told.append(said))
+    assert vectors.dtype == np.float32
+    assert vectors.shape == (70, 16)
+    np.testing.assert_allclose(vectors, one_by_one, atol=1e-6)
+    assert told == [("encoding", done, 70) for done in (16, 32, 48, 64, 70)]
+    assert index.bundle.encode_images([], progress=False).shape == (0, 16)
+    np.testing.assert_allclose(index.bundle.encode_images(str(paths[0]), progress=False), one_by_one[:1], atol=1e-6)  # fmt: skip
+
+
+def test_progress_is_shown_or_not(index, paths, capsys, monkeypatch):
+    monkeypatch.setattr("retrieval.serving.progress.EVERY", 0.0)
+    index.bundle.encode_images(paths, batch=2)
+    assert "encoding: 2 of 5 images" in capsys.readouterr().err
+    index.bundle.encode_images(paths, batch=2, progress=False)
+    index.bundle.encode_images(paths, batch=2, progress=lambda what, done, total: None)
+    index.search(paths)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bad_image_among_many_is_named(index, paths, tmp_path, of_features):
+    (tmp_path / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(DataError, match=r"images\[5\]: .*bad\.png"):
+        index.bundle.encode_images([*paths, tmp_path / "bad.png"], progress=False)
+    with pytest.raises(DataError, match=r"images\[1\]: an image is a path.* type int"):
+        index.bundle.encode_images([paths[0], 3], progress=False)
+    with pytest.raises(DataError, match="at least 1 image"):
+        index.bundle.encode_images(paths, batch=0, progress=False)
+    with pytest.raises(DataError, match="not images"):
+        of_features[0].bundle.encode_images(paths, progress=False)
+
+
+def test_few_images_are_in_memory_at_a_time(bundle_path, paths, monkeypatch):
+    """Decoding waits for the encoder: never more images decoded than two batches and the one being put together."""
+    bundle = Bundle.open(bundle_path, threads=1)
+    lock, made, used, most = threading.Lock(), 0, 0, 0
+    decode, graph = bundle_module.decode, type(bundle._sessions.encoder)
+    run = graph.__call__
+
+    def counted(data):
+        nonlocal made, most
+        with lock:
+            made += 1
+            most = max(most, made - used)
+        return decode(data)
+
+    def encoder(self, names, feeds):
+        nonlocal used
+        with lock:
+            used += len(feeds["input"])
+        return run(self, names, feeds)
+
+    monkeypatch.setattr(bundle_module, "decode", counted)
+    monkeypatch.setattr(graph, "__call__", encoder)
+    vectors = bundle.encode_images([paths[0]] * 200, batch=4, threads=4, progress=False)
+    assert len(vectors) == used == made == 200
+    assert most <= 3 * 4
