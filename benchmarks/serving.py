@@ -116,14 +116,19 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of the server and of its processes so far."""
-        total, todo = 0.0, [self.process.pid]
-        while todo:
-            pid = todo.pop()
-            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-            total += (int(fields[11]) + int(fields[12])) / TICK
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                todo += map(int, (task / "children").read_text().split())
-        return total
+        return cpu_seconds(self.process.pid)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and of its children so far."""
+    total, todo = 0.0, [pid]
+    while todo:
+        pid = todo.pop()
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        total += (int(fields[11]) + int(fields[12])) / TICK
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            todo += map(int, (task / "children").read_text().split())
+    return total
 
 
 def measure(servers: dict[str, Server], asked: dict[str, bytes], count: int, rounds: int) -> dict:

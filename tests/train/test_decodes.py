@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from PIL import Image
 from retrieval.data.datasets import FileDataset
 from retrieval.errors import DataError
+from retrieval.training.step import Step
+from retrieval.training.surroundings import Interrupted
 from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
@@ -39,7 +42,7 @@ def photos(tmp_path: Path) -> dict[str, Any]:
     return {"name": "core.image_folder", "folder": str(tmp_path / "photos")}
 
 
-def test_four_epochs_decode_each_validation_image_once(
+def test_four_epochs_decode_each_image_once(
     make: Make, photos: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: Counter[int] = Counter()
@@ -55,6 +58,9 @@ def test_four_epochs_decode_each_validation_image_once(
     assert sum("validation_map_at_r" in json.loads(line) for line in log) == 4
     assert len(run.splits.validation) > 8
     assert {decoded[i] for i in run.splits.validation.tolist()} == {1}
+    # some of those that train once more: one batch was tried before, the next made ahead
+    twice = [i for i in run.splits.train.tolist() if decoded[i] > 1]
+    assert 0 < len(twice) <= 2 * 8 and {decoded[i] for i in twice} == {2}
 
 
 def test_the_processes_that_decode_end_with_a_run_that_fails(
@@ -70,4 +76,32 @@ def test_the_processes_that_decode_end_with_a_run_that_fails(
             tmp_path / "run",
             make(**TABLES, data=photos, augmentation=crop, train={"epochs": 1, "workers": 1}),
         )
+    assert set(multiprocessing.active_children()) == before, caught.value
+
+
+@pytest.mark.parametrize(("presses", "raised"), [(1, Interrupted), (2, KeyboardInterrupt)])
+def test_the_processes_that_decode_end_at_ctrl_c(
+    make: Make,
+    photos: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    presses: int,
+    raised: type[BaseException],
+) -> None:
+    before, seen, call = set(multiprocessing.active_children()), [], Step.__call__
+
+    def pressing(self: Step, *batch: Any) -> dict[str, float]:
+        seen.append(set(multiprocessing.active_children()) - before)
+        for _ in range(presses):
+            signal.raise_signal(signal.SIGINT)
+        return call(self, *batch)
+
+    monkeypatch.setattr(Step, "__call__", pressing)
+    crop = {"crop_scale": [0.5, 1.0]}
+    with pytest.raises(raised) as caught:  # which keeps the frames, and so the trainer, alive
+        train(
+            tmp_path / "run",
+            *make(**TABLES, data=photos, augmentation=crop, train={"epochs": 1, "workers": 1}),
+        )
+    assert [len(children) for children in seen] == [1]
     assert set(multiprocessing.active_children()) == before, caught.value
