@@ -1,14 +1,16 @@
-"""Write hooks.md, recipe.md and plugins.md from the code. A test compares the committed files with what this gives.
+"""Write hooks.md, recipe.md, plugins.md and floors.svg from the code. A test compares the committed files with what this gives.
 
-Run it after a change of a hook, a recipe table or a bundled plugin:  python docs/generate.py
+Run it after a change of a hook, a recipe table, a bundled plugin or who imports whom:  python docs/generate.py
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -148,7 +150,23 @@ def _cell(text: str) -> str:
     return re.sub(r"\s+", " ", text).replace("|", "\\|")
 
 
-PAGES = {"hooks.md": hooks, "recipe.md": recipe, "plugins.md": plugins}
+def _load(file: Path) -> ModuleType:
+    """A module by its file: neither docs nor tests are packages."""
+    spec = importlib.util.spec_from_file_location(f"generate_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def floors() -> str:
+    """The diagram of the floors; the list is the one that the test of imports holds."""
+    listed = _load(FOLDER.parent / "tests" / "host" / "test_imports.py").FLOORS
+    drawn: str = _load(FOLDER / "floors.py").draw(FOLDER.parent / "retrieval", listed)
+    return drawn
+
+
+PAGES = {"hooks.md": hooks, "recipe.md": recipe, "plugins.md": plugins, "floors.svg": floors}
 
 
 def main() -> None:

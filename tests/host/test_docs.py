@@ -46,9 +46,27 @@ def test_every_hook_is_implemented_in_a_test(hook: str) -> None:
     ), f"no test implements {hook}"
 
 
-@pytest.mark.parametrize("page", ["hooks.md", "recipe.md", "plugins.md"])
+@pytest.mark.parametrize("page", ["hooks.md", "recipe.md", "plugins.md", "floors.svg"])
 def test_the_committed_pages_are_what_the_code_gives(page: str, generate: ModuleType) -> None:
-    assert set(generate.PAGES) == {"hooks.md", "recipe.md", "plugins.md"}
+    assert set(generate.PAGES) == {"hooks.md", "recipe.md", "plugins.md", "floors.svg"}
     assert (ROOT / "docs" / page).read_text(encoding="utf-8") == generate.PAGES[page](), (
         "run: python docs/generate.py"
     )
+
+
+def test_the_diagram_shows_each_floor_and_who_imports_whom(generate: ModuleType, tmp_path: Path) -> None:
+    drawn = (ROOT / "docs" / "floors.svg").read_text(encoding="utf-8")
+    for folder in (
+        path.name for path in (ROOT / "retrieval").iterdir() if path.is_dir() and path.name != "__pycache__"
+    ):
+        assert f">{folder}</text>" in drawn
+    assert "<title>training imports run</title>" in drawn and "<title>serving imports host</title>" in drawn
+    assert "<title>run imports training</title>" not in drawn
+    for file in ("errors.py", "host/__init__.py", "cli/__init__.py"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text('"""Its purpose. More."""\n')
+    (tmp_path / "cli" / "app.py").write_text(
+        "def late():\n    from retrieval.host.a import b\n\nimport retrieval.errors\n"
+    )
+    small = generate._load(ROOT / "docs" / "floors.py").draw(tmp_path, [{"errors"}, {"host"}, {"cli"}])
+    assert small.count("<title>") == 2 and small.count(">Its purpose</text>") == 3
