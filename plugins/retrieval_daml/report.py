@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from retrieval import DataError, Run, load_run
 from retrieval.data.loading import inputs
+from retrieval.host.files import whole_file
 from retrieval.run import checkpoint
 from retrieval.run.build import build_objective
 from retrieval.run.weights import load_weights
@@ -237,14 +238,11 @@ def _write(path: Path, draw: Callable[[Any], None]) -> Path:
     """Write a panel, whole or not at all."""
     with _figure() as figure:
         draw(figure)
-        temporary = path.with_suffix(".tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(temporary, format="svg", metadata={"Date": None})
-            temporary.replace(path)
+            with whole_file(path) as temporary:
+                figure.savefig(temporary, format="svg", metadata={"Date": None})
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
     return path
 

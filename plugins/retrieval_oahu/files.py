@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from retrieval import DataError
+from retrieval.host.files import write_bytes
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
@@ -32,13 +32,7 @@ def save(learner: Any, path: Path) -> None:
             numbers[name] = value
     about = {"learner": type(learner).__name__, "parameters": learner.get_params(), "fitted": numbers}
     content = to_bytes(arrays, metadata={_KEY: json.dumps(about)})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as fault:
-        temporary.unlink(missing_ok=True)
-        raise DataError(f"{path} cannot be written: {fault.strerror or fault}.") from fault
+    write_bytes(path, content, DataError, shared=True)
 
 
 def load(kind: type[T], path: Path) -> T:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from retrieval.errors import DataError
+from retrieval.host.files import whole_file
 from retrieval.run.open import Run
 from retrieval.serving.images import from_array
 
@@ -73,7 +74,8 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     for file, hits in zip(query_files, found, strict=True):
         say(f"   a {file.parent.name} finds {' '.join(str(hit.label) for hit in hits)}")
     say(f"   {right} of {len(query_files) * NEIGHBOURS} right")
-    figure.savefig(output / "neighbours.png", dpi=110)
+    with whole_file(output / "neighbours.png", DataError) as picture:
+        figure.savefig(picture, dpi=110, format="png")
 
     say(
         f"\nDone in {time.monotonic() - began:.0f} s. {output} holds run, bundle, index, images, queries and neighbours.png.\nNext:"

@@ -12,6 +12,7 @@ from pathlib import Path
 from retrieval.data.cache import cache_folder
 from retrieval.data.identity import files_identity
 from retrieval.errors import DataError
+from retrieval.host.files import write_bytes
 from retrieval.serving.image_files import Found
 from retrieval.serving.images import decode
 from retrieval.serving.progress import Meter
@@ -97,11 +98,9 @@ def _remembered(path: Path, count: int) -> dict[int, str] | None:
 
 
 def _remember(path: Path, bad: dict[int, str]) -> None:
-    part = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(bad), encoding="utf-8")
-        part.replace(path)
+        write_bytes(path, json.dumps(bad).encode(), shared=True)
     except OSError as error:  # the next run checks again: no reason to stop this one
         log.warning(
             "What was found about the images cannot be kept in %s: %s.", path, error.strerror or error

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from retrieval.data.pairs import Pairs
 from retrieval.errors import DataError
 from retrieval.evaluation.verification import Roc, Verification
+from retrieval.host.files import whole_file
 from retrieval.run.folder import write_json
 from retrieval.run.open import Run
 
@@ -112,18 +113,12 @@ def write(
     )
     picture = draw_roc({row: (curves[row], found[row].values["auc"]) for row in found})
     contents = {"roc.csv": points.encode(), "roc.svg": picture, "pairs.csv": used.encode()}
-    written: list[tuple[Path, Path]] = []
     try:
-        for name, content in contents.items():
-            path = run.path / results["files"][name]
-            written.append((path.with_name(path.name + ".tmp"), path))
-            written[-1][0].write_bytes(content)
-        for temporary, path in written:
-            temporary.replace(path)
+        with contextlib.ExitStack() as stack:  # no file takes its place before all of them are written
+            for name, content in contents.items():
+                path = run.path / results["files"][name]
+                stack.enter_context(whole_file(path)).write_bytes(content)
     except OSError as error:
-        for temporary, _ in written:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
         raise DataError(
             f"{run.path} cannot be written into: {error.strerror or error}. Free some space or make it writable."
         ) from error

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from retrieval.errors import BundleError
+from retrieval.host import files
 from retrieval.serving.files.locks import hold
-from retrieval.serving.files.renaming import rename_whole, sync_file
 from retrieval.serving.manifest import FILE
 
 
@@ -32,27 +30,17 @@ def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
     """
     output = Path(os.path.realpath(output))
     refuse_existing(output, replace)
-    temporary: Path | None = None
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with hold(output, "exporting this bundle", BundleError):
             refuse_existing(output, replace)  # again: who held it until now may have made it
-            temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".part", dir=output.parent))
-            temporary.chmod(0o777 & ~_umask())
-            yield temporary
-            for path in [*temporary.iterdir(), temporary]:
-                sync_file(path)
-            refuse_existing(output, replace)  # again: a program without our lock may have made it
-            with contextlib.suppress(OSError):
-                output.rmdir()  # an empty folder gives way
-            rename_whole(temporary, output, replace=replace, taken=_exists_already(output))
+            with files.whole_folder(output, replace=replace, taken=_exists_already(output)) as temporary:
+                yield temporary
+                refuse_existing(output, replace)  # again: a program without our lock may have made it
     except OSError as fault:
         raise BundleError(
             f"The bundle {output} cannot be written: {fault.strerror or fault}. Nothing was left behind."
         ) from fault
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def refuse_existing(output: Path, replace: bool) -> None:
@@ -75,10 +63,3 @@ def refuse_existing(output: Path, replace: bool) -> None:
 
 def _exists_already(output: Path) -> BundleError:
     return BundleError(f"The bundle {output} exists. Say replace (--replace), or name another output.")
-
-
-def _umask() -> int:
-    """Return the process's umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -22,6 +22,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from retrieval.errors import PluginError
+from retrieval.host.files import whole_file
 
 PREFIX = "retrieval_file_plugin_"
 """What the name of such a plugin's module begins with; its neighbours' are below it."""
@@ -193,9 +194,8 @@ class FilePlugin:
         for relative, file in self.files.items():
             place = target / relative
             place.parent.mkdir(parents=True, exist_ok=True)
-            temporary = place.with_name(place.name + ".tmp")
-            shutil.copyfile(file, temporary)
-            temporary.replace(place)
+            with whole_file(place) as temporary:
+                shutil.copyfile(file, temporary)
         if alone:
             shutil.rmtree(folder / self.name, ignore_errors=True)
         else:

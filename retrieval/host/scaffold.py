@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import keyword
 import re
-import shutil
-import tempfile
 from dataclasses import dataclass
 from importlib.resources import files as resources
 from pathlib import Path
 
 from retrieval.errors import PluginError
 from retrieval.host.factory import KINDS
+from retrieval.host.files import whole_folder
 from retrieval.host.plugins import installed
 
 TRAIN = "retrieval train recipe.toml"
@@ -94,20 +93,15 @@ def write_package(name: str, output: Path | None = None, kind: str = "loss") -> 
             f"A plugin '{name}' is installed already ({installed()[name]}). Choose another name."
         )
     folder = output or Path(f"retrieval-{name}")
+    taken = PluginError(f"{folder} exists already. Remove it, or choose another with --output.")
     if folder.exists() or folder.is_symlink():
-        raise PluginError(f"{folder} exists already. Remove it, or choose another with --output.")
-    temporary = None
+        raise taken
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        temporary.chmod(0o755)  # mkdtemp's is private
-        for path, text in package_files(name, kind).items():
-            file = temporary / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-        temporary.rename(folder)
+        with whole_folder(folder, replace=False, taken=taken) as temporary:
+            for path, text in package_files(name, kind).items():
+                file = temporary / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
     except OSError as error:
-        if temporary:
-            shutil.rmtree(temporary, ignore_errors=True)
         raise PluginError(f"{folder} cannot be written: {error.strerror or error}.") from error
     return folder

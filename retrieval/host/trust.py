@@ -16,7 +16,6 @@ import os
 import stat
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from retrieval.errors import PluginError
 from retrieval.host.file_plugins import FilePlugin, is_file_plugin
+from retrieval.host.files import write_bytes
 
 LARGEST_PLUGIN = 4_000_000
 """Bytes of a plugin's file; a larger one is no program that anyone reads."""
@@ -240,16 +240,8 @@ def _changing() -> Iterator[Record]:
             path.replace(path.with_suffix(".damaged"))
         elif json.dumps(vars(record)) == before:
             return
-        descriptor, temporary = tempfile.mkstemp(prefix=".trusted-", dir=path.parent)  # made with mode 600
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump({"files": record.files, "folders": record.folders}, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        content = json.dumps({"files": record.files, "folders": record.folders}, indent=1)
+        write_bytes(path, content.encode(), private=True)
 
 
 def _own(path: Path, record: Record) -> bool:

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from retrieval.errors import DataError
+from retrieval.host.files import whole_file
 
 FORMAT = "retrieval checkpoint 2"
 WITHOUT_CHECKSUM = "retrieval checkpoint 1"
@@ -49,15 +50,13 @@ def save(path: Path, state: Any, previous: Path | None = None) -> None:
     tensors: dict[str, Tensor] = {}
     skeleton = _flatten(state, "", tensors)
     metadata = {"format": FORMAT, "state": json.dumps(skeleton), "sha256": _BLANK}
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        save_file(tensors, temporary, metadata=metadata)
-        _seal(temporary)
-        if previous is not None and path.exists():
-            _keep(path, previous)
-        temporary.replace(path)
+        with whole_file(path) as temporary:
+            save_file(tensors, temporary, metadata=metadata)
+            _seal(temporary)
+            if previous is not None and path.exists():
+                _keep(path, previous)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         raise DataError(
             f"{path} cannot be written: {error}. The previous checkpoint, if any, is untouched."
         ) from error

@@ -17,7 +17,6 @@ import inspect
 import json
 import os
 import shutil
-import tempfile
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from retrieval.errors import DataError
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.file_plugins import FilePlugin, is_file_plugin
+from retrieval.host.files import whole_folder, write_text
+from retrieval.host.files import write_json as write_whole
 from retrieval.host.plugins import Plugins
 from retrieval.host.trust import remember
 from retrieval.recipe.read import to_toml
@@ -125,33 +126,19 @@ def create_folder(
     """
     refuse_taken(path, replace)
     place = Path(os.path.realpath(path))
-    temporary: Path | None = None
+    taken = DataError(f"{path} exists already: something else has just made it. Choose another --output.")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".run", dir=place.parent))
-        (temporary / "checkpoints").mkdir()
-        kept = copy_plugins(temporary, recipe)
-        (temporary / "recipe.toml").write_text(to_toml(kept), encoding="utf-8")
-        for name, content in (files or {}).items():
-            if isinstance(content, bytes):
-                (temporary / name).write_bytes(content)
-            else:
-                write_json(temporary / name, content)
-        temporary.chmod(0o777 & ~_umask())
-        if is_run(place):
-            aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".run", dir=place.parent))
-            place.replace(aside / place.name)
-            temporary.replace(place)
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            if place.is_dir():
-                place.rmdir()  # it is empty
-            temporary.replace(place)
+        with whole_folder(place, replace=is_run(place), taken=taken) as temporary:
+            (temporary / "checkpoints").mkdir()
+            kept = copy_plugins(temporary, recipe)
+            (temporary / "recipe.toml").write_text(to_toml(kept), encoding="utf-8")
+            for name, content in (files or {}).items():
+                if isinstance(content, bytes):
+                    (temporary / name).write_bytes(content)
+                else:
+                    write_json(temporary / name, content)
     except OSError as error:
         raise _refused(path, error) from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
     return kept
 
 
@@ -195,9 +182,7 @@ def record_changes(
         for stale in ("summary.json", "evaluation-*.json", "verification-*.json"):
             for file in path.glob(stale):
                 file.unlink()
-        temporary = path / "recipe.toml.tmp"
-        temporary.write_text(to_toml(recipe), encoding="utf-8")
-        temporary.replace(path / "recipe.toml")
+        write_text(path / "recipe.toml", to_toml(recipe))
         described = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except OSError as error:
         raise _refused(path, error) from error
@@ -252,21 +237,8 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         DataError: the disk is full or the folder cannot be written.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
+    write_whole(path, value, DataError)
 
 
 def _refused(path: Path, error: OSError) -> DataError:
     return DataError(f"{path} cannot be written: {error.strerror or error}.")
-
-
-def _umask() -> int:
-    """Return the process's umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

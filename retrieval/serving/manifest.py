@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,6 +21,7 @@ from pydantic import (
 )
 
 from retrieval.errors import BundleError
+from retrieval.host.files import write_text
 from retrieval.serving.files.places import instead
 from retrieval.serving.files.snapshot import (
     Held,
@@ -302,15 +302,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     manifest = manifest.model_copy(update={"files": files, "checksum": None})
     checksum = checksum_of(json.loads(manifest.model_dump_json()))
     manifest = manifest.model_copy(update={"checksum": checksum})
-    temporary = folder / f".{FILE}.{os.getpid()}"
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(manifest.model_dump_json(indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(folder / FILE)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(folder / FILE, manifest.model_dump_json(indent=2) + "\n")
     return manifest
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from retrieval.errors import RetrievalError
+from retrieval.host.files import write_bytes
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.snapshot import Snapshot, Unusable
 from retrieval.serving.index.store import Index
@@ -69,18 +70,14 @@ def sign(folder: Path, key: Path) -> Path:
     else:
         checked = Bundle.open(folder, threads=1, device="cpu").sha256
     target = folder / f"{name}{ENDING}"
-    temporary = folder / f".{name}{ENDING}.{os.getpid()}"
     try:
         with Snapshot(folder) as opened:
             content = opened.read(name, _COVERED_BYTES)
         if hashlib.sha256(content).hexdigest() != checked:
             raise error(f"{folder} was changed while it was being signed. Run the command again.")
-        temporary.write_bytes(base64.b64encode(private.sign(message(kind, content))) + b"\n")
-        temporary.replace(target)
+        write_bytes(target, base64.b64encode(private.sign(message(kind, content))) + b"\n", shared=True)
     except (OSError, Unusable) as fault:
         raise error(f"{target} cannot be written: {getattr(fault, 'strerror', None) or fault}.") from None
-    finally:
-        temporary.unlink(missing_ok=True)
     return target
 
 

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from retrieval.errors import RecipeError, RetrievalError
+from retrieval.host.files import write_text
 from retrieval.recipe.tables import Recipe
 
 
@@ -93,6 +94,4 @@ def forget_after(log: Path, step: int) -> None:
                 kept.append(line)
         except (json.JSONDecodeError, KeyError, TypeError):
             break  # a line that the crash cut off
-    temporary = log.with_name(log.name + ".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(log)
+    write_text(log, "".join(kept))

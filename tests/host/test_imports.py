@@ -43,6 +43,7 @@ INNER = {
     "retrieval.data.problems": {"refuse", "some"},
     "retrieval.data.readable": {"ADVICE", "report_left_out", "skip_unreadable"},
     "retrieval.data.splits": {"ROLES", "SPLITS"},
+    "retrieval.host.files": {"whole_file", "write_bytes"},
     "retrieval.host.hookspecs": {"Factories"},
     "retrieval.host.lazy": {"lazy"},
     "retrieval.model.linear": {"class_codes", "deviations"},

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError, StoreError
-from retrieval.serving.files import renaming
+from retrieval.host import files
 from retrieval.serving.index import items as items_module
 from retrieval.serving.index.build import write_index
 from retrieval.serving.index.files import SUMS, put_in_place
@@ -103,7 +103,7 @@ def test_an_existing_output_is_refused_then_replaced(folder, bundle_path, tmp_pa
 
 
 def test_replacing_without_the_system_call(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrieval.serving.files.renaming._rename", lambda one, other, how: False)
+    monkeypatch.setattr("retrieval.host.files._rename", lambda one, other, how: False)
     for name in ("new", "out"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -408,14 +408,14 @@ def test_of_two_builds_to_one_path_one_wins_and_the_other_is_told(bundle_path, f
 
 def test_what_appears_meanwhile_is_not_replaced(bundle_path, folder, tmp_path, monkeypatch):
     """Someone who knows nothing of the lock puts a folder in the place, just before the last step."""
-    rename = renaming._rename
+    rename = files._rename
 
     def late(one: Path, other: Path, how: int) -> bool:
         other.mkdir()
         (other / "mine").touch()
         return rename(one, other, how)
 
-    monkeypatch.setattr(renaming, "_rename", late)
+    monkeypatch.setattr(files, "_rename", late)
     with pytest.raises(StoreError, match="exists already"):
         write_index(bundle_path, [folder], tmp_path / "i", progress=False)
     assert [path.name for path in (tmp_path / "i").iterdir()] == ["mine"]

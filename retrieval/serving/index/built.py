@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from retrieval.host.files import write_bytes
 
 _MOST = 10_000  # the oldest is forgotten first
 _RECORD_BYTES = 2_000_000
@@ -21,10 +22,7 @@ def remember(sha256: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(path.with_suffix(".lock"), timeout=10):  # Timeout is an OSError
             known = [one for one in built_here() if one != sha256][1 - _MOST :]
-            descriptor, temporary = tempfile.mkstemp(prefix=".built-", dir=path.parent)  # made with mode 600
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump([*known, sha256], file)
-            Path(temporary).replace(path)
+            write_bytes(path, json.dumps([*known, sha256]).encode(), private=True)
 
 
 def built_here() -> list[str]:

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from retrieval.errors import StoreError
+from retrieval.host.files import rename_whole, sync_below
 from retrieval.serving.files.places import instead
-from retrieval.serving.files.renaming import rename_whole, sync_file
 from retrieval.serving.files.snapshot import Held, Snapshot, Unusable, close_all, hold_all
 
 SUMS = "SHA256SUMS"
@@ -54,9 +54,7 @@ def write_sums(folder: Path) -> None:
     """Write `SHA256SUMS` over every file, as `sha256sum --check` reads it, then sync everything."""
     lines = [f"{_sha256(folder / name)}  {name}\n" for name in files_below(folder)]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
-    for path in folder.rglob("*"):
-        sync_file(path)
-    sync_file(folder)
+    sync_below(folder)
 
 
 def read_sums(folder: Snapshot) -> tuple[dict[str, str], bytes]:

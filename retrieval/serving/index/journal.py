@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import StoreError
+from retrieval.host.files import whole_file
 
 _SYNC_SECONDS = 2.0
 _SUM = 8
@@ -112,11 +113,9 @@ class Journal:
             path.touch()
             os.truncate(path, good * width * 4)
             self._files[name] = path.open("ab")
-        fresh = self.folder / "journal.new"
-        with fresh.open("wb") as file:
+        with whole_file(self.folder / "journal.jsonl") as fresh, fresh.open("wb") as file:
             file.write(f"{json.dumps(header)}\n".encode())
             file.writelines(self._lines(self.done, 0))
-        fresh.replace(self.folder / "journal.jsonl")
         self._files["journal.jsonl"] = (self.folder / "journal.jsonl").open("ab")
         self._waiting: list[Done] = []
         self._synced = time.monotonic()
