@@ -109,9 +109,10 @@ class Reader:
         """Go through a page from top to bottom."""
         with contextlib.chdir(self.folder):
             for block in read_blocks(page):
-                self._do(block)
+                self.do(block)
 
-    def _do(self, block: Block) -> None:
+    def do(self, block: Block) -> None:
+        """Do what one block says."""
         if block.before.startswith("<!-- not run"):
             return
         if block.file:

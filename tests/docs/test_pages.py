@@ -96,6 +96,27 @@ def test_metrics(reader: Any, root: Path) -> None:
     reader.follow(root / "docs" / "metrics.md")
 
 
+def test_learners(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
+    names: dict[str, Any] = {}
+    printed, shown = [], []
+    with contextlib.chdir(reader.folder):
+        for block in blocks(root / "docs" / "learners.md"):
+            if block.language == "python":  # one notebook: a block goes on where the one before it ended
+                out = io.StringIO()
+                with contextlib.redirect_stdout(out):
+                    exec(compile(block.body, str(block), "exec"), names)
+                printed += [out.getvalue()] if out.getvalue() else []
+            elif block.language == "text":
+                shown.append(block.body)
+            else:
+                reader.do(block)
+    assert printed == shown and len(shown) == 5
+    assert (reader.folder / "learners_map.png").read_bytes().startswith(b"\x89PNG")
+    assert Bundle.open(reader.folder / "digits_nca.bundle").manifest.distance.exact
+    run = load_run(reader.folder / "runs" / "digits_nca")
+    assert run.recipe.learner is not None and run.recipe.learner.parameters["random_state"] == 1
+
+
 def test_errors_shows_what_its_code_prints(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
     page = root / "docs" / "errors.md"
     out = io.StringIO()
