@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.evaluation.neighbors import exact_neighbors
-from retrieval.serving.merging import best_score, nearest_of
+from retrieval.serving.merging import merged, spans_of
 
 if TYPE_CHECKING:
     from retrieval.serving.manifest import Manifest, Subspace
@@ -30,8 +30,11 @@ def nearest_in_each(
         subspaces: ranges of columns.
         exclude: (Q,) the row to leave out for each query.
     """
-    spans = [slice(space.start, space.stop) for space in subspaces] or [slice(None)]
-    return np.stack([exact_neighbors(query[:, s], vector[:, s], k, exclude=exclude)[0] for s in spans])
+    found = [
+        exact_neighbors(query[:, span], vector[:, span], k, exclude=exclude)[0]
+        for span in spans_of(subspaces)
+    ]
+    return np.stack(found)
 
 
 def served_neighbors(
@@ -53,13 +56,9 @@ def served_neighbors(
     if len(proposed) == 1 and manifest.merge == "min":
         only: Rows = proposed[0]
         return only
-    weights = [space.weight for space in manifest.subspaces]
-    spans = [slice(space.start, space.stop) for space in manifest.subspaces]
     found = np.empty(proposed.shape[1:], dtype=np.int64)
     for number, asked in enumerate(query):
         rows = np.unique(proposed[:, number])
-        squared = (vector[rows].astype(np.float64) - asked) ** 2
-        distances = np.sqrt([squared[:, span].sum(axis=1) for span in spans])
-        merged = best_score(distances, k, weights) if manifest.merge == "score" else nearest_of(distances)
-        found[number] = rows[np.argsort(merged, kind="stable")[:k]]
+        distances = merged(asked, vector[rows], k, manifest.subspaces, manifest.merge)
+        found[number] = rows[np.argsort(distances, kind="stable")[:k]]
     return found

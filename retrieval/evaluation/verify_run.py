@@ -164,7 +164,7 @@ def _untrained(run: Run) -> Model:
 def _bundle(run: Run, path: Path, items: Rows, first: Rows, second: Rows) -> Floats:
     """Return a bundle's distances: of the rescorer, or measured on vectors as its manifest says."""
     from retrieval.serving.bundle import Bundle
-    from retrieval.serving.merging import of_products
+    from retrieval.serving.merging import of_products, spans_of
 
     opened = Bundle.open(path)
     got = encoded(opened, run, items)
@@ -180,7 +180,7 @@ def _bundle(run: Run, path: Path, items: Rows, first: Rows, second: Rows) -> Flo
     if opened.manifest.distance.measure == "inner":
         products = _in_parts(lambda a, b: (a * b).sum(1), both, first, second + len(items))
         return of_products(products)
-    spans = [slice(s.start, s.stop) for s in opened.manifest.subspaces] or [slice(None)]
+    spans = spans_of(opened.manifest.subspaces)
     each = [_euclidean(both[:, span], first, second + len(items)) for span in spans]
     nearest: Floats = np.minimum.reduce(each)
     return nearest

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from retrieval.errors import BundleError
 from retrieval.export.graph import Encoder, Rescorer, first_line
 from retrieval.model.contracts import Combiner, Subspace
+from retrieval.serving.merging import spans_of
 
 Floats = NDArray[np.float32]
 
@@ -201,9 +202,8 @@ def likely_cause(encoder: Encoder) -> str:
 
 def merged_distances(query: Floats, vector: Floats, subspaces: Sequence[Subspace]) -> NDArray[np.float64]:
     """Return Euclidean distances (Q, N) between (Q, P) and (N, P): the smallest over sub-spaces, where there are some."""
-    spans = [slice(space.start, space.stop) for space in subspaces] or [slice(None)]
     best: NDArray[np.float64] | None = None
-    for span in spans:
+    for span in spans_of(subspaces):
         q, v = query[:, span].astype(np.float64), vector[:, span].astype(np.float64)
         squares = (q * q).sum(1)[:, None] - 2 * q @ v.T + (v * v).sum(1)
         distances = np.sqrt(np.maximum(squares, 0.0))

@@ -6,7 +6,7 @@ Smaller is closer. No torch here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,49 @@ Floats = NDArray[np.floating[Any]]
 
 _ZERO = 8 * float(np.finfo(np.float32).eps)
 """A squared distance of unit vectors below this is what float32 made of 0."""
+
+
+class Columns(Protocol):
+    """A sub-space, whoever describes it: columns `start` to `stop` of the vector, and its weight for merge "score"."""
+
+    @property
+    def start(self) -> int:
+        """First column."""
+        ...
+
+    @property
+    def stop(self) -> int:
+        """First column after the last."""
+        ...
+
+    @property
+    def weight(self) -> float:
+        """What its score counts, for merge "score"."""
+        ...
+
+
+def spans_of(subspaces: Sequence[Columns]) -> list[slice]:
+    """Return the columns of each sub-space; without sub-spaces, all columns as one."""
+    return [slice(space.start, space.stop) for space in subspaces] or [slice(None)]
+
+
+def merged(
+    query: Floats, vectors: Floats, k: int, subspaces: Sequence[Columns], merge: str
+) -> NDArray[np.float64]:
+    """Return the distances (n,) of one query (P,) to vectors (n, P): Euclidean in each sub-space, then merged as a manifest says.
+
+    Args:
+        query: what is asked with.
+        vectors: the candidates; see `best_score`.
+        k: how many answers are wanted.
+        subspaces: none: the whole vector is the one.
+        merge: "min" or "score".
+    """
+    squared = (vectors.astype(np.float64) - query) ** 2
+    distances = np.sqrt([squared[:, span].sum(axis=1) for span in spans_of(subspaces)])
+    if merge == "score":
+        return best_score(distances, k, [space.weight for space in subspaces])
+    return nearest_of(distances)
 
 
 def of_products(products: Floats) -> NDArray[np.float64]:

@@ -26,7 +26,7 @@ from retrieval.serving.index.items import Item, Items
 from retrieval.serving.index.manifest import INDEX, IndexManifest, PartRecord, contradictory, parse_index
 from retrieval.serving.index.summary import Summary
 from retrieval.serving.manifest import FILE, parse_manifest
-from retrieval.serving.merging import best_score, nearest_of, of_products
+from retrieval.serving.merging import merged, of_products
 from retrieval.serving.queries import encode_queries
 from retrieval.serving.sessions import Device
 
@@ -275,12 +275,8 @@ class Index:
         """Return distances (n,) in float64, as the bundle's manifest says: from products, or Euclidean and merged over sub-spaces."""
         if self.bundle.manifest.distance.measure == "inner":
             return of_products(self._vectors[rows].astype(np.float64) @ query.astype(np.float64))
-        squared = (self._vectors[rows].astype(np.float64) - query) ** 2
-        parts = [squared[:, part.start : part.stop].sum(axis=1) for part in self.manifest.parts]
-        distances = np.sqrt(parts)
-        if self.bundle.manifest.merge == "score":
-            return best_score(distances, k, [space.weight for space in self.bundle.manifest.subspaces])
-        return nearest_of(distances)
+        said = self.bundle.manifest
+        return merged(query, self._vectors[rows], k, said.subspaces, said.merge)
 
     def _hits(self, answers: list[tuple[Rows, NDArray[np.float64]]]) -> list[list[Hit]]:
         items = self._items.get([int(row) for rows, _ in answers for row in rows])
