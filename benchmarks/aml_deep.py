@@ -145,7 +145,7 @@ class Results:
             with contextlib.redirect_stderr(io.StringIO()):  # progress bars
                 run = train(folder, check_recipe(table))
                 seconds = time.process_time() - start
-                figures = evaluate_run(run)["figures"]["trained"]
+                figures = evaluate_run(run).figures["trained"]
             entry = {"key": key, "figures": figures, "seconds": seconds}
             with self.file.open("a") as file:
                 file.write(json.dumps(entry) + "\n")

@@ -206,7 +206,7 @@ class Results:
             with contextlib.redirect_stderr(io.StringIO()):  # progress bars
                 run = train(folder, check_recipe(table))
                 trained = time.process_time() - start
-                figures = evaluate_run(run)["figures"]["trained"]
+                figures = evaluate_run(run).figures["trained"]
             entry = {"key": key, "figures": figures, "seconds": trained}
             with self.file.open("a") as file:
                 file.write(json.dumps(entry) + "\n")

@@ -151,9 +151,9 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
     return {
         "figures": {
             name: {metric: round(value, 6) for metric, value in values.items()}
-            for name, values in found["figures"].items()
+            for name, values in found.figures.items()
         },
-        "queries": found["queries"],
+        "queries": found.queries,
         "cpu_seconds": {
             "training": round(trained - started, 1),
             "evaluation": round(time.process_time() - trained, 1),

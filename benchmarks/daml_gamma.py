@@ -269,7 +269,7 @@ class Results:
             with contextlib.redirect_stderr(io.StringIO()):  # progress bars
                 run = train(folder, check_recipe(recipe(self.work, data, row, choice, seed, choose)))
                 entry = {"key": key, "seconds": time.process_time() - start}
-                entry["figures"] = evaluate_run(run)["figures"]["trained"]
+                entry["figures"] = evaluate_run(run).figures["trained"]
                 if not choose and row.endswith("learned") and seed == SEEDS[0]:
                     entry["served"] = served(run)
             shutil.rmtree(folder)

@@ -115,7 +115,7 @@ def measure() -> None:
                 run = train(
                     Path(folder) / str(number), check_recipe(recipe(data, sweep, value, seed)), report=len
                 )
-                found = evaluate_run(run)["figures"]["trained"]["recall_at_1"]
+                found = evaluate_run(run).figures["trained"]["recall_at_1"]
             row = {"sweep": sweep, "value": kept, "seed": seed, "recall_at_1": found}
             row["seconds"] = round(time.process_time() - started, 1)
             with KEPT.open("a") as out:

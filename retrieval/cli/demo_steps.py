@@ -30,7 +30,6 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     """
     from retrieval.evaluation.evaluate_run import evaluate_run
     from retrieval.evaluation.plot import neighbours
-    from retrieval.evaluation.table import table
     from retrieval.export.export_run import export_run
     from retrieval.recipe.read import read_recipe
     from retrieval.serving.index.build import write_index
@@ -51,7 +50,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
     say("\n2. Evaluating on held-out digits, beside the raw pixels …")
     results = evaluate_run(run, baseline=True)
-    say(_indented(table(results)))
+    say(_indented(results.table()))
 
     say("\n3. Exporting to ONNX …")
     seen = export_run(run, output / "bundle").manifest.verified

@@ -102,27 +102,26 @@ def evaluate(
     from retrieval.run.open import load_run
 
     if protocol == "verification":
-        from retrieval.evaluation.verify_run import verification_table, verify_run
+        from retrieval.evaluation.verify_run import verify_run
 
         found = verify_run(
             load_run(run), side=side, pairs=pairs, draw=draw, folds=folds, seed=seed or 0, baseline=baseline, bundle=bundle
         )  # fmt: skip
         if as_json:
-            say_json(found)
+            say_json(found.as_dict())
         else:
-            say(verification_table(found))
+            say(found.table())
         return
 
     from retrieval.evaluation.evaluate_run import evaluate_run
-    from retrieval.evaluation.table import table
 
     results = evaluate_run(
         load_run(run), side=side, metrics=metrics, clusters=clusters, baseline=baseline, bundle=bundle
     )
     if as_json:
-        say_json(results)
+        say_json(results.as_dict())
     else:
-        say(table(results))
+        say(results.table())
 
 
 def _refuse(protocol: str, other: str, options: dict[str, bool]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieval.data.encode import encode, pixels
-from retrieval.data.features import backbone_features
+from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import Evaluation, evaluate
 from retrieval.evaluation.served import nearest_in_each, served_neighbors
+from retrieval.evaluation.table import grid
 from retrieval.model.metrics import metric
+from retrieval.run.codes import ItemCodes
 from retrieval.run.folder import write_json
 from retrieval.run.open import Run
 
@@ -30,6 +32,66 @@ from retrieval.model.products import CheckedMetric
 OVERLAP_AT = 10
 OVERLAP_QUERIES = 1000
 """At most so many queries say what the candidate step of a rescorer costs."""
+
+
+@dataclass(frozen=True)
+class CandidateStep:
+    """What a rescorer's candidate step costs.
+
+    Attributes:
+        overlap_at_10: by number of candidates, the share of the exhaustive ranking's first ten that they keep.
+        default: how many candidates the bundle takes.
+    """
+
+    overlap_at_10: dict[str, float]
+    default: int
+
+
+@dataclass(frozen=True)
+class RunEvaluation:
+    """What `evaluate_run` found.
+
+    Attributes:
+        run: the run's folder.
+        split: "test" or "validation".
+        queries: how many queries the means are taken over.
+        gallery: how many items were searched.
+        singletons: how many queries were left out because no other item has their label.
+        figures: by contestant ("trained", "raw pixels" or "raw vectors", "bundle"), each metric's mean.
+        candidates: with a bundle that rescores, what its candidate step costs.
+    """
+
+    run: str
+    split: str
+    queries: int
+    gallery: int
+    singletons: int
+    figures: dict[str, dict[str, float]]
+    candidates: CandidateStep | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `evaluation-SIDE.json` holds."""
+        found = asdict(self)
+        if self.candidates is None:
+            del found["candidates"]
+        return found
+
+    def to_json(self) -> str:
+        """Return the same as JSON."""
+        return json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
+
+    def table(self) -> str:
+        """Return a table: one row per metric, one column per contestant."""
+        note = f"{self.queries:,} queries among {self.gallery:,} items ({self.split})"
+        if self.singletons:
+            note += f"; {self.singletons:,} left out: no other item of their class"
+        lines = [*grid(self.figures), note]
+        if self.candidates is not None:
+            kept = ", ".join(
+                f"{value:.3f} at {count}" for count, value in self.candidates.overlap_at_10.items()
+            )
+            lines.append(f"first ten shared with the exhaustive ranking, by number of candidates: {kept}")
+        return "\n".join(lines)
 
 
 def resolve_metrics(names: Sequence[str], plugins: Plugins, always: Sequence[str] = ()) -> dict[str, Metric]:
@@ -53,7 +115,7 @@ def evaluate_run(
     clusters: bool = False,
     baseline: bool = False,
     bundle: Path | None = None,
-) -> dict[str, Any]:
+) -> RunEvaluation:
     """Evaluate a run's model, and write the figures into `evaluation-SIDE.json` in its folder.
 
     Args:
@@ -65,8 +127,7 @@ def evaluate_run(
         bundle: also a bundle's answers, searched as a server does: candidates by vector, then the rescorer if it has one.
 
     Returns:
-        A dictionary with "run", "split", "queries", "gallery", "singletons" and "figures", by row and metric; with a rescorer
-        also "candidates", which says how much of the exhaustive ranking's first ten the candidates keep.
+        The figures of each contestant; with a rescorer also how much of the exhaustive ranking's first ten its candidates keep.
 
     Raises:
         DataError: the run has no such items.
@@ -84,7 +145,7 @@ def evaluate_run(
     device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
     model = run.model.to(device)
 
-    codes = _coder(run, device)
+    codes = ItemCodes(run, device)
 
     def figures(ours: Any, others: Any, distance: Any = None) -> Evaluation:
         return evaluate(
@@ -99,47 +160,34 @@ def evaluate_run(
 
     distance = None if model.combiner is None else model.combiner.compute_mat
     trained = figures(codes(query), None if gallery is None else codes(gallery), distance)
-    results: dict[str, Any] = {
-        "run": str(run.path), "split": side, "queries": trained.queries, "gallery": trained.gallery,
-        "singletons": trained.singletons, "figures": {"trained": trained.values},
-    }  # fmt: skip
+    found = {"trained": trained.values}
     name = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
     file = run.path / f"evaluation-{side}.json"
     if baseline:
         raw = [
             None if indices is None else pixels(run.dataset, indices, model) for indices in (query, gallery)
         ]
-        results["figures"][name] = figures(*raw).values
-    elif standing := _standing(file, results, name):
-        results["figures"][name] = standing
+        found[name] = figures(*raw).values
+    elif standing := _standing(file, side, trained, name):
+        found[name] = standing
+    candidates = None
     if bundle is not None:
-        _served(results, run, bundle, query, gallery, chosen)
+        found["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
     if device.type != "cpu":
         model.to("cpu")
-    write_json(file, results)
+    results = RunEvaluation(
+        str(run.path), side, trained.queries, trained.gallery, trained.singletons, found, candidates
+    )
+    write_json(file, results.as_dict())
     return results
 
 
-def _coder(run: Run, device: torch.device) -> Callable[[NDArray[np.int64]], torch.Tensor]:
-    """Return a function from items' indices (N,) to their codes (N, C) under a run's model."""
-    recipe, batch = run.recipe, run.recipe.evaluate.batch
-    # a frozen backbone's features are on disk since training
-    frozen = recipe.backbone.frozen or recipe.learner is not None
-    source = backbone_features(run.model, run.dataset, device, batch) if frozen else run.dataset
-
-    def codes(indices: NDArray[np.int64]) -> torch.Tensor:
-        return encode(
-            run.model, source, indices, batch=batch, device=device, progress="encoding", from_features=frozen
-        )
-
-    return codes
-
-
-def _standing(file: Path, results: dict[str, Any], row: str) -> dict[str, float]:
+def _standing(file: Path, side: str, trained: Evaluation, row: str) -> dict[str, float]:
     """Return a row that no training changes from an earlier evaluation of as many items; empty where there is none."""
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
-        if all(before[key] == results[key] for key in ("split", "queries", "gallery", "singletons")):
+        now = side, trained.queries, trained.gallery, trained.singletons
+        if tuple(before[key] for key in ("split", "queries", "gallery", "singletons")) == now:
             return {str(name): float(value) for name, value in before["figures"][row].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or not one of ours
         pass
@@ -147,14 +195,13 @@ def _standing(file: Path, results: dict[str, Any], row: str) -> dict[str, float]
 
 
 def _served(
-    results: dict[str, Any],
     run: Run,
     path: Path,
     query: NDArray[np.int64],
     gallery: NDArray[np.int64] | None,
     metrics: dict[str, Metric],
-) -> None:
-    """Add what a bundle gives, and what its candidate step costs."""
+) -> tuple[dict[str, float], CandidateStep | None]:
+    """Return what a bundle gives, and what its candidate step costs."""
     from retrieval.serving.bundle import Bundle
 
     bundle = Bundle.open(path)
@@ -166,19 +213,21 @@ def _served(
     rescorer = bundle.manifest.rescorer
     deepest = max((m.depth for m in metrics.values() if isinstance(m.depth, int)), default=OVERLAP_AT)
     k = min(len(theirs) - (exclude is not None), max(deepest, OVERLAP_AT))
+    step = None
     if rescorer is None:
         rows = served_neighbors(ours["query"], others["vector"], k, bundle.manifest, exclude)
     else:
         rows, overlaps = _rescored(bundle, ours, others, exclude, k, rescorer.candidates)
-        results["candidates"] = {"overlap_at_10": overlaps, "default": rescorer.candidates}
+        step = CandidateStep(overlaps, rescorer.candidates)
     relevant = np.bincount(theirs, minlength=int(labels.max()) + 1)[labels[query]] - int(gallery is None)
     asked = relevant > 0
     matches = (theirs[rows] == labels[query][:, None]) & (rows >= 0)
-    results["figures"]["bundle"] = {
+    figures = {
         name: float(m(matches[asked], relevant[asked]).mean())
         for name, m in metrics.items()
         if isinstance(m.depth, int)
     }
+    return figures, step
 
 
 def encoded(bundle: Bundle, run: Run, indices: NDArray[np.int64]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 
 def grid(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -19,18 +18,3 @@ def grid(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
         ]
         lines.append(" ".join([f"{name:<{width}}", *cells]).rstrip())
     return lines
-
-
-def table(results: Mapping[str, Any]) -> str:
-    """Return what `evaluate_run` gives as a table: a row a metric, a column a contestant."""
-    lines = grid(results["figures"])
-    note = f"{results['queries']:,} queries among {results['gallery']:,} items ({results['split']})"
-    if results["singletons"]:
-        note += f"; {results['singletons']:,} left out: no other item of their class"
-    lines.append(note)
-    if "candidates" in results:
-        kept = ", ".join(
-            f"{value:.3f} at {count}" for count, value in results["candidates"]["overlap_at_10"].items()
-        )
-        lines.append(f"first ten shared with the exhaustive ranking, by number of candidates: {kept}")
-    return "\n".join(lines)

@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def write(
     pairs: Pairs,
     found: dict[str, Verification],
     trained: Floats,
-    results: dict[str, Any],
+    results: Mapping[str, Any],
 ) -> None:
     """Write the curves, the pairs and the figures: the figures last, all of them or none."""
     from retrieval.evaluation.roc import draw_roc

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retrieval.data.encode import encode, evaluating
-from retrieval.data.features import backbone_features
+from retrieval.data.encode import evaluating
 from retrieval.data.loading import inputs
 from retrieval.data.pairs import Pairs, read_pairs
 from retrieval.errors import DataError
@@ -23,12 +24,99 @@ from retrieval.evaluation.verification import Verification, verification
 from retrieval.evaluation.verification_files import standing, write
 from retrieval.model.model import Model
 from retrieval.run.build import build_model
+from retrieval.run.codes import ItemCodes
 from retrieval.run.open import Run
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _NUMBERS_PER_CALL = 2**22
+
+
+_SHARED = {
+    "nothing": "which share no class", "classes": "which share classes but no item", "items": "which share items",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PairsUsed:
+    """The pairs of a verification.
+
+    Attributes:
+        same: pairs of one class.
+        different: pairs of two classes.
+        items: distinct items in them.
+        folds: how many folds.
+        folds_share: what two folds have in common: "nothing", "classes" or "items" (and classes).
+        drawn_from: the side that they were drawn from; None where they were read.
+        file: the list that they were read from.
+        folds_drawn: whether their folds were drawn; None where the list states them, or pairs were drawn.
+        seed: of what was drawn.
+    """
+
+    same: int
+    different: int
+    items: int
+    folds: int
+    folds_share: str
+    drawn_from: str | None = None
+    file: str | None = None
+    folds_drawn: bool | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class FoldFigures:
+    """A contestant's accuracy in each fold by its name, and the threshold that the other folds chose."""
+
+    accuracy: dict[str, float]
+    threshold: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunVerification:
+    """What `verify_run` found.
+
+    Attributes:
+        run: the run's folder.
+        split: "test" or "validation".
+        pairs: how many, and where they come from.
+        figures: by contestant ("trained", what needs no training, "bundle"), each figure.
+        folds: by contestant, its figures in each fold.
+        notes: what a reader of the figures must know.
+        files: names of the files in the run's folder: "roc.csv", "roc.svg", "pairs.csv".
+    """
+
+    run: str
+    split: str
+    pairs: PairsUsed
+    figures: dict[str, dict[str, float]]
+    folds: dict[str, FoldFigures]
+    notes: list[str]
+    files: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `verification-SIDE.json` holds."""
+        found = {"protocol": "verification"} | asdict(self)
+        found["pairs"] = {name: value for name, value in found["pairs"].items() if value is not None}
+        return found
+
+    def to_json(self) -> str:
+        """Return the same as JSON."""
+        return json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
+
+    def table(self) -> str:
+        """Return a table: one row per figure, one column per contestant."""
+        pairs = self.pairs
+        origin = f"from {pairs.file}" if pairs.file else f"drawn from the {self.split} items"
+        lines = [
+            *grid(self.figures),
+            f"{pairs.same:,} same and {pairs.different:,} different pairs of {pairs.items:,} items, {origin}, "
+            f"in {pairs.folds} folds {_SHARED[pairs.folds_share]}",
+            *self.notes,
+            f"ROC curve: {Path(self.run, self.files['roc.svg'])}",
+        ]
+        return "\n".join(lines)
 
 
 def verify_run(
@@ -41,7 +129,7 @@ def verify_run(
     seed: int = 0,
     baseline: bool = False,
     bundle: Path | None = None,
-) -> dict[str, Any]:
+) -> RunVerification:
     """Verify pairs with a run's model, and write the figures, the ROC curve and the pairs into its folder.
 
     `verification-SIDE.json` holds what is returned, `verification-SIDE-roc.csv` and `.svg` the curves, and
@@ -59,8 +147,7 @@ def verify_run(
         bundle: also a bundle's distances: its rescorer's if it has one, else those of its vectors.
 
     Returns:
-        A dictionary with "protocol", "run", "split", "pairs", "figures" by row and name, "folds" by row (the accuracy and
-        threshold of each), "notes" and "files".
+        Each contestant's figures, over all pairs and by fold, and the names of the files.
 
     Raises:
         DataError: the run has no such items, the list is wrong, or pairs cannot be drawn.
@@ -70,41 +157,34 @@ def verify_run(
     first, second = rows.reshape(2, -1)
     device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
     distances: dict[str, Floats] = {}
-    # a frozen backbone's features are on disk since training
-    frozen = run.recipe.backbone.frozen or run.recipe.learner is not None
-    batch = run.recipe.evaluate.batch
-    model = run.model.to(device)
-    source = backbone_features(model, run.dataset, device, batch) if frozen else run.dataset
+    codes = ItemCodes(run, device)
 
     def measured(other: Model) -> Floats:
-        codes = encode(
-            other.to(device), source, items, batch=batch, device=device, progress="encoding", from_features=frozen
-        )  # fmt: skip
-        return pair_distances(other, codes, first, second)
+        return pair_distances(other, codes(items, other), first, second)
 
-    distances["trained"] = measured(model)
+    distances["trained"] = measured(run.model)
     raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
     start = "untrained" if run.recipe.learner is None else "backbone features"
     found: dict[str, Verification] = {}
     if not baseline:
         found = standing(run, side, chosen, (raw, start))
     else:
-        distances[raw] = _raw(run, items, first, second, batch)
+        distances[raw] = _raw(run, items, first, second, codes.batch)
         if run.recipe.learner is None:
             distances[start] = measured(_untrained(run))
         else:
-            assert source.arrays is not None
-            features = torch.from_numpy(np.asarray(source.arrays[items]))
+            assert codes.source.arrays is not None
+            features = torch.from_numpy(np.asarray(codes.source.arrays[items]))
             distances[start] = _euclidean(features, first, second)
     if bundle is not None:
         distances["bundle"] = _bundle(run, bundle, items, first, second)
     if device.type != "cpu":
-        model.to("cpu")
+        run.model.to("cpu")
     assert chosen.fold is not None
     found |= {row: verification(each, chosen.same, chosen.fold) for row, each in distances.items()}
     found = {row: found[row] for row in ("trained", raw, start, "bundle") if row in found}
     results = _results(run, side, chosen, origin, len(items), found)
-    write(run, side, chosen, found, distances["trained"], results)
+    write(run, side, chosen, found, distances["trained"], results.as_dict())
     return results
 
 
@@ -215,7 +295,7 @@ def _pairs(
 
 def _results(
     run: Run, side: str, pairs: Pairs, origin: dict[str, Any], items: int, found: dict[str, Verification]
-) -> dict[str, Any]:
+) -> RunVerification:
     labels, fold = run.splits.labels, pairs.fold
     assert fold is not None
     alike = labels[pairs.first] == labels[pairs.second]
@@ -230,23 +310,30 @@ def _results(
             f"{int(known.sum()):,} of {len(pairs):,} pairs have an item that trained or chose this model, so these are not "
             f"figures of held-out items; folds without such pairs: {', '.join(clean) or 'none'}."
         )
-    return {
-        "protocol": "verification", "run": str(run.path), "split": side,
-        "pairs": {
-            "same": int(pairs.same.sum()), "different": int((~pairs.same).sum()), "items": items,
-            "folds": len(pairs.folds), "folds_share": _shared(pairs, labels), **origin,
-        },
-        "figures": {row: each.values for row, each in found.items()},
-        "folds": {
-            row: {
-                "accuracy": dict(zip(pairs.folds, each.accuracy.tolist(), strict=True)),
-                "threshold": dict(zip(pairs.folds, each.threshold.tolist(), strict=True)),
-            }
-            for row, each in found.items()
-        },
-        "notes": notes,
-        "files": {name: f"verification-{side}-{name}" for name in ("roc.csv", "roc.svg", "pairs.csv")},
-    }  # fmt: skip
+    used = PairsUsed(
+        int(pairs.same.sum()),
+        int((~pairs.same).sum()),
+        items,
+        len(pairs.folds),
+        _shared(pairs, labels),
+        **origin,
+    )
+    by_fold = {
+        row: FoldFigures(
+            dict(zip(pairs.folds, each.accuracy.tolist(), strict=True)),
+            dict(zip(pairs.folds, each.threshold.tolist(), strict=True)),
+        )
+        for row, each in found.items()
+    }
+    return RunVerification(
+        run=str(run.path),
+        split=side,
+        pairs=used,
+        figures={row: each.values for row, each in found.items()},
+        folds=by_fold,
+        notes=notes,
+        files={name: f"verification-{side}-{name}" for name in ("roc.csv", "roc.svg", "pairs.csv")},
+    )
 
 
 def _shared(pairs: Pairs, labels: NDArray[np.int64]) -> str:
@@ -260,20 +347,3 @@ def _shared(pairs: Pairs, labels: NDArray[np.int64]) -> str:
     if apart(labels[pairs.first], labels[pairs.second]):
         return "nothing"
     return "classes" if apart(pairs.first, pairs.second) else "items"
-
-
-def verification_table(results: dict[str, Any]) -> str:
-    """Return what `verify_run` gives as a table: a row a figure, a column a contestant."""
-    pairs = results["pairs"]
-    shares = {
-        "nothing": "which share no class", "classes": "which share classes but no item", "items": "which share items",
-    }  # fmt: skip
-    origin = f"from {pairs['file']}" if "file" in pairs else f"drawn from the {results['split']} items"
-    lines = [
-        *grid(results["figures"]),
-        f"{pairs['same']:,} same and {pairs['different']:,} different pairs of {pairs['items']:,} items, {origin}, "
-        f"in {pairs['folds']} folds {shares[pairs['folds_share']]}",
-        *results["notes"],
-        f"ROC curve: {Path(results['run'], results['files']['roc.svg'])}",
-    ]
-    return "\n".join(lines)

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieval.data.encode import encode
 from retrieval.data.kept import KeptInputs, by_class, spread
 from retrieval.data.loading import inputs
 from retrieval.errors import BundleError
 from retrieval.export.export_model import TOLERANCE, export_model
 from retrieval.export.graph import OPSET, Exporter
 from retrieval.export.variants import VariantName
-from retrieval.model.contracts import Dataset
+from retrieval.run.codes import ItemCodes
 from retrieval.run.open import Run, load_run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
@@ -78,7 +77,7 @@ def export_run(
             calibration=_load(run, spread(splits.train)) if "int8" in variants else None,
             codes=None
             if run.model.combiner is None or run.model.combiner.exact
-            else _codes(run, splits.held_out),
+            else ItemCodes(run, torch.device("cpu"))(spread(splits.held_out, MANY)),
             variants=variants,
             allow_drift=allow_drift,
             tolerance=tolerance,
@@ -98,26 +97,6 @@ def _load(run: Run, indices: NDArray[np.int64]) -> NDArray[Any]:
     if not chunks:
         raise BundleError(f"{run.path} has no items to compare torch and ONNX Runtime on.")
     return torch.cat(chunks).numpy()
-
-
-def _codes(run: Run, indices: NDArray[np.int64]) -> torch.Tensor:
-    """Return codes of many items, of a frozen backbone's features where they are kept since training."""
-    from retrieval.data.features import backbone_features
-
-    if isinstance(run.dataset, KeptInputs):
-        with torch.inference_mode():
-            codes: torch.Tensor = run.model(torch.from_numpy(_load(run, indices)))[1].float()
-        return codes
-    source: Dataset = run.dataset
-    if run.recipe.backbone.frozen:
-        source = backbone_features(run.model, source, torch.device("cpu"), run.recipe.evaluate.batch)
-    return encode(
-        run.model,
-        source,
-        spread(indices, MANY),
-        progress="encoding",
-        from_features=run.recipe.backbone.frozen,
-    )
 
 
 def _evaluation(path: Path) -> dict[str, float] | None:

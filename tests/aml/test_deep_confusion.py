@@ -251,7 +251,7 @@ def made(**tables: Any) -> Any:
 @pytest.mark.parametrize("loss", ["pml.triplet_margin", "anml.danml", "aml.geometric_mean"])
 def test_a_recipe_trains(tmp_path: Path, loss: str, miner: dict[str, Any] | None) -> None:
     recipe = made(loss={"name": loss}, miner=miner) if miner else made(loss={"name": loss})
-    train(tmp_path / "run", *recipe)
+    train(tmp_path / "run", recipe)
     state = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
     assert state["modules"].get("generator", {}) == {}
     assert list(state["optimizers"]) == ["metric"]
@@ -266,7 +266,7 @@ def test_joint_coupling_is_the_same_for_it_has_no_objective(tmp_path: Path) -> N
             train={"epochs": 1, "real_weight": 0.0, "device": "cpu", "coupling": coupling},
         )
         checkpoint.seed_everything(0)
-        run = build_run(tmp_path, *recipe)
+        run = build_run(tmp_path, recipe)
         trainer = Trainer(run, Accelerator(cpu=True))
         torch.manual_seed(1)
         losses = trainer.step.losses(*next(iter(trainer.batches.epoch(0))))

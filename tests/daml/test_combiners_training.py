@@ -79,7 +79,7 @@ def test_one_metric_is_the_plain_case_bit_for_bit(name: str, loss: str, make: Ma
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     for key in ("loss", "validation_map_at_r", "validation_recall_at_1"):
         assert [line[key] for line in log(one)] == [line[key] for line in log(plain)]
-    figures = [evaluate_run(load_run(run.path))["figures"]["trained"] for run in (one, plain)]
+    figures = [evaluate_run(load_run(run.path)).figures["trained"] for run in (one, plain)]
     assert figures[0] == figures[1]
 
 

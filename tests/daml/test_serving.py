@@ -197,12 +197,12 @@ def test_five_hundred_candidates_keep_the_exhaustive_first_ten(served: Any, name
     assert overlap["500"] >= 0.95
     assert overlap["50"] <= overlap["200"] <= overlap["500"]
     results = evaluate_run(made.run, bundle=made.run.path / "bundle", metrics=["recall_at_1", "recall_at_10"])
-    stated = results["candidates"]["overlap_at_10"]
+    stated = results.candidates.overlap_at_10
     assert stated == pytest.approx(
         expected | {k: v for k, v in stated.items() if k not in expected}, abs=0.02
     )
-    assert results["figures"]["bundle"]["recall_at_1"] == pytest.approx(
-        results["figures"]["trained"]["recall_at_1"], abs=0.02
+    assert results.figures["bundle"]["recall_at_1"] == pytest.approx(
+        results.figures["trained"]["recall_at_1"], abs=0.02
     )
 
 

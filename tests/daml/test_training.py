@@ -92,8 +92,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def start(folder: Path, recipe: Any) -> dict[str, torch.Tensor]:
-    checkpoint.seed_everything(recipe[0].seed)
-    run = build_run(folder, *recipe)
+    checkpoint.seed_everything(recipe.seed)
+    run = build_run(folder, recipe)
     assert run.objective is not None and run.objective.generator is not None
     both = (("model", run.model), ("generator", run.objective.generator))
     return {f"{name}.{k}": v.clone() for name, module in both for k, v in module.state_dict().items()}
@@ -190,11 +190,11 @@ def test_a_rate_of_zero_leaves_either_side_bit_identical(tmp_path: Path, generat
     table = {"name": generator, "margin": 0.0}
     still = dict.fromkeys(METRIC, 0.0)
     recipe = made(generator=table, optimizer={"lr_factor": still})
-    train(tmp_path / "metric", *recipe)
+    train(tmp_path / "metric", recipe)
     changed = moved(start(tmp_path, recipe), weights(tmp_path / "metric"))
     assert changed and all(name.startswith("generator.") for name in changed)
     recipe = made(generator=table, generator_optimizer={"lr_factor": {"generator": 0.0}})
-    train(tmp_path / "generator", *recipe)
+    train(tmp_path / "generator", recipe)
     changed = moved(start(tmp_path, recipe), weights(tmp_path / "generator"))
     assert any(name.startswith("model.backbone") for name in changed)
     assert any(name.startswith("model.head") for name in changed)
@@ -244,7 +244,7 @@ def test_the_phases_of_algorithm_1_train_what_they_say(tmp_path: Path) -> None:
     before = start(tmp_path, recipe)
     for upto in (1, 2, 3):
         shorter = made(phase=ALGORITHM[:upto])
-        train(tmp_path / str(upto), *shorter)
+        train(tmp_path / str(upto), shorter)
         after = weights(tmp_path / str(upto))
         seen.append((ALGORITHM[upto - 1]["name"], {name.partition(".")[0] for name in moved(before, after)}))
         before = after
@@ -278,7 +278,7 @@ def test_new_layers_take_their_rates_factor(tmp_path: Path) -> None:
         }
         recipe = made(**tables)
         before = start(tmp_path, recipe)
-        train(tmp_path / str(factor), *recipe)
+        train(tmp_path / str(factor), recipe)
         after = weights(tmp_path / str(factor))
         ways.append({name: after[name] - before[name] for name in moved(before, after)})
     assert ways[0].keys() == ways[1].keys()
@@ -415,9 +415,9 @@ def test_the_generator_of_the_docs_walks_towards_the_anchor_and_trains(tmp_path:
     recipe = made(
         plugins=[str(tmp_path / "my_steps.py")], generator={"name": "my_steps.towards", "step": 0.01}
     )
-    train(tmp_path / "run", *recipe)
+    train(tmp_path / "run", recipe)
     assert log(tmp_path / "run")[0]["synthetic_shift"] == pytest.approx(0.01, rel=1e-3)
-    run = build_run(tmp_path, *recipe)
+    run = build_run(tmp_path, recipe)
     assert run.objective is not None and run.objective.generator is not None
     a, p, n = torch.randn(3, 6, run.model.backbone.features, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -446,5 +446,5 @@ def test_a_set_of_one_class_is_refused(tmp_path: Path) -> None:
         split={"by": "item"},
     )
     with pytest.raises(DataError, match="only the class 'a' is left to train on; there must be two at least"):
-        train(tmp_path / "run", *recipe)
+        train(tmp_path / "run", recipe)
     assert not list((tmp_path / "run").glob("checkpoints/*"))

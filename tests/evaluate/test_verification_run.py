@@ -17,9 +17,10 @@ from retrieval.data.encode import encode
 from retrieval.errors import DataError
 from retrieval.evaluation import verify_run as verification_run
 from retrieval.evaluation.verification import Verification, verification
-from retrieval.evaluation.verify_run import pair_distances, verification_table, verify_run
+from retrieval.evaluation.verify_run import pair_distances, verify_run
 from retrieval.export.export_run import export_run
 from retrieval.recipe.read import check_recipe
+from retrieval.run import codes as run_codes
 from retrieval.run.open import Run, load_run
 from retrieval.training.trainer import train
 
@@ -96,20 +97,20 @@ def test_figures_are_those_of_the_models_own_distances(
         assert {row["first"], row["second"]} <= held
     same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
     expected = verification([float(row["distance"]) for row in rows], same, folds)
-    assert results["figures"]["trained"] == expected.values
-    assert list(results["folds"]["trained"]["accuracy"].values()) == expected.accuracy.tolist()
+    assert results.figures["trained"] == expected.values
+    assert list(results.folds["trained"].accuracy.values()) == expected.accuracy.tolist()
     wanted = ["trained", "raw pixels", "backbone features" if kind == "learner" else "untrained"]
-    assert list(results["figures"]) == wanted
-    assert len({json.dumps(figures) for figures in results["figures"].values()}) == 3
-    assert (results["pairs"]["folds"], results["pairs"]["folds_share"]) == (10, "items")
-    assert results["pairs"]["same"] == results["pairs"]["different"] >= 300 and results["notes"] == []
+    assert list(results.figures) == wanted
+    assert len({json.dumps(figures) for figures in results.figures.values()}) == 3
+    assert (results.pairs.folds, results.pairs.folds_share) == (10, "items")
+    assert results.pairs.same == results.pairs.different >= 300 and results.notes == []
 
 
 def test_what_is_written(fresh: Callable[[str], Path]) -> None:
     run = load_run(fresh("plain"))
     results = verify_run(run, draw=400, seed=3, baseline=True)
     kept = json.loads((run.path / "verification-test.json").read_text(encoding="utf-8"))
-    assert kept == json.loads(json.dumps(results))
+    assert kept == json.loads(results.to_json())
     assert not list(run.path.glob("*.tmp"))
     with (run.path / "verification-test-roc.csv").open(encoding="utf-8", newline="") as file:
         points = [row for row in csv.DictReader(file) if row["contestant"] == "raw pixels"]
@@ -119,15 +120,15 @@ def test_what_is_written(fresh: Callable[[str], Path]) -> None:
     picture = (run.path / "verification-test-roc.svg").read_text(encoding="utf-8")
     assert picture.rstrip().endswith("</svg>")
     assert f"raw pixels (AUC {kept['figures']['raw pixels']['auc']:.4f})" in picture
-    text = verification_table(kept)
+    text = results.table()
     assert text.splitlines()[0].split() == ["trained", "raw", "pixels", "untrained"]
     assert (
         "200 same and 200 different pairs" in text and "in 10 folds which share classes but no item" in text
     )
     # the pairs that were written are a list that can be read, for this run or another one
     again = verify_run(run, pairs=run.path / "verification-test-pairs.csv")
-    assert again["figures"]["trained"] == kept["figures"]["trained"]
-    assert again["pairs"]["file"].endswith("pairs.csv")
+    assert again.figures["trained"] == kept["figures"]["trained"]
+    assert again.pairs.file is not None and again.pairs.file.endswith("pairs.csv")
 
 
 @pytest.mark.parametrize("kind", ["plain", "learner"])
@@ -136,10 +137,10 @@ def test_a_baseline_stands_for_the_same_pairs(fresh: Callable[[str], Path], kind
     json_file, curves, picture = (
         run.path / f"verification-test{rest}" for rest in (".json", "-roc.csv", "-roc.svg")
     )
-    assert list(verify_run(run, draw=400)["figures"]) == ["trained"]
+    assert list(verify_run(run, draw=400).figures) == ["trained"]
     measured = verify_run(run, draw=400, baseline=True)
     written = [file.read_bytes() for file in (json_file, curves, picture)]
-    assert json.dumps(verify_run(run, draw=400)) == json.dumps(measured)
+    assert verify_run(run, draw=400).to_json() == measured.to_json()
     assert [file.read_bytes() for file in (json_file, curves, picture)] == written
     for changed, before in (
         (json_file, written[0].replace(b'"auc": 0', b'"auc": 1')),  # figures of another curve
@@ -149,11 +150,11 @@ def test_a_baseline_stands_for_the_same_pairs(fresh: Callable[[str], Path], kind
         (curves, written[1][: len(written[1]) // 2]),
     ):
         changed.write_bytes(before)
-        assert "trained" in (rows := verify_run(run, draw=400)["figures"])
+        assert "trained" in (rows := verify_run(run, draw=400).figures)
         assert len(rows) == 1, (changed, before[:80])
         json_file.write_bytes(written[0])
         curves.write_bytes(written[1])
-    assert list(verify_run(run, draw=400, seed=1)["figures"]) == ["trained"]  # other pairs
+    assert list(verify_run(run, draw=400, seed=1).figures) == ["trained"]  # other pairs
 
 
 def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path]) -> None:
@@ -169,7 +170,7 @@ def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path
         )
         distances.append(float(np.linalg.norm(x / np.linalg.norm(x) - y / np.linalg.norm(y))))
     same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
-    assert results["figures"]["raw pixels"] == pytest.approx(
+    assert results.figures["raw pixels"] == pytest.approx(
         verification(distances, same, folds).values, abs=1e-9
     )
     # the weights before the first step, as a run of no learning rate would keep them
@@ -180,7 +181,7 @@ def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path
     codes = encode(model, run.dataset, np.arange(len(run.dataset)))
     first, second = (np.array([place[row[name]] for row in rows]) for name in ("first", "second"))
     start = verification(pair_distances(model, codes, first, second), same, folds).values
-    assert results["figures"]["untrained"] == pytest.approx(start, abs=1e-9)
+    assert results.figures["untrained"] == pytest.approx(start, abs=1e-9)
 
 
 def test_each_item_is_encoded_once(fresh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,15 +192,15 @@ def test_each_item_is_encoded_once(fresh: Callable[[str], Path], monkeypatch: py
         asked.extend(args[2].tolist())
         return encode(*args, **options)
 
-    monkeypatch.setattr(verification_run, "encode", counted)
+    monkeypatch.setattr(run_codes, "encode", counted)
     results = verify_run(run)
-    assert len(asked) == len(set(asked)) == results["pairs"]["items"] < 600
+    assert len(asked) == len(set(asked)) == results.pairs.items < 600
 
 
 def test_an_exported_bundle_agrees(fresh: Callable[[str], Path], tmp_path: Path) -> None:
     run = load_run(fresh("combiner"))
     export_run(run, tmp_path / "bundle")
-    figures = verify_run(run, draw=400, bundle=tmp_path / "bundle")["figures"]
+    figures = verify_run(run, draw=400, bundle=tmp_path / "bundle").figures
     assert figures["bundle"] == pytest.approx(
         figures["trained"], abs=0.011
     )  # a pair or two may change places
@@ -272,13 +273,13 @@ def test_pairs_with_items_that_trained_are_told(fresh: Callable[[str], Path], tm
     path = tmp_path / "list.csv"
     path.write_text("\n".join(lines), encoding="utf-8")
     results = verify_run(run, pairs=path)
-    assert results["notes"] == [
+    assert results.notes == [
         "Of 1 pairs the list says the same, or different, against the data's labels.",
         "24 of 36 pairs have an item that trained or chose this model, so these are not figures of held-out items; folds "
         "without such pairs: new.",
     ]
-    assert set(results["folds"]["trained"]["accuracy"]) == {"seen", "new", "both"}
-    assert all(note in verification_table(results) for note in results["notes"])
+    assert set(results.folds["trained"].accuracy) == {"seen", "new", "both"}
+    assert all(note in results.table() for note in results.notes)
 
 
 def test_a_run_without_the_items_and_a_full_disk(

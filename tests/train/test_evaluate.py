@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.evaluation.table import table
 from retrieval.export.export_run import export_run
 from retrieval.run.open import load_run
 from retrieval.training.trainer import train
@@ -40,19 +39,19 @@ def test_figures_equal_plain_loops_and_the_bundle_agrees(make: Make, tmp_path: P
     run = trained(make, tmp_path / "run", combiner=combiner)
     export_run(run, tmp_path / "bundle")
     results = evaluate_run(run, baseline=True, clusters=True, bundle=tmp_path / "bundle")
-    figures = results["figures"]
+    figures = results.figures
     assert figures["trained"]["recall_at_1"] == pytest.approx(brute_force_recall_at_1(run), abs=1e-9)
     assert figures["bundle"]["recall_at_1"] == pytest.approx(figures["trained"]["recall_at_1"], abs=0.011)
     assert 0 < figures["trained"]["nmi"] <= 1
     assert figures["raw pixels"]["recall_at_1"] > 0.9
     assert json.loads((tmp_path / "run" / "evaluation-test.json").read_text()) == json.loads(
-        json.dumps(results)
+        results.to_json()
     )
-    text = table(results)
+    text = results.table()
     assert "raw pixels" in text
     assert ("exhaustive" in text) == (combiner is not None)
     if combiner is not None:
-        overlap = results["candidates"]["overlap_at_10"]
+        overlap = results.candidates.overlap_at_10
         by_count = [overlap[count] for count in sorted(overlap, key=int)]
         assert by_count == sorted(by_count)
         assert by_count[0] > 0.5
@@ -61,23 +60,23 @@ def test_figures_equal_plain_loops_and_the_bundle_agrees(make: Make, tmp_path: P
 def test_a_baseline_stands_until_it_is_measured_again(make: Make, tmp_path: Path) -> None:
     run = trained(make, tmp_path / "run")
     file = tmp_path / "run" / "evaluation-test.json"
-    assert set(evaluate_run(run)["figures"]) == {"trained"}
-    measured = evaluate_run(run, baseline=True)["figures"]["raw pixels"]
+    assert set(evaluate_run(run).figures) == {"trained"}
+    measured = evaluate_run(run, baseline=True).figures["raw pixels"]
     again = evaluate_run(run, metrics=["recall_at_1"])
-    assert again["figures"]["raw pixels"] == measured and set(again["figures"]["trained"]) == {"recall_at_1"}
+    assert again.figures["raw pixels"] == measured and set(again.figures["trained"]) == {"recall_at_1"}
     assert json.loads(file.read_text())["figures"]["raw pixels"] == measured
     other = json.loads(file.read_text())
     file.write_text(
         json.dumps({**other, "queries": other["queries"] + 1})
     )  # of other items: no baseline here
-    assert set(evaluate_run(run)["figures"]) == {"trained"}
+    assert set(evaluate_run(run).figures) == {"trained"}
     file.write_text("[]")
-    assert set(evaluate_run(run)["figures"]) == {"trained"}
+    assert set(evaluate_run(run).figures) == {"trained"}
 
 
 def test_a_frozen_run_is_evaluated_from_its_cached_features(make: Make, tmp_path: Path) -> None:
     run = trained(make, tmp_path / "run", backbone={"name": "toolbox.net", "frozen": True})
-    assert evaluate_run(run)["figures"]["trained"]["recall_at_1"] == pytest.approx(
+    assert evaluate_run(run).figures["trained"]["recall_at_1"] == pytest.approx(
         brute_force_recall_at_1(run), abs=1e-9
     )
 
@@ -85,7 +84,7 @@ def test_a_frozen_run_is_evaluated_from_its_cached_features(make: Make, tmp_path
 def test_the_validation_side_gives_what_training_logged(make: Make, tmp_path: Path) -> None:
     run = trained(make, tmp_path / "run")
     logged = json.loads((tmp_path / "run" / "summary.json").read_text())["validation"]
-    assert evaluate_run(run, side="validation")["figures"]["trained"] == pytest.approx(logged)
+    assert evaluate_run(run, side="validation").figures["trained"] == pytest.approx(logged)
 
 
 def test_a_side_without_items_is_refused(make: Make, tmp_path: Path) -> None:

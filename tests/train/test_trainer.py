@@ -334,7 +334,7 @@ def test_weights_that_become_nan_are_never_kept_as_the_best(make: Make, tmp_path
     first = start(tmp_path / "again", made)
     kept = weights(tmp_path / "run")
     assert all(torch.equal(kept[name], value) for name, value in first.items())
-    assert evaluate_run(load_run(tmp_path / "run"))["figures"]["trained"]["recall_at_1"] > 0
+    assert evaluate_run(load_run(tmp_path / "run")).figures["trained"]["recall_at_1"] > 0
 
 
 def test_a_generator_that_becomes_nan_stops_with_the_steps_number(make: Make, tmp_path: Path) -> None:
