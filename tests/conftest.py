@@ -67,7 +67,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def shown() -> Callable[[Path, str], None]:
     """Compare a picture that code made with the one in `docs/`: as large, at most 60 KB, and alike.
 
-    With RETRIEVAL_PICTURES=write in the environment the picture is put there instead, in 32 colours.
+    With RETRIEVAL_PICTURES=write in the environment the picture is put there instead, in 64 colours.
     """
     docs = Path(__file__).parents[1] / "docs"
 
@@ -75,7 +75,7 @@ def shown() -> Callable[[Path, str], None]:
         with Image.open(made) as opened:
             picture = opened.convert("RGB")
         if os.environ.get("RETRIEVAL_PICTURES") == "write":
-            picture.quantize(32).save(docs / name, optimize=True)
+            picture.quantize(64).save(docs / name, optimize=True)
         with Image.open(docs / name) as kept:
             assert kept.size == picture.size, f"{name}: write it again, with RETRIEVAL_PICTURES=write pytest"
             # small grey pictures: single points, and the digits of a figure, differ from machine to machine

@@ -64,21 +64,24 @@ def test_tutorial_shows_the_sentences_that_come(
     assert checked[:2] == shown[:2] and checked[-1] == shown[-1]
 
 
-def test_researcher(reader: Any, root: Path) -> None:
+def test_researcher(reader: Any, root: Path, shown: Callable[[Path, str], None]) -> None:
     reader.follow(root / "docs" / "researcher.md")
     runs = {path.name for path in (reader.folder / "runs").iterdir()}
     assert runs == {"soft", "mined", "parts", "nearer", "mrr", "scaled", "seed1", "seed2"}
+    shown(reader.folder / "researcher_map.png", "researcher_map.png")
     bundle = Bundle.open(reader.folder / "runs" / "parts" / "bundle")
     assert bundle.manifest.rescorer is not None and not bundle.manifest.distance.exact
 
 
-def test_engineer(after_tutorial: Any, root: Path) -> None:
+def test_engineer(after_tutorial: Any, root: Path, shown: Callable[[Path, str], None]) -> None:
     # the page says what to do from the start, so what the tutorial left of it goes
     for name in ("runs/photos", "runs/beta20"):
         shutil.rmtree(after_tutorial.folder / name)
     after_tutorial.follow(root / "docs" / "engineer.md")
     manifest = Bundle.open(after_tutorial.folder / "runs" / "photos" / "bundle").manifest
     assert set(manifest.variants) == {"fp16", "int8"} and manifest.evaluation
+    for name in ("engineer_curves.png", "engineer_neighbours.png"):
+        shown(after_tutorial.folder / name, name)
     tomllib.loads((after_tutorial.folder / "lite0.toml").read_text(encoding="utf-8"))
 
 
