@@ -39,7 +39,7 @@ class AML(PairLearner):
         t: where on the geodesic from A_eff⁻¹ (0) to cB (1); .5 is the paper's AML.
         regularization: λ, as in `aml.gmml`: A + λ M₀⁻¹ and B + λ M₀ take the places of A and B.
         prior: M₀: "identity" (also none), "covariance" (the inverse covariance of the features), or a symmetric positive
-            definite matrix. Without `regularization` it has no say.
+            definite matrix. Without `regularization` it is not used.
         n_pairs: none: all pairs of the training items, with no pair formed. Otherwise so many are drawn with `seed`; "paper"
             draws 1,000 C (C − 1) of C classes.
         balance: whether similar and dissimilar pairs weigh the same in total. False weighs each pair the same, as the

@@ -52,19 +52,19 @@ class Confusion(Generator):
         self._head = (head,)
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return the adversarial negatives (T, F); `positive` has no say.
+        """Return the adversarial negatives (T, F); `positive` is not used.
 
         Raises:
             ValueError: the shapes differ, or no head was bound.
         """
         if anchor.ndim != 2 or anchor.shape != negative.shape:
             raise ValueError(
-                f"anchors and negatives must be as many features, a row each, and have the shapes {tuple(anchor.shape)} and "
+                f"anchors and negatives must have one shape, a row of features for each triplet, and have the shapes {tuple(anchor.shape)} and "
                 f"{tuple(negative.shape)}"
             )
         if not self._head:
             raise ValueError(
-                "aml.confusion misleads the metric of a head and has been given none: call bind(head) first"
+                "aml.confusion misleads the metric of a head, and no head is known: call bind(head) first"
             )
         # the dissimilar pair's Eq 9, by the share that the anchor has in it
         share = anchor.new_full((len(anchor), 1), 2 / (2 + self.beta))

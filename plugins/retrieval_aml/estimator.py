@@ -84,9 +84,9 @@ class PairLearner(LinearMap):
         return self._fit(moments, x, raw.mean(axis=0), scale)
 
     def fit_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Self:
-        """Learn from pairs of which is only known whether they are similar.
+        """Learn from pairs, knowing only whether each pair is similar.
 
-        `n_pairs` has no say here: every pair given counts once. The pairs' points take the part of the features that
+        `n_pairs` is not used here: every pair given counts once. The pairs' points take the part of the features that
         `standardize`, the prior "covariance" and `mean_` need.
 
         Args:

@@ -32,7 +32,7 @@ class GMML(PairLearner):
             tuning: small values, .1 to .3, are often better.
         regularization: λ, in the units of A and B, which are squared features.
         prior: M₀: "identity" (also none), "covariance" (the inverse covariance of the features), or a symmetric positive
-            definite matrix. Without `regularization` it has no say.
+            definite matrix. Without `regularization` it is not used.
         n_pairs: none: all pairs of the training items, with no pair formed. Otherwise so many are drawn with `seed`; "paper"
             draws 1,000 C (C − 1) of C classes.
         standardize: whether each feature is first divided by its standard deviation; the map takes that in, so features are

@@ -50,7 +50,7 @@ class Objective:
         return self.at(*np.linalg.eigh(m))
 
     def at(self, values: Floats, vectors: Floats) -> tuple[float, Floats]:
-        """Return the same, given M's eigenvalues (F,) and eigenvectors (F, F), one a column."""
+        """Return the same, given M's eigenvalues (F,) and eigenvectors (F, F), one per column."""
         turned = vectors.T @ self.similar @ vectors
         inverse = (vectors / values) @ vectors.T
         back = inverse @ self.dissimilar @ inverse
@@ -65,7 +65,7 @@ class Objective:
         return self.effective_similar_at(*np.linalg.eigh(m))
 
     def effective_similar_at(self, values: Floats, vectors: Floats) -> Floats:
-        """Return the same, given M's eigenvalues (F,) and eigenvectors (F, F), one a column."""
+        """Return the same, given M's eigenvalues (F,) and eigenvectors (F, F), one per column."""
         turned = vectors.T @ self.similar @ vectors
         return symmetric(vectors @ (self._slopes(values) * turned) @ vectors.T)
 

@@ -52,7 +52,7 @@ def is_cosine(distance: Any) -> bool:
 
 
 def check_gammas(gamma1: float, gamma2: float) -> None:
-    """Refuse γs that give no gap.
+    """Refuse values of γ for which the gap is not defined.
 
     Raises:
         ValueError: γ₂ ≤ 0, or one of them is NaN.
@@ -69,10 +69,10 @@ def check_gammas(gamma1: float, gamma2: float) -> None:
 
 
 def check_thresholds(positive: Threshold, negative: Threshold) -> tuple[float | None, float | None]:
-    """Return the thresholds, refusing what is no similarity, and what asks positives to be *less* similar than negatives.
+    """Return the thresholds, refusing those that are not similarities, and those that ask positives to be *less* similar than negatives.
 
     Raises:
-        ValueError: so.
+        ValueError: one is not a finite similarity, or the positive threshold is below the negative one.
     """
     p, q = _threshold("positive_threshold", positive), _threshold("negative_threshold", negative)
     if p is not None and q is not None and q - p > OVERLAP:
@@ -128,7 +128,7 @@ class SimilarityLoss(CheckedLoss):
 
 
 def by_element(losses: Tensor) -> dict[str, dict[str, Any]]:
-    """Return one loss an anchor (B,) as pytorch-metric-learning's reducers read it."""
+    """Return one loss per anchor (B,) as pytorch-metric-learning's reducers read it."""
     if len(losses) == 0:
         return {"loss": nothing(losses)}
     indices = torch.arange(len(losses), device=losses.device)

@@ -94,7 +94,7 @@ class NeighborhoodLearner(LinearMap):
             y: (N,) labels.
 
         Raises:
-            ValueError: as `fit`, or L has not as many rows as X has columns.
+            ValueError: as for `fit`, or the number of L's rows is not the number of X's columns.
         """
         x, codes = self._checked(X, y, reset=False)
         at = check_array(L, dtype=np.float64)

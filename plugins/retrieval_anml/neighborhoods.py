@@ -63,7 +63,7 @@ class Neighborhoods:
         regularization: λ of Ω, the mean squared distance of a query to its S_i.
         offset: from |S_i| and |D_i| to offset_i.
         queries: how many items, drawn with `seed` in each class alike, are queries; None: all. Whatever it is, every item
-            is a neighbour of the others, and the only member of a class is no query.
+            is a neighbour of the others, and the only member of a class is never a query.
         seed: see `queries`.
         k1: K₁α₁ ≠ 0 in the place of γ₁: the mean of that many smallest distances to S_i, or below 0 largest; at most all.
         k2: K₂ > 0 in the place of γ₂: the mean of that many smallest distances to D_i; at most all.
@@ -213,7 +213,7 @@ def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floa
     Args:
         d: (B, K) distances.
         gamma: γ, of either sign.
-        skip: (B,) one column a row that does not count (a query is no neighbour of its own); None: all count.
+        skip: (B,) one column per row that does not count (a query is not its own neighbour); None: all count.
     """
     count = d.shape[1] - (skip is not None)
     flat = abs(gamma) < 1e-8  # nearer 0 than rounding lets the two differ

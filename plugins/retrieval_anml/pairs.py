@@ -29,7 +29,7 @@ class Columns:
     count: Tensor
 
     def rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Return these anchors' columns (last − first, M), padded, and bool of that shape: what is no padding."""
+        """Return these anchors' columns (last − first, M), padded, and bool of that shape: False for padding."""
         start, count = self.start[first:last, None], self.count[first:last, None]
         step = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
         member = step < count
@@ -70,7 +70,7 @@ class ListedPairs:
         device: where the embeddings are.
 
     Raises:
-        ValueError: they are not three or four index tensors, or an index is out of range.
+        ValueError: the indices are not three or four tensors, or one is out of range.
     """
 
     def __init__(self, indices: Any, shape: tuple[int, int], device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Proxy-NCA as DANML with one learned point a class."""
+"""Proxy-NCA as DANML with one learned point per class."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
         skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
 
     Raises:
-        DataError: it does not exist, holds no image, or holds images outside the classes' folders.
+        DataError: the folder does not exist, holds no image, or holds images outside the classes' folders.
     """
     if not folder.is_dir():
         raise DataError(f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}.")

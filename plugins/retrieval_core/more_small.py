@@ -105,7 +105,7 @@ def _batch(path: Path, grey: bool) -> tuple[Pixels, list[int]]:
     labels = records[:, 0]
     if labels.max() >= len(CIFAR_CLASSES):
         raise DataError(
-            f"{path}: record {int(labels.argmax())} has the label {int(labels.max())}; there are 0 to 9."
+            f"{path}: record {int(labels.argmax())} has the label {int(labels.max())}; labels go from 0 to 9."
         )
     pixels = np.ascontiguousarray(records[:, 1:].reshape(-1, 3, _SIDE, _SIDE).transpose(0, 2, 3, 1))
     if grey:

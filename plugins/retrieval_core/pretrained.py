@@ -26,7 +26,7 @@ class Network(Backbone):
         name: what to call it in an error.
 
     Raises:
-        ValueError: it does not take images of that size, or gives no vector an image.
+        ValueError: the model does not take images of that size, or does not give one vector per image.
     """
 
     preprocessing: Preprocessing
@@ -87,7 +87,7 @@ def reach(address: str) -> None:
     """Connect to the host of an address, and leave it; behind a proxy, which alone knows the way, do nothing.
 
     Raises:
-        OSError: there is no way to it.
+        OSError: the host cannot be reached.
     """
     if getproxies().get("https"):
         return
@@ -107,7 +107,7 @@ def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
         load: downloads, or reads what was downloaded before.
 
     Raises:
-        DataError: it failed.
+        DataError: the download failed.
     """
     try:
         return load()

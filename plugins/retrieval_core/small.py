@@ -43,7 +43,7 @@ def fashion_mnist(folder: Path | None = None, download: bool = False) -> Dataset
         download: whether to download it (by torchvision, 30 MB) when it is in none of those places.
 
     Raises:
-        DataError: it is not there, a file is damaged, or it could not be downloaded.
+        DataError: the data set is missing, a file is damaged, or the download failed.
     """
     source = _fashion_folder(folder, download)
     images, numbers, splits = [], [], []

@@ -27,7 +27,7 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
         size: height and width of its input, in pixels; by default the model's own.
 
     Raises:
-        RecipeError: there is no such model, or timm has no weights of it.
+        RecipeError: timm has no such model, or no weights of it.
         ValueError: it does not take images of that size.
         DataError: the weights could not be downloaded.
         MissingDependency: timm is not installed.

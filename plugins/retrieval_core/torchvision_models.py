@@ -29,7 +29,7 @@ def torchvision_model(
         size: height and width of its input, in pixels; by default those of its weights, mostly 224.
 
     Raises:
-        RecipeError: there is no such model, or it has no such weights.
+        RecipeError: torchvision has no such model, or the model has no such weights.
         ValueError: it does not take images of that size.
         DataError: the weights could not be downloaded.
     """

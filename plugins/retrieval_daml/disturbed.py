@@ -87,7 +87,7 @@ class DisturbedNegative(Generator):
     def _codes(self, features: Tensor) -> Tensor:
         if not self._head:
             raise ValueError(
-                "daml.disturbed_negative compares its copies by a head and has been given none: call bind(head) first, or set "
+                "daml.disturbed_negative compares its copies by a head, and no head is known: call bind(head) first, or set "
                 "tries = 1"
             )
         head = self._head[0]

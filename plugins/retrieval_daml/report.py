@@ -62,7 +62,7 @@ def write_report(path: Path, output: Path | None = None) -> list[Path]:
         The files: `losses.svg`; `gamma.svg` where a discriminator trained; `synthetic.svg` where a generator did; `map.svg`.
 
     Raises:
-        DataError: it is no run, has no epoch in its log yet, or the folder cannot be written.
+        DataError: the folder is not a run, its log has no epoch in its log yet, or the folder cannot be written.
     """
     run = load_run(path)
     if run.recipe.learner is not None:

@@ -1,6 +1,6 @@
 """How an estimator of metric-learn is run under a current scikit-learn, and becomes one of our learners.
 
-metric-learn 0.7 checks its input through an argument of scikit-learn's (`force_all_finite`) that is gone since 1.8. Each of
+metric-learn 0.7 checks its input through an argument of scikit-learn's (`force_all_finite`) that scikit-learn 1.8 removed. Each of
 its estimators does so in one method, `_prepare_inputs`. We check the input ourselves and run a subclass whose
 `_prepare_inputs` hands back what it is given: nothing in metric-learn or scikit-learn is changed.
 """
@@ -89,7 +89,7 @@ class MetricLearnLearner(LinearMap):
         fitted, options = adapted(self.estimator)(**self._settings()), self._fit_options()
         try:
             with warnings.catch_warnings():
-                # fewer pairs than asked for, a default number of bases, divisions by zero: what comes out tells
+                # fewer pairs than asked for, a default number of bases, divisions by zero: the check of the result below is what counts
                 for message in ("Only generated", "As no value for `n_basis`"):
                     warnings.filterwarnings("ignore", message=message)
                 warnings.filterwarnings("ignore", category=RuntimeWarning, module="metric_learn")

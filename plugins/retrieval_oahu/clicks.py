@@ -47,7 +47,7 @@ class ClickLog:
         """Return the triplets, from the file's first line.
 
         Raises:
-            DataError: it cannot be read, or lacks a column.
+            DataError: the file cannot be read, or lacks a column.
         """
         try:
             with self.path.open(encoding="utf-8", newline="") as file:

@@ -20,7 +20,7 @@ def save(learner: Any, path: Path) -> None:
     """Write a fitted learner; the file appears whole or not at all.
 
     Raises:
-        DataError: the disk refuses.
+        DataError: the file cannot be written.
     """
     arrays, numbers = {}, {}
     for name, value in vars(learner).items():
@@ -39,7 +39,7 @@ def load(kind: type[T], path: Path) -> T:
     """Return the learner in a file.
 
     Raises:
-        DataError: it is missing, damaged, or of another learner.
+        DataError: the file is missing, damaged, or holds another learner.
     """
     try:
         with safe_open(path, framework="numpy") as file:
@@ -48,7 +48,7 @@ def load(kind: type[T], path: Path) -> T:
     except FileNotFoundError:
         raise DataError(f"{path} does not exist.") from None
     except (OSError, SafetensorError, ValueError) as fault:
-        raise DataError(f"{path} is no whole safetensors file: {str(fault).rstrip('.')}.") from fault
+        raise DataError(f"{path} is not a whole safetensors file: {str(fault).rstrip('.')}.") from fault
     if not isinstance(about, dict) or about.get("learner") != kind.__name__:
         held = about.get("learner") if isinstance(about, dict) else None
         raise DataError(f"{path} holds {held or 'no learner of a stream'}, not {kind.__name__}.")

@@ -125,7 +125,7 @@ class OAHU(OnlineLearner):
         Args:
             X: (N, F).
             references: what `spaces` gave of the labelled items.
-            labels: one label a reference.
+            labels: one label per reference.
             k: how many neighbours.
         """
         return self.spaces(X).classify(references, labels, k)

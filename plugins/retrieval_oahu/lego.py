@@ -53,7 +53,9 @@ class LEGO(MatrixLearner):
             raise ValueError(f"learning_rate is {self.learning_rate} and must be above 0.")
         for name in ("upper", "lower"):
             if not 0 < getattr(self, name) < 100:
-                raise ValueError(f"{name} is {getattr(self, name)}, a percentile: above 0 and below 100.")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; a percentile must be above 0 and below 100."
+                )
 
     def _settle(self, squares: Floats) -> None:
         super()._settle(squares)

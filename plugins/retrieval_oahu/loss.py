@@ -59,7 +59,7 @@ class ABTL(CheckedLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Tensor, ref_labels: Tensor
     ) -> Any:
-        """Return one loss a triplet, as pytorch-metric-learning's reducers read them."""
+        """Return one loss per triplet, as pytorch-metric-learning's reducers read them."""
         indices = indices_utils.convert_to_triplets(
             indices_tuple, labels, ref_labels, t_per_anchor="all" if len(labels) <= 64 else 100
         )

@@ -60,7 +60,7 @@ class OASIS(OnlineLearner):
         self.random_state = random_state
 
     def transform(self, X: ArrayLike) -> Floats:
-        """Return unit vectors (N, F), what is searched; `queries` gives what it is searched with."""
+        """Return unit vectors (N, F), which are searched; `queries` gives the vectors to search with."""
         check_is_fitted(self, "n_triplets_")
         return unit(validate_data(self, X, reset=False, dtype=(np.float64, np.float32)))
 

@@ -45,7 +45,7 @@ class OnlineLearner(MetricLearner):
     n_skipped_: int
 
     def _begin(self, features: int, sample: Floats | None) -> None:
-        """Check parameters and set every fitted attribute to where learning starts, from unlabelled vectors if there are some."""
+        """Check parameters and set every fitted attribute to where learning starts, from unlabelled vectors (N, F) if they are given."""
         raise NotImplementedError
 
     def _learn(self, triplets: Floats) -> int:
@@ -72,7 +72,7 @@ class OnlineLearner(MetricLearner):
             y: ignored; scikit-learn's convention.
 
         Raises:
-            ValueError: another shape or width, NaN or infinity; nothing of the chunk is learned then.
+            ValueError: the chunk has another shape or width, or holds NaN or infinity; then nothing of it is learned.
         """
         chunk = np.asarray(triplets)
         if chunk.dtype.kind not in "fiub":
@@ -138,7 +138,7 @@ class OnlineLearner(MetricLearner):
         return self.n_used_ / usable if usable else float("nan")
 
     def save(self, path: str | Path) -> None:
-        """Write parameters and all that was learned, as safetensors; learning goes on from it as if never interrupted."""
+        """Write parameters and all that was learned, as safetensors; learning goes on from the file as if it had not been interrupted."""
         check_is_fitted(self, "n_triplets_")
         files.save(self, Path(path))
 
@@ -147,7 +147,7 @@ class OnlineLearner(MetricLearner):
         """Return a learner that `save` wrote.
 
         Raises:
-            DataError: it is missing, damaged, or of another learner.
+            DataError: the file is missing, damaged, or holds another learner.
         """
         return files.load(cls, Path(path))
 
@@ -172,7 +172,7 @@ def refuse_range(name: str, value: float, low: float, high: float, *, closed: bo
         closed: see `high`.
 
     Raises:
-        ValueError: so, or it is NaN.
+        ValueError: the parameter is not between the two numbers, or it is NaN.
     """
     if not (low < value < high or (closed and value == high)):
         raise ValueError(

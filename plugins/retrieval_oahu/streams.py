@@ -42,7 +42,7 @@ def from_labels(
     """Return an endless stream of random triplets: any item with company in its class, another of the class, any of the others.
 
     Args:
-        labels: (N,) one label an item.
+        labels: (N,) one label per item.
         seed: the same seed gives the same stream.
         held_out: pairs that may not be used.
         skip: how many triplets of the stream were used before.
@@ -89,7 +89,7 @@ def _random(
             refused += 1
             if refused > 10_000:
                 raise ValueError(
-                    "10,000 random triplets in a row held a pair of the evaluation set: it leaves nothing to learn from."
+                    "10,000 random triplets in a row held a pair of the evaluation set: the set leaves nothing to learn from."
                 )
             continue
         refused = 0

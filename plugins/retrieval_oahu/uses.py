@@ -104,7 +104,9 @@ class Spaces:
         if not 0 < threshold < 1:
             raise ValueError(f"threshold is {threshold} and must be above 0 and below 1.")
         if len(self) != len(others):
-            raise ValueError(f"Pairs need as many items on both sides, not {len(self)} and {len(others)}.")
+            raise ValueError(
+                f"Both sides of the pairs must have the same number of items, not {len(self)} and {len(others)}."
+            )
         return np.asarray(self.alpha @ (self.distances(others) / 2 < threshold), dtype=np.float64)
 
     def retrieve(self, references: Spaces, k: int = 10) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

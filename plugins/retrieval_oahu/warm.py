@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 from retrieval import LinearMap
-from retrieval.model.metric_learner import MetricFunction, MetricLearner
+from retrieval.model.metric_learner import MetricLearner
 
 from retrieval_oahu.history import recorded
 from retrieval_oahu.memory import NEAR, NEAR_TURNED_OVER, VOTERS, Memory, digest
@@ -309,7 +310,7 @@ class Warm(LinearMap, OnlineLearner):
             )
         return found
 
-    def get_metric(self) -> MetricFunction:
+    def get_metric(self) -> Callable[..., float]:
         """Return a function of two feature vectors (F,) that gives their learned distance; see `MetricLearner.get_metric`."""
         return MetricLearner.get_metric(self) if getattr(self, "left_", False) else super().get_metric()
 

@@ -1,7 +1,7 @@
 """Everything of pytorch-metric-learning under its own names: losses, miners, reducers, regularisers and distances.
 
-`ContrastiveLoss` is `pml.contrastive`, `TripletMarginMiner` is the miner `pml.triplet_margin`, and so on. What is
-left out, and which parameters, is listed with the reasons in `retrieval_pml.excluded`.
+`ContrastiveLoss` is `pml.contrastive`, `TripletMarginMiner` is the miner `pml.triplet_margin`, and so on. The classes and
+parameters that are left out are listed in `retrieval_pml.excluded`, with the reasons.
 """
 
 from __future__ import annotations

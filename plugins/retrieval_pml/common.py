@@ -108,7 +108,7 @@ def require_similarity(distance: nn.Module | None, name: str) -> None:
     """Refuse a distance where only a similarity makes sense.
 
     Raises:
-        ValueError: smaller is closer for it.
+        ValueError: it is a distance: smaller is closer.
     """
     if distance is not None and not getattr(distance, "is_inverted", False):
         raise ValueError(
@@ -121,7 +121,7 @@ def no_reference(name: str, ref_emb: Tensor | None) -> None:
     """Refuse a reference set.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a reference set is given.
     """
     if ref_emb is not None:
         raise ValueError(f"{name} compares the batch with itself and takes no ref_emb")
@@ -131,7 +131,7 @@ def no_indices(name: str, indices_tuple: Any) -> None:
     """Refuse a miner's indices.
 
     Raises:
-        ValueError: there are some.
+        ValueError: indices are given.
     """
     if indices_tuple is not None:
         raise ValueError(f"{name} chooses its own pairs and takes no indices: remove the miner")
@@ -141,7 +141,7 @@ def on_labels(labels: Tensor | None, embeddings: Tensor, name: str) -> Tensor:
     """Return the labels on the embeddings' device.
 
     Raises:
-        ValueError: there are none.
+        ValueError: labels is None.
     """
     if labels is None:
         raise ValueError(f"{name} needs labels")
@@ -155,7 +155,7 @@ def cosines_within(cosines: Tensor) -> Tensor:
 
 
 def element(losses: Tensor, name: str = "loss") -> dict[str, dict[str, Any]]:
-    """Return one loss an item (N,) as upstream's reducers read it."""
+    """Return one loss per item (N,) as upstream's reducers read it."""
     return {
         name: {
             "losses": losses,

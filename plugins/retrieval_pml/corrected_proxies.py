@@ -59,7 +59,7 @@ class SubCenterArcFaceLoss(SafeAngles, losses.SubCenterArcFaceLoss):
 
 
 class ProxyNCALoss(PreciseLoss, LogNCA, losses.ProxyNCALoss):
-    """Upstream's, computed by logarithms; refuses the reference set that upstream ignores in silence."""
+    """Upstream's, computed by logarithms; refuses the reference set, which upstream silently ignores."""
 
     def compute_loss(
         self,

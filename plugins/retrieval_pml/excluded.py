@@ -1,4 +1,4 @@
-"""What of pytorch-metric-learning is not offered, and why. A test compares this with the installed release."""
+"""What pytorch-metric-learning has and this plugin does not offer, and why. A test compares this with the installed release."""
 
 from __future__ import annotations
 

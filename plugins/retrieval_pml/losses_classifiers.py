@@ -132,7 +132,7 @@ def sub_center_arc_face(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.SubCenterArcFaceLoss:
-    """ArcFace with several centres a class, of which the nearest counts: wrong labels gather at a centre of their own.
+    """ArcFace with several centres per class, of which the nearest counts: wrong labels gather at a centre of their own.
 
     Deng, Guo, Liu, Gong & Zafeiriou, Sub-center ArcFace: Boosting Face Recognition by Large-Scale Noisy Web Faces, ECCV
     2020. The loss's `get_outliers(embeddings, labels)` finds the items far from their class's dominant centre.
@@ -140,7 +140,7 @@ def sub_center_arc_face(
     Args:
         margin: added to the target class's angle, in degrees.
         scale: cosines are multiplied by it.
-        sub_centers: centres a class.
+        sub_centers: centres of each class.
         weight_regularizer: a penalty on the centres, added to the loss.
         weight_init_func: how the centres begin; standard normal by default.
     """

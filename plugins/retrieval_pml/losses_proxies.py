@@ -93,7 +93,7 @@ def proxy_nca(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.ProxyNCALoss:
-    """Proxy-NCA: neighbourhood components analysis with one proxy a class in place of neighbours.
+    """Proxy-NCA: neighbourhood components analysis with one proxy per class in place of neighbours.
 
     Movshovitz-Attias, Toshev, Leung, Ioffe & Singh, No Fuss Distance Metric Learning Using Proxies, ICCV 2017. As
     upstream's, and unlike the paper's, the denominator includes the item's own proxy (Teh, DeVries & Taylor,
@@ -130,7 +130,7 @@ def soft_triple(
     merges centres with the weight regulariser `pml.sparse_centers`.
 
     Args:
-        centers_per_class: centres a class.
+        centers_per_class: centres of each class.
         la: λ: similarities to classes are multiplied by it.
         gamma: the temperature that chooses among a class's centres.
         margin: δ: subtracted from the similarity to the item's own class.

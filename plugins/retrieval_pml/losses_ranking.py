@@ -42,7 +42,7 @@ def smooth_ap(
 
     Brown, Xie, Kalogeiton & Zisserman, Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020.
     Takes batches in any order and with any class sizes; upstream mixes up the number of classes and of items in
-    each, and requires sorted, equal classes. Memory grows with N² × items a class.
+    each, and requires sorted, equal classes. Memory grows with N² × items per class.
 
     Args:
         temperature: of the sigmoid; smaller is closer to the true ranks.

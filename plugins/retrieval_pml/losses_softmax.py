@@ -143,10 +143,10 @@ def n_pairs(
     embedding_regularizer: Regularizer = None,
     embedding_reg_weight: float = 1.0,
 ) -> losses.NPairsLoss:
-    """N-pairs loss: one positive pair a class, each anchor against the other classes' positives.
+    """N-pairs loss: one positive pair per class, each anchor against the other classes' positives.
 
     Sohn, Improved Deep Metric Learning with Multi-class N-pair Loss Objective, NIPS 2016. Only the first positive
-    pair of each class counts, so a batch of two items a class wastes nothing. The paper does not normalise (set
+    pair of each class counts, so a batch of two items per class wastes nothing. The paper does not normalise (set
     `distance` to `pml.dot_product_similarity` with `normalize_embeddings = false`) and adds `pml.lp`.
 
     Args:

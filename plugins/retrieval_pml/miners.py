@@ -46,7 +46,7 @@ class EmbeddingsAlreadyPackagedAsTriplets(PreciseMiner, miners.EmbeddingsAlready
         """Return triplets; see `retrieval.Miner`.
 
         Raises:
-            ValueError: the batch is no multiple of three, or there is a reference set.
+            ValueError: the batch is not a multiple of three, or there is a reference set.
         """
         no_reference("EmbeddingsAlreadyPackagedAsTriplets", None if ref_emb is embeddings else ref_emb)
         if len(embeddings) % 3:

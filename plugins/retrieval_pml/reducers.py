@@ -32,7 +32,7 @@ class DivisorReducer(reducers.DivisorReducer):
         """Return the losses, their indices, their kind and the divisor.
 
         Raises:
-            ValueError: the loss gives none.
+            ValueError: the loss gives no divisor.
         """
         if loss_info["reduction_type"] != "already_reduced" and "divisor" not in loss_info:
             raise ValueError(

@@ -40,7 +40,7 @@ def check_reference(name: str, loss: nn.Module) -> None:
     """Refuse a loss that takes no reference set.
 
     Raises:
-        ValueError: it is one of `WITHOUT_REFERENCE`.
+        ValueError: the loss is one of `WITHOUT_REFERENCE`.
     """
     if isinstance(loss, WITHOUT_REFERENCE):
         raise ValueError(

@@ -48,7 +48,7 @@ INNER = {
     "retrieval.host.lazy": {"lazy"},
     "retrieval.model.linear": {"class_codes", "deviations"},
     "retrieval.model.loss": {"Distance", "Pairs", "Reducer", "listed_pairs", "nothing"},
-    "retrieval.model.metric_learner": {"MetricFunction", "MetricLearner"},
+    "retrieval.model.metric_learner": {"MetricLearner"},
     "retrieval.model.metrics": {""},
     "retrieval.model.model": {"Normalize"},
     "retrieval.model.precision": {"as_given", "full_precision"},
