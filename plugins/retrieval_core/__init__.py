@@ -99,9 +99,9 @@ def retrieval_metrics() -> Factories:
     from retrieval.model import metrics
 
     return {
-        "map": metrics.mean_average_precision,
-        "map_at_r": metrics.map_at_r,
-        "precision_at": metrics.precision_at,
-        "r_precision": metrics.r_precision,
-        "recall_at": metrics.recall_at,
+        "map": metrics.MeanAveragePrecision,
+        "map_at_r": metrics.MAPAtR,
+        "precision_at": metrics.PrecisionAt,
+        "r_precision": metrics.RPrecision,
+        "recall_at": metrics.RecallAt,
     }

@@ -35,7 +35,7 @@ class RecallAt:
 
     depth: int | Literal["relevant", "all"]
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, k: int = 1) -> None:
         self.depth = self.k = _at_least_one(k, "recall_at")
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
@@ -54,7 +54,7 @@ class PrecisionAt:
 
     depth: int | Literal["relevant", "all"]
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, k: int = 1) -> None:
         self.depth = self.k = _at_least_one(k, "precision_at")
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
@@ -96,39 +96,6 @@ class MeanAveragePrecision:
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
         """Return a number from 0 to 1 for each query (Q,); see `retrieval.Metric`."""
         return _summed_precision(matches) / relevant
-
-
-def recall_at(k: int = 1) -> RecallAt:
-    """Recall@K: 1 for a query with at least one match among its K nearest.
-
-    Args:
-        k: how many neighbours to look at.
-    """
-    return RecallAt(k)
-
-
-def precision_at(k: int = 1) -> PrecisionAt:
-    """Precision@K: the share of the K nearest that match.
-
-    Args:
-        k: how many neighbours to look at.
-    """
-    return PrecisionAt(k)
-
-
-def r_precision() -> RPrecision:
-    """R-precision: the share of the R nearest that match, R being how many relevant items there are."""
-    return RPrecision()
-
-
-def map_at_r() -> MAPAtR:
-    """MAP@R: average precision over the R nearest (Musgrave et al., 2020)."""
-    return MAPAtR()
-
-
-def mean_average_precision() -> MeanAveragePrecision:
-    """MAP: average precision over the whole ranking of the gallery."""
-    return MeanAveragePrecision()
 
 
 _PLAIN: dict[str, Callable[[], Metric]] = {

@@ -9,12 +9,12 @@ from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from retrieval.errors import DataError, RetrievalError
 from retrieval.evaluation.evaluation import evaluate
 from retrieval.model.metrics import (
-    map_at_r,
-    mean_average_precision,
+    MAPAtR,
+    MeanAveragePrecision,
+    PrecisionAt,
+    RecallAt,
+    RPrecision,
     metric,
-    precision_at,
-    r_precision,
-    recall_at,
 )
 from sklearn.datasets import load_digits
 
@@ -222,9 +222,9 @@ def test_progress_reaches_the_end(digits):
 
 
 def test_names():
-    assert (recall_at(7).depth, precision_at(3).depth, metric("recall_at_12").depth) == (7, 3, 12)
-    assert r_precision().depth == map_at_r().depth == "relevant"
-    assert mean_average_precision().depth == metric("map").depth == "all"
+    assert (RecallAt(7).depth, PrecisionAt(3).depth, metric("recall_at_12").depth) == (7, 3, 12)
+    assert RPrecision().depth == MAPAtR().depth == "relevant"
+    assert MeanAveragePrecision().depth == metric("map").depth == "all"
     for wrong, right in {
         "recal_at_4": "recall_at_4",
         "map@r": "map_at_r",
