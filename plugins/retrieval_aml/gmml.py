@@ -37,7 +37,7 @@ class GMML(PairLearner):
             draws 1,000 C (C − 1) of C classes.
         standardize: whether each feature is first divided by its standard deviation; the map takes that in, so features are
             given as they come. The result depends on the features' scales, so use it where their units differ.
-        seed: of the drawing of pairs; 0 by default.
+        seed: seed of the random choice of pairs; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Directions in which no pair differs (a constant feature) take no part; M has its own geometric mean there. Where pairs of one

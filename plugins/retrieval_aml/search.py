@@ -26,7 +26,7 @@ FLATTEST = 1e-8
 
 @dataclass(frozen=True)
 class Found:
-    """What the search ended with.
+    """The result of the search.
 
     Attributes:
         half: (F, F) the metric's factor: M = HHᵀ.

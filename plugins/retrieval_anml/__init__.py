@@ -42,7 +42,7 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_learners() -> Factories:
-    """Linear maps that part each item's neighbours of its own class from the others."""
+    """Linear maps that separate each item's neighbours of its own class from the others."""
     from retrieval_anml.lanml import LANML
     from retrieval_anml.pnca import PNCA
 

@@ -43,7 +43,7 @@ def similarities(distance: nn.Module, query: Tensor, reference: Tensor) -> Tenso
 
 
 def is_cosine(distance: Any) -> bool:
-    """Whether `similarities` of this distance are cosines."""
+    """Return whether `similarities` of this distance are cosines."""
     if getattr(distance, "p", None) != 2 or not distance.normalize_embeddings:
         return False
     if type(distance) is LpDistance:

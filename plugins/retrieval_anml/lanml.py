@@ -60,7 +60,7 @@ class LANML(NeighborhoodLearner):
             others stay their neighbours. None: no limit. Time grows with queries × items.
         max_iter: most iterations of L-BFGS.
         tol: least gain of an iteration that is worth another.
-        seed: of the drawing of queries; 0 by default.
+        seed: seed of the random choice of queries; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
         k1: K₁α₁ of Eq 6, in the place of γ₁: the mean distance of that many nearest of S_i, or below 0 of the farthest; at most
             all of S_i. None: the log-exp mean.

@@ -1,4 +1,4 @@
-"""The Multi-Similarity miner, which the paper uses with all of its losses."""
+"""The Multi-Similarity miner, which the paper uses with all its losses."""
 
 from __future__ import annotations
 

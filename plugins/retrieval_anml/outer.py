@@ -1,4 +1,4 @@
-"""The function ℓ that is put around xᵢ = (radius of the similar) − (radius of the dissimilar), and its slope."""
+"""The function ℓ that is applied to xᵢ = (radius of the similar) − (radius of the dissimilar), and its slope."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class PNCA(NeighborhoodLearner):
             others stay their neighbours. None: no limit. Time grows with queries × items.
         max_iter: most iterations of L-BFGS.
         tol: least gain of an iteration that is worth another.
-        seed: of the drawing of queries; 0 by default.
+        seed: seed of the random choice of queries; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 

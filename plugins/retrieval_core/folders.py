@@ -1,4 +1,4 @@
-"""A folder of images in one folder a class."""
+"""A folder of images, with one folder per class."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FORMER_NAMES = {"components": "n_components"}
 
 
 class PCA(LinearMap):
-    """Principal components: the directions of largest variance; labels are not looked at.
+    """Principal components: the directions of largest variance; labels are ignored.
 
     Pearson, "On Lines and Planes of Closest Fit to Systems of Points in Space", 1901; scikit-learn's `PCA`.
 
@@ -60,7 +60,7 @@ class PCA(LinearMap):
 
 
 class LDA(LinearMap):
-    """Linear discriminants: directions that part the classes most, measured by their spread within.
+    """Linear discriminants: directions that separate the classes most, measured by their spread within.
 
     Fisher, "The Use of Multiple Measurements in Taxonomic Problems", 1936; scikit-learn's `LinearDiscriminantAnalysis`
     with its eigenvalue solver.

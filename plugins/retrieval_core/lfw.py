@@ -1,4 +1,4 @@
-"""Labeled Faces in the Wild, or any data laid out as it is."""
+"""Labeled Faces in the Wild, or any data in its layout."""
 
 from __future__ import annotations
 

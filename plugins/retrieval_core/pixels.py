@@ -1,4 +1,4 @@
-"""Pixels as features: what a linear method, or a method that starts from nothing, learns from."""
+"""Pixels as features, for linear methods and for methods that learn from scratch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torchvision's and timm's models have in common here: a width that is measured, weights that may not arrive."""
+"""What torchvision's and timm's models have in common here: a width that is measured, and weights whose download may fail."""
 
 from __future__ import annotations
 

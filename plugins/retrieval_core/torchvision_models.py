@@ -83,7 +83,7 @@ def _preprocessing(transforms: Any, size: int | None) -> Preprocessing:
 
 
 def _options(model: str, size: int) -> dict[str, Any]:
-    """Return what a few models want to be told."""
+    """Return the arguments that a few models need."""
     if model in (
         "googlenet",
         "inception_v3",

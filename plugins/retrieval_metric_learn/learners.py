@@ -80,7 +80,7 @@ class ITML(MetricLearnLearner):
         prior: the metric that it starts from and stays near: "covariance" is the inverse covariance.
         lower: bound above the distance of similar pairs; none: the 5th percentile of all distances.
         upper: bound below the distance of dissimilar pairs; none: the 95th percentile. Set both or neither.
-        seed: of the drawing of pairs; 0 by default.
+        seed: seed of the random choice of pairs; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 
@@ -132,7 +132,7 @@ class SCML(MetricLearnLearner):
         max_iter: its iterations.
         output_iter: iterations between two evaluations of the objective.
         batch_size: triplets of an iteration.
-        seed: of the clusters and the triplets; 0 by default.
+        seed: seed of the clusters and the triplets; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 
@@ -183,7 +183,7 @@ class MMC(MetricLearnLearner):
         init: the metric that it starts from.
         diagonal: whether only a weight for each feature is learned.
         diagonal_c: weight of the dissimilar, for a diagonal metric.
-        seed: of the drawing of pairs; 0 by default.
+        seed: seed of the random choice of pairs; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 
@@ -223,7 +223,7 @@ class LSML(MetricLearnLearner):
         max_iter: most iterations.
         prior: the metric that it stays near.
         n_constraints: comparisons; none: 20 times the classes squared.
-        seed: of the drawing of pairs; 0 by default.
+        seed: seed of the random choice of pairs; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 
@@ -294,7 +294,7 @@ class RCA(MetricLearnLearner):
         n_components: width of the codes; none: the number of features.
         n_chunks: how many chunks; none: 100, or as many as the classes hold.
         chunk_size: items in each.
-        seed: of the drawing of chunks; 0 by default.
+        seed: seed of the random choice of chunks; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 

@@ -32,7 +32,7 @@ class OnlineLearner(MetricLearner):
     Attributes:
         n_triplets_: how many triplets it was given.
         n_used_: how many of them changed it.
-        n_skipped_: how many it left out because anchor and negative were the same vector: nothing can part them.
+        n_skipped_: how many it left out because anchor and negative were the same vector: nothing can separate them.
         n_features_in_: F.
     """
 
@@ -64,8 +64,8 @@ class OnlineLearner(MetricLearner):
     def partial_fit(self, triplets: ArrayLike, y: Any = None) -> Self:
         """Learn from triplets in order; in chunks or one by one, the result is the same to the last bit.
 
-        A triplet that comes twice is learned twice. Triplets that contradict each other pull both ways and undo each other: a
-        stream that detects them is `retrieval_oahu.with_closure`.
+        A triplet that comes twice is learned twice. Triplets that contradict each other pull both ways and undo each other;
+        `retrieval_oahu.with_closure` detects them.
 
         Args:
             triplets: (T, 3, F) anchors, positives and negatives; or one triplet (3, F).
