@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     )
     from retrieval.model.linear import LinearMap
     from retrieval.model.loss import CheckedLoss
-    from retrieval.recipe.tables import Recipe
+    from retrieval.recipe.read import Recipe, read_recipe
     from retrieval.run.open import Run, load_run
     from retrieval.serving.bundle import Bundle, open_bundle
     from retrieval.serving.http.server import serve
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from retrieval.serving.index.build import build_index
     from retrieval.serving.index.contract import IndexBackend
     from retrieval.serving.index.store import Index, open_index
+    from retrieval.training.train import train
 
     __version__: str
 
@@ -100,7 +101,9 @@ __all__ = [
     "open_bundle",
     "open_index",
     "plot",
+    "read_recipe",
     "serve",
+    "train",
     "traits",
     "verify_run",
 ]
@@ -137,7 +140,7 @@ _load, _ = lazy(
         ],
         "retrieval.model.linear": ["LinearMap"],
         "retrieval.model.loss": ["CheckedLoss"],
-        "retrieval.recipe.tables": ["Recipe"],
+        "retrieval.recipe.read": ["Recipe", "read_recipe"],
         "retrieval.run.open": ["Run", "load_run"],
         "retrieval.serving.bundle": ["Bundle", "open_bundle"],
         "retrieval.serving.http.server": ["serve"],
@@ -145,6 +148,7 @@ _load, _ = lazy(
         "retrieval.serving.index.build": ["build_index"],
         "retrieval.serving.index.contract": ["IndexBackend"],
         "retrieval.serving.index.store": ["Index", "open_index"],
+        "retrieval.training.train": ["train"],
     },
 )
 

@@ -21,7 +21,9 @@ from retrieval.evaluation.table import grid
 from retrieval.model.metrics import metric
 from retrieval.run.codes import ItemCodes
 from retrieval.run.folder import write_json
-from retrieval.run.open import Run
+from retrieval.run.open import Run, load_run
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.progress import Progress, shown
 
 if TYPE_CHECKING:
     from retrieval.host.plugins import Plugins
@@ -107,24 +109,27 @@ def resolve_metrics(names: Sequence[str], plugins: Plugins, always: Sequence[str
     }
 
 
+@shown
 def evaluate_run(
-    run: Run,
+    run: Run | StrPath,
     *,
     side: str = "test",
     metrics: Sequence[str] = (),
     clusters: bool = False,
     baseline: bool = False,
-    bundle: Path | None = None,
+    bundle: StrPath | None = None,
+    progress: Progress = True,
 ) -> RunEvaluation:
     """Evaluate a run's model, and write the figures into `evaluation-SIDE.json` in its folder.
 
     Args:
-        run: a loaded run.
+        run: a run, or its folder.
         side: "test" or "validation".
         metrics: names of figures; by default the recipe's.
         clusters: also NMI and F1 of k-means clusters.
         baseline: also the raw inputs, unit length, Euclidean; otherwise their figures are kept where they stand.
         bundle: also a bundle's answers, searched as a server does: candidates by vector, then the rescorer if it has one.
+        progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
         The figures of each contestant; with a rescorer also how much of the exhaustive ranking's first ten its candidates keep.
@@ -132,6 +137,7 @@ def evaluate_run(
     Raises:
         DataError: the run has no such items.
     """
+    run = run if isinstance(run, Run) else load_run(run)
     names = list(metrics) or run.recipe.evaluate.metrics
     chosen = resolve_metrics(names, run.plugins)
     clusters = clusters or run.recipe.evaluate.clusters
@@ -196,7 +202,7 @@ def _standing(file: Path, side: str, trained: Evaluation, row: str) -> dict[str,
 
 def _served(
     run: Run,
-    path: Path,
+    path: StrPath,
     query: NDArray[np.int64],
     gallery: NDArray[np.int64] | None,
     metrics: dict[str, Metric],

@@ -25,7 +25,9 @@ from retrieval.evaluation.verification_files import standing, write
 from retrieval.model.model import Model
 from retrieval.run.build import build_model
 from retrieval.run.codes import ItemCodes
-from retrieval.run.open import Run
+from retrieval.run.open import Run, load_run
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.progress import Progress, shown
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -119,16 +121,18 @@ class RunVerification:
         return "\n".join(lines)
 
 
+@shown
 def verify_run(
-    run: Run,
+    run: Run | StrPath,
     *,
     side: str = "test",
-    pairs: Path | None = None,
+    pairs: StrPath | None = None,
     draw: int | None = None,
     folds: int | None = None,
     seed: int = 0,
     baseline: bool = False,
-    bundle: Path | None = None,
+    bundle: StrPath | None = None,
+    progress: Progress = True,
 ) -> RunVerification:
     """Verify pairs with a run's model, and write the figures, the ROC curve and the pairs into its folder.
 
@@ -136,7 +140,7 @@ def verify_run(
     `verification-SIDE-pairs.csv` the pairs with their folds and the trained model's distances. Each item is encoded once.
 
     Args:
-        run: a loaded run.
+        run: a run, or its folder.
         side: "test" or "validation": where pairs are drawn from, and what is not counted as seen in training.
         pairs: a list of pairs (`retrieval.data.pairs.read_pairs`), of any of the data's items; None: pairs are drawn.
         draw: how many pairs to draw (`retrieval.evaluation.drawing.draw_pairs`).
@@ -145,6 +149,7 @@ def verify_run(
         baseline: also the raw inputs (unit length, Euclidean), and the model before its training; with a learner the
             backbone's features (Euclidean). Otherwise their figures are kept where they stand for the same pairs.
         bundle: also a bundle's distances: its rescorer's if it has one, else those of its vectors.
+        progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
         Each contestant's figures, over all pairs and by fold, and the names of the files.
@@ -152,7 +157,8 @@ def verify_run(
     Raises:
         DataError: the run has no such items, the list is wrong, or pairs cannot be drawn.
     """
-    chosen, origin = _pairs(run, side, pairs, draw, folds, seed)
+    run = run if isinstance(run, Run) else load_run(run)
+    chosen, origin = _pairs(run, side, None if pairs is None else Path(pairs), draw, folds, seed)
     items, rows = np.unique(np.stack([chosen.first, chosen.second]), return_inverse=True)
     first, second = rows.reshape(2, -1)
     device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
@@ -241,7 +247,7 @@ def _untrained(run: Run) -> Model:
     return model.eval()
 
 
-def _bundle(run: Run, path: Path, items: Rows, first: Rows, second: Rows) -> Floats:
+def _bundle(run: Run, path: StrPath, items: Rows, first: Rows, second: Rows) -> Floats:
     """Return a bundle's distances: of the rescorer, or measured on vectors as its manifest says."""
     from retrieval.serving.bundle import Bundle
     from retrieval.serving.merging import of_products, spans_of

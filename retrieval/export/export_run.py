@@ -21,12 +21,13 @@ from retrieval.run.codes import ItemCodes
 from retrieval.run.open import Run, load_run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.progress import Meter, Progress, showing
+from retrieval.serving.progress import Meter, Progress, shown
 
 MANY = 10_000
 """At most so many items say what a candidate step costs."""
 
 
+@shown
 def export_run(
     run: Run | StrPath,
     output: StrPath | None = None,
@@ -67,7 +68,7 @@ def export_run(
         raise BundleError(
             f"The int8 variant is calibrated on training items, and there are none. {splits.notes[0]}"
         )
-    with showing(progress), Meter("export", 0, "steps") as meter:
+    with Meter("export", 0, "steps") as meter:
         export_model(
             run.model,
             _load(run, chosen),

@@ -31,6 +31,7 @@ from retrieval.host.importing import (
     reason,
     refuse_misspelt,
 )
+from retrieval.host.objects import OBJECT, is_object, missing, object_plugin
 
 GROUP = "retrieval"
 
@@ -41,8 +42,25 @@ class Plugins:
     def __init__(self, manager: pluggy.PluginManager, sources: list[Source]) -> None:
         self.manager = manager
         self.sources = sources
+        self.objects: dict[str, Any] = {}
         self._factories: dict[str, dict[str, Factory]] = {}
         self._disabled: dict[str, dict[str, str]] = {}
+
+    def give(self, objects: Mapping[str, Any]) -> None:
+        """Offer objects as parts, by the recipe's table: `{"loss": my_loss}`. Their names are `object_name`'s.
+
+        Raises:
+            PluginError: a plugin is called `object`.
+        """
+        if not objects:
+            return
+        try:
+            self.manager.register(object_plugin(objects), OBJECT)
+        except ValueError:
+            raise PluginError(f"A plugin may not be called '{OBJECT}': rename it.") from None
+        self.sources.append(Source(OBJECT, "objects made in Python"))
+        self.objects = dict(objects)
+        self._factories.clear()
 
     @property
     def hook(self) -> Any:
@@ -129,6 +147,8 @@ class Plugins:
         if name in known:
             return known[name]
         plugin = name.partition(".")[0]
+        if is_object(name):
+            raise PluginError(missing(kind, name))
         if name in wrong or plugin in wrong:
             raise PluginError(wrong.get(name) or wrong[plugin])
         if "." in name and plugin not in {s.plugin for s in self.sources}:

@@ -20,7 +20,7 @@ from retrieval.serving.images import Preprocessing
 
 
 @contextlib.contextmanager
-def _untouched(*modules: nn.Module) -> Iterator[None]:
+def untouched(*modules: nn.Module) -> Iterator[None]:
     """Evaluation mode and no gradients inside; modes and the random generator, which a seed counts on, are as before after."""
     modes = {each: each.training for module in modules for each in module.modules()}
     for module in modules:
@@ -120,7 +120,7 @@ def check_head(head: Any, what: str, features: int) -> nn.Module:
             f"{what} gave {shown(head)} as the head; it must give a module from features (B, {features}) to codes (B, C)."
         )
     first = next(head.parameters(), torch.empty(0))
-    with calling(f"{what}'s head"), _untouched(head):
+    with calling(f"{what}'s head"), untouched(head):
         codes = head(torch.zeros(2, features, device=first.device))
     checked_rows(codes, f"{what}'s head", (2, -1), first.device, "codes")
     return head
@@ -152,7 +152,7 @@ def check_distances(combiner: Combiner, name: str, head: nn.Module, features: in
         PluginError: a distance is missing, fails, or has another shape.
     """
     what = f"The combiner {name}"
-    with calling(what), _untouched(head, combiner):
+    with calling(what), untouched(head, combiner):
         codes = head(torch.randn(3, features))
         mat = combiner.compute_mat(codes, codes[:2])
         rows = combiner.pairwise_distance(codes, codes)

@@ -6,6 +6,7 @@ the signature of the factory that they name.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,20 +18,51 @@ import tomli_w
 from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.file_plugins import is_file_plugin
+from retrieval.host.objects import WORDS, is_object, object_name
 from retrieval.host.plugins import load_plugins
 from retrieval.host.trust import require
 from retrieval.host.values import Place, shown, validate
 from retrieval.recipe.overrides import apply_overrides
-from retrieval.recipe.tables import Backbone, Component, Recipe, Section, host_keys
+from retrieval.recipe.tables import Backbone, Component, Section, host_keys
+from retrieval.recipe.tables import Recipe as Tables
+from retrieval.serving.files.places import StrPath
 
 
-def read_recipe(path: Path, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> Recipe:
-    """Read and check a recipe file.
+class Recipe(Tables):
+    """A checked recipe, written in Python: the tables of a TOML file as arguments, each a dictionary.
+
+        retrieval.Recipe(data={"name": "core.digits"}, backbone={"name": "core.convnet"}, loss={"name": "pml.triplet_margin"})
+
+    The checks and their sentences are the file's. `read_recipe` gives the same class.
 
     Args:
-        path: the TOML file.
+        tables: `name`, `seed`, `plugins`, `data`, `split`, `backbone`, `loss` and so on; `[[phase]]` is `phase`, a list.
+
+    Raises:
+        RecipeError: with every problem.
+        PluginError: a plugin cannot be loaded.
+    """
+
+    def __init__(self, /, **tables: Any) -> None:
+        checked = read_recipe(tables)
+        super().__init__(**checked.model_dump(exclude_unset=True))
+        self._loaded = checked._loaded
+
+
+def read_recipe(
+    recipe: StrPath | Mapping[str, Any] | Tables,
+    overrides: Sequence[str] = (),
+    plugins: Sequence[str] = (),
+    *,
+    objects: Mapping[str, Any] | None = None,
+) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        recipe: the TOML file; or its tables as a dictionary, or a recipe, to be read with these changes.
         overrides: `key.path=value` texts, values as TOML (a bare word is text).
         plugins: further plugin files or modules, as from `--plugin`.
+        objects: what takes the places of named parts, by table.
 
     Returns:
         The recipe, which keeps the plugins that it was checked with. Paths of plugin files in it are absolute.
@@ -39,29 +71,28 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), plugins: Sequence[str
         RecipeError: with every problem.
         PluginError: a plugin cannot be loaded, or the recipe brings one that the user does not know (see `retrieval.host.trust`).
     """
-    table, brought = read_table(path, overrides, plugins)
-    require(brought, path)
-    return check_recipe(table, str(path))
+    table, brought = read_table(recipe, overrides, plugins)
+    if not isinstance(recipe, str | os.PathLike):
+        return check_recipe(table, objects=objects or getattr(recipe, "objects", None))
+    require(brought, Path(recipe))
+    return check_recipe(table, str(recipe), objects)
 
 
 def read_table(
-    path: Path, overrides: Sequence[str] = (), plugins: Sequence[str] = ()
+    recipe: StrPath | Mapping[str, Any] | Tables, overrides: Sequence[str] = (), plugins: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read a recipe file, unchecked; see `read_recipe`.
+    """Read a recipe, unchecked; see `read_recipe`.
 
     Returns:
-        The recipe's table, and which of its plugins the file brings and the user has not named.
+        The recipe's table, and which of its plugins a file brings and the user has not named.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise RecipeError([f"it cannot be read: {reason}."], str(path)) from None
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise RecipeError([f"it is not valid TOML: {reason}."], str(path)) from None
+    path = Path(recipe) if isinstance(recipe, str | os.PathLike) else Path("recipe")
+    if isinstance(recipe, Tables):
+        table: dict[str, Any] = recipe.model_dump(exclude_unset=True)
+    elif isinstance(recipe, Mapping):
+        table = _copied(recipe)
+    else:
+        table = _parsed(path)
     before = table.get("plugins")
     brought = {item for item in before if isinstance(item, str)} if isinstance(before, list) else set()
     apply_overrides(table, overrides, COMPONENTS)
@@ -74,8 +105,33 @@ def read_table(
     return table, [item for item in asked if item not in own]
 
 
+def _copied(value: Any) -> Any:
+    """Return a copy of tables written in Python, which overrides may change, without the keys that are None."""
+    if isinstance(value, Mapping):
+        return {k: _copied(v) for k, v in value.items() if v is not None}
+    return [_copied(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """Return what a TOML file says.
+
+    Raises:
+        RecipeError: it cannot be read, or is not TOML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise RecipeError([f"it cannot be read: {reason}."], str(path)) from None
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RecipeError([f"it is not valid TOML: {reason}."], str(path)) from None
+
+
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: StrPath) -> Iterator[None]:
     """Inside, a problem of a recipe that shows only when what it names is built is told with the recipe's file."""
     try:
         yield
@@ -89,10 +145,14 @@ def naming(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def check_recipe(table: Mapping[str, Any], where: str | None = None) -> Recipe:
+def check_recipe(
+    table: Mapping[str, Any], where: str | None = None, objects: Mapping[str, Any] | None = None
+) -> Recipe:
     """Check a recipe that is already a table; see `read_recipe`."""
     from retrieval.recipe.rules import check_names, check_together, option_hint
 
+    objects = objects or {}
+    table = with_objects(table, objects)
     recipe, faults = read_tables(table)
     problems = [
         _bracketed(fault) + option_hint(recipe, place)
@@ -106,6 +166,7 @@ def check_recipe(table: Mapping[str, Any], where: str | None = None) -> Recipe:
         if problems:
             raise RecipeError([*problems, str(error)], where) from error
         raise
+    plugins.give(objects)
     for name, kind in COMPONENTS.items():
         values = table.get(name)
         if isinstance(values, Mapping):
@@ -116,29 +177,41 @@ def check_recipe(table: Mapping[str, Any], where: str | None = None) -> Recipe:
     problems += check_together(recipe, {name for name in COMPONENTS if name in table})
     if problems:
         raise RecipeError(dict.fromkeys(problems), where)
-    return recipe
+    return Recipe.model_construct(recipe.model_fields_set, **dict(recipe)).with_plugins(plugins)
 
 
-def read_tables(table: Mapping[str, Any]) -> tuple[Recipe, dict[Place, str]]:
+def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's table in which objects have taken the places of named parts; what the host reads of a part stays."""
+    changed = dict(table)
+    for name, value in objects.items():
+        before = table.get(name)
+        kept = (
+            {k: v for k, v in before.items() if k in host_keys(name)} if isinstance(before, Mapping) else {}
+        )
+        changed[name] = {"name": object_name(value), **kept}
+    return changed
+
+
+def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
     """Return the recipe and what is wrong with its tables.
 
     When something is wrong, the recipe holds what is right, so that the checks that come after see the rest.
     """
-    values, faults = validate(Recipe, table)
+    values, faults = validate(Tables, table)
     if not faults:
-        return Recipe(**values), faults
+        return Tables(**values), faults
     for name in COMPONENTS:
         if isinstance(table.get(name), str) and (name,) in faults:
             faults[name,] += f" Write: [{name}] name = {shown(table[name])}."
     kept = _without(table, {_entry(table, place) for place in faults})
     for name in ("data", "backbone"):
         kept.setdefault(name, {})
-    values, rest = validate(Recipe, kept)
+    values, rest = validate(Tables, kept)
     if rest:  # what a wrong entry hid, such as a list that is too short without it
         values, _ = validate(
-            Recipe, {k: v for k, v in kept.items() if not any(k == place[0] for place in rest)}
+            Tables, {k: v for k, v in kept.items() if not any(k == place[0] for place in rest)}
         )
-    return (Recipe(**values) if values else Recipe(data=Component(), backbone=Backbone())), faults
+    return (Tables(**values) if values else Tables(data=Component(), backbone=Backbone())), faults
 
 
 def _entry(table: Mapping[str, Any], place: Place) -> Place:
@@ -173,7 +246,7 @@ def _bracketed(problem: str) -> str:
     name = f"[[{table}]]" if table == "phase" else f"[{table}]"
     if dot:
         return f"{name} {inner}: {rest}"
-    field = Recipe.model_fields.get(table)
+    field = Tables.model_fields.get(table)
     is_table = (
         table in COMPONENTS or table == "phase" or (field and isinstance(field.annotation, type(Section)))
     )
@@ -189,9 +262,15 @@ def _beside(recipe: Path, item: str) -> str:
     return found if item.endswith(".py") else found + "/"
 
 
-def to_toml(recipe: Recipe) -> str:
-    """Return the recipe as TOML: what is set, defaults left out, ready to be read again."""
-    return tomli_w.dumps(_without_none(recipe.model_dump(exclude_unset=True)))
+def to_toml(recipe: Tables) -> str:
+    """Return the recipe as TOML: what is set, defaults left out, ready to be read again; a comment names objects."""
+    parts = [(table, getattr(recipe, table)) for table in COMPONENTS]
+    notes = [
+        f"# [{table}] {part.name} was made in Python. Open this run with the same object: {WORDS[table]}=…\n"
+        for table, part in parts
+        if part is not None and is_object(part.name)
+    ]
+    return "".join(notes) + tomli_w.dumps(_without_none(recipe.model_dump(exclude_unset=True)))
 
 
 def _without_none(value: Any) -> Any:

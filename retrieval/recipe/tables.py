@@ -301,6 +301,11 @@ class Recipe(Section):
             self._loaded.plugins = load_plugins(self.plugins)
         return self._loaded.plugins
 
+    @property
+    def objects(self) -> dict[str, Any]:
+        """What takes the places of named parts, by table, as it was given."""
+        return {} if self._loaded.plugins is None else self._loaded.plugins.objects
+
     def with_plugins(self, plugins: Plugins) -> Self:
         """Return the same recipe with these plugins loaded."""
         made = self.model_copy()

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from retrieval.errors import PluginError, RecipeError
+from retrieval.host.objects import is_object
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Backbone, Dataset, Generator
 from retrieval.model.model import Model, build_head
+from retrieval.model.module_backbone import as_backbone
 from retrieval.model.products import (
     check_backbone,
     check_combiner,
@@ -42,7 +44,10 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
         raise RecipeError(
             [f"[backbone] {recipe.backbone.name} takes vectors, and [data] {recipe.data.name} gives images."]
         )
-    backbone = check_backbone(recipe.build("backbone", features=width), recipe.backbone.name)
+    made = recipe.build("backbone", features=width)
+    if is_object(recipe.backbone.name):
+        made = as_backbone(made, recipe.backbone.name, width)
+    backbone = check_backbone(made, recipe.backbone.name)
     if dataset.kind == "features" and backbone.preprocessing is not None:
         raise RecipeError(
             [

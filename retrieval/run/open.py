@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from retrieval.data.kept import pack_inputs, read_inputs
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import Plugins
-from retrieval.model.contracts import Dataset
+from retrieval.model.contracts import Combiner, Dataset, Generator, Learner
 from retrieval.model.model import Model
 from retrieval.recipe.read import naming, read_recipe
 from retrieval.recipe.tables import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.build import Objective, build_dataset, build_model, build_objective
 from retrieval.run.folder import INPUTS, checkpoint_file, create_folder, is_run
+from retrieval.run.objects import objects_of, record, refuse_needless, refuse_others
 from retrieval.run.resume import Standing
 from retrieval.run.start import take_weights
 from retrieval.run.weights import load_weights
@@ -133,6 +135,7 @@ def describe(run: Run) -> dict[str, Any]:
             "gallery": None if splits.gallery is None else len(splits.gallery),
         },
         "notes": [*run.dataset.notes, *splits.notes],
+        **({"objects": record(run.recipe)} if run.recipe.objects else {}),
     }
 
 
@@ -174,13 +177,33 @@ def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> R
     return Run(path, recipe, dataset, splits, model, objective)
 
 
-def load_run(path: StrPath, *, or_kept: bool = False) -> Run:
+def load_run(
+    path: StrPath,
+    *,
+    or_kept: bool = False,
+    dataset: Dataset | None = None,
+    backbone: nn.Module | None = None,
+    combiner: Combiner | None = None,
+    loss: Callable[..., Any] | None = None,
+    miner: Callable[..., Any] | None = None,
+    generator: Generator | None = None,
+    learner: Learner | None = None,
+) -> Run:
     """Open a finished or interrupted run with its best weights, ready to evaluate or export.
+
+    A run that was trained with objects in the places of named parts is opened with the same objects.
 
     Args:
         path: the run's folder.
         or_kept: whether the held-out inputs that the run keeps stand in where its data cannot be opened; its dataset is
             then a `KeptInputs`, and a note of its splits says why.
+        dataset: the object that the run was trained with, as are the others; None where a plugin made it.
+        backbone: see `dataset`.
+        combiner: see `dataset`.
+        loss: see `dataset`.
+        miner: see `dataset`.
+        generator: see `dataset`.
+        learner: see `dataset`.
 
     Returns:
         The run; its model is in evaluation mode on the CPU.
@@ -192,7 +215,12 @@ def load_run(path: StrPath, *, or_kept: bool = False) -> Run:
     path = Path(path)
     if not is_run(path):
         raise DataError(f"{path} is no run: it holds no recipe.toml.{instead(path, 'run')}")
-    recipe = read_recipe(path / "recipe.toml")
+    objects = objects_of(
+        dataset=dataset, backbone=backbone, combiner=combiner, loss=loss, miner=miner, generator=generator, learner=learner
+    )  # fmt: skip
+    refuse_needless(path, objects)
+    recipe = read_recipe(path / "recipe.toml", objects=objects)
+    refuse_others(path, recipe)
     with naming(path / "recipe.toml"):
         dataset, splits = _items(path, recipe, or_kept)
         if recipe.learner is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from retrieval.recipe.read import check_recipe, read_table, read_tables
 from retrieval.recipe.tables import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.folder import absolute_paths, checkpoint_file, has_checkpoint, is_run
+from retrieval.run.objects import refuse_others
 from retrieval.run.position import Progress
+from retrieval.serving.files.places import StrPath
 
 MAY_CHANGE = re.compile(
     r"train\.(epochs|patience|validate_every|checkpoint_every|workers|device)|phase\.\d+\.epochs|evaluate\..+"
@@ -27,23 +30,25 @@ Report = Callable[[str], None]
 
 
 def read_given(
-    output: Path | None,
-    recipe: Path,
+    output: StrPath | None,
+    recipe: StrPath | Mapping[str, Any] | Recipe,
     overrides: Sequence[str] = (),
     plugins: Sequence[str] = (),
     *,
     replace_plugins: bool = False,
     report: Report = lambda line: None,
+    objects: Mapping[str, Any] | None = None,
 ) -> tuple[Path, Recipe]:
     """Read the recipe that a user names to go on with a run, and check it with the run's own copies of plugin files.
 
     Args:
         output: the run; by default `runs/NAME`.
-        recipe: the recipe's file.
+        recipe: the recipe, as `read_recipe` takes it.
         overrides: see `read_recipe`.
         plugins: see `read_recipe`.
         replace_plugins: use the user's plugin files instead.
         report: is told which plugin files are other ones now than the run's.
+        objects: what takes the places of named parts, by table.
 
     Returns:
         The run's folder and the checked recipe.
@@ -53,18 +58,21 @@ def read_given(
         RecipeError: the recipe cannot be read, or does not fit the plugins.
     """
     given, brought = read_table(recipe, overrides, plugins)
-    folder = output or Path("runs") / str(given.get("name", "run"))
+    folder = Path(output) if output else Path("runs") / str(given.get("name", "run"))
     refuse_no_run(folder)
+    objects = objects or getattr(recipe, "objects", None)
+    where = str(recipe) if isinstance(recipe, str | os.PathLike) else None
     if replace_plugins:
-        require(brought, recipe)
-        return folder, check_recipe(given, str(recipe))
+        if where is not None:
+            require(brought, Path(where))
+        return folder, check_recipe(given, where, objects)
     kept, own = read_table(folder / "recipe.toml")
     require(own, folder / "recipe.toml")
     for line in changed_plugins(_named(given), own):
         report(
             f"{line}; the run goes on with its own copy. --replace-plugins takes the present one, train --replace begins again with it."
         )
-    return folder, check_recipe(given | {"plugins": _named(kept)}, str(recipe))
+    return folder, check_recipe(given | {"plugins": _named(kept)}, where, objects)
 
 
 def refuse_no_run(folder: Path) -> None:
@@ -153,6 +161,7 @@ def changes(folder: Path, given: Recipe, progress: Progress | None) -> list[str]
     Raises:
         DataError: something differs that may not, or that would undo what is done.
     """
+    refuse_others(folder, given)
     kept, faults = read_tables(read_table(folder / "recipe.toml")[0])
     if faults:
         raise RecipeError(faults.values(), str(folder / "recipe.toml"))

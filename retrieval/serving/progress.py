@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, ParamSpec, Self, TypeAlias, TypeVar, cast
 
 from retrieval.errors import printable
 
 Progress: TypeAlias = bool | Callable[[str, int, int], None]
 """What shows how far work is, in every function that takes `progress`: True shows what the command line shows, False nothing; a
 function is called with what is being done, how much of it is done, and how much there is to do."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _shown: ContextVar[Progress] = ContextVar("progress", default=True)
 
@@ -31,6 +35,17 @@ def showing(progress: Progress) -> Iterator[None]:
         yield
     finally:
         _shown.reset(token)
+
+
+def shown(function: Callable[P, R]) -> Callable[P, R]:
+    """Let every `Meter` inside a function show what its argument `progress` says."""
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> R:
+        with showing(cast(Progress, named.get("progress", True))):
+            return function(*arguments, **named)
+
+    return call
 
 
 class Meter:

@@ -11,14 +11,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from retrieval.errors import MissingDependency, StoreError
+from retrieval.serving.files.places import StrPath
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.index.store import Index
 from retrieval.serving.memory import return_large_blocks
@@ -32,26 +32,65 @@ _MARGIN = 1.5  # seconds of the grace that are kept for what comes after the las
 _HEALTH_CONNECTIONS = 64
 
 
+class Serving:
+    """A server that runs beside the program which started it, as in a notebook.
+
+    Attributes:
+        url: where the page is.
+    """
+
+    def __init__(self, url: str, running: _Running, finish: Callable[[float], None]) -> None:
+        self.url = url
+        self._running = running
+
+        def work() -> None:
+            finish(running.run())
+
+        self._thread = threading.Thread(target=work, name="serve", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"Serving {self.url} ({'close() stops it' if self._thread.is_alive() else 'stopped'})"
+
+    def close(self) -> None:
+        """Stop; requests under way are finished first."""
+        self._running.stop()
+        self._thread.join()
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def serve(
-    path: str | os.PathLike[str],
+    index: StrPath | Index,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
     settings: Settings | None = None,
     plugins: Sequence[str] = (),
     device: Device = "auto",
-    signed_by: Path | None = None,
-) -> None:
+    signed_by: StrPath | None = None,
+    wait: bool | None = None,
+) -> Serving | None:
     """Serve an index until SIGINT or SIGTERM; requests under way are finished first.
 
+    In a notebook, whose event loop runs already, the server runs beside it, and this returns at once.
+
     Args:
-        path: the index folder.
+        index: an opened index, or its folder.
         host: the address to listen on.
         port: 0 takes a free one, which is printed.
         settings: limits; a search at a time for each core by default.
         plugins: files or modules of a third-party back end.
         device: of the encoder.
         signed_by: a public key's file; an index that its holder did not sign is refused.
+        wait: whether to return only when the server has ended; None: unless an event loop runs.
+
+    Returns:
+        The running server, to be closed; None where this waits.
 
     Raises:
         MissingDependency: the extra `serve` is not installed.
@@ -66,22 +105,37 @@ def serve(
     settings = settings or Settings(workers=cores)
     settings = replace(settings, hosts=tuple(sorted({*(settings.hosts or ()), host.lower(), _own_name()})))
     _allow_files(settings.connections + _FILES)
+    beside = _in_event_loop() if wait is None else not wait
     with ExitStack() as stack:
         listeners = [stack.enter_context(_listen(host, port, "--port"))]
         if settings.health_port is not None:
             listeners.append(stack.enter_context(_listen(host, settings.health_port, "--health-port")))
             settings = replace(settings, health_port=listeners[1].getsockname()[1])
         threads = max(1, cores // settings.workers)
-        index = Index.open(Path(path), threads=threads, device=device, plugins=plugins, signed_by=signed_by)
+        opened = index
+        if not isinstance(opened, Index):
+            opened = Index.open(opened, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
         set_up(settings.debug)
-        searcher = Searcher(index, settings)
-        _announce(host, listeners, len(index))
-        if index.bundle.manifest.input.kind == "image" and searcher.gallery.note:
+        searcher = Searcher(opened, settings)
+        url = _announce(host, listeners, len(opened), "close() stops it" if beside else "Ctrl-C stops")
+        if opened.bundle.manifest.input.kind == "image" and searcher.gallery.note:
             print(searcher.gallery.note, file=sys.stderr, flush=True)
-        end = _Running(searcher, settings, listeners).run()
-        if not searcher.close(max(0.1, end - time.monotonic())):
-            _leave_now()  # closing the index under a search that hangs would crash
-        index.close()
+        running = _Running(searcher, settings, listeners)
+        own = opened if opened is not index else None
+        closing = stack.pop_all()
+
+    def finish(end: float) -> None:
+        with closing:
+            done = searcher.close(max(0.1, end - time.monotonic()))
+            if not done and not beside:
+                _leave_now()  # closing the index under a search that hangs would crash
+            if done and own is not None:
+                own.close()
+
+    if beside:
+        return Serving(url, running, finish)
+    finish(running.run())
+    return None
 
 
 class _Running:
@@ -145,6 +199,10 @@ class _Running:
         self._server.run(sockets=self._listeners)
         return self._end or time.monotonic() + self._grace
 
+    def stop(self) -> None:
+        """Let the server end in good order, from another thread."""
+        self._server.should_exit = True
+
     def _stopping(self) -> None:
         if self._end is not None:
             return
@@ -197,11 +255,22 @@ def _allow_files(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _announce(host: str, listeners: list[socket.socket], count: int) -> None:
+def _announce(host: str, listeners: list[socket.socket], count: int, end: str) -> str:
+    """Say where the server is, and return its address."""
     shown = f"[{host}]" if ":" in host else host
     health = f", health at port {listeners[1].getsockname()[1]}" if len(listeners) > 1 else ""
     port = listeners[0].getsockname()[1]
-    print(f"Serving {count:,} items at http://{shown}:{port}/ (Ctrl-C stops){health}", flush=True)
+    url = f"http://{shown}:{port}/"
+    print(f"Serving {count:,} items at {url} ({end}){health}", flush=True)
+    return url
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _own_name() -> str:

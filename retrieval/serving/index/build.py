@@ -24,10 +24,11 @@ from retrieval.serving.index.sources import collect
 from retrieval.serving.index.store import Index
 from retrieval.serving.index.summary import Summary
 from retrieval.serving.manifest import sha256_of
-from retrieval.serving.progress import Progress, showing
+from retrieval.serving.progress import Progress, shown
 from retrieval.serving.sessions import Device
 
 
+@shown
 def write_index(
     bundle: StrPath | Bundle,
     sources: StrPath | Sequence[StrPath],
@@ -88,7 +89,7 @@ def write_index(
     named = [sources] if isinstance(sources, str | os.PathLike) else sources
     found = collect(named, opened.manifest.input.kind)
     work = Encoding(opened, found, batch, workers or os.cpu_count() or 1, limits or Limits(), skip_bad)
-    with hold(target, "building this index", StoreError), storage_errors(target), showing(progress):
+    with hold(target, "building this index", StoreError), storage_errors(target):
         refuse_existing(target, replace)  # again: who held it until now may have made it
         journal = work.journal(target.with_name(f"{target.name}.partial"))
         resumed = len(journal.done)

@@ -1,0 +1,134 @@
+"""Objects made in Python that take the place of named parts. To the host they are one more plugin, called `object`.
+
+A part is built as often as it is asked for, and trained: so each time it is a copy, and the user's object stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from retrieval.errors import PluginError
+from retrieval.host.factory import COMPONENTS, KINDS
+from retrieval.host.hookspecs import hookimpl
+
+OBJECT = "object"
+WORDS = {table: KINDS[kind] for table, kind in COMPONENTS.items()}
+"""What a recipe's table is called as an argument: `[data]` is `dataset`."""
+
+
+def object_name(value: Any) -> str:
+    """Return the name that an object has in a recipe: `object.` and its class."""
+    short = re.sub(r"\W", "", _maker(value).__name__)
+    return f"{OBJECT}.{short if short.isidentifier() else 'made'}"
+
+
+def is_object(name: str) -> bool:
+    """Return whether a part's name stands for an object."""
+    return name.startswith(f"{OBJECT}.")
+
+
+def missing(kind: str, name: str) -> str:
+    """Return a sentence for a recipe that names an object which nobody gave."""
+    word = KINDS[kind]
+    return (
+        f"The {word} '{name}' was made in Python and is kept by no plugin. Give the same object again, in Python: "
+        f"retrieval.load_run(…, {word}=…), or retrieval.train(…, {word}=…, resume=True)."
+    )
+
+
+def object_plugin(objects: Mapping[str, Any]) -> ModuleType:
+    """Return a plugin whose factories give objects.
+
+    Args:
+        objects: by the recipe's table: "data", "backbone", "loss" and so on.
+    """
+    module = ModuleType(OBJECT)
+    for table, value in objects.items():
+        shared = "combiner" in objects and getattr(value, "distance", None) is objects["combiner"]
+        offered = {object_name(value).partition(".")[2]: _factory(table, value, shared)}
+        setattr(module, f"retrieval_{COMPONENTS[table]}", hookimpl(_offer(offered)))
+    return module
+
+
+def described(value: Any) -> dict[str, Any]:
+    """Return what a run's folder says of an object: its class, and the settings that it was made with as far as it keeps them."""
+    made = _maker(value)
+    return {"class": f"{made.__module__}.{made.__qualname__}", "settings": _settings(value)}
+
+
+def _maker(value: Any) -> Any:
+    return value if inspect.isroutine(value) else type(value)
+
+
+def _offer(offered: dict[str, Callable[..., Any]]) -> Callable[[], dict[str, Callable[..., Any]]]:
+    def offer() -> dict[str, Callable[..., Any]]:
+        return offered
+
+    return offer
+
+
+def _factory(table: str, value: Any, shared: bool) -> Callable[..., Any]:
+    """Return what gives an object: a dataset itself, for nothing changes it, and a copy of anything else.
+
+    Args:
+        table: of the recipe.
+        value: the object.
+        shared: whether its distance is the combiner that is given, too: then the copy gets the combiner's copy.
+    """
+
+    def give() -> Any:
+        return value if table == "data" else _copied(value)
+
+    def give_measuring(distance: Any = None) -> Any:
+        made = _copied(value)
+        if distance is not None:
+            made.distance = distance
+        return made
+
+    factory = give_measuring if shared else give
+    call = getattr(value, "forward", value)
+    stated = dict(getattr(value, "__retrieval_traits__", {}))
+    if callable(call):
+        with contextlib.suppress(TypeError, ValueError):  # what has no signature is taken at its word
+            parameters = inspect.signature(call).parameters
+            if not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+                stated = {"ref_emb": "ref_emb" in parameters, "miner": "indices_tuple" in parameters} | stated
+    factory.__retrieval_traits__ = stated  # type: ignore[attr-defined]
+    return factory
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # whatever copying someone's object raises
+        raise PluginError(
+            f"{object_name(value)} cannot be copied, and training works on a copy: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _settings(value: Any, depth: int = 2) -> dict[str, Any]:
+    """Return what an object keeps of its constructor's arguments, under their names; what is no plain value as text."""
+    if inspect.isroutine(value):
+        return {}
+    found: dict[str, Any] = {}
+    for cls in type(value).__mro__:
+        try:
+            names = inspect.signature(vars(cls).get("__init__", object.__init__)).parameters
+        except (TypeError, ValueError):
+            continue
+        for name in [n for n in names if n not in ("self", "args", "kwargs") and n not in found]:
+            kept = getattr(value, name, None)
+            if isinstance(kept, bool | int | float | str):
+                found[name] = kept
+            elif kept is not None:
+                inner = _settings(kept, depth - 1) if depth and hasattr(kept, "__dict__") else {}
+                found[name] = f"{type(kept).__name__}({', '.join(f'{k}={v}' for k, v in inner.items())})"
+    if hasattr(value, "preprocessing"):
+        found["preprocessing"] = str(value.preprocessing)
+    return found

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import retrieval
+from torch import Tensor, nn
+
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "data": {"name": "core.digits"},
+    "split": {"by": "item"},
+    "sampler": {"classes": 8, "items": 4, "batches": 10},
+    "backbone": {"name": "core.convnet", "size": 8, "width": 8, "depth": 2, "layers": 1},
+    "head": {"embedding_size": 16},
+    "loss": {"name": "pml.triplet_margin", "margin": 0.1},
+    "train": {"epochs": 1},
+}
+
+
+class Net(nn.Module):
+    """A module of somebody who has never heard of `retrieval.Backbone`."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU())
+        self.preprocessing = retrieval.Preprocessing((8, 8), 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.layers(images)
+        return features
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("RETRIEVAL_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def trained(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> retrieval.Run:
+    """A run of the small recipe, trained once."""
+    return retrieval.train(SMALL, tmp_path_factory.mktemp("runs") / "small", progress=False)
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits as PNG files, a folder a class."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    folder = tmp_path_factory.mktemp("photos")
+    digits = load_digits()
+    for i in range(60):
+        (folder / str(digits.target[i])).mkdir(exist_ok=True)
+        Image.fromarray((digits.images[i] * 15).astype("uint8")).save(
+            folder / str(digits.target[i]) / f"{i}.png"
+        )
+    return folder

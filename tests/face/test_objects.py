@@ -1,0 +1,254 @@
+"""Objects made in Python in the places of named parts: trained, recorded, opened again, resumed, exported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import retrieval
+import torch
+from numpy.typing import NDArray
+from pytorch_metric_learning.losses import TripletMarginLoss
+from pytorch_metric_learning.miners import MultiSimilarityMiner
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from .conftest import SMALL, Net
+
+
+class Digits(retrieval.Dataset):
+    """A dataset that somebody wrote in a notebook."""
+
+    def __init__(self, count: int = 1797) -> None:
+        digits = load_digits()
+        self.arrays = (digits.images[:count] * 15).astype(np.uint8)
+        self.labels = [str(label) for label in digits.target[:count]]
+        self.keys = [str(i) for i in range(count)]
+
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        assert self.arrays is not None
+        item: NDArray[Any] = self.arrays[index]
+        return item
+
+
+def objects(margin: float = 0.2, width: int = 32, count: int = 1797) -> dict[str, Any]:
+    torch.manual_seed(5)
+    return {"backbone": Net(width), "loss": TripletMarginLoss(margin=margin), "dataset": Digits(count)}
+
+
+TABLES = {key: SMALL[key] for key in ("name", "split", "sampler", "head", "train")}
+"""A recipe that names none of the three."""
+
+
+@pytest.fixture(scope="module")
+def own(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> retrieval.Run:
+    return retrieval.train(TABLES, tmp_path_factory.mktemp("own") / "run", progress=False, **objects())
+
+
+def test_the_objects_are_trained_and_yours_stay_as_they_are(own: retrieval.Run, tmp_path: Path) -> None:
+    given = objects()
+    before = {name: value.clone() for name, value in given["backbone"].state_dict().items()}
+    run = retrieval.train(TABLES, tmp_path / "run", progress=False, **given)
+    assert all(torch.equal(value, before[name]) for name, value in given["backbone"].state_dict().items())
+    trained = run.model.state_dict()
+    assert not torch.equal(trained["backbone.module.layers.1.weight"], before["layers.1.weight"])
+    for name, value in own.model.state_dict().items():  # the same objects and seed, the same weights
+        assert torch.equal(value, trained[name])
+
+
+def test_the_width_of_features_is_measured(own: retrieval.Run) -> None:
+    assert own.model.backbone.features == 32
+    assert own.model.preprocessing == retrieval.Preprocessing((8, 8), 1)
+
+
+def test_a_module_that_says_nothing_gets_images_as_for_imagenet(tmp_path: Path) -> None:
+    from retrieval.model.module_backbone import IMAGENET, ModuleBackbone
+
+    module = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    made = ModuleBackbone(module, "object.Sequential", None)
+    assert made.preprocessing == IMAGENET and IMAGENET.size == (224, 224) and made.features == 12
+
+
+def test_vectors_go_to_a_module_as_they_are(cache: Path, tmp_path: Path) -> None:
+    from retrieval.data.datasets import ArrayDataset
+
+    digits = load_digits()
+    vectors = ArrayDataset(
+        digits.data.astype(np.float32) / 16, [str(t) for t in digits.target], kind="features"
+    )
+    run = retrieval.train(
+        TABLES | {"loss": SMALL["loss"]},
+        tmp_path / "run",
+        dataset=vectors,
+        backbone=nn.Linear(64, 24),
+        progress=False,
+    )
+    assert run.model.backbone.features == 24 and run.model.preprocessing is None
+
+
+def test_the_folder_says_what_it_needs(own: retrieval.Run) -> None:
+    text = (own.path / "recipe.toml").read_text(encoding="utf-8")
+    assert 'name = "object.Net"' in text and "# [loss] object.TripletMarginLoss was made in Python" in text
+    said = json.loads((own.path / "run.json").read_text(encoding="utf-8"))["objects"]
+    assert set(said) == {"data", "backbone", "loss"}
+    assert said["loss"]["settings"]["margin"] == 0.2 and said["data"]["items"] == 1797
+
+
+def test_it_is_opened_with_the_same_objects_and_evaluated(own: retrieval.Run) -> None:
+    opened = retrieval.load_run(str(own.path), **objects())
+    for name, value in opened.model.state_dict().items():
+        assert torch.equal(value, own.model.state_dict()[name])
+    retrieval.evaluate_run(opened, progress=False)
+    figures = json.loads((own.path / "evaluation-test.json").read_text(encoding="utf-8"))["figures"]
+    assert figures["trained"]["recall_at_1"] > 0.5
+
+
+def test_without_its_objects_it_is_refused_with_all_that_are_missing(own: retrieval.Run) -> None:
+    with pytest.raises(retrieval.RecipeError) as caught:
+        retrieval.load_run(own.path)
+    assert len(caught.value.problems) == 3
+    assert "retrieval.load_run(…, dataset=…)" in str(caught.value)
+    with pytest.raises(retrieval.RecipeError, match="made in Python"):
+        retrieval.train(own.path / "recipe.toml", own.path, resume=True, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"margin": 0.3}, r"another loss: margin was 0.2, and is 0.3"),
+        ({"width": 16}, r"weights of another model"),
+        ({"count": 900}, r"another dataset: count was|another dataset: 1,797 items then, 900 now"),
+    ],
+)
+def test_other_objects_are_refused(own: retrieval.Run, other: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(retrieval.DataError, match=sentence):
+        retrieval.load_run(own.path, **objects(**other))
+
+
+def test_an_object_of_another_class_is_refused(own: retrieval.Run) -> None:
+    from pytorch_metric_learning.losses import ContrastiveLoss
+
+    with pytest.raises(
+        retrieval.DataError, match=r"another loss: .*TripletMarginLoss then, .*ContrastiveLoss now"
+    ):
+        retrieval.load_run(own.path, **(objects() | {"loss": ContrastiveLoss()}))
+
+
+def test_changed_items_are_refused(own: retrieval.Run) -> None:
+    given = objects()
+    given["dataset"].arrays[17, 3, 3] ^= 1
+    with pytest.raises(retrieval.DataError, match="its items or their labels differ"):
+        retrieval.load_run(own.path, **given)
+
+
+def test_an_object_for_a_plugins_part_is_refused(trained: retrieval.Run) -> None:
+    with pytest.raises(
+        retrieval.DataError, match=r"\[backbone\] core.convnet, not with an object. Leave backbone=… out"
+    ):
+        retrieval.load_run(trained.path, backbone=Net())
+
+
+def test_a_resumed_run_ends_as_one_that_was_never_stopped(cache: Path, tmp_path: Path) -> None:
+    whole = retrieval.train(
+        TABLES | {"train": {"epochs": 2}}, tmp_path / "whole", progress=False, **objects()
+    )
+    retrieval.train(TABLES, tmp_path / "half", progress=False, **objects())
+    longer = TABLES | {"train": {"epochs": 2}}
+    with pytest.raises(retrieval.DataError, match=r"another loss: margin was 0\.2"):
+        retrieval.train(longer, tmp_path / "half", resume=True, progress=False, **objects(margin=0.4))
+    resumed = retrieval.train(longer, tmp_path / "half", resume=True, progress=False, **objects())
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name])
+
+
+def test_it_is_exported_like_any_other(own: retrieval.Run, tmp_path: Path) -> None:
+    bundle = retrieval.export_run(own, tmp_path / "bundle", progress=False)
+    digit = Digits().arrays[3]  # type: ignore[index]
+    with torch.inference_mode():
+        expected = own.model(torch.from_numpy(digit)[None, None])[1].numpy()
+    assert bundle.encode_image(digit).vector == pytest.approx(expected, abs=1e-5)
+
+
+class Half(retrieval.Combiner):
+    """Half of the Euclidean distance, of one learned map."""
+
+    exact = True
+
+    def build_head(self, features: int) -> nn.Module:
+        return nn.Linear(features, 16)
+
+    def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return torch.cdist(query_emb, ref_emb) / 2
+
+    def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
+        return (query_emb - ref_emb).square().sum(1).add(1e-12).sqrt() / 2
+
+
+def test_a_loss_whose_distance_is_the_combiner_keeps_it(cache: Path, tmp_path: Path) -> None:
+    combiner = Half()
+    loss = TripletMarginLoss(margin=0.2, distance=combiner)
+    run = retrieval.train(
+        SMALL, tmp_path / "run", combiner=combiner, loss=loss, miner=MultiSimilarityMiner(), progress=False
+    )
+    assert run.objective is not None and run.model.combiner is not combiner
+    assert run.objective.loss.distance is run.model.combiner
+    assert loss.distance is combiner
+    assert run.recipe.miner is not None and run.recipe.miner.name == "object.MultiSimilarityMiner"
+    with pytest.raises(
+        retrieval.RecipeError, match=r"\[combiner\] object.Half needs a loss that takes a `distance`"
+    ):
+        retrieval.train(SMALL, tmp_path / "b", combiner=combiner, loss=TripletMarginLoss(), progress=False)
+
+
+def flat(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        (
+            {"backbone": nn.Conv2d(1, 4, 3)},
+            r"object.Conv2d gave a tensor of shape \(2, 4, .*must give features",
+        ),
+        (
+            {"backbone": flat},
+            r"object.flat gave a function; a backbone factory must give a retrieval.Backbone",
+        ),
+        ({"dataset": [1, 2]}, r"object.list gave a list of 2"),
+        ({"loss": 3.0}, r"object of type float, which cannot be called"),
+        ({"backbone": nn.Bilinear(3, 3, 3)}, r"The backbone object.Bilinear failed: TypeError"),
+    ],
+)
+def test_what_breaks_a_contract_is_refused_before_anything_is_written(
+    cache: Path, tmp_path: Path, part: dict[str, Any], sentence: str
+) -> None:
+    if isinstance(part.get("backbone"), nn.Conv2d):
+        part["backbone"].preprocessing = retrieval.Preprocessing((8, 8), 1)
+    with pytest.raises(retrieval.PluginError, match=sentence):
+        retrieval.train(SMALL, tmp_path / "run", progress=False, **part)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_frozen_modules_features_are_found_again_only_for_what_it_does(cache: Path, tmp_path: Path) -> None:
+    class Mean(nn.Module):
+        preprocessing = retrieval.Preprocessing((8, 8), 1)
+
+        def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.reduce = reduce
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.reduce(images.flatten(1)).reshape(-1, 8)
+
+    frozen = TABLES | {"backbone": {"frozen": True}, "loss": SMALL["loss"], "data": SMALL["data"]}
+    made = [
+        retrieval.train(frozen, tmp_path / name, progress=False, backbone=Mean(reduce))
+        for name, reduce in (("a", lambda x: x[:, 24:32]), ("b", lambda x: x[:, 32:40]))
+    ]
+    first, second = (run.model.state_dict()["head.0.weight"] for run in made)
+    assert not torch.equal(first, second)

@@ -1,0 +1,62 @@
+"""A recipe in Python: the file's checks, and the file's sentences."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import retrieval
+import tomli_w
+
+from .conftest import SMALL
+
+WRONG: dict[str, Any] = {
+    **SMALL,
+    "sampler": {"classes": 1, "itms": 4},
+    "loss": {"name": "pml.triplet_margin", "margn": 0.1},
+    "train": {"epochs": "ten"},
+    "optimizer": {"name": "Adm"},
+}
+
+
+def test_python_says_what_a_file_says() -> None:
+    made = retrieval.Recipe(**SMALL)
+    assert made == retrieval.read_recipe(SMALL)
+    assert made.loss is not None and made.loss.name == "pml.triplet_margin"
+    assert isinstance(retrieval.read_recipe(SMALL), retrieval.Recipe)
+
+
+def test_a_file_and_python_give_equal_recipes(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(tomli_w.dumps(SMALL), encoding="utf-8")
+    read = retrieval.read_recipe(str(file))
+    assert read == retrieval.Recipe(**SMALL) == retrieval.read_recipe(file)
+    assert isinstance(read, retrieval.Recipe)
+
+
+def test_the_sentences_are_the_files_and_all_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(tomli_w.dumps(WRONG), encoding="utf-8")
+    with pytest.raises(retrieval.RecipeError) as of_file:
+        retrieval.read_recipe(file)
+    with pytest.raises(retrieval.RecipeError) as of_class:
+        retrieval.Recipe(**WRONG)
+    with pytest.raises(retrieval.RecipeError) as of_dictionary:
+        retrieval.read_recipe(WRONG)
+    assert of_file.value.problems == of_class.value.problems == of_dictionary.value.problems
+    assert len(of_file.value.problems) == 5
+
+
+def test_changes_are_applied_and_the_dictionary_stays_as_it_is() -> None:
+    before = deepcopy(SMALL)
+    made = retrieval.read_recipe(SMALL, ["loss.margin=0.7", "train.epochs=3"])
+    assert made.loss is not None and made.loss.parameters["margin"] == 0.7 and made.train.epochs == 3
+    assert before == SMALL
+    assert retrieval.read_recipe(made, ["train.epochs=4"]).train.epochs == 4
+
+
+def test_a_value_that_no_file_can_hold_is_refused() -> None:
+    with pytest.raises(retrieval.RecipeError, match=r"\[loss\] distance: is of type object"):
+        retrieval.Recipe(**{**SMALL, "loss": {"name": "pml.triplet_margin", "distance": object()}})
