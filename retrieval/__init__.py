@@ -153,16 +153,18 @@ _load, _ = lazy(
 )
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from retrieval.host.version import installed_version
+if not TYPE_CHECKING:  # else a type checker would take a name that there is not for one of any type
 
-        return installed_version()
-    if name == "plot":
-        from retrieval.evaluation import plot
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from retrieval.host.version import installed_version
 
-        return plot
-    return _load(name)
+            return installed_version()
+        if name == "plot":
+            from retrieval.evaluation import plot
+
+            return plot
+        return _load(name)
 
 
 def __dir__() -> list[str]:
