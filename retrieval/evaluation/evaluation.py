@@ -6,7 +6,7 @@ It is left out of every mean and counted in `Evaluation.singletons`; it stays in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from retrieval.errors import DataError
 from retrieval.evaluation.clusters import cluster_figures
 from retrieval.evaluation.neighbors import Candidates, Codes, Distance, Neighbors
 from retrieval.model.metrics import metric
+from retrieval.serving.progress import Meter, Progress, shown
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Metric
@@ -51,6 +52,7 @@ class Evaluation:
         return "\n".join([*lines, counts])
 
 
+@shown
 def evaluate(
     codes: Codes,
     labels: Sequence[Any] | NDArray[Any],
@@ -64,7 +66,7 @@ def evaluate(
     block: int | None = None,
     device: str = "auto",
     candidates: Candidates = "auto",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = False,
 ) -> Evaluation:
     """Return the retrieval figures of codes, by exact search.
 
@@ -80,7 +82,7 @@ def evaluate(
         block: queries at a time; it changes memory and speed, never a figure.
         device: see `exact_neighbors`.
         candidates: see `exact_neighbors`.
-        progress: called after each block with how many queries are done, and how many there are.
+        progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
         The means. They are NaN when no query has a relevant item.
@@ -104,21 +106,21 @@ def evaluate(
         asked = asked[np.argsort(relevant[asked], kind="stable")]
         search = Neighbors(searched, distance=distance, block=block, device=device, candidates=candidates)
         done = 0
-        while done < len(asked):
-            size = search.block(
-                _depth(chosen, int(relevant[asked[min(done + 1023, len(asked) - 1)]]), search.size)
-            )
-            rows = asked[done : done + size]
-            k = _depth(chosen, int(relevant[rows].max()), search.size)
-            found, _ = search(_rows(codes, rows), k, rows if itself else None)
-            matches = item_class[found] == query_class[rows, None]
-            if k >= search.size:  # fewer than k are there: index −1, which matches nothing
-                matches &= found >= 0
-            for name, measure in chosen.items():
-                values[name][rows] = measure(matches, relevant[rows])
-            done += len(rows)
-            if progress is not None:
-                progress(done, len(asked))
+        with Meter("searching", len(asked), "queries") as meter:
+            while done < len(asked):
+                size = search.block(
+                    _depth(chosen, int(relevant[asked[min(done + 1023, len(asked) - 1)]]), search.size)
+                )
+                rows = asked[done : done + size]
+                k = _depth(chosen, int(relevant[rows].max()), search.size)
+                found, _ = search(_rows(codes, rows), k, rows if itself else None)
+                matches = item_class[found] == query_class[rows, None]
+                if k >= search.size:  # fewer than k are there: index −1, which matches nothing
+                    matches &= found >= 0
+                for name, measure in chosen.items():
+                    values[name][rows] = measure(matches, relevant[rows])
+                done += len(rows)
+                meter.update(len(rows))
     means = {
         name: float(each[asked].mean()) if len(asked) else float("nan")
         for name, each in _sorted(values, asked)

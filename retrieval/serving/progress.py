@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,10 +40,11 @@ def showing(progress: Progress) -> Iterator[None]:
 
 def shown(function: Callable[P, R]) -> Callable[P, R]:
     """Let every `Meter` inside a function show what its argument `progress` says."""
+    default = inspect.signature(function).parameters["progress"].default
 
     @functools.wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> R:
-        with showing(cast(Progress, named.get("progress", True))):
+        with showing(cast(Progress, named.get("progress", default))):
             return function(*arguments, **named)
 
     return call

@@ -216,9 +216,13 @@ def test_a_metric_of_ones_own_and_its_depth(digits):
 def test_progress_reaches_the_end(digits):
     steps = []
     evaluate(
-        digits[0], digits[1], metrics=["recall_at_1"], block=500, progress=lambda *step: steps.append(step)
+        digits[0],
+        digits[1],
+        metrics=["recall_at_1"],
+        block=500,
+        progress=lambda *step: steps.append(step),
     )
-    assert steps == [(500, 1797), (1000, 1797), (1500, 1797), (1797, 1797)]
+    assert steps == [("searching", done, 1797) for done in (500, 1000, 1500, 1797)]
 
 
 def test_names():
