@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import pytest
 import retrieval
+
+METHODS = {"metrics": 5, "aml": 13, "anml": 4, "oahu": 1, "daml": 3}
+"""Pages with formulas, and how many there are at least."""
 
 
 def test_every_page_is_in_the_contents(root: Path) -> None:
@@ -78,9 +82,7 @@ def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
         assert not re.search(r"(?:@import\s+|url\()\s*(?:url\()?['\"]?(?:[a-z]+:)?//", text, re.I), sheet.name
 
 
-@pytest.mark.parametrize(
-    ("method", "least"), [("aml", 13), ("anml", 4), ("daml", 3), ("oahu", 1), ("metrics", 5)]
-)
+@pytest.mark.parametrize(("method", "least"), METHODS.items())
 def test_formulas_are_typeset(root: Path, site: Path, method: str, least: int) -> None:
     built = (site / f"{method}.html").read_text(encoding="utf-8")
     assert built.count("<math") >= least and built.count("<math") == built.count("</math>")
@@ -88,6 +90,25 @@ def test_formulas_are_typeset(root: Path, site: Path, method: str, least: int) -
     source = (root / "docs" / f"{method}.md").read_text(encoding="utf-8")
     for block in re.findall(r"^```text\n(.*?)^```", source, re.M | re.S):
         assert not re.search("[Σ‖∇√≤≥]", block), f"{method}.md has a formula as text: {block}"
+
+
+@pytest.mark.browser
+def test_no_formula_is_wider_than_its_page(site: Path) -> None:
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    playwright = pytest.importorskip("playwright.sync_api")
+    if program is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    measure = """() => Math.max(...[...document.querySelectorAll('math')].map(
+        m => m.scrollWidth - m.closest('p, li, td, section').clientWidth))"""
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1200, "height": 900})
+        for name in METHODS:
+            page.goto((site / f"{name}.html").as_uri())
+            assert page.evaluate(measure) <= 0, f"{name}.html scrolls sideways"
+        page.set_viewport_size({"width": 300, "height": 900})
+        assert page.evaluate(measure) > 0  # so it can be seen
+        browser.close()
 
 
 def test_a_wrong_formula_is_a_warning(site: Path, root: Path, tmp_path: Path) -> None:
