@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import logging as standard_logging
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,6 @@ default_role = "code"
 nitpick_ignore_regex = [("py:.*", ".*")]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-# What is not installed is imagined, so that the pages build without it
-HEAVY = (
-    "faiss",
-    "matplotlib",
-    "onnx",
-    "onnxruntime",
-    "pytorch_metric_learning",
-    "sklearn",
-    "torch",
-    "torchvision",
-)
-autodoc_mock_imports = [name for name in HEAVY if importlib.util.find_spec(name) is None]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"retrieval {release}"
