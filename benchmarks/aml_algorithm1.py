@@ -30,7 +30,7 @@ KEPT = RESULT.parent / "raw" / "aml_algorithm1.json"
 
 
 def descend(objective: Objective, features: int) -> dict[str, Any]:
-    """Follow Algorithm 1; stop where the objective is a thousand times what it was at M = I, or is no number."""
+    """Follow Algorithm 1; stop where the objective is a thousand times what it was at M = I, or is not a number."""
     m = np.eye(features)
     start, slope = objective(m)
     value = start

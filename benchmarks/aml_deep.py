@@ -1,6 +1,6 @@
 """Do AML's adversarial negatives help a deep loss? `aml.confusion` beside the same losses without it, and `aml.geometric_mean`.
 
-Fashion-MNIST reduced to 2,000 images a class; 0–4 train, 5–9 are searched; a small convolutional net, 64 dimensions, three epochs of
+Fashion-MNIST reduced to 2,000 images per class; 0–4 train, 5–9 are searched; a small convolutional net, 64 dimensions, three epochs of
 60 batches. Three arms for each loss, with the same seeds, weights and order of batches:
 
 - plain: the loss on real items;

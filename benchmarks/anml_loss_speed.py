@@ -5,7 +5,7 @@
 
 Each measurement is a process of its own, both sides in one run of this script. Time is CPU time, the least of several calls.
 Memory is how far the process's peak rises during a call over what it holds before, after one call on a batch of 32
-(which loads what loads lazily). The batch: 5 items a class, each its class's random vector plus twice as much noise, so that the
+(which loads what loads lazily). The batch: 5 items per class, each its class's random vector plus twice as much noise, so that the
 miner keeps a good part of the pairs.
 """
 

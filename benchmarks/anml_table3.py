@@ -1,7 +1,7 @@
 """Do the paper's changes improve the losses that they change? Table 3 of the ANML paper, on sets that fit a small computer.
 
 Each loss and its improved form, DANML with and without thresholds, and Multi-Similarity beside them, trained by recipes of
-this framework on disjoint classes: Fashion-MNIST (2,000 images a class; 0–4 train, 5–9 are searched; a small convolutional
+this framework on disjoint classes: Fashion-MNIST (2,000 images per class; 0–4 train, 5–9 are searched; a small convolutional
 net, 64 dimensions) and letter (A–M train, N–Z are searched; a linear layer on a hidden one, 32 dimensions). The paper has CUB-200 and an
 ImageNet backbone, so only the differences can be compared, not the levels.
 

@@ -128,7 +128,7 @@ class Checkout:
 
 
 def write_photos(folder: Path) -> None:
-    """Write scikit-learn's digits as files, 64 × 64 pixels, a folder a class."""
+    """Write scikit-learn's digits as files, 64 × 64 pixels, one folder per class."""
     digits = load_digits()
     for i, (image, label) in enumerate(zip(digits.images[:600], digits.target, strict=False)):
         (folder / str(label)).mkdir(parents=True, exist_ok=True)

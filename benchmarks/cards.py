@@ -128,7 +128,7 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
     from retrieval.recipe.read import check_recipe
     from retrieval.run import checkpoint
     from retrieval.run.folder import create_folder
-    from retrieval.run.open import build_run, load_run, versions
+    from retrieval.run.open import build_run, load_run, run_versions
     from retrieval.training.trainer import train
 
     torch.set_num_threads(1)
@@ -158,7 +158,7 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
             "training": round(trained - started, 1),
             "evaluation": round(time.process_time() - trained, 1),
         },
-        "torch": versions()["torch"],
+        "torch": run_versions()["torch"],
     }
 
 

@@ -9,13 +9,13 @@ Sets, all with disjoint classes (`daml_sets.py`):
 
 - glyphs: 1,200 Han characters in twelve font families (`benchmarks/glyphs.py` says which Debian packages it needs), 600 to
   train, 600 to search. Frozen EfficientNet-Lite0 features (96 pixels), reduced to 128 principal components of the
-  training classes and to unit length; the head is linear, 64 dimensions. 400 batches, three random negatives an anchor (the
+  training classes and to unit length; the head is linear, 64 dimensions. 400 batches, three random negatives per anchor (the
   lifted structure and N-pair: one of every other class of the batch).
 - random: the same with one random negative an anchor (N-pair: as before) and four times as many batches, fixed for every row. It
   is where a loss without mining starves: its negatives are all far away long before training ends.
 - few: 60 classes of glyphs, others for each seed, the same 600 to search. For what lies beyond the paper.
 - drawn: glyphs as images of 24 pixels and a small convolutional net from scratch, everything trained; 320 batches.
-- Fashion-MNIST: 1,000 images a class, 0–4 train, 5–9 are searched, frozen features and head as for glyphs; 200 batches.
+- Fashion-MNIST: 1,000 images per class, 0–4 train, 5–9 are searched, frozen features and head as for glyphs; 200 batches.
 
 Choices are made on training classes alone: glyphs, random and drawn train on 480 and are judged on 120, few trains on 60 of
 these 480, Fashion-MNIST trains on 0, 1, 3 and is judged on 2, 4; one seed, highest Recall@1 (MAP@R for Fashion-MNIST, where

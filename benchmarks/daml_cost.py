@@ -28,10 +28,10 @@ from retrieval.training.trainer import Trainer
 
 BATCH = 120
 CASES: dict[str, dict[str, Any]] = {
-    "triplet, one negative an anchor": {
+    "triplet, one negative per anchor": {
         "loss": {"name": "daml.triplet"}, "miner": {"name": "daml.one_per_class", "negatives": 1},
     },
-    "N-pair, one negative an anchor and class": {
+    "N-pair, one negative per anchor and class": {
         "loss": {"name": "daml.npair"}, "miner": {"name": "daml.one_per_class", "anchors": "one"},
     },
 }  # fmt: skip

@@ -37,7 +37,7 @@ SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
     "lambda1": ("λ₁, at λ₂ = 50", GRID),
     "lambda2": ("λ₂, at λ₁ = 1", GRID),
     "lambda": ("λ, both objectives flowing everywhere", (0.01, 0.1, 1.0, 10.0, 100.0)),
-    "mu": ("μ, K = 4, 60 items a class", (0.0, 0.02, 0.2, 2.0, 20.0, 1e5)),
+    "mu": ("μ, K = 4, 60 items per class", (0.0, 0.02, 0.2, 2.0, 20.0, 1e5)),
 }
 
 

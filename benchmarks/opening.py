@@ -26,7 +26,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from retrieval.serving.index.build import write_index
 from retrieval.serving.index.store import Index
-from retrieval.serving.manifest import Distance, Input, Manifest, Verified, write_manifest
+from retrieval.serving.manifest import DistanceEntry, Input, Manifest, Verified, write_manifest
 
 RESULT = Path(__file__).parent / "results" / "opening.md"
 OPEN = """
@@ -74,7 +74,7 @@ def make_bundle(folder: Path, width: int, scale: float) -> None:
         input=Input(kind="features", dtype="float32", shape=(width,)),
         vector=width,
         normalized=False,
-        distance=Distance(name="Euclidean", exact=True),
+        distance=DistanceEntry(name="Euclidean", exact=True),
         verified=Verified(tolerance=1e-4, largest_difference=0.0, items=1),
     )
     write_manifest(folder, manifest)

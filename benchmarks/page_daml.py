@@ -208,9 +208,9 @@ def spoilt() -> str:
         return str(found["R@1"])
 
     q = "Quarters covered"
-    return f"""{markdown(["", "numbers an item", "Recall@1, covered", "Recall@1, nothing covered"], lines)}
+    return f"""{markdown(["", "numbers per item", "Recall@1, covered", "Recall@1, nothing covered"], lines)}
 
-Mean ± standard deviation of five seeds. **Learned weights beat even ones by {lead(q, "a quarter each, even")} where views are spoilt** (by {lead(q, "a quarter each, even, 128 dimensions")} even ones of as many numbers an item, by {lead(q, "K = 1")} one metric), and by {lead("Nothing covered", "a quarter each, even")} where
+Mean ± standard deviation of five seeds. **Learned weights beat even ones by {lead(q, "a quarter each, even")} where views are spoilt** (by {lead(q, "a quarter each, even, 128 dimensions")} even ones of as many numbers per item, by {lead(q, "K = 1")} one metric), and by {lead("Nothing covered", "a quarter each, even")} where
 none is. That they belong to *pairs* is not what helps in the large index: scaling an item's views by weights of its own (`ItemWeights` in that script: one vector, no rescorer) is level on the held-out classes ({lead(q, "a quarter each, by item")})."""
 
 

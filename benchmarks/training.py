@@ -22,7 +22,7 @@ from retrieval.recipe.read import check_recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import build_run
 from retrieval.serving.progress import Meter
-from retrieval.training.surroundings import make_accelerator
+from retrieval.training.process import make_accelerator
 from retrieval.training.trainer import Trainer
 from torch import nn
 

@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 from retrieval.host import hookspecs
 from retrieval.host.describe import snippet
 from retrieval.host.factory import COMPONENTS, GIVEN, KINDS, Factory
-from retrieval.host.plugins import Plugins, installed, load_plugins
+from retrieval.host.plugins import Plugins, installed_plugins, load_plugins
 from retrieval.host.values import toml_value, type_text
 from retrieval.recipe.tables import Recipe
 
@@ -78,7 +78,9 @@ def recipe() -> str:
 def bundled() -> Plugins:
     """Return the plugins of this repository, whatever else is installed."""
     return load_plugins(
-        block=[name for name, origin in installed().items() if origin.split()[0] != "embedding-retrieval"]
+        block=[
+            name for name, origin in installed_plugins().items() if origin.split()[0] != "embedding-retrieval"
+        ]
     )
 
 
@@ -109,7 +111,7 @@ def _factory(factory: Factory, word: str, example: str) -> Iterator[str]:
             shown = default if p.required or p.given or not default else f"`{default}`"
             yield f"| `{p.name}` | {_cell(p.type_text)} | {_cell(shown)} | {_cell(p.doc)} |"
         yield ""
-    # what is to be filled in is no TOML yet
+    # what is to be filled in is not TOML yet
     language = (
         "sh" if factory.kind == "indexes" else "text" if " = …" in re.sub("#.*", "", example) else "toml"
     )

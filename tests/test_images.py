@@ -88,7 +88,7 @@ def jpeg() -> bytes:
     [
         ("truncated.jpg", jpeg()[:1500], "is damaged and cannot be decoded"),
         ("empty.png", b"", "is empty"),
-        ("text.png", b"this is no image at all, but text\n" * 20, "is not an image in a known format"),
+        ("text.png", b"this is not an image at all, but text\n" * 20, "is not an image in a known format"),
         ("truncated.png", encoded(Image.fromarray(gradient()))[:70], "is damaged and cannot be decoded"),
         ("header.png", encoded(Image.fromarray(gradient()))[:20], "damaged|known format"),
         (

@@ -237,7 +237,7 @@ def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Fl
     Args:
         d: (B, K) distances.
         k: Kα, not 0; a row that has fewer takes all.
-        skip: (B,) one column a row that does not count; None: all count.
+        skip: (B,) one column per row that does not count; None: all count.
     """
     ranked = d if k > 0 else -d
     if skip is not None:

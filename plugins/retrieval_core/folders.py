@@ -7,7 +7,7 @@ from pathlib import Path
 
 from retrieval import DataError, Dataset
 from retrieval.data.datasets import FileDataset
-from retrieval.data.problems import some
+from retrieval.data.error_lists import some
 from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
 from retrieval.serving.image_files import find_images
 

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from retrieval import DataError, Dataset
 from retrieval.data.datasets import FileDataset
+from retrieval.data.error_lists import refuse, some
 from retrieval.data.pairs import find_pairs, read_people, stem
-from retrieval.data.problems import refuse, some
 from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
 from retrieval.serving.image_files import NO_IMAGE, find_images
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from retrieval import DataError, Dataset
 from retrieval.data.datasets import FileDataset
-from retrieval.data.problems import refuse
+from retrieval.data.error_lists import refuse
 from retrieval.data.readable import ADVICE, skip_unreadable
 from retrieval.data.splits import ROLES, SPLITS
 from retrieval.errors import did_you_mean

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from retrieval import Backbone, DataError, MissingDependency, Preprocessing, RecipeError
-from retrieval.data.problems import some
+from retrieval.data.error_lists import some
 from retrieval.errors import did_you_mean
 from torch import nn
 

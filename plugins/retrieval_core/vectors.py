@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from retrieval import DataError, Dataset
 from retrieval.data.datasets import ArrayDataset
-from retrieval.data.problems import refuse, some
+from retrieval.data.error_lists import refuse, some
 
 _COLUMNS = ("labels", "splits", "roles", "keys")
 

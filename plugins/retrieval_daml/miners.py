@@ -51,7 +51,7 @@ class OnePerClass(nn.Module):
         if self.anchors == "one":
             anchors = _one_of_each(labels)
         matches = labels[anchors][:, None] == classes
-        at, cls = matches.nonzero(as_tuple=True)  # at most one class an anchor
+        at, cls = matches.nonzero(as_tuple=True)  # at most one class per anchor
         rest = count[cls] - 1 if own else count[cls]
         at, cls, rest = at[rest > 0], cls[rest > 0], rest[rest > 0]
         differs = ~matches[at]

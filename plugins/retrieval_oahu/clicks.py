@@ -18,7 +18,7 @@ COLUMNS = ("query", "shown", "chosen", "time")
 
 
 class ClickLog:
-    """A CSV file with one search a line, read as a stream and never held: query, shown, chosen, time.
+    """A CSV file with one search per line, read as a stream and never held: query, shown, chosen, time.
 
     `shown` and `chosen` are ids with `|` between them, `time` is ISO 8601 or seconds. Each chosen item with each one that was
     shown and not chosen gives a triplet (query, chosen, not chosen), in the order of the file.

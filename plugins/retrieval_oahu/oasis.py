@@ -25,7 +25,7 @@ class OASIS(OnlineLearner):
     """Online algorithm for scalable image similarity: S(x, y) = xᵀ W y, a passive-aggressive step for each violated margin.
 
     Chechik, Sharma, Shalit & Bengio, "Large Scale Online Learning of Image Similarity Through Ranking", JMLR 2010. W is neither symmetric nor
-    positive: S is no distance. Vectors are scaled to unit length, so that a search by inner product is one by distance:
+    positive: S is not a distance. Vectors are scaled to unit length, so that a search by inner product is one by distance:
     codes are unit vectors, and a query's are multiplied by Wᵀ.
 
     Args:

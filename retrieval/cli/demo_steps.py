@@ -85,7 +85,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
 
 def _write_images(run: Run, output: Path) -> list[Path]:
-    """Write the test digits as PNG: one of each class as a query, the others to be indexed, in a folder a class."""
+    """Write the test digits as PNG: one of each class as a query, the others to be indexed, in one folder per class."""
     splits = run.splits
     chosen: list[int] = []
     for label in np.unique(splits.labels[splits.query]):
@@ -111,8 +111,8 @@ def remove(folder: Path) -> None:
     """Remove an earlier demo's folder.
 
     Raises:
-        DataError: it is not one.
+        DataError: the folder is not a demo's.
     """
     if not (folder / "run" / "recipe.toml").is_file():
-        raise DataError(f"{folder} is no demo's folder; it is left alone.")
+        raise DataError(f"{folder} is not a demo's folder; it is left alone.")
     shutil.rmtree(folder)

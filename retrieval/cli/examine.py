@@ -18,7 +18,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from retrieval.serving.runtime import FAISS, ONNXRUNTIME, installed
+from retrieval.serving.runtime import FAISS, ONNXRUNTIME, installed_packages
 
 DISTRIBUTION = "embedding-retrieval"
 _SECONDS = 120  # for one library to be imported and asked; a cold torch on a slow disk takes long
@@ -103,14 +103,18 @@ def examine() -> Examination:
     for library in libraries:
         _check_version(library, found)
     for family in (ONNXRUNTIME, FAISS):
-        if len(names := installed(family)) > 1:
+        if len(names := installed_packages(family)) > 1:
             keep = next((name for name in names if "gpu" in name), names[0])
             found.faults.append(
                 f"{' and '.join(names)} overwrite each other's files. Keep one: "
                 f"pip uninstall -y {' '.join(names)} && pip install {keep}"
             )
     sees: dict[str, Mapping[str, Any]] = {}
-    have = {"torch": installed(("torch",)), "onnxruntime": installed(ONNXRUNTIME), "faiss": installed(FAISS)}
+    have = {
+        "torch": installed_packages(("torch",)),
+        "onnxruntime": installed_packages(ONNXRUNTIME),
+        "faiss": installed_packages(FAISS),
+    }
     for module, names in have.items():
         if not names:
             continue
@@ -235,7 +239,7 @@ def _placement(
         runs["index"] = "cuda" if gpu and sees["faiss"]["devices"] else "cpu"
         if there and gpu and not sees["faiss"]["devices"]:
             found.faults.append("The driver names a device, but FAISS (built for a GPU) sees none.")
-    if there and (unused := installed(("faiss-cpu", "onnxruntime"))):
+    if there and (unused := installed_packages(("faiss-cpu", "onnxruntime"))):
         found.notes.append(
             f"{' and '.join(unused)} leave the device unused. To use it: "
             f"pip uninstall -y {' '.join(unused)} && pip install '{DISTRIBUTION}[gpu]'"
@@ -248,7 +252,7 @@ def _check_cuda(sees: Mapping[str, Mapping[str, Any]], found: _Findings) -> None
     majors: dict[str, str] = {}
     if "torch" in sees and sees["torch"]["cuda"]:
         majors["torch"] = str(sees["torch"]["cuda"]).partition(".")[0]
-    for name in installed((*FAISS, "onnxruntime-gpu")):
+    for name in installed_packages((*FAISS, "onnxruntime-gpu")):
         if major := _cuda_major(name):
             majors[name] = major
     if len(set(majors.values())) > 1 and any("gpu" in name for name in majors):

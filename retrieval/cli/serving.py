@@ -139,7 +139,7 @@ Examples:
 )
 @click.argument("index", type=click.Path(path_type=Path))
 @click.argument("queries", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-k", default=10, show_default=True, type=click.IntRange(1), help="How many answers a query.")
+@click.option("-k", default=10, show_default=True, type=click.IntRange(1), help="How many answers per query.")
 @click.option("--candidates", type=click.IntRange(1), help="How many candidates the rescorer is given.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @PLUGIN_OPTION

@@ -108,7 +108,7 @@ def train(
     else:
         made = read_recipe(recipe, overrides, extra)
         folder = output or Path("runs") / made.name
-    from retrieval.training.surroundings import Interrupted  # slow to import: a wrong path is said at once
+    from retrieval.training.process import Interrupted  # slow to import: a wrong path is said at once
     from retrieval.training.trainer import train as train_run
 
     there = _which(folder)

@@ -172,7 +172,7 @@ class _Entry:
                 len(sums),
                 self.data.parent,
             )
-        if not sound:  # nothing speaks for the header either
+        if not sound:  # the blocks are damaged, so the header may be, too
             self.journal.unlink()
             return 0, sound
         return width, sound

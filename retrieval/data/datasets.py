@@ -23,8 +23,8 @@ class ArrayDataset(Dataset):
 
     Args:
         arrays: images, uint8 (N, H, W) or (N, H, W, 3), or vectors, float (N, F).
-        labels: one label an item.
-        keys: one name an item; the item's number by default.
+        labels: one label per item.
+        keys: one name per item; the item's number by default.
         kind: "image" or "features".
         splits: see `Dataset`.
         roles: see `Dataset`.
@@ -77,9 +77,9 @@ class FileDataset(Dataset):
     """Image files, each decoded when it is asked for.
 
     Args:
-        files: one path an item.
-        labels: one label an item.
-        keys: one name an item; the path by default.
+        files: one path per item.
+        labels: one label per item.
+        keys: one name per item; the path by default.
         splits: see `Dataset`.
         roles: see `Dataset`.
         metadata: see `Dataset`.

@@ -16,14 +16,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.data.problems import natural, refuse
+from retrieval.data.error_lists import natural, refuse
 from retrieval.errors import DataError, did_you_mean
 
 COLUMNS = ("first", "second", "same")
 
 
 @dataclass(frozen=True)
-class Pairs:
+class LabelledPairs:
     """P pairs of a dataset's items.
 
     Attributes:
@@ -54,7 +54,7 @@ class Row(NamedTuple):
     fold: str
 
 
-def read_pairs(file: Path, keys: Sequence[str]) -> Pairs:
+def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
     """Read a list of pairs of a dataset's items.
 
     Two layouts, told apart by the first line:
@@ -79,7 +79,7 @@ def read_pairs(file: Path, keys: Sequence[str]) -> Pairs:
     return pairs
 
 
-def find_pairs(file: Path, keys: Sequence[str]) -> tuple[Pairs, list[str]]:
+def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str]]:
     """Return what `read_pairs` reads and its problems, for a caller that has more to say.
 
     Raises:
@@ -123,7 +123,7 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[Pairs, list[str]]:
     fold = np.fromiter((numbers[row.fold] for row in rows), np.int64, len(rows)) if folded else None
     if fold is not None and not problems:
         problems += fold_problems(same, fold, names)
-    return Pairs(found[:, 0], found[:, 1], same, fold, tuple(names) if folded else ()), problems
+    return LabelledPairs(found[:, 0], found[:, 1], same, fold, tuple(names) if folded else ()), problems
 
 
 def fold_problems(same: NDArray[np.bool_], fold: NDArray[np.int64], names: Sequence[str]) -> list[str]:
@@ -239,7 +239,7 @@ def _header(header: list[str]) -> list[str]:
     ]
     if len(problems) == len(COLUMNS):
         return [
-            "it is no list of pairs: its first line must be 'first,second,same' or 'first,second,same,fold', or LFW's "
+            "it is not a list of pairs: its first line must be 'first,second,same' or 'first,second,same,fold', or LFW's "
             f"counts ('10 300', or '500'); it is '{there[:60]}'."
         ]
     return problems
@@ -302,7 +302,7 @@ def _names(words: list[str]) -> tuple[str, str, bool] | str:
         return f"'NAME n1 n2' or 'NAME1 n1 NAME2 n2' is expected, not {len(words)} words ('{' '.join(words)[:60]}')."
     numbers = words[1:] if len(words) == 3 else words[1::2]
     if not all(word.isascii() and word.isdigit() and int(word) for word in numbers):
-        return f"images are numbered from 1; '{' '.join(numbers)[:60]}' are no such numbers."
+        return f"images are numbered from 1; '{' '.join(numbers)[:60]}' are not such numbers."
     one, two = words[0], words[0] if len(words) == 3 else words[2]
     if len(words) == 4 and one == two:
         return f"it is among the different pairs, and names {one} twice."

@@ -24,7 +24,7 @@ def batches_in_epoch(items: int, sampler: Sampler) -> int:
 
 
 def check_sampler(labels: NDArray[np.int64], sampler: Sampler) -> None:
-    """Refuse more classes a batch than there are.
+    """Refuse more classes per batch than there are.
 
     Raises:
         DataError: fewer than P classes train.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.data.problems import natural, refuse, some
+from retrieval.data.error_lists import natural, refuse, some
 from retrieval.errors import did_you_mean
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.data.pairs import Pairs
-from retrieval.data.problems import refuse
+from retrieval.data.error_lists import refuse
+from retrieval.data.pairs import LabelledPairs
 
 Items = NDArray[np.int64]
 
@@ -24,7 +24,7 @@ ENOUGH = 30
 
 def draw_pairs(
     items: Items, labels: Items, *, count: int | None = None, folds: int | None = None, seed: int = 0
-) -> Pairs:
+) -> LabelledPairs:
     """Draw pairs of items, as many of one class as of two, the same number of each in every fold.
 
     No two folds share a class if the classes suffice; else no item; else (few items) no pair. Memory grows with items and pairs.
@@ -73,7 +73,7 @@ def draw_pairs(
         for draw in (_same, _different):
             parts.append(group[draw(labels[group], number, random)])
     rows = np.concatenate(parts)
-    return Pairs(
+    return LabelledPairs(
         items[rows[:, 0]], items[rows[:, 1]],
         np.tile(np.repeat([True, False], number), wanted),
         np.repeat(np.arange(wanted), 2 * number), _names(wanted),
@@ -118,14 +118,16 @@ def _names(folds: int) -> tuple[str, ...]:
     return tuple(str(k + 1) for k in range(folds))
 
 
-def _undivided(items: Items, labels: Items, folds: int, each: int, random: np.random.Generator) -> Pairs:
+def _undivided(
+    items: Items, labels: Items, folds: int, each: int, random: np.random.Generator
+) -> LabelledPairs:
     """Draw from all items; the folds share items, but no pair."""
     rows = np.concatenate([draw(labels, each * folds, random) for draw in (_same, _different)])
     rows[: each * folds] = random.permutation(rows[: each * folds])
     fold = np.tile(np.arange(folds), 2 * each)
     order = np.argsort(fold, kind="stable")
     same = np.repeat([True, False], each * folds)
-    return Pairs(
+    return LabelledPairs(
         items[rows[order, 0]], items[rows[order, 1]], same[order], fold[order].astype(np.int64), _names(folds)
     )
 

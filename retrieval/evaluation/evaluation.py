@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from retrieval.errors import DataError
 from retrieval.evaluation.clusters import cluster_figures
-from retrieval.evaluation.neighbors import Candidates, Codes, Distance, Neighbors
+from retrieval.evaluation.neighbors import Candidates, Codes, DistanceBlock, Neighbors
 from retrieval.model.metrics import metric
 from retrieval.serving.progress import Meter, Progress, shown
 
@@ -60,7 +60,7 @@ def evaluate(
     gallery: Codes | None = None,
     gallery_labels: Sequence[Any] | NDArray[Any] | None = None,
     metrics: Sequence[str] | Mapping[str, Metric] = DEFAULT_METRICS,
-    distance: Distance | None = None,
+    distance: DistanceBlock | None = None,
     clusters: bool = False,
     seed: int = 0,
     block: int | None = None,
@@ -72,7 +72,7 @@ def evaluate(
 
     Args:
         codes: (Q, C) the queries' codes. Without `gallery` they are the gallery too, each query left out of its own answer.
-        labels: (Q,) one label a query: whole numbers or text, compared exactly.
+        labels: (Q,) one label per query: whole numbers or text, compared exactly.
         gallery: (N, C) codes to search in.
         gallery_labels: (N,) their labels.
         metrics: names of built-in metrics (see `metric`), or metrics by the name that their value shall have.

@@ -34,7 +34,7 @@ from retrieval.evaluation.selection import (
 )
 
 Codes = NDArray[Any] | Tensor
-Distance = Callable[[Tensor, Tensor], Tensor]
+DistanceBlock = Callable[[Tensor, Tensor], Tensor]
 Candidates = Literal["auto", "bfloat16", "float32", "none"]
 
 _BLOCK_BYTES = 128 * 2**20
@@ -51,7 +51,7 @@ def exact_neighbors(
     *,
     exclude: NDArray[np.integer[Any]] | None = None,
     block: int | None = None,
-    distance: Distance | None = None,
+    distance: DistanceBlock | None = None,
     device: str = "auto",
     candidates: Candidates = "auto",
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -105,7 +105,7 @@ class Neighbors:
         self,
         gallery: Codes,
         *,
-        distance: Distance | None = None,
+        distance: DistanceBlock | None = None,
         block: int | None = None,
         device: str = "auto",
         candidates: Candidates = "auto",
@@ -184,7 +184,7 @@ class Neighbors:
             values = np.pad(values, pad, constant_values=np.inf)
         return columns, values
 
-    def _measured(self, queries: Tensor, distance: Distance) -> Tensor:
+    def _measured(self, queries: Tensor, distance: DistanceBlock) -> Tensor:
         """Return the callable's distances (B, N), float64."""
         values = self._buffer(len(queries))
         step = max(1, _PAIRS_PER_CALL // len(queries))
@@ -193,7 +193,7 @@ class Neighbors:
             if part.shape != (len(queries), min(step, self.size - start)):
                 raise DataError(
                     f"The distance gave shape {tuple(part.shape)} for {len(queries)} queries and "
-                    f"{min(step, self.size - start)} gallery items: it must give one number a pair, (queries, gallery)."
+                    f"{min(step, self.size - start)} gallery items: it must give one number per pair, (queries, gallery)."
                 )
             values[:, start : start + step] = part
         if values.isnan().any():
@@ -333,7 +333,7 @@ def _as_tensor(codes: Codes, what: str) -> Tensor:
     codes = codes.detach()
     if codes.ndim != 2:
         raise DataError(
-            f"The {what} have shape {tuple(codes.shape)}: codes must be a matrix, one row an item."
+            f"The {what} have shape {tuple(codes.shape)}: codes must be a matrix, one row per item."
         )
     if not codes.is_floating_point():
         codes = codes.to(torch.float64)

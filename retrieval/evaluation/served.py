@@ -12,14 +12,14 @@ from retrieval.evaluation.neighbors import exact_neighbors
 from retrieval.serving.merging import merged, spans_of
 
 if TYPE_CHECKING:
-    from retrieval.serving.manifest import Manifest, Subspace
+    from retrieval.serving.manifest import Manifest, SubspaceEntry
 
 Floats = NDArray[np.floating[Any]]
 Rows = NDArray[np.int64]
 
 
 def nearest_in_each(
-    query: Floats, vector: Floats, k: int, subspaces: Sequence[Subspace], exclude: Rows | None = None
+    query: Floats, vector: Floats, k: int, subspaces: Sequence[SubspaceEntry], exclude: Rows | None = None
 ) -> Rows:
     """Return each sub-space's exact k nearest rows (S, Q, k); without sub-spaces the whole vector is the one.
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from retrieval.data.error_lists import refuse
 from retrieval.data.pairs import fold_problems
-from retrieval.data.problems import refuse
 from retrieval.errors import DataError
 
 Floats = NDArray[np.float64]

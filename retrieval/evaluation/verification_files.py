@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.data.pairs import Pairs
+from retrieval.data.pairs import LabelledPairs
 from retrieval.errors import DataError
 from retrieval.evaluation.verification import Roc, Verification
 from retrieval.host.files import whole_file
@@ -27,7 +27,7 @@ _PAIR = ("first", "second", "same", "fold")
 _ROUNDING = 1e-9
 
 
-def standing(run: Run, side: str, pairs: Pairs, rows: Sequence[str]) -> dict[str, Verification]:
+def standing(run: Run, side: str, pairs: LabelledPairs, rows: Sequence[str]) -> dict[str, Verification]:
     """Return what an earlier verification of the same pairs, in the same folds, found.
 
     Args:
@@ -78,7 +78,7 @@ def _whole(found: Verification) -> bool:
     return all(map(math.isfinite, numbers)) and abs(area - found.values["auc"]) < _ROUNDING
 
 
-def _pairs(run: Run, pairs: Pairs) -> Iterator[list[str]]:
+def _pairs(run: Run, pairs: LabelledPairs) -> Iterator[list[str]]:
     """Return pairs as they are written: keys, 1 or 0, the fold's name."""
     keys, fold = run.dataset.keys, pairs.fold
     assert fold is not None
@@ -89,7 +89,7 @@ def _pairs(run: Run, pairs: Pairs) -> Iterator[list[str]]:
 def write(
     run: Run,
     side: str,
-    pairs: Pairs,
+    pairs: LabelledPairs,
     found: dict[str, Verification],
     trained: Floats,
     results: Mapping[str, Any],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retrieval.data.encode import evaluating
 from retrieval.data.loading import inputs
-from retrieval.data.pairs import Pairs, read_pairs
+from retrieval.data.pairs import LabelledPairs, read_pairs
 from retrieval.errors import DataError
 from retrieval.evaluation.drawing import draw_pairs, make_folds
 from retrieval.evaluation.evaluate_run import encoded
@@ -274,7 +274,7 @@ def _bundle(run: Run, path: StrPath, items: Rows, first: Rows, second: Rows) -> 
 
 def _pairs(
     run: Run, side: str, file: Path | None, draw: int | None, folds: int | None, seed: int
-) -> tuple[Pairs, dict[str, Any]]:
+) -> tuple[LabelledPairs, dict[str, Any]]:
     """Return pairs with folds, and where they come from."""
     splits = run.splits
     if file is not None and draw is not None:
@@ -290,7 +290,7 @@ def _pairs(
     read = read_pairs(file, run.dataset.keys)
     if read.fold is None:
         fold, names = make_folds(read.same, folds, seed)
-        read = Pairs(read.first, read.second, read.same, fold, names)
+        read = LabelledPairs(read.first, read.second, read.same, fold, names)
         return read, {"file": str(file), "folds_drawn": True, "seed": seed}
     if folds is not None:
         raise DataError(
@@ -300,7 +300,12 @@ def _pairs(
 
 
 def _results(
-    run: Run, side: str, pairs: Pairs, origin: dict[str, Any], items: int, found: dict[str, Verification]
+    run: Run,
+    side: str,
+    pairs: LabelledPairs,
+    origin: dict[str, Any],
+    items: int,
+    found: dict[str, Verification],
 ) -> RunVerification:
     labels, fold = run.splits.labels, pairs.fold
     assert fold is not None
@@ -342,7 +347,7 @@ def _results(
     )
 
 
-def _shared(pairs: Pairs, labels: NDArray[np.int64]) -> str:
+def _shared(pairs: LabelledPairs, labels: NDArray[np.int64]) -> str:
     """Return what folds have in common: "nothing", "classes" or "items" (and classes)."""
 
     def apart(first: Rows, second: Rows) -> bool:

@@ -50,8 +50,14 @@ from retrieval.model.contracts import Combiner
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.strict_json import problems_of
-from retrieval.serving.manifest import Distance, Manifest, Subspace, Verified, write_manifest
-from retrieval.serving.manifest import Rescorer as RescorerEntry
+from retrieval.serving.manifest import (
+    DistanceEntry,
+    Manifest,
+    RescorerEntry,
+    SubspaceEntry,
+    Verified,
+    write_manifest,
+)
 
 TOLERANCE = 1e-4
 """Largest difference between torch and ONNX Runtime that a bundle may have, on vectors of length 1."""
@@ -92,7 +98,7 @@ def export_model(
         items: real raw inputs, not used in training: uint8 (N, C, H, W) from the backbone's preprocessing, or float (N, F).
         output: folder to make; it appears once it is complete.
         name: what the manifest calls the model.
-        labels: one label an item (N,), for Recall@1 of the variants.
+        labels: one label per item (N,), for Recall@1 of the variants.
         calibration: raw inputs from the training side, needed by "int8".
         codes: codes (N, C) of more real items, by which the number of candidates is chosen and their overlap with the exhaustive
             ranking measured; by default those of `items`. Of no use with an `exact` combiner.
@@ -201,9 +207,9 @@ def _write_rescorer(
 def _description(model: Model, items: NDArray[Any], outputs: Mapping[str, Floats]) -> dict[str, Any]:
     """Return what a manifest says of a model's input, outputs and distance."""
     combiner, code = model.combiner, outputs.get("code")
-    distance = Distance(name="Euclidean", exact=True, measure="euclidean")
+    distance = DistanceEntry(name="Euclidean", exact=True, measure="euclidean")
     if combiner is not None:
-        distance = Distance(name=type(combiner).__name__, exact=combiner.exact, measure=combiner.measure)
+        distance = DistanceEntry(name=type(combiner).__name__, exact=combiner.exact, measure=combiner.measure)
     return {
         "input": input_of(model, items),
         "vector": outputs["vector"].shape[1],
@@ -212,7 +218,7 @@ def _description(model: Model, items: NDArray[Any], outputs: Mapping[str, Floats
         "normalized": is_normalized(outputs["vector"]),
         "distance": distance,
         "subspaces": tuple(
-            Subspace(name=s.name, start=s.start, stop=s.stop, weight=s.weight)
+            SubspaceEntry(name=s.name, start=s.start, stop=s.stop, weight=s.weight)
             for s in (combiner.subspaces if combiner is not None else ())
         ),
         "merge": combiner.merge if combiner is not None else "min",
@@ -227,7 +233,7 @@ def _seal(folder: Path, said: Mapping[str, Any]) -> Manifest:
     """
     try:
         manifest = Manifest(
-            created=datetime.now(UTC).isoformat(timespec="seconds"), versions=versions(), **said
+            created=datetime.now(UTC).isoformat(timespec="seconds"), versions=bundle_versions(), **said
         )
     except ValidationError as fault:
         raise BundleError(f"The bundle's manifest cannot be written:\n{problems_of(fault)}") from None
@@ -365,7 +371,7 @@ class _Export:
         return f"torch and ONNX Runtime disagree by {worst.value:.2g} {where}; the tolerance is {self._tolerance:g}. {cause}"
 
 
-def versions() -> dict[str, str]:
+def bundle_versions() -> dict[str, str]:
     """Return versions of what makes a bundle."""
     found = {"python": platform.python_version()}
     for package in (

@@ -56,7 +56,7 @@ def refuse_existing(output: Path, replace: bool) -> None:
     if not any(output.iterdir()):
         return
     if not (output / FILE).is_file():
-        raise BundleError(f"{output} exists and is no bundle: name another output.")
+        raise BundleError(f"{output} exists and is not a bundle: name another output.")
     if not replace:
         raise _exists_already(output)
 

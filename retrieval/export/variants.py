@@ -341,7 +341,7 @@ def recall_at_1(distances: NDArray[np.floating[Any]], labels: NDArray[Any]) -> f
 
     Args:
         distances: (N, N); the diagonal is left out.
-        labels: (N,); items whose label no other has are no queries.
+        labels: (N,); items whose label no other has are not queries.
 
     Returns:
         None when every label occurs once.

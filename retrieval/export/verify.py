@@ -64,7 +64,7 @@ def torch_outputs(encoder: Encoder, items: NDArray[Any], batch: int = BATCH) -> 
     for name, values in outputs.items():
         if values.ndim != 2:
             raise BundleError(
-                f"The model's '{name}' has shape {values.shape}; it must be one vector an item."
+                f"The model's '{name}' has shape {values.shape}; it must be one vector per item."
             )
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])

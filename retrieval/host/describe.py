@@ -46,7 +46,7 @@ def show_text(plugins: Plugins, name: str) -> str:
     """Return documentation, parameter table and recipe snippet of everything called `name`, of any kind.
 
     Raises:
-        PluginError: nothing is, and the sentence suggests the closest; or it is disabled, and the sentence says why.
+        PluginError: nothing has that name (the sentence suggests the closest), or it is disabled (the sentence says why).
     """
     found = [factories[name] for kind in KINDS if name in (factories := plugins.factories(kind))]
     if not found:

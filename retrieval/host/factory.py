@@ -2,7 +2,7 @@
 
 A factory is a class or a function. Its signature says what a recipe may set, `**kwargs` included as far as a base class
 spells it out; its docstring (Google style, `Args:`) says what each parameter means. Values of a parameter with a type are
-checked by pydantic, strictly: a number in quotes is no number. A parameter without one takes what a recipe can write, and
+checked by pydantic, strictly: a number in quotes is not a number. A parameter without one takes what a recipe can write, and
 the factory itself says whether it fits. What only the host knows (`GIVEN`) is passed to a factory that names it and cannot
 be set. A parameter annotated `Annotated[T, Part("reducers")]` is itself something that a plugin makes.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_
 
 from retrieval.errors import PluginError, RecipeError, RetrievalError, did_you_mean
 from retrieval.host.signature import documentation, read_signature
-from retrieval.host.values import toml_value, type_text, validate
+from retrieval.host.values import check_values, toml_value, type_text
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -286,7 +286,7 @@ class Factory:
             for k in plain
             if k in unwritable
         ]
-        checked, faults = validate(model, {k: v for k, v in plain.items() if k not in unwritable})
+        checked, faults = check_values(model, {k: v for k, v in plain.items() if k not in unwritable})
         problems += [f"{where} {fault}" for fault in faults.values()]
         for p in settable.values():
             if p.part and p.name in values:
@@ -342,7 +342,7 @@ class Factory:
 
 
 def _classes(product: Any) -> tuple[type, ...]:
-    """The classes of a product's type, nearest first; nothing for a type that is no class."""
+    """The classes of a product's type, nearest first; nothing for a type that is not a class."""
     return product.__mro__ if inspect.isclass(product) else ()
 
 

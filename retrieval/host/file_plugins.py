@@ -51,7 +51,7 @@ class FilePlugin:
         """Return the plugin that a word names.
 
         Raises:
-            PluginError: there is no such file, the folder has no `__init__.py`, or its name is no Python identifier.
+            PluginError: there is no such file, the folder has no `__init__.py`, or its name is not a Python identifier.
         """
         path = Path(item).resolve()
         if item.endswith(".py"):
@@ -94,7 +94,7 @@ class FilePlugin:
         """All that belongs to it, by the path below `home`: the whole folder, or the file and the neighbours that it imports.
 
         Raises:
-            PluginError: a file is no Python, or cannot be read.
+            PluginError: a file is not Python, or cannot be read.
         """
         if self.is_folder:
             return _below(self.path, self.path)
@@ -234,7 +234,7 @@ class _Finder:
             if not isinstance(spec.loader, importlib.machinery.SourceFileLoader) or not isinstance(
                 loader, _Loader
             ):
-                raise ImportError(f"{spec.origin} is no Python source, and a file plugin's modules are")
+                raise ImportError(f"{spec.origin} is not Python source, and a file plugin's modules are")
             spec.loader = _Loader(name, spec.origin, loader.plugin)
         return spec
 
@@ -283,7 +283,9 @@ def _parsed(file: Path) -> ast.Module:
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes
         line = getattr(error, "lineno", None)
         where = f"{file}, line {line}" if line else str(file)
-        raise PluginError(f"The plugin file {where} is no Python: {getattr(error, 'msg', error)}.") from error
+        raise PluginError(
+            f"The plugin file {where} is not Python: {getattr(error, 'msg', error)}."
+        ) from error
 
 
 def _below(folder: Path, home: Path) -> dict[str, Path]:

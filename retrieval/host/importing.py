@@ -18,26 +18,26 @@ from retrieval.host.file_plugins import FilePlugin, is_file_plugin
 
 
 @dataclass(frozen=True)
-class Source:
+class PluginSource:
     """Where a plugin comes from: a distribution with its version, a file, or a module."""
 
     plugin: str
     origin: str
 
 
-def name_of(item: str) -> Source:
+def name_of(item: str) -> PluginSource:
     """Return the name that a file, folder or module gives its plugin, and what to call it in a sentence."""
     if is_file_plugin(item):
         path = Path(item).resolve()
-        return Source(path.stem, f"{'file' if item.endswith('.py') else 'folder'} {path}")
-    return Source(item.rpartition(".")[2], f"module {item}")
+        return PluginSource(path.stem, f"{'file' if item.endswith('.py') else 'folder'} {path}")
+    return PluginSource(item.rpartition(".")[2], f"module {item}")
 
 
-def import_plugin(source: Source, load: Callable[[], Any]) -> ModuleType:
+def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
     """Return a plugin's module.
 
     Raises:
-        PluginError: it cannot be imported, with the line at fault, or is no module.
+        PluginError: it cannot be imported, with the line at fault, or is not a module.
     """
     try:
         module = load()
@@ -80,7 +80,7 @@ def import_extra(item: str) -> ModuleType:
         ) from error
 
 
-def refuse_misspelt(source: Source, module: ModuleType) -> None:
+def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
     """Refuse a hook that does not exist, and a function named like a hook that lacks its mark."""
     known = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
     for name, value in list(vars(module).items()):

@@ -113,7 +113,7 @@ def _copied(value: Any) -> Any:
 
 
 def _settings(value: Any, depth: int = 2) -> dict[str, Any]:
-    """Return what an object keeps of its constructor's arguments, under their names; what is no plain value as text."""
+    """Return what an object keeps of its constructor's arguments, under their names; what is not a plain value as text."""
     if inspect.isroutine(value):
         return {}
     found: dict[str, Any] = {}

@@ -24,8 +24,8 @@ def calling(what: str, smaller: str = SMALLER_BATCH) -> Iterator[None]:
         smaller: what to do where it runs out of memory.
 
     Raises:
-        PluginError: it raised something that is no error of ours.
-        DataError: it ran out of memory.
+        PluginError: the plugin raised anything but an error of this package.
+        DataError: the plugin ran out of memory.
     """
     try:
         yield

@@ -23,7 +23,7 @@ from retrieval.errors import MissingDependency, PluginError, RecipeError, Retrie
 from retrieval.host import hookspecs
 from retrieval.host.factory import GIVEN, KINDS, Factory, Parameter
 from retrieval.host.importing import (
-    Source,
+    PluginSource,
     import_extra,
     import_plugin,
     misfit,
@@ -39,7 +39,7 @@ GROUP = "retrieval"
 class Plugins:
     """The loaded plugins. Make one with `load_plugins`; there is no global one."""
 
-    def __init__(self, manager: pluggy.PluginManager, sources: list[Source]) -> None:
+    def __init__(self, manager: pluggy.PluginManager, sources: list[PluginSource]) -> None:
         self.manager = manager
         self.sources = sources
         self.objects: dict[str, Any] = {}
@@ -58,7 +58,7 @@ class Plugins:
             self.manager.register(object_plugin(objects), OBJECT)
         except ValueError:
             raise PluginError(f"A plugin may not be called '{OBJECT}': rename it.") from None
-        self.sources.append(Source(OBJECT, "objects made in Python"))
+        self.sources.append(PluginSource(OBJECT, "objects made in Python"))
         self.objects = dict(objects)
         self._factories.clear()
 
@@ -141,7 +141,7 @@ class Plugins:
         """Return a factory by its full name.
 
         Raises:
-            PluginError: it has a fault, which the sentence names; or there is none, and the sentence suggests the closest.
+            PluginError: the factory has a fault, which the sentence names; or none has that name, and the sentence suggests the closest.
         """
         known, wrong = self.factories(kind), self.disabled(kind)
         if name in known:
@@ -295,9 +295,9 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
     blocked = {name for name in block if name}
     manager = pluggy.PluginManager("retrieval")
     manager.add_hookspecs(hookspecs)
-    sources: list[Source] = []
+    sources: list[PluginSource] = []
 
-    def register(source: Source, module: ModuleType) -> None:
+    def register(source: PluginSource, module: ModuleType) -> None:
         other = manager.get_name(module)
         if other:
             raise PluginError(
@@ -314,7 +314,7 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
         sources.append(source)
 
     for name, (entry, origin) in sorted(_entry_points(blocked).items()):
-        source = Source(name, origin)
+        source = PluginSource(name, origin)
         register(source, import_plugin(source, entry.load))
     for item in extra:
         source = name_of(item)
@@ -354,6 +354,6 @@ def _entry_points(blocked: set[str]) -> dict[str, tuple[EntryPoint, str]]:
     return found
 
 
-def installed() -> dict[str, str]:
+def installed_plugins() -> dict[str, str]:
     """Return the distribution of each installed plugin, without loading any; a clash is refused as in `load_plugins`."""
     return {name: origin for name, (_, origin) in _entry_points(set()).items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 from retrieval.errors import PluginError
 from retrieval.host.factory import KINDS
 from retrieval.host.files import whole_folder
-from retrieval.host.plugins import installed
+from retrieval.host.plugins import installed_plugins
 
 TRAIN = "retrieval train recipe.toml"
 
@@ -88,9 +88,9 @@ def write_package(name: str, output: Path | None = None, kind: str = "loss") -> 
         raise PluginError(
             f"'{name}' cannot be a plugin's name: use a Python identifier in lower case, such as acme."
         )
-    if name in installed():
+    if name in installed_plugins():
         raise PluginError(
-            f"A plugin '{name}' is installed already ({installed()[name]}). Choose another name."
+            f"A plugin '{name}' is installed already ({installed_plugins()[name]}). Choose another name."
         )
     folder = output or Path(f"retrieval-{name}")
     taken = PluginError(f"{folder} exists already. Remove it, or choose another with --output.")

@@ -26,7 +26,7 @@ from retrieval.host.file_plugins import FilePlugin, is_file_plugin
 from retrieval.host.files import write_bytes
 
 LARGEST_PLUGIN = 4_000_000
-"""Bytes of a plugin's file; a larger one is no program that anyone reads."""
+"""Bytes of a plugin's file; a larger one is not a program that anyone reads."""
 MOST_FILES = 1_000
 """Files of a folder that is a plugin."""
 LARGEST_RECORD = 16_000_000
@@ -139,12 +139,12 @@ def digest(path: Path) -> str:
     """Return the SHA-256 of a plugin's file.
 
     Raises:
-        PluginError: it cannot be read, or is no regular file, or too large for a plugin.
+        PluginError: it cannot be read, or is not a regular file, or too large for a plugin.
     """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise PluginError(f"The plugin file {path} is no regular file.")
+                raise PluginError(f"The plugin file {path} is not a regular file.")
             data = file.read(LARGEST_PLUGIN + 1)
     except OSError as error:
         raise PluginError(f"The plugin file {path} cannot be read: {error.strerror or error}.") from error

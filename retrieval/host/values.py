@@ -39,13 +39,15 @@ def check_model(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, 
     Raises:
         RecipeError: with every problem, each beginning with the key.
     """
-    checked, faults = validate(model, values)
+    checked, faults = check_values(model, values)
     if faults:
         raise RecipeError(faults.values())
     return checked
 
 
-def validate(model: type[BaseModel], values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]]:
+def check_values(
+    model: type[BaseModel], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[Place, str]]:
     """Check values as `check_model` does, without raising.
 
     Returns:
@@ -93,7 +95,7 @@ def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
             return None
         return value
     if isinstance(value, float) and math.isnan(value):
-        faults[place] = f"{where}: is nan, which is no number."
+        faults[place] = f"{where}: is nan, which is not a number."
         return None
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         faults[place] = f"{where}: has more digits than a number of 64 bits can hold."

@@ -34,14 +34,14 @@ class Dataset(ABC):
 
     Attributes:
         kind: "image" or "features".
-        labels: one label an item, as text.
+        labels: one label per item, as text.
         keys: one stable name an item (a path, or "digits/17").
         splits: "train", "validation" or "test" for each item, where the data come with a split; else None.
         roles: "query", "gallery" or "" for each item, where the data come with a protocol; else None.
         metadata: further columns of each item, or None.
         arrays: all images as uint8 (N, H, W) or (N, H, W, 3), or all vectors as float32 (N, F), when they are in
             memory (or mapped) anyway: batches are then sliced from it. Otherwise None.
-        files: one path an item, where items are files: with `arrays` or `files` a frozen backbone's features are
+        files: one path per item, where items are files: with `arrays` or `files` a frozen backbone's features are
             cached from run to run.
         notes: what the user should know of how the data were read, such as what was left out; kept in `run.json`.
     """
@@ -267,7 +267,7 @@ class Metric(Protocol):
     depth: int | Literal["relevant", "all"]
 
     def __call__(self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return one value a query (Q,); the host takes the mean.
+        """Return one value per query (Q,); the host takes the mean.
 
         Args:
             matches: (Q, k) whether the neighbour at each rank, nearest first and the query itself left out, has the

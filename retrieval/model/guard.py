@@ -1,6 +1,6 @@
 """What a plugin's part gives is checked where it enters the host: one sentence names the part, what it gave, and what it should give.
 
-Shapes, types and devices cost nothing; where a miner's indices point is read in one transfer a batch.
+Shapes, types and devices cost nothing; where a miner's indices point is read in one transfer per batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
         owner: whose parameters it may be differentiable in as well.
 
     Raises:
-        PluginError: it is not one floating-point number, is on another device, or has lost its gradient.
+        PluginError: the value is not one floating-point number, is on another device, or has lost its gradient.
     """
     should = "it must give a scalar: one floating-point number in a tensor that its embeddings' gradient passes through"
     if not isinstance(value, Tensor):
@@ -56,7 +56,7 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
     if value.device != inputs.device:
         raise PluginError(f"{what} gave {shown(value)} on {value.device}; its input is on {inputs.device}.")
     trains = inputs.requires_grad or (owner is not None and any(p.requires_grad for p in owner.parameters()))
-    # a zero of its own, for a batch without pairs, trains nothing and is no fault
+    # a zero of its own, for a batch without pairs, trains nothing and is not a fault
     if trains and not value.requires_grad and torch.is_grad_enabled() and float(value) != 0:
         raise PluginError(
             f"{what} gave {float(value):.4g} without a gradient; {should}. Was it detached, taken through numpy, or computed "
@@ -75,7 +75,7 @@ def checked_indices(found: Any, what: str, sizes: tuple[int, int], device: torch
         device: where the codes are.
 
     Raises:
-        PluginError: they are not three or four index tensors that fit together and point at what is there.
+        PluginError: the indices are not three or four index tensors that fit together and point at what is there.
     """
     should = (
         "it must give (anchor, positive, negative) or (anchor1, positive, anchor2, negative): int64 tensors, one number a "
@@ -120,7 +120,7 @@ def checked_rows(value: Any, what: str, like: tuple[int, int], device: torch.dev
         of: what it must be, in words.
 
     Raises:
-        PluginError: it is anything else.
+        PluginError: the value has another type, shape or device.
     """
     rows, width = like
     fits = isinstance(value, Tensor) and value.ndim == 2 and value.is_floating_point() and len(value) == rows
@@ -138,7 +138,7 @@ def check_width(features: Any, what: str, width: int) -> None:
     """Refuse features of all items that are not as wide as their backbone says.
 
     Raises:
-        PluginError: they are not.
+        PluginError: the features have another width.
     """
     if features.ndim != 2 or features.shape[1] != width:
         raise PluginError(
@@ -150,7 +150,7 @@ def checked_objective(value: Any, what: str, codes: Tensor) -> tuple[Tensor | No
     """Return what a combiner's `objective` gave: a scalar or None, and figures by name.
 
     Raises:
-        PluginError: it is anything else.
+        PluginError: the objective gave anything else.
     """
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
         raise PluginError(
@@ -172,7 +172,7 @@ def combiner_warnings(combiner: Combiner | None, figures: Mapping[str, float], w
     """Return a combiner's sentences for whoever trains.
 
     Raises:
-        PluginError: it gave something else.
+        PluginError: the combiner gave something else.
     """
     if combiner is None:
         return []

@@ -77,7 +77,7 @@ def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
         learner: the learner's name, for the sentences.
 
     Raises:
-        ValueError: they are continuous numbers, of one class only, or each the only one of its class.
+        ValueError: the labels are continuous numbers, name one class only, or name each class once.
     """
     labels = np.asarray(y)
     if labels.dtype.kind == "f" and (labels != np.floor(labels)).any():

@@ -70,12 +70,12 @@ def checked_embeddings(x: Any, name: str) -> Tensor:
     """Return embeddings (B, C) in full precision.
 
     Raises:
-        ValueError: they are no matrix of floating-point numbers.
+        ValueError: the embeddings are not a matrix of floating-point numbers.
         DataError: one is NaN or infinite.
     """
     if not isinstance(x, Tensor) or x.ndim != 2:
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be a matrix, a row an item, and this has the shape {shape}")
+        raise ValueError(f"{name} must be a matrix, one row per item, and this has the shape {shape}")
     if not x.is_floating_point():
         raise ValueError(f"{name} must be floating-point numbers, not {x.dtype}")
     if not bool(torch.isfinite(x).all()):
@@ -88,7 +88,7 @@ def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
     """Return labels (B,) on the embeddings' device.
 
     Raises:
-        ValueError: they are missing, no tensor, or not one an item.
+        ValueError: the labels are missing, are not a tensor, or are not one per item.
     """
     if labels is None:
         raise ValueError(f"{name} are missing: without a miner's indices they say which pairs are positive")
@@ -98,7 +98,7 @@ def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
         )
     if labels.shape != items.shape[:1]:
         raise ValueError(
-            f"{name} must be one number an item: they have the shape {tuple(labels.shape)}, and there are {len(items)} items"
+            f"{name} must be one number per item: they have the shape {tuple(labels.shape)}, and there are {len(items)} items"
         )
     return labels.to(items.device)
 

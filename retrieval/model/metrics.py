@@ -110,7 +110,7 @@ def metric(name: str) -> Metric:
     """Return the built-in metric of a name: "recall_at_K" and "precision_at_K" for any K, "r_precision", "map_at_r", "map".
 
     Raises:
-        RetrievalError: there is none of that name; the sentence names the closest.
+        RetrievalError: no metric has that name; the sentence suggests the closest.
     """
     if name in _PLAIN:
         return _PLAIN[name]()

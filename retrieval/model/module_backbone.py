@@ -60,7 +60,7 @@ class ModuleBackbone(Backbone):
 
 
 def as_backbone(made: Any, name: str, width: int | None) -> Any:
-    """Return a module as a backbone; what is one already, or is no module, as it is."""
+    """Return a module as a backbone; what is one already, or is not a module, as it is."""
     if isinstance(made, Backbone) or not isinstance(made, nn.Module):
         return made
     return ModuleBackbone(made, name, width)

@@ -37,7 +37,7 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
     """Return a dataset whose parts are as long as each other.
 
     Raises:
-        PluginError: it is none; or with everything that does not fit.
+        PluginError: the factory did not make a dataset, or its parts do not fit each other; the sentence lists every fault.
     """
     if not isinstance(dataset, Dataset):
         raise PluginError(f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.Dataset.")
@@ -54,7 +54,7 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
         try:
             lengths[part] = len(column)
         except TypeError:
-            wrong.append(f"{part} is {shown(column)}, and must hold one entry an item")
+            wrong.append(f"{part} is {shown(column)}, and must hold one entry per item")
     if len(set(lengths.values())) > 1:
         each = ", ".join(f"{n} {part}" for part, n in lengths.items())
         wrong.append(f"its parts differ in length: {each}")
@@ -73,7 +73,7 @@ def check_backbone(backbone: Any, name: str) -> Backbone:
     """Return a backbone that has what the host reads of it.
 
     Raises:
-        PluginError: it lacks something.
+        PluginError: the backbone lacks an attribute that the host reads.
     """
     if not isinstance(backbone, Backbone):
         raise PluginError(
@@ -96,7 +96,7 @@ def check_generator(generator: Any, name: str) -> Generator:
     """Return a generator that says whose place it takes.
 
     Raises:
-        PluginError: it is none, or does not.
+        PluginError: the factory did not make a generator, or the generator does not say it.
     """
     if not isinstance(generator, Generator):
         raise PluginError(
@@ -113,7 +113,7 @@ def check_head(head: Any, what: str, features: int) -> nn.Module:
     """Return a head that turns features (B, F) into codes.
 
     Raises:
-        PluginError: it is no module, or gives something else.
+        PluginError: the head is not a module, or gives something else.
     """
     if not isinstance(head, nn.Module):
         raise PluginError(
@@ -130,7 +130,7 @@ def check_combiner(combiner: Any, name: str) -> Combiner:
     """Return a combiner.
 
     Raises:
-        PluginError: it is none.
+        PluginError: the factory did not make a combiner.
     """
     if not isinstance(combiner, Combiner):
         raise PluginError(
@@ -161,7 +161,7 @@ def check_distances(combiner: Combiner, name: str, head: nn.Module, features: in
     )
     if not (isinstance(rows, Tensor) and rows.shape == (3,)):
         raise PluginError(
-            f"{what}'s pairwise_distance gave {shown(rows)}; it must give one distance a row, of shape (3,)."
+            f"{what}'s pairwise_distance gave {shown(rows)}; it must give one distance per row, of shape (3,)."
         )
     return combiner
 
@@ -184,7 +184,7 @@ def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Comb
     """Return a fitted learner's head and combiner.
 
     Raises:
-        PluginError: it fails, or gives anything else.
+        PluginError: the learner fails, or gives anything else.
     """
     what = f"The learner {name}"
     with calling(f"{what}, asked for to_model_parts(),"):
@@ -203,14 +203,14 @@ def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Comb
 
 
 class CheckedMetric:
-    """A plugin's metric, whose values are one number a query.
+    """A plugin's metric, whose values are one number per query.
 
     Args:
         metric: what the factory gave.
         name: its name.
 
     Raises:
-        PluginError: it cannot be called, or does not say how many neighbours it looks at.
+        PluginError: the metric cannot be called, or does not say how many neighbours it looks at.
     """
 
     def __init__(self, metric: Any, name: str) -> None:
@@ -225,10 +225,10 @@ class CheckedMetric:
         self.depth = cast("int | Literal['relevant', 'all']", depth)
 
     def __call__(self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return one value a query (Q,); see `retrieval.Metric`.
+        """Return one value per query (Q,); see `retrieval.Metric`.
 
         Raises:
-            PluginError: it gave something else.
+            PluginError: the metric gave something else.
         """
         with calling(self.what):
             given = self.metric(matches, relevant)
@@ -242,5 +242,5 @@ class CheckedMetric:
                     f"{self.what} gave NaN or infinite values for {wrong} of {len(matches)} queries."
                 )
         raise PluginError(
-            f"{self.what} gave {shown(given)}; it must give one number a query, of shape ({len(matches)},)."
+            f"{self.what} gave {shown(given)}; it must give one number per query, of shape ({len(matches)},)."
         )

@@ -27,7 +27,7 @@ def apply_overrides(
         components: the tables that hold a name and that thing's parameters.
 
     Raises:
-        RecipeError: a text has no `=`, or goes through something that is no table.
+        RecipeError: a text has no `=`, or goes through something that is not a table.
     """
     overrides = [text for text in overrides if not _removed(table, text, components)]
     for text in overrides:

@@ -21,7 +21,7 @@ from retrieval.host.file_plugins import is_file_plugin
 from retrieval.host.objects import WORDS, is_object, object_name
 from retrieval.host.plugins import load_plugins
 from retrieval.host.trust import require
-from retrieval.host.values import Place, shown, validate
+from retrieval.host.values import Place, check_values, shown
 from retrieval.recipe.overrides import apply_overrides
 from retrieval.recipe.tables import Backbone, Component, Section, host_keys
 from retrieval.recipe.tables import Recipe as Tables
@@ -197,7 +197,7 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
 
     When something is wrong, the recipe holds what is right, so that the checks that come after see the rest.
     """
-    values, faults = validate(Tables, table)
+    values, faults = check_values(Tables, table)
     if not faults:
         return Tables(**values), faults
     for name in COMPONENTS:
@@ -206,9 +206,9 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
     kept = _without(table, {_entry(table, place) for place in faults})
     for name in ("data", "backbone"):
         kept.setdefault(name, {})
-    values, rest = validate(Tables, kept)
+    values, rest = check_values(Tables, kept)
     if rest:  # what a wrong entry hid, such as a list that is too short without it
-        values, _ = validate(
+        values, _ = check_values(
             Tables, {k: v for k, v in kept.items() if not any(k == place[0] for place in rest)}
         )
     return (Tables(**values) if values else Tables(data=Component(), backbone=Backbone())), faults

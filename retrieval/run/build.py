@@ -128,7 +128,7 @@ def build_objective(recipe: Recipe, model: Model, classes: int) -> Objective:
 
 
 class Called(nn.Module):
-    """A loss or miner that is called and is no module, such as a function: it has no weights to train or save."""
+    """A loss or miner that is called and is not a module, such as a function: it has no weights to train or save."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def as_module(made: Any, part: str, name: str) -> nn.Module:
     """Return a loss or miner as a module.
 
     Raises:
-        PluginError: it cannot be called.
+        PluginError: the loss or miner cannot be called.
     """
     if isinstance(made, nn.Module):
         return made

@@ -30,7 +30,7 @@ FORMAT = "retrieval checkpoint 2"
 WITHOUT_CHECKSUM = "retrieval checkpoint 1"
 
 _BLANK = "0" * 64
-# within the header's texts a quotation mark is escaped, and a tensor's entry is no text: it stands there once
+# within the header's texts a quotation mark is escaped, and a tensor's entry is not text: it stands there once
 _SUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def load(path: Path, advice: str = "Use another checkpoint, or train again.") ->
         advice: what to do about a damaged file; ends the error's sentence.
 
     Raises:
-        DataError: it is missing, damaged or no checkpoint.
+        DataError: the file is missing or damaged, or is not a checkpoint.
     """
     if not path.is_file():
         raise DataError(f"There is no checkpoint {path}.")
@@ -79,7 +79,7 @@ def load(path: Path, advice: str = "Use another checkpoint, or train again.") ->
         metadata = _verified(content)
         if metadata.get("format") not in (FORMAT, WITHOUT_CHECKSUM):
             raise DataError(
-                f"{path} is no checkpoint of this program (its format is {metadata.get('format', 'unstated')!r})."
+                f"{path} is not a checkpoint of this program (its format is {metadata.get('format', 'unstated')!r})."
             )
         state = _unflatten(json.loads(metadata["state"]), load_tensors(content))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -111,7 +111,7 @@ def _verified(content: bytes) -> dict[str, Any]:
     """Return what a file's header says of it besides its tensors.
 
     Raises:
-        ValueError: the file is not as it was written, or no safetensors file.
+        ValueError: the file is not as it was written, or is not a safetensors file.
     """
     end = 8 + int.from_bytes(content[:8], "little")
     found = _SUM.search(content, 8, min(end, len(content)))

@@ -4,7 +4,7 @@ recipe.toml             the recipe as it was run, overrides included, its paths 
 run.json                versions, machine, split sizes
 plugins/                copies of the recipe's plugin files and folders
 inputs.safetensors      a few held-out inputs: what an export is verified on once the data are gone
-metrics.jsonl           one line an epoch
+metrics.jsonl           one line per epoch
 checkpoints/last.safetensors, previous.safetensors, best.safetensors
 summary.json            written last: the run is complete
 """
@@ -63,7 +63,7 @@ def claimed(path: Path) -> Iterator[None]:
     """Hold a run's folder against every other process that would train into it.
 
     Raises:
-        DataError: another one does (the sentence says which), or the disk refuses.
+        DataError: another process writes there (the sentence says which), or the disk refuses.
     """
     place = Path(os.path.realpath(path))
     try:

@@ -96,7 +96,7 @@ class Run:
             ) from error
 
 
-def versions() -> dict[str, str]:
+def run_versions() -> dict[str, str]:
     """Return the versions of what results depend on."""
     found = {"python": platform.python_version()}
     for name in (
@@ -121,7 +121,7 @@ def describe(run: Run) -> dict[str, Any]:
     splits = run.splits
     return {
         "name": run.recipe.name,
-        "versions": versions(),
+        "versions": run_versions(),
         "machine": {
             "platform": platform.platform(),
             "processors": os.cpu_count(),
@@ -209,12 +209,12 @@ def load_run(
         The run; its model is in evaluation mode on the CPU.
 
     Raises:
-        DataError: the folder is no run, has no checkpoint yet, or a file in it is damaged.
+        DataError: the folder is not a run, has no checkpoint yet, or a file in it is damaged.
         RecipeError: its recipe no longer fits the installed plugins.
     """
     path = Path(path)
     if not is_run(path):
-        raise DataError(f"{path} is no run: it holds no recipe.toml.{instead(path, 'run')}")
+        raise DataError(f"{path} is not a run: it holds no recipe.toml.{instead(path, 'run')}")
     objects = objects_of(
         dataset=dataset, backbone=backbone, combiner=combiner, loss=loss, miner=miner, generator=generator, learner=learner
     )  # fmt: skip

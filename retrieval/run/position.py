@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Progress:
+class Position:
     """Where training is; part of the checkpoint."""
 
     phase: int = 0

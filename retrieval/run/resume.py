@@ -17,7 +17,7 @@ from retrieval.recipe.tables import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.folder import absolute_paths, checkpoint_file, has_checkpoint, is_run
 from retrieval.run.objects import refuse_others
-from retrieval.run.position import Progress
+from retrieval.run.position import Position
 from retrieval.serving.files.places import StrPath
 
 MAY_CHANGE = re.compile(
@@ -76,14 +76,14 @@ def read_given(
 
 
 def refuse_no_run(folder: Path) -> None:
-    """Refuse to go on with what is no run.
+    """Refuse to go on with what is not a run.
 
     Raises:
         DataError: there is none.
     """
     if not is_run(folder):
         raise DataError(
-            f"{folder} is no run that could be resumed: it holds no recipe.toml. Leave --resume out to start it."
+            f"{folder} is not a run that could be resumed: it holds no recipe.toml. Leave --resume out to start it."
         )
 
 
@@ -125,7 +125,7 @@ class Standing:
 
     file: Path
     state: Any
-    progress: Progress
+    progress: Position
 
 
 def standing(folder: Path) -> Standing | None:
@@ -145,12 +145,14 @@ def standing(folder: Path) -> Standing | None:
         advice = f"Remove it, and --resume goes on from the checkpoint before it ({previous.name})."
     state = checkpoint.load(chosen, advice)
     try:
-        return Standing(chosen, state, Progress(**state["progress"]))
+        return Standing(chosen, state, Position(**state["progress"]))
     except (KeyError, TypeError) as error:
-        raise DataError(f"{chosen} is no checkpoint to go on from: it holds no {error}. {advice}") from error
+        raise DataError(
+            f"{chosen} is not a checkpoint to go on from: it holds no {error}. {advice}"
+        ) from error
 
 
-def changes(folder: Path, given: Recipe, progress: Progress | None) -> list[str]:
+def changes(folder: Path, given: Recipe, progress: Position | None) -> list[str]:
     """Return what a recipe changes of the one that a run was started with, a line each.
 
     Args:
@@ -186,7 +188,7 @@ def changes(folder: Path, given: Recipe, progress: Progress | None) -> list[str]
 
 
 def _refuse_lengths(
-    folder: Path, kept: Recipe, given: Recipe, progress: Progress | None, keys: Sequence[str]
+    folder: Path, kept: Recipe, given: Recipe, progress: Position | None, keys: Sequence[str]
 ) -> None:
     """Refuse numbers of epochs that say nothing, or that would undo epochs."""
     if given.learner is not None:
@@ -215,7 +217,7 @@ def _refuse_lengths(
             )
 
 
-def _schedule(given: Recipe, longer: Sequence[str], progress: Progress | None) -> list[str]:
+def _schedule(given: Recipe, longer: Sequence[str], progress: Position | None) -> list[str]:
     if not longer or progress is None or (given.schedule.name == "constant" and not given.schedule.warmup):
         return []
     if given.schedule.name not in ("constant", "cosine", "linear"):

@@ -32,7 +32,7 @@ def take_weights(model: Model, recipe: Recipe) -> None:
         files = [checkpoint_file(source, name) for name in ("best", "last", "previous")]
         file = next((each for each in files if each.is_file()), files[0])
     if not file.is_file():
-        raise RecipeError([f"[train] start_from: {source} is no run with a checkpoint."])
+        raise RecipeError([f"[train] start_from: {source} is not a run with a checkpoint."])
     theirs: dict[str, Tensor] = checkpoint.load(file)["model"]
     parts = [part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"]
     faults = {part: _misfits(part, model.state_dict(), theirs) for part in parts}

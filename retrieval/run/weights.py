@@ -14,7 +14,7 @@ def load_weights(model: Model, state: Mapping[str, Any], path: Path) -> None:
     """Put a checkpoint's weights into a model.
 
     Raises:
-        DataError: they are of another model.
+        DataError: the weights are of another model.
     """
     try:
         model.load_state_dict(state["model"])

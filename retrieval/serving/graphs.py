@@ -37,9 +37,9 @@ def check_graph(content: Content) -> None:
                 elif field in (20, 25):
                     raise GraphError("it has functions or training steps of its own")
     except (IndexError, UnicodeDecodeError, RecursionError):
-        raise GraphError("it is no ONNX file, or was cut off") from None
+        raise GraphError("it is not an ONNX file, or was cut off") from None
     if graphs != 1:
-        raise GraphError("it is no ONNX file")
+        raise GraphError("it is not an ONNX file")
 
 
 def _check(graph: memoryview) -> None:

@@ -70,7 +70,7 @@ def find_images(folder: Path) -> Found:
     A file is an image by its extension, and else by how it begins.
 
     Raises:
-        DataError: it is no folder, holds no image, or a folder below it cannot be read.
+        DataError: it is not a folder, holds no image, or a folder below it cannot be read.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder.")

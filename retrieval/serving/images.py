@@ -269,9 +269,7 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
             f"{name} has far more pixels than the limit of {limits.pixels:,}. Save it smaller."
         ) from None
     except UnidentifiedImageError:
-        raise DataError(
-            f"{name} is damaged and cannot be decoded: it is no {format} that can be read."
-        ) from None
+        raise DataError(f"{name} is damaged and cannot be decoded: it cannot be read as {format}.") from None
     except Exception as error:  # Pillow's decoders raise whatever their format's parser does
         raise DataError(f"{name} is damaged and cannot be decoded: {str(error).rstrip('.')}.") from error
 

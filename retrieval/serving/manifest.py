@@ -57,13 +57,13 @@ FileName = Annotated[str, AfterValidator(_plain_name)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Part(BaseModel):
+class Entry(BaseModel):
     """Base of every part of the manifest: unknown keys and numbers that are not finite are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Input(Part):
+class Input(Entry):
     """What `encoder.onnx` takes as "input".
 
     Attributes:
@@ -103,7 +103,7 @@ class Input(Part):
         return self
 
 
-class Distance(Part):
+class DistanceEntry(Entry):
     """What the answers are ordered by.
 
     Attributes:
@@ -118,7 +118,7 @@ class Distance(Part):
     measure: Literal["euclidean", "inner"] = "euclidean"
 
 
-class Subspace(Part):
+class SubspaceEntry(Entry):
     """Columns `start` to `stop` of the vector, indexed by themselves for candidates of their own; `weight` is for merge "score"."""
 
     name: str
@@ -127,7 +127,7 @@ class Subspace(Part):
     weight: Annotated[float, Field(gt=0)] = 1.0
 
     @model_validator(mode="after")
-    def _ordered(self) -> Subspace:
+    def _ordered(self) -> SubspaceEntry:
         if self.stop <= self.start:
             raise ValueError(
                 f"sub-space '{self.name}' stops at column {self.stop}, before it starts at {self.start}"
@@ -135,7 +135,7 @@ class Subspace(Part):
         return self
 
 
-class Rescorer(Part):
+class RescorerEntry(Entry):
     """The graph that orders candidates: "query" (Q, C) and "items" (N, C) to "distance" (Q, N).
 
     Attributes:
@@ -151,21 +151,21 @@ class Rescorer(Part):
     items: PositiveInt | None = None
 
 
-class Cosine(Part):
+class Cosine(Entry):
     """Cosine between a variant's vectors and the encoder's, on real items."""
 
     mean: float
     min: float
 
 
-class Recall(Part):
+class Recall(Entry):
     """Recall@1 of the encoder (before) and of the variant (after), on the same real items."""
 
     before: float
     after: float
 
 
-class Variant(Part):
+class Variant(Entry):
     """The encoder in another precision, with its measured drift."""
 
     file: FileName
@@ -173,7 +173,7 @@ class Variant(Part):
     recall_at_1: Recall | None = None
 
 
-class Verified(Part):
+class Verified(Entry):
     """How far torch and ONNX Runtime were apart when the bundle was made.
 
     Attributes:
@@ -187,14 +187,14 @@ class Verified(Part):
     items: PositiveInt
 
 
-class FileRecord(Part):
+class FileRecord(Entry):
     """SHA-256 and size of one file of the bundle."""
 
     sha256: Sha256
     bytes: Annotated[int, Field(ge=0)]
 
 
-class Manifest(Part):
+class Manifest(Entry):
     """All that the serving side knows of a model.
 
     Attributes:
@@ -230,10 +230,10 @@ class Manifest(Part):
     code: Width | None = None
     query_vectors: bool = False
     normalized: bool
-    distance: Distance
-    subspaces: tuple[Subspace, ...] = ()
+    distance: DistanceEntry
+    subspaces: tuple[SubspaceEntry, ...] = ()
     merge: Literal["min", "score"] = "min"
-    rescorer: Rescorer | None = None
+    rescorer: RescorerEntry | None = None
     encoder: FileName = "encoder.onnx"
     variants: dict[str, Variant] = {}
     verified: Verified

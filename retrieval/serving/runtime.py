@@ -24,7 +24,7 @@ def quiet_threads() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def installed(names: tuple[str, ...]) -> list[str]:
+def installed_packages(names: tuple[str, ...]) -> list[str]:
     """Return those of the distributions that are installed."""
     found = []
     for name in names:
@@ -42,7 +42,7 @@ def require(module: str, family: tuple[str, ...], extra: str = "cpu") -> Any:
     Raises:
         MissingDependency: none is installed, or two are, or the one that is cannot be imported.
     """
-    found = installed(family)
+    found = installed_packages(family)
     if len(found) > 1:
         keep = found[-1]
         raise MissingDependency(

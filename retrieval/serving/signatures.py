@@ -63,7 +63,7 @@ def message(kind: str, content: bytes) -> bytes:
 def _public(path: Path) -> Ed25519PublicKey:
     made = read_key(path, lambda text: serialization().load_pem_public_key(text))
     if not isinstance(made, ed25519().Ed25519PublicKey):
-        raise RetrievalError(f"{path} is no public key for Ed25519: name the one that ends in .pub.")
+        raise RetrievalError(f"{path} is not a public key for Ed25519: name the one that ends in .pub.")
     return cast("Ed25519PublicKey", made)
 
 

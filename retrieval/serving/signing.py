@@ -85,6 +85,6 @@ def _private(path: Path) -> Ed25519PrivateKey:
     made = read_key(path, lambda text: serialization().load_pem_private_key(text, password=None))
     if not isinstance(made, ed25519().Ed25519PrivateKey):
         raise RetrievalError(
-            f"{path} is no private key for Ed25519. Make one with 'retrieval sign --new-key'."
+            f"{path} is not a private key for Ed25519. Make one with 'retrieval sign --new-key'."
         )
     return cast("Ed25519PrivateKey", made)

@@ -25,7 +25,7 @@ from retrieval.run.learned import build_learner
 from retrieval.run.open import build_run
 from retrieval.training.learn import fit
 from retrieval.training.probe import look_ahead, open_some
-from retrieval.training.surroundings import make_accelerator
+from retrieval.training.process import make_accelerator
 from retrieval.training.untrained import NOTHING, nothing_to_train
 
 
@@ -53,7 +53,7 @@ def run_one_batch(recipe: Recipe) -> list[str]:
     lines += [*seen.lines, *(f"warning: {warning}" for warning in seen.warnings)]
     batches = batches_in_epoch(len(run.splits.train), recipe.sampler)
     verdict = "The recipe runs; read the warnings." if seen.warnings else "The recipe is fine."
-    return [*lines, f"{batches} batches an epoch, {sum(p.epochs for p in recipe.phases)} epochs. {verdict}"]
+    return [*lines, f"{batches} batches per epoch, {sum(p.epochs for p in recipe.phases)} epochs. {verdict}"]
 
 
 def _check_learner(recipe: Recipe) -> list[str]:

@@ -25,7 +25,7 @@ from retrieval.run.folder import write_json
 from retrieval.run.learned import build_learner, fitted_state, load_learned
 from retrieval.run.open import Run, begin_folder
 from retrieval.run.start import take_weights
-from retrieval.training.surroundings import make_accelerator
+from retrieval.training.process import make_accelerator
 from retrieval.training.validate import validate
 
 
@@ -98,7 +98,7 @@ def fit(learner: Learner, name: str, features: NDArray[np.float64], labels: NDAr
 
     Raises:
         ValueError: an estimator's way to say that data do not serve.
-        PluginError: it failed in any other way.
+        PluginError: the learner failed in any other way.
     """
     try:
         with calling(f"The learner {name}"):

@@ -18,7 +18,7 @@ from retrieval.recipe.tables import Optimizer, Phase, Recipe, Schedule, Trainabl
 def build_optimizer(
     section: Optimizer, parts: Mapping[Trainable, Sequence[Parameter]], lr: float | None = None
 ) -> TorchOptimizer:
-    """Return the optimiser with one group a part, each at `lr` times its factor.
+    """Return the optimiser with one group per part, each at `lr` times its factor.
 
     Args:
         section: the recipe's table.

@@ -11,13 +11,13 @@ from typing import Any
 from retrieval.errors import DataError
 from retrieval.run import checkpoint
 from retrieval.run.open import Run
-from retrieval.run.position import Progress
+from retrieval.run.position import Position
 from retrieval.run.resume import Standing
 from retrieval.run.weights import load_weights
 from retrieval.training.step import Step
 
 
-def training_state(run: Run, step: Step, scaler: Any, progress: Progress) -> dict[str, Any]:
+def training_state(run: Run, step: Step, scaler: Any, progress: Position) -> dict[str, Any]:
     """Return the weights, the state of optimisers, schedules, gradient scaler (None without one) and random generators."""
     return {
         "model": run.model.state_dict(),

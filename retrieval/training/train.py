@@ -18,7 +18,7 @@ from retrieval.run.open import Run
 from retrieval.run.resume import read_given
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Progress, shown
-from retrieval.training.surroundings import Interrupted
+from retrieval.training.process import Interrupted
 from retrieval.training.trainer import train as train_run
 
 

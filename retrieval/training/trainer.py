@@ -34,20 +34,20 @@ from retrieval.run.folder import (
     write_json,
 )
 from retrieval.run.open import Run, begin_folder, build_run, load_run
-from retrieval.run.position import Progress
+from retrieval.run.position import Position
 from retrieval.run.resume import Standing, changes, standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
 from retrieval.training.probe import look_ahead
-from retrieval.training.state import fitting, restore, training_state
-from retrieval.training.step import Step
-from retrieval.training.surroundings import (
+from retrieval.training.process import (
     Interrupted,
     forget_after,
     make_accelerator,
     stopping,
     tensorboard,
 )
+from retrieval.training.state import fitting, restore, training_state
+from retrieval.training.step import Step
 from retrieval.training.untrained import nothing_to_train, write_untrained
 from retrieval.training.validate import validate
 
@@ -96,7 +96,7 @@ class Trainer:
             workers=self.recipe.train.workers,
             raw=self.raw,
         )
-        self.progress = Progress()
+        self.progress = Position()
         self.validates = len(run.splits.validation) > 0
         self._stop = threading.Event()
         self._enter_phase()

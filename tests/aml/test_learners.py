@@ -212,7 +212,7 @@ SINGULAR = {
         r.normal(size=(12, 20)) + np.arange(12)[:, None] % 3,
         np.arange(12) % 3,
     ),
-    "B: two items a class at one place": lambda r: (
+    "B: two items per class at one place": lambda r: (
         np.vstack([r.normal(size=(30, 3)), -r.normal(size=(30, 3))]) @ np.diag([1, 1, 0]) + 0.0,
         np.repeat([0, 1], 30),
     ),

@@ -68,7 +68,7 @@ def retrieval(*arguments, kill_at=0):
         call, ahead = Step.__call__, trainer.look_ahead
         def not_counted(*args):
             nonlocal done
-            done = -1000  # what is tried on copies is no step
+            done = -1000  # what is tried on copies is not a step
             seen, done = ahead(*args), 0
             return seen
         trainer.look_ahead = not_counted
@@ -159,7 +159,7 @@ class Fragile(HardNegativeGenerator):
     steps = 0
 
     def __deepcopy__(self, memo):
-        """A copy is made to look ahead, which is no step."""
+        """A copy is made to look ahead, which is not a step."""
         made = self.__class__.__new__(self.__class__)
         made.__dict__.update(copy.deepcopy(self.__dict__, memo), steps=-1000)
         return made

@@ -232,7 +232,7 @@ def test_a_cache_that_cannot_be_written(data: ArrayDataset, tmp_path: Path) -> N
 
 def test_a_disk_that_fills_up(data: ArrayDataset, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))  # in bytes a file: the third block does not fit
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))  # in bytes per file: the third block does not fit
     try:
         with pytest.raises(DataError, match="Features cannot be kept in"):
             compute(Net(), data, tmp_path)

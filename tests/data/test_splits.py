@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from retrieval.data.datasets import ArrayDataset
-from retrieval.data.problems import natural
+from retrieval.data.error_lists import natural
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
 from retrieval.recipe.tables import Split

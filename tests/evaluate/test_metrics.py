@@ -250,7 +250,7 @@ def test_table(digits):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"labels": [1, 2]}, "one label an item"),
+        ({"labels": [1, 2]}, "one label per item"),
         ({"labels": [1.5, 2, 3]}, "whole numbers or text"),
         ({"labels": [None, 2, 3]}, "whole numbers or text"),
         ({"gallery": np.ones((2, 2))}, "come together"),

@@ -309,7 +309,7 @@ def _error(proposer, queries):
         ({"block": 0}, "block is 0"),
         ({"candidates": "bf16"}, "candidates is 'bf16'"),
         ({"queries": np.full((2, 4), 1e30)}, "of one model"),
-        ({"distance": lambda a, b: torch.zeros(len(a))}, "one number a pair"),
+        ({"distance": lambda a, b: torch.zeros(len(a))}, "one number per pair"),
         ({"distance": lambda a, b: torch.full((len(a), len(b)), torch.nan)}, "NaN"),
     ],
 )

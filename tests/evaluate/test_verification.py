@@ -214,4 +214,4 @@ def test_memory_is_linear_in_the_number_of_pairs() -> None:
     verification(distances, same, folds)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 200 * count  # 200 bytes a pair
+    assert peak < 200 * count  # 200 bytes per pair

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from retrieval.data.pairs import Pairs, read_pairs
+from retrieval.data.pairs import LabelledPairs, read_pairs
 from retrieval.errors import DataError
 from retrieval.evaluation.drawing import _different, _same, draw_pairs, make_folds
 
@@ -16,7 +16,7 @@ KEYS = [f"{name}/{name}_{n:04d}.png" for name in ("Ann_Lee", "Bo", "Cy") for n i
 LFW = "2\t2\nBo\t1\t2\nCy\t2\t3\nBo\t1\tCy\t1\nBo\t3\tCy\t2\nAnn_Lee\t1\t3\nAnn_Lee\t1\t2\nAnn_Lee\t1\tCy\t1\nAnn_Lee\t2\tBo\t1\n"
 
 
-def read(folder: Path, text: str, keys: list[str] = KEYS) -> Pairs:
+def read(folder: Path, text: str, keys: list[str] = KEYS) -> LabelledPairs:
     path = folder / "pairs.txt"
     path.write_text(text, encoding="utf-8")
     return read_pairs(path, keys)
@@ -80,7 +80,7 @@ def test_all_faults_of_a_csv_file_at_once(tmp_path: Path) -> None:
         ("first,second,same,fold\na,b,0,x\nb,c,1,x\n", "all pairs are in one fold ('x')"),
         ("first,second,same,fold\na,b,0,x\nb,c,1,x\na,c,0,y\n", "outside the fold 'x' all pairs are different"),
         ("first,second,same\n", "it lists no pair."),
-        ("", "it is no list of pairs: its first line must be"),
+        ("", "it is not a list of pairs: its first line must be"),
         ("a;b;1\n", "it is 'a;b;1'."),
         ("first,secnd,same\na,b,1\n", "no column 'second' (it has: first, secnd, same). Did you mean 'secnd'?"),
         ("first,second,same,same\na,b,1,1\n", "the first line names 'same' twice."),
@@ -106,7 +106,7 @@ def test_a_csv_file_that_cannot_be_used(tmp_path: Path, text: str, says: str) ->
         (LFW.replace("Bo\t1\t2", "Bo\t1\t1"), ["line 2: the image Bo/Bo_0001 is paired with itself."]),
         (LFW.replace("Bo\t1\tCy\t1", "Bo\t1\tBo\t2"), ["line 4: it is among the different pairs, and names Bo twice."]),
         (LFW.replace("Bo\t1\t2", "Bo\t1"), ["line 2: 'NAME n1 n2' or 'NAME1 n1 NAME2 n2' is expected, not 2 words ('Bo 1')."]),
-        (LFW.replace("Bo\t1\t2", "Bo\tone\t0"), ["line 2: images are numbered from 1; 'one 0' are no such numbers."]),
+        (LFW.replace("Bo\t1\t2", "Bo\tone\t0"), ["line 2: images are numbered from 1; 'one 0' are not such numbers."]),
         (
             LFW.replace("Bo\t1\t2", "Bo\t1\t1").replace("Cy\t2\t3", "Cy\t2\t9").replace("Ann_Lee\t1\t3", "Ann_Lee") + "x\n",
             ["has 5 problems", "line 1 states 2", "line 6: 'NAME", "line 10: 'NAME", "line 2: the image", "line 3: the image"],
@@ -136,7 +136,7 @@ def labels_of(*sizes: int) -> NDArray[np.int64]:
     return np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes)).astype(np.int64)
 
 
-def check(pairs: Pairs, labels: NDArray[np.int64], folds: int, each: int) -> None:
+def check(pairs: LabelledPairs, labels: NDArray[np.int64], folds: int, each: int) -> None:
     """What holds for any draw; items are numbered from 1000."""
     a, b = pairs.first - 1000, pairs.second - 1000
     assert len({(min(pair), max(pair)) for pair in zip(a.tolist(), b.tolist(), strict=True)}) == len(pairs)
@@ -146,7 +146,7 @@ def check(pairs: Pairs, labels: NDArray[np.int64], folds: int, each: int) -> Non
         assert pairs.same[pairs.fold == k].sum() == (~pairs.same[pairs.fold == k]).sum() == each
 
 
-def in_folds(pairs: Pairs, values: NDArray[np.int64]) -> list[set[int]]:
+def in_folds(pairs: LabelledPairs, values: NDArray[np.int64]) -> list[set[int]]:
     assert pairs.fold is not None
     both = np.stack([pairs.first, pairs.second], 1) - 1000
     return [set(values[both[pairs.fold == k]].ravel().tolist()) for k in range(len(pairs.folds))]

@@ -153,7 +153,7 @@ def test_what_is_no_bundle_is_never_replaced(linear, vectors, tmp_path):
     folder.mkdir()
     (folder / "chapter.tex").write_text("years of work")
     file.write_text("")
-    for target, words in ((folder, "is no bundle"), (file, "is a file")):
+    for target, words in ((folder, "is not a bundle"), (file, "is a file")):
         with pytest.raises(BundleError, match=words):
             export_model(linear, vectors[0], target, name="b", replace=True)
     assert (folder / "chapter.tex").read_text() == "years of work"

@@ -49,7 +49,7 @@ def trained(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> retrieval.
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Digits as PNG files, a folder a class."""
+    """Digits as PNG files, one folder per class."""
     from PIL import Image
     from sklearn.datasets import load_digits
 

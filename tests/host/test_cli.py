@@ -182,7 +182,7 @@ def test_two_plugins_with_one_command(
         (["check", "gone.toml"], "it cannot be read: No such file or directory."),
         (["train", "gone.toml"], "it cannot be read: No such file or directory."),
         (["check", "gone.toml", "--set"], "requires an argument"),
-        (["evaluate", "gone"], "gone is no run"),
+        (["evaluate", "gone"], "gone is not a run"),
         (["plugins", "new", "My-Plugin"], "'My-Plugin' cannot be a plugin's name"),
         (["plugins", "new", "class"], "'class' cannot be a plugin's name"),
         (["plugins", "new", "core"], "A plugin 'core' is installed already"),

@@ -16,7 +16,7 @@ NAMES = ["pml.contrastive", "pml.margin", "acme.margin", "core.digits", "AdamW",
         ("pml.digits", "core.digits"),
         ("adamw", "AdamW"),
         ("Adamw", "AdamW"),
-        ("pml.zzzzzz", ""),  # a shared plugin's name is no likeness
+        ("pml.zzzzzz", ""),  # a shared plugin's name is not a likeness
         ("zzz", ""),
         ("", ""),
     ],

@@ -109,7 +109,7 @@ def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s() -> None
         ({"count": [5]}, "[loss] count: should be an integer, not [5]."),
         ({"scale": "1e-3"}, '[loss] scale: should be a number, not "1e-3". Write it without quotes.'),
         ({"scale": True}, "[loss] scale: should be a number, not true."),
-        ({"scale": float("nan")}, "[loss] scale: is nan, which is no number."),
+        ({"scale": float("nan")}, "[loss] scale: is nan, which is not a number."),
         ({"name": 3}, "[loss] name: should be text, not 3."),
         ({"on": 1}, "[loss] on: should be true or false, not 1."),
         ({"on": "true"}, '[loss] on: should be true or false, not "true".'),

@@ -40,7 +40,7 @@ INNER = {
     "retrieval.data.idx": {"read_idx"},
     "retrieval.data.loading": {"inputs"},
     "retrieval.data.pairs": {"find_pairs", "read_people", "stem"},
-    "retrieval.data.problems": {"refuse", "some"},
+    "retrieval.data.error_lists": {"refuse", "some"},
     "retrieval.data.readable": {"ADVICE", "report_left_out", "skip_unreadable"},
     "retrieval.data.splits": {"ROLES", "SPLITS"},
     "retrieval.host.files": {"whole_file", "write_bytes"},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from retrieval.errors import MissingDependency, PluginError
-from retrieval.host.plugins import Plugins, installed, load_plugins
+from retrieval.host.plugins import Plugins, installed_plugins, load_plugins
 
 LOSS = '''
 from retrieval import hookimpl
@@ -44,7 +44,7 @@ def test_bundled_plugins_come_by_entry_points() -> None:
     origins = {source.plugin: source.origin for source in plugins.sources}
     assert {"core", "pml"} <= set(origins)
     assert origins["core"].startswith("embedding-retrieval ")
-    assert installed().keys() == origins.keys()
+    assert installed_plugins().keys() == origins.keys()
 
 
 def test_the_source_root_of_the_plugins_is_never_a_package() -> None:

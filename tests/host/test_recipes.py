@@ -105,7 +105,7 @@ metrics = ["recall_at_1", "map_at_s"]
         ({"augmentation": {"crop_scale": [0.5]}}, "[augmentation] crop_scale: should be a list [number, number], not [0.5]."),
         ({"augmentation": {"crop_scale": [0.5, 0.2]}}, "[augmentation]: crop_scale must be two numbers 0 < smallest ≤ largest ≤ 1."),
         ({"optimizer": {"lr": float("inf")}}, "[optimizer] lr: should be a number (> 0), not inf."),
-        ({"optimizer": {"lr": float("nan")}}, "[optimizer] lr: is nan, which is no number."),
+        ({"optimizer": {"lr": float("nan")}}, "[optimizer] lr: is nan, which is not a number."),
         ({"optimizer": {"lr_factor": {"hed": 2}}}, "[optimizer] lr_factor.hed: unknown key (known: backbone, head, combiner, loss, generator). Did you mean 'head'?"),
         ({"optimizer": {"lr_factor": {"head": -2}}}, "[optimizer] lr_factor.head: should be a number (≥ 0), not -2."),
         ({"optimizer": {"options": {"weight_dcay": 1}}}, "[optimizer] options.weight_dcay: AdamW takes no such argument (it takes: "),

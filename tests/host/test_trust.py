@@ -184,7 +184,7 @@ def test_files_that_are_no_programs(stranger: Path) -> None:
     plugin = stranger / "theirs.py"
     plugin.unlink()
     os.mkfifo(plugin)
-    with pytest.raises(PluginError, match="is no regular file"):
+    with pytest.raises(PluginError, match="is not a regular file"):
         digest(plugin)
     plugin.unlink()
     plugin.write_bytes(b"#" * 4_000_001)

@@ -31,7 +31,7 @@ def makers() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 handwritten digits as PNG files, one folder a class. Not to be changed."""
+    """200 handwritten digits as PNG files, one folder per class. Not to be changed."""
     folder = tmp_path_factory.mktemp("photos") / "digits"
     _makers.write_digits(folder, 200)
     return folder

@@ -17,11 +17,11 @@ from retrieval.serving.images import Preprocessing
 from retrieval.serving.index import items
 from retrieval.serving.manifest import (
     Cosine,
-    Distance,
+    DistanceEntry,
     Input,
     Manifest,
-    Rescorer,
-    Subspace,
+    RescorerEntry,
+    SubspaceEntry,
     Variant,
     Verified,
     checksum_of,
@@ -44,7 +44,7 @@ def digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def write_digits(folder: Path, count: int = 200) -> list[Path]:
-    """Write handwritten digits as PNG files, one folder a class."""
+    """Write handwritten digits as PNG files, one folder per class."""
     images, labels = digits()
     paths = []
     for number in range(count):
@@ -129,15 +129,18 @@ def make_bundle(
             code=WIDTH if rescorer else None,
             query_vectors=query_vectors,
             normalized=normalized,
-            distance=Distance(
+            distance=DistanceEntry(
                 name="manhattan" if rescorer else "euclidean",
                 exact=not (rescorer or subspaces),
                 measure="inner" if inner else "euclidean",
             ),
-            subspaces=(Subspace(name="left", start=0, stop=6), Subspace(name="right", start=6, stop=WIDTH))
+            subspaces=(
+                SubspaceEntry(name="left", start=0, stop=6),
+                SubspaceEntry(name="right", start=6, stop=WIDTH),
+            )
             if subspaces
             else (),
-            rescorer=Rescorer(file="rescorer.onnx", candidates=50) if rescorer else None,
+            rescorer=RescorerEntry(file="rescorer.onnx", candidates=50) if rescorer else None,
             variants={"fp16": Variant(file="encoder.fp16.onnx", cosine=Cosine(mean=1.0, min=1.0))}
             if variant
             else {},

@@ -26,7 +26,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def spoil(folder: Path, count: int) -> list[Path]:
-    """Put files that are no images, each in its own way, into a folder."""
+    """Put files that are not images, each in its own way, into a folder."""
     contents = [b"", b"text", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0" + b"x" * 50]
     paths = [folder / f"bad{number:02}.png" for number in range(count)]
     for number, path in enumerate(paths):

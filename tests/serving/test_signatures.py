@@ -105,6 +105,6 @@ def test_keys(keys, index_path, tmp_path, cli, monkeypatch):
     made = cli("sign", "--key", tmp_path / "new.key", "--new-key")
     assert made.code == 0 and (tmp_path / "new.key.pub").is_file()
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    monkeypatch.setattr("retrieval.serving.runtime.installed", lambda names: [])
+    monkeypatch.setattr("retrieval.serving.runtime.installed_packages", lambda names: [])
     with pytest.raises(MissingDependency, match=r"embedding-retrieval\[sign\]"):
         Index.open(index_path, signed_by=public)

@@ -65,7 +65,7 @@ def test_a_hundred_of_a_hundred_flips_are_refused(run: Path, tmp_path: Path, nam
     for bit in bits:
         path.write_bytes(content)
         flip(path, bit)
-        with pytest.raises(DataError, match=rf"{name}\.safetensors (is damaged|is no checkpoint)"):
+        with pytest.raises(DataError, match=rf"{name}\.safetensors (is damaged|is not a checkpoint)"):
             checkpoint.load(path)
 
 

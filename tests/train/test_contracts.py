@@ -146,7 +146,7 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"loss": None, "learner": {"name": "broken.no_parts"}}, ["without transform, to_model_parts"]),
     (
         {"evaluate": {"metrics": ["broken.number"]}},
-        ["metric broken.number gave 1.0; it must give one number a query"],
+        ["metric broken.number gave 1.0; it must give one number per query"],
     ),
     ({"evaluate": {"metrics": ["broken.text"]}}, ["metric broken.text gave a list"]),
     ({"evaluate": {"metrics": ["broken.nan"]}}, ["metric broken.nan gave NaN or infinite values"]),

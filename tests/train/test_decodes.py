@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 from retrieval.data.datasets import FileDataset
 from retrieval.errors import DataError
+from retrieval.training.process import Interrupted
 from retrieval.training.step import Step
-from retrieval.training.surroundings import Interrupted
 from retrieval.training.trainer import train
 
 Make = Callable[..., Any]

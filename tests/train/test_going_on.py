@@ -274,7 +274,7 @@ def test_training_starts_from_the_weights_of_another_run(mine: Path, monkeypatch
     shutil.rmtree(mine / "a")  # a run that began needs it no more
     train(mine, "b", *still, "--set", "train.start_from=a", "--resume", "--set", "train.epochs=3")
     retrieval("evaluate", mine / "b")
-    with pytest.raises(RetrievalError, match=r"start_from: .*a is no run with a checkpoint"):
+    with pytest.raises(RetrievalError, match=r"start_from: .*a is not a run with a checkpoint"):
         train(mine, "c", "--set", "train.start_from=a")
     assert not (mine / "c").exists()
 

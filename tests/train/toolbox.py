@@ -167,7 +167,7 @@ class Deadly(nn.Module):
         self.calls = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deadly:
-        """A copy is made to look ahead, which is no step: it never kills."""
+        """A copy is made to look ahead, which is not a step: it never kills."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))

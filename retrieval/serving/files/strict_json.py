@@ -50,7 +50,7 @@ def strict_loads(text: bytes | str, *, finite: bool = True) -> Any:
         finite: False lets NaN and infinity pass.
 
     Raises:
-        ValueError: it is not such a text.
+        ValueError: the text is not such JSON.
     """
     try:
         numbers: Any = {"parse_constant": _refuse, "parse_float": _finite} if finite else {}
@@ -80,12 +80,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(word: str) -> float:
-    raise ValueError(f"{word} is no number of JSON's")
+    raise ValueError(f"{word} is not a number of JSON's")
 
 
 def _finite(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
-        raise ValueError(f"{digits[:20]} is no number that a computer has")
+        raise ValueError(f"{digits[:20]} is not a number that a computer has")
     return number
 
 

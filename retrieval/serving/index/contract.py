@@ -78,8 +78,8 @@ def using(name: str, doing: str) -> AbstractContextManager[None]:
     """Turn whatever a back end raises inside into one sentence that names it and what it was asked to do.
 
     Raises:
-        PluginError: it raised something that is no error of ours, and no OSError.
-        DataError: it ran out of memory.
+        PluginError: the back end raised anything but an error of this package or an OSError.
+        DataError: the back end ran out of memory.
     """
     return calling(called(name, doing), "Give it parameters that need less, or index fewer items.")
 
@@ -96,8 +96,8 @@ def checked_search(backend: IndexBackend, name: str, queries: Floats, k: int, co
         Row numbers (Q, k), -1 where fewer were found.
 
     Raises:
-        PluginError: it fails.
-        StoreError: it answers with something else.
+        PluginError: the back end fails.
+        StoreError: the back end answers with something else.
     """
     with using(name, "search"):
         _, found = backend.search(np.ascontiguousarray(queries, dtype=np.float32), k)

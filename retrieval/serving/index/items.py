@@ -168,7 +168,7 @@ def _item(
     """Return a row as an item.
 
     Raises:
-        ValueError: it has other types, or metadata that are no plain JSON object.
+        ValueError: it has other types, or metadata that is not a plain JSON object.
     """
     texts = isinstance(key, str) and isinstance(label, str | None) and isinstance(metadata, str)
     numbers = all(value is None or (isinstance(value, int) and value >= 0) for value in (size, width, height))

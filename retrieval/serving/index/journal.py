@@ -52,7 +52,7 @@ class Journal:
     Args:
         folder: `<output>.partial`; made when it is not there.
         header: what the work depends on; a journal with another header starts over.
-        widths: numbers an item in each file: {"vectors": P} and perhaps {"codes": C}.
+        widths: numbers per item in each file: {"vectors": P} and perhaps {"codes": C}.
         stamps: of all items in order; what the journal has done of another beginning starts over from there.
 
     Attributes:

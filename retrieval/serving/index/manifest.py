@@ -9,13 +9,13 @@ from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from retrieval.errors import StoreError
 from retrieval.serving.files.strict_json import parse_json, problems_of
-from retrieval.serving.manifest import FileName, Manifest, Part, Sha256, Width
+from retrieval.serving.manifest import Entry, FileName, Manifest, Sha256, Width
 
 FORMAT = 1
 INDEX = "index.json"
 
 
-class BundleRecord(Part):
+class BundleRecord(Entry):
     """Which bundle made the vectors. Only it may encode queries."""
 
     name: str
@@ -23,14 +23,14 @@ class BundleRecord(Part):
     variant: str | None = None
 
 
-class BackendRecord(Part):
+class BackendRecord(Entry):
     """Which back end proposes candidates, with which parameters."""
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class PartRecord(Part):
+class PartRecord(Entry):
     """One file of the back end, over columns `start` to `stop` of the vectors."""
 
     file: FileName
@@ -38,7 +38,7 @@ class PartRecord(Part):
     stop: PositiveInt
 
 
-class IndexManifest(Part):
+class IndexManifest(Entry):
     """`index.json`.
 
     Attributes:

@@ -55,7 +55,7 @@ class Sources:
         items: one an item.
         features: (N, F) for a bundle of features, else None.
         repeated: how many files were named more than once; each is taken once.
-        left_out: a sentence on the files of folders that are no images, for each reason.
+        left_out: a sentence on the files of folders that are not images, for each reason.
     """
 
     items: list[Source]
@@ -166,7 +166,7 @@ def _csv_problem(row: dict[Any, Any]) -> str:
     if None in row or None in row.values():
         return "has more or fewer fields than the header."
     if not row["path"] or "\0" in row["path"]:
-        return "'path' is empty or no path."
+        return "'path' is empty or is not a path."
     if sum(map(len, row.values())) > _ROW_CHARACTERS:
         return f"has more than {_ROW_CHARACTERS:,} characters."
     return ""
@@ -240,5 +240,5 @@ def read_features(path: Path) -> tuple[NDArray[np.float32], list[str], list[str]
 
 
 def _text(path: Path) -> str:
-    """Return a path as text that any file can hold: a name that is no UTF-8 shows its bytes."""
+    """Return a path as text that any file can hold: a name that is not UTF-8 shows its bytes."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")

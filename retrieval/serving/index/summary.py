@@ -15,7 +15,7 @@ class Summary:
         count: items in it.
         skipped: images that could not be used.
         repeated: files that were named more than once and taken once.
-        left_out: a sentence on the files of folders that are no images, for each reason.
+        left_out: a sentence on the files of folders that are not images, for each reason.
         resumed: items that an interrupted run had done already.
         backend: the back end's name, chosen or given.
         recall_at_10: of an approximate back end, else None.

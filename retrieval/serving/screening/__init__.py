@@ -53,6 +53,6 @@ def screen(content: bytes, format: str, limits: Limits, name: str) -> None:
         name: what to call it in an error.
 
     Raises:
-        DataError: it would cost more than an image may.
+        DataError: decoding the image would cost more than the limits allow.
     """
     _CHECKS[format](content, limits, name)

@@ -26,10 +26,10 @@ def check(content: bytes, limits: Limits, name: str) -> None:
     kind = tokens[0] if tokens else b""
     if len(tokens) < (3 if kind in (b"P1", b"P4") else 4) or not all(map(bytes.isdigit, tokens[1:3])):
         if len(content) > _HEADER:
-            raise DataError(f"{name} has no size in its first {_HEADER:,} bytes, or is no image.")
+            raise DataError(f"{name} has no size in its first {_HEADER:,} bytes, or is not an image.")
         return
     if max(map(len, tokens[1:3])) > 10:
-        raise DataError(f"{name} has a size that is no number of pixels.")
+        raise DataError(f"{name} has a size that is not a number of pixels.")
     width, height = int(tokens[1]), int(tokens[2])
     limits.check_size(name, width, height)
     if kind in _PLAIN:

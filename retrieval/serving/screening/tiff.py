@@ -112,7 +112,7 @@ def check_metadata(exif: bytes, limits: Limits, name: str) -> None:
 
 
 def _directories(content: bytes, limits: Limits, name: str) -> _Tags | None:
-    """Return the first directory, and check the size of all that Pillow reads; None for what is no TIFF."""
+    """Return the first directory, and check the size of all that Pillow reads; None for what is not a TIFF."""
     if not content.startswith(STARTS):
         return None
     order: Literal["little", "big"] = "little" if content[:2] == b"II" else "big"
