@@ -176,7 +176,7 @@ def _labels(labels: Sequence[Any] | NDArray[Any], count: int, what: str, of: str
     array = np.asarray(labels)
     if array.shape != (count,):
         raise DataError(
-            f"There are {count:,} {of} and {what} of shape {array.shape}: one label an item is needed."
+            f"There are {count:,} {of} and {what} of shape {array.shape}: one label per item is needed."
         )
     if array.dtype.kind == "O" and all(isinstance(label, str) for label in array):
         array = array.astype(str)

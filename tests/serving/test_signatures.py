@@ -91,15 +91,15 @@ def test_keys(keys, index_path, tmp_path, cli, monkeypatch):
         new_key(key)
     (tmp_path / "text").write_text("no key")
     for bad, says in (
-        (key, "no public key"),
-        (tmp_path / "text", "no public key"),
+        (key, "not a public key"),
+        (tmp_path / "text", "not a public key"),
         (tmp_path / "nothing", "is missing"),
         (Path("/dev/zero"), "regular file"),
         (tmp_path, "regular file"),
     ):
         with pytest.raises(RetrievalError, match=says):
             Index.open(index_path, signed_by=bad)
-    with pytest.raises(RetrievalError, match="no private key"):
+    with pytest.raises(RetrievalError, match="not a private key"):
         sign(index_path, public)
     assert cli("sign", "--key", key).code == 2
     made = cli("sign", "--key", tmp_path / "new.key", "--new-key")
