@@ -1,4 +1,4 @@
-"""Backbones, datasets, learners and metrics that every user needs."""
+"""Backbones, datasets and learners that every user needs, and the metrics and index back ends of the package itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from retrieval import hookimpl
 from retrieval.host.hookspecs import Factories
 from retrieval.host.lazy import lazy
+from retrieval.model.built_in import retrieval_metrics as retrieval_metrics
+from retrieval.serving.index.built_in import retrieval_indexes as retrieval_indexes
 
 if TYPE_CHECKING:
     from retrieval_core.convnet import ConvNet as ConvNet
@@ -91,17 +93,3 @@ def retrieval_learners() -> Factories:
     from retrieval_core.learners import LDA, NCA, PCA
 
     return {"lda": LDA, "nca": NCA, "pca": PCA}
-
-
-@hookimpl
-def retrieval_metrics() -> Factories:
-    """The built-in figures, also under their plain names."""
-    from retrieval.model import metrics
-
-    return {
-        "map": metrics.MeanAveragePrecision,
-        "map_at_r": metrics.MAPAtR,
-        "precision_at": metrics.PrecisionAt,
-        "r_precision": metrics.RPrecision,
-        "recall_at": metrics.RecallAt,
-    }

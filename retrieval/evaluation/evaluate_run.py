@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,8 @@ from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import Evaluation, evaluate
 from retrieval.evaluation.served import nearest_in_each, served_neighbors
 from retrieval.evaluation.table import grid
-from retrieval.model.metrics import metric
+from retrieval.host.values import toml_value
+from retrieval.model.built_in import metric
 from retrieval.run.codes import ItemCodes
 from retrieval.run.folder import write_json
 from retrieval.run.open import Run, load_run
@@ -96,17 +97,35 @@ class RunEvaluation:
         return "\n".join(lines)
 
 
-def resolve_metrics(names: Sequence[str], plugins: Plugins, always: Sequence[str] = ()) -> dict[str, Metric]:
-    """Return metrics by name: built-in ones, and a plugin's as `PLUGIN.NAME` with its defaults.
+def resolve_metrics(
+    wanted: Sequence[str | Mapping[str, Any]], plugins: Plugins, always: Sequence[str] = ()
+) -> dict[str, Metric]:
+    """Return metrics by the names of their figures.
+
+    Args:
+        wanted: short names of built-in metrics, `PLUGIN.NAME`, or tables `{name = …, parameters}`; a table's figure is called
+            `NAME(parameter=value, …)`, as in `core.recall_at(k=5)`.
+        plugins: where to find them.
+        always: further short names.
 
     Raises:
-        RetrievalError: there is no such metric.
+        RetrievalError: there is no such metric, or its parameters do not fit.
     """
-    wanted = dict.fromkeys([*names, *always])
-    return {
-        name: CheckedMetric(plugins.build("metrics", {"name": name}), name) if "." in name else metric(name)
-        for name in wanted
-    }
+    found: dict[str, Metric] = {}
+    for each in [*wanted, *always]:
+        if isinstance(each, str) and "." not in each:
+            found[each] = metric(each)
+        else:
+            table = {"name": each} if isinstance(each, str) else each
+            name = _figure(table)
+            found[name] = CheckedMetric(plugins.build("metrics", table), name)
+    return found
+
+
+def _figure(table: Mapping[str, Any]) -> str:
+    """Return what a metric's figure is called: its name and the parameters that are set."""
+    said = ", ".join(f"{key}={toml_value(value)}" for key, value in table.items() if key != "name")
+    return f"{table.get('name')}({said})" if said else str(table.get("name"))
 
 
 @shown
@@ -114,7 +133,7 @@ def evaluate_run(
     run: Run | StrPath,
     *,
     side: str = "test",
-    metrics: Sequence[str] = (),
+    metrics: Sequence[str | Mapping[str, Any]] = (),
     clusters: bool = False,
     baseline: bool = False,
     bundle: StrPath | None = None,
@@ -125,7 +144,7 @@ def evaluate_run(
     Args:
         run: a run, or its folder.
         side: "test" or "validation".
-        metrics: names of figures; by default the recipe's.
+        metrics: figures as in `[evaluate] metrics`; by default the recipe's.
         clusters: also NMI and F1 of k-means clusters.
         baseline: also the raw inputs, unit length, Euclidean; otherwise their figures are kept where they stand.
         bundle: also a bundle's answers, searched as a server does: candidates by vector, then the rescorer if it has one.

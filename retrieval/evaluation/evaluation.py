@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError
 from retrieval.evaluation.clusters import cluster_figures
 from retrieval.evaluation.neighbors import Candidates, Codes, DistanceBlock, Neighbors
-from retrieval.model.metrics import metric
+from retrieval.model.built_in import metric
 from retrieval.serving.progress import Meter, Progress, shown
 
 if TYPE_CHECKING:

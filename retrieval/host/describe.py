@@ -7,6 +7,7 @@ import textwrap
 from retrieval.errors import PluginError, did_you_mean
 from retrieval.host.factory import COMPONENTS, KINDS, Factory, Parameter
 from retrieval.host.plugins import Plugins
+from retrieval.host.values import toml_value
 
 
 def list_text(plugins: Plugins, kind: str | None = None) -> str:
@@ -48,7 +49,11 @@ def show_text(plugins: Plugins, name: str) -> str:
     Raises:
         PluginError: nothing has that name (the sentence suggests the closest), or it is disabled (the sentence says why).
     """
-    found = [factories[name] for kind in KINDS if name in (factories := plugins.factories(kind))]
+    found = [
+        factories[full]
+        for kind in KINDS
+        if (full := plugins.full_name(kind, name)) in (factories := plugins.factories(kind))
+    ]
     if not found:
         for kind in KINDS:
             if name in plugins.disabled(kind):
@@ -97,15 +102,13 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
     tables = {kind: table for table, kind in COMPONENTS.items()}
     settable = [p for p in factory.parameters if not p.given]
     if factory.kind == "metrics":
-        return f'[evaluate]\nmetrics = ["{factory.name}"]'
+        return f"[evaluate]\nmetrics = [{_inline(factory) if settable else toml_value(factory.name)}]"
     if factory.kind == "indexes":
         required = "".join(f" --set {p.name}=…" for p in settable if p.required)
         return f"retrieval index BUNDLE IMAGES --output INDEX --backend {factory.name}{required}"
     if factory.kind not in tables:
-        inner = [f'name = "{factory.name}"']
-        inner += [f"{p.name} = {'…' if p.required else p.default_text}" for p in settable if p.default_text]
         table, owner, place = _owner(factory.kind, plugins)
-        return f'[{table}]\nname = "{owner}"\n{place} = {{ {", ".join(inner)} }}'
+        return f'[{table}]\nname = "{owner}"\n{place} = {_inline(factory)}'
     lines = [f"[{tables[factory.kind]}]", f'name = "{factory.name}"']
     for p in settable:
         if p.required:
@@ -115,6 +118,13 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
         else:
             lines.append(f"# {p.name} = …  # {p.type_text}")
     return "\n".join(lines)
+
+
+def _inline(factory: Factory) -> str:
+    """Return a factory with its defaults as a table on one line."""
+    settable = [p for p in factory.parameters if not p.given and p.default_text]
+    inner = [f"{p.name} = {'…' if p.required else p.default_text}" for p in settable]
+    return f"{{ {', '.join([f'name = {toml_value(factory.name)}', *inner])} }}"
 
 
 def _owner(kind: str, plugins: Plugins | None) -> tuple[str, str, str]:

@@ -65,7 +65,7 @@ def retrieval_metrics() -> Factories:  # type: ignore[empty-body]
 
 @hookspec
 def retrieval_indexes() -> Factories:  # type: ignore[empty-body]
-    """Called when an index back end is named that is not a built-in FAISS one. Each factory gives a `retrieval.IndexBackend`."""
+    """Called when an index back end is named; for a built-in one no plugin but the package's own is asked. Each factory gives a `retrieval.IndexBackend`."""
 
 
 @hookspec

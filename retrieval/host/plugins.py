@@ -20,7 +20,7 @@ from typing import Any
 import pluggy
 
 from retrieval.errors import MissingDependency, PluginError, RecipeError, RetrievalError, did_you_mean
-from retrieval.host import hookspecs
+from retrieval.host.built_in import BUILT_IN, SHORT, new_manager
 from retrieval.host.factory import GIVEN, KINDS, Factory, Parameter
 from retrieval.host.importing import (
     PluginSource,
@@ -137,13 +137,19 @@ class Plugins:
             )
         return made
 
+    def full_name(self, kind: str, name: str) -> str:
+        """Return a built-in part's name in full where it is short (see `retrieval.host.built_in`), any other name as it is."""
+        whole = f"{BUILT_IN}.{name}"
+        return whole if kind in SHORT and whole in self.factories(kind) else name
+
     def find(self, kind: str, name: str) -> Factory:
-        """Return a factory by its full name.
+        """Return a factory by its full name, or a built-in index or metric by its short one.
 
         Raises:
             PluginError: the factory has a fault, which the sentence names; or none has that name, and the sentence suggests the closest.
         """
         known, wrong = self.factories(kind), self.disabled(kind)
+        name = self.full_name(kind, name)
         if name in known:
             return known[name]
         plugin = name.partition(".")[0]
@@ -293,8 +299,7 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
     if block is None:
         block = [name.strip() for name in os.environ.get("RETRIEVAL_BLOCK", "").split(",")]
     blocked = {name for name in block if name}
-    manager = pluggy.PluginManager("retrieval")
-    manager.add_hookspecs(hookspecs)
+    manager = new_manager()
     sources: list[PluginSource] = []
 
     def register(source: PluginSource, module: ModuleType) -> None:

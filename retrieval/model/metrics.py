@@ -6,17 +6,13 @@ rel(i) is 1 when the neighbour at rank i = 1, 2, … has it. Queries with R = 0 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from retrieval.errors import RetrievalError, did_you_mean
-
-if TYPE_CHECKING:
-    from retrieval.model.contracts import Metric
+from retrieval.errors import RetrievalError
 
 Matches = NDArray[np.bool_]
 Relevant = NDArray[np.int64]
@@ -35,7 +31,7 @@ class RecallAt:
 
     depth: int | Literal["relevant", "all"]
 
-    def __init__(self, k: int = 1) -> None:
+    def __init__(self, k: Annotated[int, Field(ge=1)] = 1) -> None:
         self.depth = self.k = _at_least_one(k, "recall_at")
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
@@ -54,7 +50,7 @@ class PrecisionAt:
 
     depth: int | Literal["relevant", "all"]
 
-    def __init__(self, k: int = 1) -> None:
+    def __init__(self, k: Annotated[int, Field(ge=1)] = 1) -> None:
         self.depth = self.k = _at_least_one(k, "precision_at")
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
@@ -96,35 +92,6 @@ class MeanAveragePrecision:
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
         """Return a number from 0 to 1 for each query (Q,); see `retrieval.Metric`."""
         return _summed_precision(matches) / relevant
-
-
-_PLAIN: dict[str, Callable[[], Metric]] = {
-    "r_precision": RPrecision,
-    "map_at_r": MAPAtR,
-    "map": MeanAveragePrecision,
-}
-_WITH_K: dict[str, Callable[[int], Metric]] = {"recall_at": RecallAt, "precision_at": PrecisionAt}
-
-
-def metric(name: str) -> Metric:
-    """Return the built-in metric of a name: "recall_at_K" and "precision_at_K" for any K, "r_precision", "map_at_r", "map".
-
-    Raises:
-        RetrievalError: no metric has that name; the sentence suggests the closest.
-    """
-    if name in _PLAIN:
-        return _PLAIN[name]()
-    found = re.fullmatch(r"(.+)_(\d{1,9})", name)
-    if found and found[1] in _WITH_K:
-        return _WITH_K[found[1]](int(found[2]))
-    known = [
-        *_PLAIN,
-        *(f"{stem}_{k}" for stem in _WITH_K for k in sorted({1, 2, 4, 8, 10, int(found[2]) if found else 1})),
-    ]
-    raise RetrievalError(
-        f"There is no metric '{name}'.{did_you_mean(name.lower().replace('@', '_at_'), known)} "
-        "Built in are recall_at_K, precision_at_K (K a number), r_precision, map_at_r and map."
-    )
 
 
 def _first(matches: Matches, relevant: Relevant) -> Matches:

@@ -18,22 +18,30 @@ if TYPE_CHECKING:
 
 def check_names(recipe: Recipe) -> list[str]:
     """Return problems of names outside plugin tables: optimiser, schedule, metrics."""
-    from retrieval.model.metrics import metric
     from retrieval.recipe.optimizers import check_optimizer, check_schedule
 
     problems = check_optimizer(recipe.optimizer, "[optimizer]")
     problems += check_schedule(recipe.schedule, "[schedule]")
     if recipe.generator_optimizer:
         problems += check_optimizer(recipe.generator_optimizer, "[generator_optimizer]")
-    for name in recipe.evaluate.metrics:
-        try:
-            if "." in name:
-                recipe.loaded.find("metrics", name)
-            else:
-                metric(name)
-        except RetrievalError as error:
-            problems.append(f"[evaluate] metrics: {error}")
+    for number, named in enumerate(recipe.evaluate.metrics):
+        problems += _check_metric(recipe.loaded, named, number)
     return problems
+
+
+def _check_metric(plugins: Plugins, named: str | dict[str, Any], number: int) -> list[str]:
+    """Return the problems of one of `[evaluate] metrics`."""
+    from retrieval.model.built_in import metric
+
+    if not isinstance(named, str):
+        return plugins.check("metrics", named, f"[evaluate] metrics.{number}")
+    try:
+        if "." in named:
+            return plugins.find("metrics", named).check({}, f"[evaluate] metrics.{number}")[1]
+        metric(named)
+    except RetrievalError as error:
+        return [f"[evaluate] metrics: {error}"]
+    return []
 
 
 def option_hint(recipe: Recipe, place: Sequence[str | int]) -> str:

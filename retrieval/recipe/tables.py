@@ -220,9 +220,9 @@ class Train(Section):
 class Evaluate(Section):
     """`[evaluate]`: the figures of validation and test."""
 
-    metrics: list[str] = Field(
+    metrics: list[str | dict[str, Any]] = Field(
         ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"],
-        description="Figures by name; a plugin's metric as `PLUGIN.NAME`.",
+        description='Figures by name; a plugin\'s metric as `PLUGIN.NAME`, with parameters as `{ name = "core.recall_at", k = 5 }`.',
     )
     clusters: bool = Field(False, description="Also NMI and F1 of k-means clusters, k = number of classes.")
     batch: Count = Field(256, description="Images encoded at a time.")

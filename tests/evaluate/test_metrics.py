@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 import torch
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
-from retrieval.errors import DataError, RetrievalError
+from retrieval.errors import DataError, RecipeError, RetrievalError
+from retrieval.evaluation.evaluate_run import resolve_metrics
 from retrieval.evaluation.evaluation import evaluate
+from retrieval.host.plugins import load_plugins
+from retrieval.model.built_in import metric
 from retrieval.model.metrics import (
     MAPAtR,
     MeanAveragePrecision,
     PrecisionAt,
     RecallAt,
     RPrecision,
-    metric,
 )
 from sklearn.datasets import load_digits
 
@@ -239,6 +241,37 @@ def test_names():
             metric(wrong)
     with pytest.raises(RetrievalError, match="recall_at_0 looks at no neighbour"):
         metric("recall_at_0")
+
+
+def test_a_metric_with_parameters_is_called_by_them(digits):
+    wanted = [
+        "recall_at_4",
+        "core.recall_at",
+        {"name": "core.recall_at", "k": 4},
+        {"name": "recall_at", "k": 12},
+        "map",
+    ]
+    found = resolve_metrics(wanted, load_plugins(), always=("map_at_r",))
+    assert list(found) == [
+        "recall_at_4",
+        "core.recall_at",
+        "core.recall_at(k=4)",
+        "recall_at(k=12)",
+        "map",
+        "map_at_r",
+    ]
+    values = evaluate(digits[0][:300], digits[1][:300], metrics=found).values
+    assert values["core.recall_at(k=4)"] == values["recall_at_4"] > values["core.recall_at"]
+    assert found["recall_at(k=12)"].depth == 12
+    with pytest.raises(RecipeError, match=r"kk: core\.recall_at has no such parameter .*Did you mean 'k'"):
+        resolve_metrics([{"name": "core.recall_at", "kk": 4}], load_plugins())
+
+
+def test_the_core_plugin_offers_what_the_short_names_mean():
+    factories = load_plugins().factories("metrics")
+    for name, full in {"map": "core.map", "map_at_r": "core.map_at_r", "r_precision": "core.r_precision",
+                       "recall_at_1": "core.recall_at", "precision_at_1": "core.precision_at"}.items():  # fmt: skip
+        assert factories[full].make is type(metric(name))
 
 
 def test_table(digits):

@@ -82,6 +82,20 @@ def test_show_of_a_name_of_two_kinds_shows_both() -> None:
     assert "pml.multi_similarity (loss)" in text and "pml.multi_similarity (miner)" in text
 
 
+def test_built_in_back_ends_and_metrics_are_shown_by_both_names() -> None:
+    listed = list_text(PLUGINS, "indexes")
+    for short in ("flat", "hnsw", "ivf"):
+        assert f"  core.{short} " in listed
+        text = show_text(PLUGINS, short)
+        assert text == show_text(PLUGINS, f"core.{short}")
+        assert f"--backend core.{short}" in text
+    assert "  m: integer (≥ 4, ≤ 256) = 32" in show_text(PLUGINS, "hnsw")
+    text = show_text(PLUGINS, "recall_at")
+    assert text == show_text(PLUGINS, "core.recall_at")
+    assert '  metrics = [{ name = "core.recall_at", k = 1 }]' in text
+    assert '  metrics = ["core.map_at_r"]' in show_text(PLUGINS, "map_at_r")
+
+
 def test_show_suggests() -> None:
     with pytest.raises(
         PluginError, match=r"Nothing is called 'contrastve'\. Did you mean 'pml\.contrastive'"

@@ -49,13 +49,14 @@ INNER = {
     "retrieval.model.linear": {"class_codes", "deviations"},
     "retrieval.model.loss": {"Distance", "Pairs", "Reducer", "listed_pairs", "nothing"},
     "retrieval.model.metric_learner": {"MetricLearner"},
-    "retrieval.model.metrics": {""},
+    "retrieval.model.built_in": {"retrieval_metrics"},
     "retrieval.model.model": {"Normalize"},
     "retrieval.model.precision": {"as_given", "full_precision"},
     "retrieval.run.build": {"build_objective"},
     "retrieval.run.checkpoint": {""},
     "retrieval.run.weights": {"load_weights"},
     "retrieval.serving.files.columns": {"typed"},
+    "retrieval.serving.index.built_in": {"retrieval_indexes"},
     "retrieval.serving.image_files": {"NO_IMAGE", "find_images"},
     "retrieval.serving.images": {"Interpolation"},
     "retrieval.serving.runtime": {"quiet_threads"},
@@ -240,3 +241,14 @@ def test_loading_plugins_and_reading_recipes_loads_no_torch(process: Callable[..
     found = loaded(process, code)
     assert {"retrieval_core", "retrieval_pml"} <= found
     assert not found & {"torch", "sklearn", "numpy", "PIL"} and "plugins" not in found
+
+
+def test_a_built_in_back_end_needs_no_other_plugin_and_no_torch(process: Callable[..., Any]) -> None:
+    code = """
+from retrieval.serving.index.backends import make_backend
+for name in ("flat", "hnsw", "ivf"):
+    assert type(make_backend(name, {})) is type(make_backend(f"core.{name}", {})), name
+"""
+    found = loaded(process, code)
+    assert "retrieval.serving.index.built_in" in found
+    assert not {m for m in found if m.startswith("retrieval_")} and not found & {"torch", "sklearn"}

@@ -120,6 +120,13 @@ metrics = ["recall_at_1", "map_at_s"]
         ({"train": {"device": None}}, '[train] device: should be "auto" or "cpu" or "cuda", not none.'),
         ({"evaluate": {"metrics": ["everything.bst"]}}, "[evaluate] metrics: There is no metric 'everything.bst'. Did you mean 'everything.best'?"),
         ({"evaluate": {"metrics": ["recall_at_0"]}}, "[evaluate] metrics: recall_at_0 looks at no neighbour; the smallest is recall_at_1."),
+        ({"evaluate": {"metrics": ["map", {"name": "core.recal_at", "k": 5}]}}, "[evaluate] metrics.1 name: There is no metric 'core.recal_at'. Did you mean 'core.recall_at'?"),
+        ({"evaluate": {"metrics": [{"name": "core.recall_at", "kk": 5}]}}, "[evaluate] metrics.0 kk: core.recall_at has no such parameter (it has: k). Did you mean 'k'?"),
+        ({"evaluate": {"metrics": [{"name": "core.recall_at", "k": 0}]}}, "[evaluate] metrics.0 k: should be an integer (≥ 1), not 0."),
+        ({"evaluate": {"metrics": [{"name": "core.recall_at", "k": "5"}]}}, '[evaluate] metrics.0 k: should be an integer (≥ 1), not "5". Write it without quotes.'),
+        ({"evaluate": {"metrics": [{"name": "map_at_r", "k": 5}]}}, "[evaluate] metrics.0 k: core.map_at_r has no such parameter (it has: none)."),
+        ({"evaluate": {"metrics": [{"k": 5}]}}, '[evaluate] metrics.0 must name a metric: name = "PLUGIN.NAME".'),
+        ({"evaluate": {"metrics": ["map", 3]}}, "[evaluate] metrics.1: should be text or table, not 3."),
     ],
 )  # fmt: skip
 def test_one_mistake_is_one_sentence(
@@ -209,6 +216,11 @@ def test_what_cannot_go_together(
         {"backbone": {"name": "everything.same", "frozen": True}, "augmentation": {}},
         {"loss": None, "learner": {"name": "everything.centre"}},
         {"evaluate": {"metrics": ["everything.best", "recall_at_17"]}},
+        {
+            "evaluate": {
+                "metrics": ["map", {"name": "core.recall_at", "k": 5}, {"name": "precision_at", "k": 2}]
+            }
+        },
         {"split": {"test": [1, "2"]}, "head": {"identity": True}},
         {"optimizer": {"name": "SGD", "options": {"momentum": 0.9}, "lr_factor": {"head": 10}}},
         {"schedule": {"name": "StepLR", "options": {"step_size": 2}}},
@@ -311,3 +323,29 @@ def test_frozen_is_the_host_s_and_never_the_backbone_s(table: dict[str, Any]) ->
     assert recipe.backbone.frozen and "frozen" not in recipe.backbone.table
     assert tomllib.loads(to_toml(recipe))["backbone"] == {**table["backbone"], "frozen": True}
     assert recipe.build("backbone", features=2).features == 2
+
+
+def test_every_problem_of_the_metrics_is_told_at_once(table: dict[str, Any], problems: Problems) -> None:
+    wrong = ["recal_at_1", {"name": "core.recall_at", "k": 0, "depth": 3}, {"name": "core.precison_at"}]
+    found = problems({**table, "evaluate": {"metrics": wrong}})
+    assert [sentence.partition(": ")[0] for sentence in found] == [
+        "[evaluate] metrics",
+        "[evaluate] metrics.1 depth",
+        "[evaluate] metrics.1 k",
+        "[evaluate] metrics.2 name",
+    ]
+
+
+def test_a_metric_s_parameters_survive_set_and_toml(tmp_path: Path, table: dict[str, Any]) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(tomli_w.dumps(table), encoding="utf-8")
+    entry = '{ name = "core.recall_at", k = 5 }'
+    for text in (f'["map_at_r", {entry}]', f"[{entry}]"):
+        recipe = read_recipe(path, [f"evaluate.metrics={text}"])
+        assert recipe.evaluate.metrics[-1] == {"name": "core.recall_at", "k": 5}
+        again = tmp_path / "again.toml"
+        again.write_text(to_toml(recipe), encoding="utf-8")
+        assert read_recipe(again) == recipe
+        last = len(recipe.evaluate.metrics) - 1
+        changed = read_recipe(again, [f"evaluate.metrics.{last}.k=7"])
+        assert changed.evaluate.metrics[-1] == {"name": "core.recall_at", "k": 7}

@@ -244,6 +244,14 @@ def retrieval_indexes():
 '''
 
 
+@pytest.mark.parametrize(("given", "recorded"), [("core.hnsw", "hnsw"), ("core.flat", "flat")])
+def test_a_full_name_is_recorded_as_the_short_one(build, given, recorded):
+    with build(given, options={"m": 8} if recorded == "hnsw" else None) as index:
+        assert index.manifest.backend.name == recorded
+        assert [part.file for part in index.manifest.parts] == ["vectors.faiss"]
+        assert index.search(index.vector(5), 1)[0].id == 5
+
+
 def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text(PLUGIN.replace("BREAK", "pass"))

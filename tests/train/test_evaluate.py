@@ -57,6 +57,26 @@ def test_figures_equal_plain_loops_and_the_bundle_agrees(make: Make, tmp_path: P
         assert by_count[0] > 0.5
 
 
+def test_a_metric_with_parameters_reaches_log_table_and_json(make: Make, tmp_path: Path) -> None:
+    run = trained(
+        make,
+        tmp_path / "run",
+        evaluate={"metrics": ["recall_at_5", {"name": "core.recall_at", "k": 5}]},
+        train={"epochs": 1},
+    )
+    name = "core.recall_at(k=5)"
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    logged = json.loads(line)
+    assert logged[f"validation_{name}"] == logged["validation_recall_at_5"]
+    results = evaluate_run(run)
+    figures = json.loads(results.to_json())["figures"]["trained"]
+    assert list(figures) == ["recall_at_5", name] and figures[name] == figures["recall_at_5"]
+    assert f"\n{name} " in results.table()
+    asked = evaluate_run(run, metrics=[{"name": "core.precision_at", "k": 3}, "precision_at_3"])
+    found = asked.figures["trained"]
+    assert found["core.precision_at(k=3)"] == found["precision_at_3"] > 0
+
+
 def test_a_baseline_stands_until_it_is_measured_again(make: Make, tmp_path: Path) -> None:
     run = trained(make, tmp_path / "run")
     file = tmp_path / "run" / "evaluation-test.json"

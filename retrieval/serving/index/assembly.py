@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.backends import built_in, choose, make_backend
+from retrieval.serving.index.backends import choose, is_built_in, make_backend, short_name
 from retrieval.serving.index.contract import Floats, using
 from retrieval.serving.index.files import write_sums
 from retrieval.serving.index.items import Item, write_items
@@ -46,7 +46,8 @@ def assemble(
     write_items(folder / "items.sqlite", _kept(sources, journal))
     spaces = bundle.manifest.subspaces
     spans = [(space.start, space.stop) for space in spaces] or [(0, vectors.shape[1])]
-    name = backend if backend != "auto" else choose(len(vectors), max(stop - start for start, stop in spans))
+    widest = max(stop - start for start, stop in spans)
+    name = choose(len(vectors), widest) if backend == "auto" else short_name(backend)
     parts, recall = _build_parts(folder, vectors, spans, name, options, plugins)
     (journal.folder / "bundle").rename(folder / "bundle")
     manifest = IndexManifest(
@@ -98,7 +99,7 @@ def _build_parts(
     Returns:
         Their records, and the lowest recall at 10 of those that are approximate.
     """
-    ending = "faiss" if name in built_in() else "index"
+    ending = "faiss" if is_built_in(name) else "index"
     parts, recalls = [], []
     for number, (start, stop) in enumerate(spans):
         file = f"vectors.{number}.{ending}" if len(spans) > 1 else f"vectors.{ending}"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
 
 from retrieval.errors import PluginError, did_you_mean
+from retrieval.host.built_in import BUILT_IN, own_factories
+from retrieval.host.factory import Factory
+from retrieval.serving.index import built_in
 from retrieval.serving.index.contract import IndexBackend
-
-if TYPE_CHECKING:
-    from retrieval.host.factory import Factory
-
 
 FLAT_NUMBERS = 32_000_000
 """`auto` searches exactly up to this many numbers (250,000 × 128): a query then takes some 10 ms on one core."""
@@ -18,11 +18,21 @@ HNSW_VECTORS = 2_000_000
 """`auto` takes a graph up to this many vectors, whose links then need some 0.5 GB, and inverted lists beyond."""
 
 
-def built_in() -> dict[str, Callable[..., IndexBackend]]:
-    """Return the FAISS back ends by name."""
-    from retrieval.serving.index.faiss_backends import Flat, Hnsw, Ivf
+@cache
+def _own() -> dict[str, Factory]:
+    """Return the built-in back ends by short name."""
+    return own_factories("indexes", built_in)
 
-    return {"flat": Flat, "hnsw": Hnsw, "ivf": Ivf}
+
+def short_name(name: str) -> str:
+    """Return the name that an index records: a built-in back end's without its plugin, any other as it is."""
+    short = name.removeprefix(f"{BUILT_IN}.")
+    return short if short in _own() else name
+
+
+def is_built_in(name: str) -> bool:
+    """Return whether a name is a built-in back end's, short or in full."""
+    return short_name(name) in _own()
 
 
 def choose(count: int, width: int) -> str:
@@ -33,24 +43,21 @@ def choose(count: int, width: int) -> str:
 
 
 def find_backend(name: str, plugins: Iterable[str] = ()) -> Factory:
-    """Return the factory of a back end: a built-in one by its short name, or a plugin's as `PLUGIN.name`.
+    """Return the factory of a back end: a built-in one, or a plugin's as `PLUGIN.name`.
 
     Plugins are loaded only when the name is not built in.
 
     Args:
-        name: "flat", "hnsw", "ivf" or `PLUGIN.name`.
+        name: "flat", "hnsw", "ivf" (in full "core.flat" and so on) or `PLUGIN.name`.
         plugins: files or modules to load as plugins besides the installed ones.
 
     Raises:
         PluginError: there is no such back end, or a plugin cannot be loaded.
     """
-    from retrieval.host.factory import Factory
-
-    known = built_in()
-    if name in known:
-        return Factory.read("indexes", name, known[name])
+    if is_built_in(name):
+        return _own()[short_name(name)]
     if "." not in name:
-        names = [*known, "auto"]
+        names = [*_own(), "auto"]
         raise PluginError(
             f"There is no index back end '{name}' (built in: {', '.join(names)}; a plugin's is called PLUGIN.name)."
             + did_you_mean(name, names)

@@ -1,0 +1,38 @@
+"""What the package itself offers through the hooks, found without loading any plugin."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pluggy
+
+from retrieval.host import hookspecs
+from retrieval.host.factory import Factory
+
+BUILT_IN = "core"
+"""The plugin that passes on what the package itself offers."""
+SHORT = ("indexes", "metrics")
+"""The kinds that the package itself offers; their short names will do: `flat` is `core.flat`."""
+
+
+def new_manager() -> pluggy.PluginManager:
+    """Return a plugin manager that knows every hook and no plugin."""
+    manager = pluggy.PluginManager("retrieval")
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def own_factories(kind: str, module: ModuleType) -> dict[str, Factory]:
+    """Return what a module of the package itself offers through its hook, by short name.
+
+    Args:
+        kind: one of `SHORT`.
+        module: it carries the hook.
+    """
+    manager = new_manager()
+    manager.register(module, BUILT_IN)
+    return {
+        short: Factory.read(kind, f"{BUILT_IN}.{short}", make)
+        for offered in getattr(manager.hook, f"retrieval_{kind}")()
+        for short, make in offered.items()
+    }
