@@ -22,7 +22,6 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from retrieval.errors import PluginError
-from retrieval.host.files import whole_file
 
 PREFIX = "retrieval_file_plugin_"
 """What the name of such a plugin's module begins with; its neighbours' are below it."""
@@ -189,6 +188,8 @@ class FilePlugin:
         Raises:
             OSError: the disk refuses.
         """
+        from retrieval.host.files import whole_file  # `--help` loads plugins, and writes nothing
+
         alone = not self.is_folder and len(self.files) == 1
         target = folder if alone else folder / self.name
         for relative, file in self.files.items():

@@ -108,7 +108,7 @@ class Body:
         max_bytes: largest image.
 
     Raises:
-        RequestError: 415, of another type; 413, said to be too large is only raised by `read`.
+        RequestError: 415, the body is of another type. A body that is said to be too large is refused by `read`, with 413.
     """
 
     def __init__(self, headers: Mapping[str, str], max_bytes: int) -> None:
