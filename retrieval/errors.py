@@ -6,6 +6,7 @@ The command line prints them without a traceback and leaves with exit code 2.
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterable, Sequence
 
 
@@ -81,6 +82,21 @@ def listed(what: str, problems: Sequence[str], shown: int = 10) -> str:
 
 _SAME = {"gpu": "cuda"}
 """Words that people use for another one."""
+
+
+def at_least_one(what: str, value: object) -> int:
+    """Return a count as an int.
+
+    Raises:
+        DataError: it is no whole number, or below 1.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise DataError(f"{what} must be a whole number, not {str(value)[:40]!r}.") from None
+    if number < 1:
+        raise DataError(f"{what} must be at least 1, not {number}.")
+    return number
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -128,6 +128,16 @@ def _figure(table: Mapping[str, Any]) -> str:
     return f"{table.get('name')}({said})" if said else str(table.get("name"))
 
 
+def refuse_side(side: str) -> None:
+    """Refuse a side that is neither "test" nor "validation".
+
+    Raises:
+        DataError: it is neither.
+    """
+    if side not in ("test", "validation"):
+        raise DataError(f'A run is measured on its side "test" or "validation", not on {side!r}.')
+
+
 @shown
 def evaluate_run(
     run: Run | StrPath,
@@ -154,10 +164,11 @@ def evaluate_run(
         The figures of each contestant; with a rescorer also how much of the exhaustive ranking's first ten its candidates keep.
 
     Raises:
-        DataError: the run has no such items.
+        DataError: there is no such side, or the run has no items there.
     """
+    refuse_side(side)
     run = run if isinstance(run, Run) else load_run(run)
-    names = list(metrics) or run.recipe.evaluate.metrics
+    names = ([metrics] if isinstance(metrics, str) else list(metrics)) or run.recipe.evaluate.metrics
     chosen = resolve_metrics(names, run.plugins)
     clusters = clusters or run.recipe.evaluate.clusters
     query, gallery = (

@@ -70,6 +70,12 @@ def neighbours(
         DataError: there is no query, or more than 50; a query is not an image; there are not as many labels as queries; the
             index holds vectors, not images.
     """
+    from retrieval.serving.index.store import Index
+
+    if not isinstance(index, Index):
+        raise DataError(
+            "Neighbours are drawn of an opened index, then the queries: neighbours(retrieval.open_index(path), queries)."
+        )
     images = (
         list(queries) if isinstance(queries, Sequence) and not isinstance(queries, str | bytes) else [queries]
     )

@@ -18,7 +18,7 @@ from retrieval.data.loading import inputs
 from retrieval.data.pairs import LabelledPairs, read_pairs
 from retrieval.errors import DataError
 from retrieval.evaluation.drawing import draw_pairs, make_folds
-from retrieval.evaluation.evaluate_run import encoded
+from retrieval.evaluation.evaluate_run import encoded, refuse_side
 from retrieval.evaluation.table import grid
 from retrieval.evaluation.verification import Verification, verification
 from retrieval.evaluation.verification_files import standing, write
@@ -157,6 +157,7 @@ def verify_run(
     Raises:
         DataError: the run has no such items, the list is wrong, or pairs cannot be drawn.
     """
+    refuse_side(side)
     run = run if isinstance(run, Run) else load_run(run)
     chosen, origin = _pairs(run, side, None if pairs is None else Path(pairs), draw, folds, seed)
     items, rows = np.unique(np.stack([chosen.first, chosen.second]), return_inverse=True)

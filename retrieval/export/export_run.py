@@ -32,7 +32,7 @@ def export_run(
     run: Run | StrPath,
     output: StrPath | None = None,
     *,
-    variants: Sequence[VariantName] = (),
+    variants: VariantName | Sequence[VariantName] = (),
     allow_drift: bool = False,
     tolerance: float = TOLERANCE,
     opset: int = OPSET,
@@ -60,11 +60,12 @@ def export_run(
         BundleError: something is in the way, torch cannot export the model, or the graph disagrees with it; see `export_model`.
         DataError: an item cannot be read, or the folder is not a run.
     """
+    wanted: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
     run = run if isinstance(run, Run) else load_run(run, or_kept=True)
     folder = run.path / "bundle" if output is None else Path(output)
     splits = run.splits
     chosen = by_class(splits.held_out, splits.labels)
-    if "int8" in variants and isinstance(run.dataset, KeptInputs):
+    if "int8" in wanted and isinstance(run.dataset, KeptInputs):
         raise BundleError(
             f"The int8 variant is calibrated on training items, and there are none. {splits.notes[0]}"
         )
@@ -79,7 +80,7 @@ def export_run(
             codes=None
             if run.model.combiner is None or run.model.combiner.exact
             else ItemCodes(run, torch.device("cpu"))(spread(splits.held_out, MANY)),
-            variants=variants,
+            variants=wanted,
             allow_drift=allow_drift,
             tolerance=tolerance,
             evaluation=_evaluation(run.path),

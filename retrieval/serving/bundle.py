@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 
-from retrieval.errors import BundleError, DataError, did_you_mean
+from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.files.snapshot import Held, Snapshot, Watch, close_all
 from retrieval.serving.images import decode, from_array
@@ -201,7 +201,7 @@ class Bundle:
         Raises:
             DataError: the inputs have another shape or type, hold NaN or infinity, or the encoder's output does.
         """
-        inputs = self._checked(inputs)
+        inputs, batch = self._checked(inputs), at_least_one("batch", batch)
         return self._encode(
             (inputs[start : start + batch] for start in range(0, len(inputs), batch)), len(inputs)
         )
@@ -365,6 +365,8 @@ class Bundle:
 
     def _checked(self, inputs: NDArray[Any]) -> NDArray[Any]:
         shape, dtype = self.manifest.input.shape, self.manifest.input.dtype
+        if not isinstance(inputs, np.ndarray):
+            raise DataError("encode takes an array of all inputs; images go to encode_images.")
         if inputs.ndim != len(shape) + 1 or inputs.shape[1:] != shape:
             wanted = ", ".join(map(str, shape))
             raise DataError(

@@ -116,6 +116,7 @@ def serve(
         if not isinstance(opened, Index):
             opened = Index.open(opened, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
         set_up(settings.debug)
+        opened.require_open()
         searcher = Searcher(opened, settings)
         url = _announce(host, listeners, len(opened), "close() stops it" if beside else "Ctrl-C stops")
         if opened.bundle.manifest.input.kind == "image" and searcher.gallery.note:
@@ -278,6 +279,10 @@ def _own_name() -> str:
 
 
 def _listen(host: str, port: int, option: str) -> socket.socket:
+    if not isinstance(port, int) or not 0 <= port < 2**16:
+        raise StoreError(
+            f"{option} is a whole number from 0, which takes a free port, to 65535, not {port!r}."
+        )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from retrieval.errors import DataError, StoreError
+from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
@@ -75,6 +75,7 @@ def write_index(
         PluginError: the back end does not exist, or refuses its parameters.
     """
     began = time.monotonic()
+    batch = at_least_one("batch", batch)
     target = Path(output).absolute()
     refuse_existing(target, replace)
     if backend != "auto":

@@ -82,6 +82,11 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
         raise DataError(
             "There is nothing to index: name image files, folders, a CSV manifest or an .npz of features."
         )
+    for source in sources:
+        if not isinstance(source, str | os.PathLike):
+            raise DataError(
+                f"What is indexed is named by its path: a file or a folder, not an object of type {type(source).__name__}."
+            )
     paths = [Path(source) for source in sources]
     for path in paths:
         if not path.exists():

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 
-from retrieval.errors import DataError, RetrievalError, StoreError
+from retrieval.errors import DataError, RetrievalError, StoreError, at_least_one
 from retrieval.host.plugin_calls import failure
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath, instead
@@ -206,11 +206,12 @@ class Index:
         Raises:
             DataError: an image cannot be decoded, a vector has another width or holds NaN, a list mixes images and vectors, k is
                 below 1, or encoded vectors come alone where a rescorer needs codes. In a list, the message names the item.
+            StoreError: the index was closed.
         """
-        if k < 1:
-            raise DataError(f"k must be at least 1, not {k}.")
-        if candidates is not None and candidates < 1:
-            raise DataError(f"The number of candidates must be at least 1, not {candidates}.")
+        k = at_least_one("k", k)
+        if candidates is not None:
+            candidates = at_least_one("The number of candidates", candidates)
+        self.require_open()
         encoded, alone = encode_queries(self.bundle, queries)
         query, code = self._checked(encoded)
         k = min(k, len(self))
@@ -292,11 +293,18 @@ class Index:
 
     def item(self, number: int) -> Item | None:
         """Return an item by its id, or None."""
+        self.require_open()
         return self._items.get([number]).get(number)
 
     def vector(self, number: int) -> Floats:
         """Return the stored vector (P,) of an item by its id."""
+        self.require_open()
         return np.array(self._vectors[number])
+
+    def require_open(self) -> None:
+        """Raise a `StoreError` once the index is closed."""
+        if len(self._vectors) != len(self):
+            raise StoreError(f"The index {self.path} was closed. Open it again with retrieval.open_index.")
 
     def close(self) -> None:
         """Close the files; the index cannot be searched any more."""
