@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from retrieval.errors import PluginError, did_you_mean
+from retrieval.host.built_in import BUILT_IN, SHORT
 from retrieval.host.factory import COMPONENTS, KINDS, Factory, Parameter
 from retrieval.host.plugins import Plugins
 from retrieval.host.values import toml_value
@@ -59,6 +60,7 @@ def show_text(plugins: Plugins, name: str) -> str:
             if name in plugins.disabled(kind):
                 raise PluginError(plugins.disabled(kind)[name])
         known = [n for kind in KINDS for n in plugins.factories(kind)]
+        known += [n.removeprefix(f"{BUILT_IN}.") for kind in SHORT for n in plugins.factories(kind)]
         raise PluginError(
             f"Nothing is called '{name}'.{did_you_mean(name, known) or ' See: retrieval plugins list.'}"
         )

@@ -163,7 +163,8 @@ class Plugins:
         elif namesakes := sorted(full for full in known if full.endswith(f".{name}")):
             hint = f" Did you mean {' or '.join(repr(full) for full in namesakes)}?"
         else:
-            hint = did_you_mean(name, known)
+            short = [full.removeprefix(f"{BUILT_IN}.") for full in known if kind in SHORT]
+            hint = did_you_mean(name, known if "." in name else dict.fromkeys([*short, *known]))
             for kind_of in KINDS if not hint else ():
                 if kind_of != kind and name in self.factories(kind_of):
                     hint = f" '{name}' is a {KINDS[kind_of]}."

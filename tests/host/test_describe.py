@@ -101,6 +101,10 @@ def test_show_suggests() -> None:
         PluginError, match=r"Nothing is called 'contrastve'\. Did you mean 'pml\.contrastive'"
     ):
         show_text(PLUGINS, "contrastve")
+    with pytest.raises(PluginError, match=r"Nothing is called 'hnws'\. Did you mean 'hnsw'"):
+        show_text(PLUGINS, "hnws")
+    with pytest.raises(PluginError, match=r"There is no index 'hnws'\. Did you mean 'hnsw'"):
+        PLUGINS.find("indexes", "hnws")
     with pytest.raises(PluginError, match="See: retrieval plugins list"):
         show_text(PLUGINS, "qqqqq")
 

@@ -121,6 +121,7 @@ metrics = ["recall_at_1", "map_at_s"]
         ({"evaluate": {"metrics": ["everything.bst"]}}, "[evaluate] metrics: There is no metric 'everything.bst'. Did you mean 'everything.best'?"),
         ({"evaluate": {"metrics": ["recall_at_0"]}}, "[evaluate] metrics: recall_at_0 looks at no neighbour; the smallest is recall_at_1."),
         ({"evaluate": {"metrics": ["map", {"name": "core.recal_at", "k": 5}]}}, "[evaluate] metrics.1 name: There is no metric 'core.recal_at'. Did you mean 'core.recall_at'?"),
+        ({"evaluate": {"metrics": [{"name": "recal_at", "k": 5}]}}, "[evaluate] metrics.0 name: There is no metric 'recal_at'. Did you mean 'recall_at'?"),
         ({"evaluate": {"metrics": [{"name": "core.recall_at", "kk": 5}]}}, "[evaluate] metrics.0 kk: core.recall_at has no such parameter (it has: k). Did you mean 'k'?"),
         ({"evaluate": {"metrics": [{"name": "core.recall_at", "k": 0}]}}, "[evaluate] metrics.0 k: should be an integer (≥ 1), not 0."),
         ({"evaluate": {"metrics": [{"name": "core.recall_at", "k": "5"}]}}, '[evaluate] metrics.0 k: should be an integer (≥ 1), not "5". Write it without quotes.'),
