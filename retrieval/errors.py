@@ -51,7 +51,7 @@ class StoreError(RetrievalError):
 
 
 class MissingDependency(RetrievalError):
-    """A package that this command needs is not installed, or two that exclude each other are."""
+    """A package that this call or command needs is not installed, or two that exclude each other are."""
 
 
 def printable(text: str) -> str:

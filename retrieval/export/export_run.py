@@ -76,7 +76,7 @@ def export_run(
             folder,
             name=run.path.resolve().name,
             labels=splits.labels[chosen],
-            calibration=_load(run, spread(splits.train)) if "int8" in variants else None,
+            calibration=_load(run, spread(splits.train)) if "int8" in wanted else None,
             codes=None
             if run.model.combiner is None or run.model.combiner.exact
             else ItemCodes(run, torch.device("cpu"))(spread(splits.held_out, MANY)),

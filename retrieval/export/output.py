@@ -62,4 +62,6 @@ def refuse_existing(output: Path, replace: bool) -> None:
 
 
 def _exists_already(output: Path) -> BundleError:
-    return BundleError(f"The bundle {output} exists. Say replace (--replace), or name another output.")
+    return BundleError(
+        f"The bundle {output} exists. Say replace (--replace, in Python replace=True), or name another output."
+    )

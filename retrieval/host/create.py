@@ -26,7 +26,8 @@ def names(kind: str) -> list[str]:
 def create(kind: str, name: str, /, **parameters: Any) -> Any:
     """Return a part that a plugin makes, as in `create("loss", "pml.triplet_margin", margin=0.1)`.
 
-    Parameters are those that `retrieval plugins show NAME` lists, checked as in a recipe. A part of the part is a name, a table
+    Parameters are checked as in a recipe; one that there is not is refused with the list of those there are (on the command line
+    `retrieval plugins show NAME` explains them). A part of the part is a name, a table
     `{"name": …, parameters}` or an object. What training knows and gives (`features`, `embedding_size`, `classes`) is a
     parameter here.
 

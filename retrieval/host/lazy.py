@@ -21,7 +21,9 @@ def lazy(
 
     def getter(name: str) -> Any:
         if name not in home:
-            raise AttributeError(f"module '{package}' has no attribute '{name}'")
+            raise AttributeError(
+                f"module '{package}' has no attribute '{name}'", name=name, obj=sys.modules[package]
+            )
         value = getattr(importlib.import_module(home[name]), name)
         setattr(sys.modules[package], name, value)  # the next time it is found at once
         return value

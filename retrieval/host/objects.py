@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import inspect
+import numbers
 import re
 from collections.abc import Callable, Mapping
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +23,20 @@ from retrieval.host.hookspecs import hookimpl
 OBJECT = "object"
 WORDS = {table: KINDS[kind] for table, kind in COMPONENTS.items()}
 """What a recipe's table is called as an argument: `[data]` is `dataset`."""
+
+
+_PLAIN = (
+    str,
+    bytes,
+    numbers.Number,
+    Mapping,
+    list,
+    tuple,
+    PurePath,
+    datetime.date,
+    datetime.time,
+    type(None),
+)
 
 
 def object_name(value: Any) -> str:
@@ -40,6 +57,35 @@ def missing(kind: str, name: str) -> str:
         f"The {word} '{name}' was made in Python and is kept by no plugin. Give the same object again, in Python: "
         f"retrieval.load_run(…, {word}=…), or retrieval.train(…, {word}=…, resume=True)."
     )
+
+
+def objects_in(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objects that stand in the places of a recipe's parts, by table: whatever no file can hold."""
+    return {
+        name: tables[name] for name in COMPONENTS if name in tables and not isinstance(tables[name], _PLAIN)
+    }
+
+
+def refuse_no_objects(objects: Mapping[str, Any]) -> None:
+    """Refuse a class, a name or a table in the place of an object.
+
+    Args:
+        objects: by the recipe's table.
+
+    Raises:
+        PluginError: one of them is none; the sentence says what to give.
+    """
+    for table, value in objects.items():
+        word = KINDS[COMPONENTS[table]]
+        if isinstance(value, type):
+            raise PluginError(
+                f"The {word} is a class, {value.__name__}; give an object of it: {value.__name__}(…)."
+            )
+        if isinstance(value, str | PurePath | Mapping):
+            raise PluginError(
+                f"The {word} that is given is text or a table, and must be an object. Name a plugin's part in the recipe, as "
+                f'{table}={{"name": …}}, or give what retrieval.create("{word}", …) makes.'
+            )
 
 
 def object_plugin(objects: Mapping[str, Any]) -> ModuleType:

@@ -34,7 +34,9 @@ def calling(what: str, smaller: str = SMALLER_BATCH) -> Iterator[None]:
     except Exception as error:
         if _is_out_of_memory(error):
             raise DataError(f"{what} ran out of memory. {smaller}") from error
-        raise PluginError(f"{failure(what, error)}. The traceback: retrieval --debug …") from error
+        raise PluginError(
+            f"{failure(what, error)}. The traceback: retrieval --debug …, or __cause__ in Python."
+        ) from error
 
 
 def failure(what: str, error: Exception) -> str:

@@ -31,7 +31,7 @@ from retrieval.host.importing import (
     reason,
     refuse_misspelt,
 )
-from retrieval.host.objects import OBJECT, is_object, missing, object_plugin
+from retrieval.host.objects import OBJECT, is_object, missing, object_plugin, refuse_no_objects
 
 GROUP = "retrieval"
 
@@ -50,10 +50,11 @@ class Plugins:
         """Offer objects as parts, by the recipe's table: `{"loss": my_loss}`. Their names are `object_name`'s.
 
         Raises:
-            PluginError: a plugin is called `object`.
+            PluginError: a plugin is called `object`, or what is given is a class, a name or a table.
         """
         if not objects:
             return
+        refuse_no_objects(objects)
         try:
             self.manager.register(object_plugin(objects), OBJECT)
         except ValueError:

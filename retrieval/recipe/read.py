@@ -18,7 +18,7 @@ import tomli_w
 from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.file_plugins import is_file_plugin
-from retrieval.host.objects import WORDS, is_object, object_name
+from retrieval.host.objects import WORDS, is_object, object_name, objects_in
 from retrieval.host.plugins import load_plugins
 from retrieval.host.trust import require
 from retrieval.host.values import Place, check_values, shown
@@ -31,9 +31,17 @@ from retrieval.serving.files.places import StrPath
 class Recipe(Tables):
     """A checked recipe, written in Python: the tables of a TOML file as arguments, each a dictionary.
 
-        retrieval.Recipe(data={"name": "core.digits"}, backbone={"name": "core.convnet"}, loss={"name": "pml.triplet_margin"})
+        retrieval.Recipe(
+            data={"name": "core.image_folder", "folder": "photos"},
+            split={"by": "class"},
+            sampler={"classes": 8, "items": 4},
+            backbone={"name": "core.convnet"},
+            loss={"name": "pml.triplet_margin", "margin": 0.1},
+            train={"epochs": 20},
+        )
 
-    The checks and their sentences are the file's. `read_recipe` gives the same class.
+    An object may stand in the place of a part: `backbone=MyModule()`, as in `retrieval.train`. The checks and their sentences are
+    the file's. `read_recipe` gives the same class.
 
     Args:
         tables: `name`, `seed`, `plugins`, `data`, `split`, `backbone`, `loss` and so on; `[[phase]]` is `phase`, a list.
@@ -59,7 +67,8 @@ def read_recipe(
     """Read and check a recipe.
 
     Args:
-        recipe: the TOML file; or its tables as a dictionary, or a recipe, to be read with these changes.
+        recipe: the TOML file; or its tables as a dictionary (with objects in the places of parts, if need be), or a recipe, to
+            be read with these changes.
         overrides: `key.path=value` texts, values as TOML (a bare word is text).
         plugins: further plugin files or modules, as from `--plugin`.
         objects: what takes the places of named parts, by table.
@@ -71,11 +80,24 @@ def read_recipe(
         RecipeError: with every problem.
         PluginError: a plugin cannot be loaded, or the recipe brings one that the user does not know (see `retrieval.host.trust`).
     """
+    recipe, objects = apart(recipe, objects)
     table, brought = read_table(recipe, overrides, plugins)
     if not isinstance(recipe, str | os.PathLike):
-        return check_recipe(table, objects=objects or getattr(recipe, "objects", None))
+        return check_recipe(table, objects=objects)
     require(brought, Path(recipe))
     return check_recipe(table, str(recipe), objects)
+
+
+def apart(
+    recipe: StrPath | Mapping[str, Any] | Tables, objects: Mapping[str, Any] | None
+) -> tuple[StrPath | Mapping[str, Any] | Tables, dict[str, Any]]:
+    """Return a recipe without the objects that stand in it, and all objects; those that are given beside it come first."""
+    if isinstance(recipe, Mapping):
+        inside = objects_in(recipe)
+        recipe = {name: value for name, value in recipe.items() if name not in inside}
+    else:
+        inside = getattr(recipe, "objects", {})
+    return recipe, {**inside, **(objects or {})}
 
 
 def read_table(
@@ -202,7 +224,8 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
         return Tables(**values), faults
     for name in COMPONENTS:
         if isinstance(table.get(name), str) and (name,) in faults:
-            faults[name,] += f" Write: [{name}] name = {shown(table[name])}."
+            said = shown(table[name])
+            faults[name,] += f' Write: [{name}] name = {said}, or in Python {name}={{"name": {said}}}.'
     kept = _without(table, {_entry(table, place) for place in faults})
     for name in ("data", "backbone"):
         kept.setdefault(name, {})

@@ -92,14 +92,17 @@ def refuse_taken(path: Path, replace: bool) -> None:
         )
     if replace:
         return
+    python = "resume=True"
     if is_complete(path):
         state, go_on = "a complete run", "Train it longer with --resume --set train.epochs=…"
+        python = 'resume=True, overrides=["train.epochs=…"]'
     elif has_checkpoint(path):
         state, go_on = "a run that was stopped", "Go on with it by --resume"
     else:
         state, go_on = "a run that was stopped before its first checkpoint", "Begin it again by --resume"
     raise DataError(
-        f"{path} exists already: {state}. {go_on}, put a new run in its place with --replace, or choose another folder with --output."
+        f"{path} exists already: {state}. {go_on}, put a new run in its place with --replace, or choose another folder with --output. "
+        f"In Python: {python}; replace=True; or another output."
     )
 
 

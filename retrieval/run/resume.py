@@ -12,7 +12,7 @@ from typing import Any
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.file_plugins import FilePlugin, is_file_plugin
 from retrieval.host.trust import require
-from retrieval.recipe.read import check_recipe, read_table, read_tables
+from retrieval.recipe.read import apart, check_recipe, read_table, read_tables
 from retrieval.recipe.tables import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.folder import absolute_paths, checkpoint_file, has_checkpoint, is_run
@@ -60,7 +60,7 @@ def read_given(
     given, brought = read_table(recipe, overrides, plugins)
     folder = Path(output) if output else Path("runs") / str(given.get("name", "run"))
     refuse_no_run(folder)
-    objects = objects or getattr(recipe, "objects", None)
+    recipe, objects = apart(recipe, objects)
     where = str(recipe) if isinstance(recipe, str | os.PathLike) else None
     if replace_plugins:
         if where is not None:

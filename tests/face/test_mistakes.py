@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import retrieval
-from retrieval import DataError, StoreError
+from retrieval import DataError, PluginError, StoreError
+
+from .conftest import SMALL, Net
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +93,42 @@ def test_what_cannot_be_indexed_encoded_or_drawn(
         bundle.encode([query])  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"retrieval\.open_index\(path\), queries"):
         retrieval.plot.neighbours(str(tmp_path), query)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"backbone": Net}, r"The backbone is a class, Net; give an object of it: Net\(…\)"),
+        (
+            {"loss": "pml.triplet_margin"},
+            r'as loss=\{"name": …\}, or give what retrieval\.create\("loss", …\) makes',
+        ),
+        ({"dataset": "photos"}, r'as data=\{"name": …\}'),
+        ({"miner": {"name": "pml.multi_similarity"}}, "is text or a table, and must be an object"),
+    ],
+)
+def test_what_is_no_object_is_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(PluginError, match=said):
+        retrieval.train(SMALL, tmp_path / "run", progress=False, **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_in_the_way_is_answered_in_python(
+    trained: retrieval.Run, index: retrieval.Index, bundle: retrieval.Bundle, photos: Path
+) -> None:
+    with pytest.raises(
+        DataError, match=r'In Python: resume=True, overrides=\["train\.epochs=…"\]; replace=True'
+    ):
+        retrieval.train(SMALL, trained.path, progress=False)
+    with pytest.raises(retrieval.BundleError, match="in Python replace=True"):
+        retrieval.export_run(trained, bundle.path, progress=False)
+    with pytest.raises(StoreError, match="in Python replace=True"):
+        retrieval.build_index(bundle, photos, index.path, progress=False)
+    with pytest.raises(StoreError, match=r"in Python retrieval\.build_index"):
+        retrieval.open_index(bundle.path)
+
+
+def test_a_misspelt_name_of_the_package_is_suggested() -> None:
+    with pytest.raises(AttributeError) as missing:
+        getattr(retrieval, "Recip")  # noqa: B009
+    assert missing.value.name == "Recip" and missing.value.obj is retrieval  # what Python suggests from

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import retrieval
 import tomli_w
+from pytorch_metric_learning.losses import TripletMarginLoss
 
-from .conftest import SMALL
+from .conftest import SMALL, Net
 
 WRONG: dict[str, Any] = {
     **SMALL,
@@ -60,3 +61,22 @@ def test_changes_are_applied_and_the_dictionary_stays_as_it_is() -> None:
 def test_a_value_that_no_file_can_hold_is_refused() -> None:
     with pytest.raises(retrieval.RecipeError, match=r"\[loss\] distance: is of type object"):
         retrieval.Recipe(**{**SMALL, "loss": {"name": "pml.triplet_margin", "distance": object()}})
+
+
+def test_an_object_stands_in_the_place_of_a_part(cache: Path, tmp_path: Path) -> None:
+    module = Net()
+    made = retrieval.Recipe(**{**SMALL, "backbone": module})
+    assert made.objects == {"backbone": module} and made.backbone.name == "object.Net"
+    changed = retrieval.read_recipe(made, ["train.epochs=2"], objects={"loss": TripletMarginLoss()})
+    assert set(changed.objects) == {"backbone", "loss"} and changed.train.epochs == 2
+    run = retrieval.train(made, tmp_path / "run", progress=False)
+    assert run.model.backbone.features == 32 and not run.path.joinpath("plugins").exists()
+    longer = retrieval.train(
+        {**SMALL, "backbone": Net()}, run.path, resume=True, overrides=["train.epochs=2"], progress=False
+    )
+    assert len(longer.metrics_file.read_text(encoding="utf-8").splitlines()) == 2
+
+
+def test_text_in_the_place_of_a_table_is_answered_in_both_languages() -> None:
+    with pytest.raises(retrieval.RecipeError, match=r'or in Python data=\{"name": "core\.digits"\}\.'):
+        retrieval.Recipe(**{**SMALL, "data": "core.digits"})

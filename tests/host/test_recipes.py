@@ -86,7 +86,7 @@ metrics = ["recall_at_1", "map_at_s"]
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"loss": "everything.margin"}, '[loss]: should be a table, not "everything.margin". Write: [loss] name = "everything.margin".'),
+        ({"loss": "everything.margin"}, '[loss]: should be a table, not "everything.margin". Write: [loss] name = "everything.margin", or in Python loss={"name": "everything.margin"}.'),
         ({"loss": {"scale": 1}}, '[loss] must name a loss: name = "PLUGIN.NAME".'),
         ({"loss": {"name": 3}}, '[loss] must name a loss: name = "PLUGIN.NAME".'),
         ({"loss": {"name": "everything.items"}}, "[loss] name: There is no loss 'everything.items'. 'everything.items' is a dataset."),

@@ -13,14 +13,17 @@ Kind = Literal["run", "bundle", "index"]
 
 _MARKS: dict[Kind, str] = {"index": "index.json", "run": "recipe.toml", "bundle": "manifest.json"}
 _MAKE = {
-    "run": "Name the folder that 'retrieval train' wrote.",
-    "bundle": "Make one with 'retrieval export'.",
-    "index": "Make one with 'retrieval index'.",
+    "run": "Name a folder that training wrote.",
+    "bundle": "Make one with 'retrieval export' (in Python retrieval.export_run).",
+    "index": "Make one with 'retrieval index' (in Python retrieval.build_index).",
 }
 _INSTEAD = {
-    ("run", "bundle"): "Make its bundle with: retrieval export {0}",
+    ("run", "bundle"): "Make its bundle with: retrieval export {0} (in Python retrieval.export_run)",
     ("run", "index"): "Make its bundle with 'retrieval export {0}', then index images with that.",
-    ("bundle", "index"): "Make an index with: retrieval index {0} IMAGES --output NAME",
+    (
+        "bundle",
+        "index",
+    ): "Make an index with: retrieval index {0} IMAGES --output NAME (in Python retrieval.build_index)",
     ("bundle", "run"): "Name the run that it was exported from.",
     ("index", "run"): "Name the run that its bundle was exported from.",
 }

@@ -94,7 +94,7 @@ class Encoding:
             shown = "\n".join(f"  - {fault}" for fault in faults[:_SHOWN])
             raise DataError(
                 f"{len(faults):,} of {len(items):,} items cannot be used:\n{shown}{more}\n"
-                "Mend or remove them, or leave them out with --skip-bad. Nothing was written."
+                "Mend or remove them, or leave them out with --skip-bad (in Python skip_bad=True). Nothing was written."
             )
         if len(faults) == len(items):
             raise DataError(f"None of the {len(items):,} items can be used. The first: {faults[0]}")

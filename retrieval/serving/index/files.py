@@ -146,5 +146,5 @@ def put_in_place(finished: Path, output: Path, *, replace: bool) -> None:
 def exists_already(output: Path) -> StoreError:
     """Return the error for an output that is there and was not to be replaced."""
     return StoreError(
-        f"{output} exists already. Choose another --output, or pass --replace to put the new index there."
+        f"{output} exists already. Choose another --output, or pass --replace (in Python replace=True) to put the new index there."
     )
