@@ -39,6 +39,22 @@ def imports(package: Path) -> set[tuple[str, str]]:
     return found
 
 
+def nearest(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """The arrows that no path over other floors replaces."""
+    below: dict[str, set[str]] = {}
+    for upper, lower in arrows:
+        below.setdefault(upper, set()).add(lower)
+
+    def reached(name: str) -> set[str]:
+        return set().union(*({lower} | reached(lower) for lower in below.get(name, ())))
+
+    return {
+        (upper, lower)
+        for upper, lower in arrows
+        if not any(lower in reached(other) for other in below[upper] - {lower})
+    }
+
+
 def purpose(package: Path, name: str) -> str:
     """The first sentence of a floor's docstring."""
     file = package / name / "__init__.py"
@@ -50,7 +66,7 @@ def purpose(package: Path, name: str) -> str:
 
 
 def draw(package: Path, floors: Sequence[set[str]]) -> str:
-    """Return the diagram as SVG: highest floor first, an arc for each pair of floors.
+    """Return the diagram as SVG: highest floor first, with arcs to the nearest floors that each imports.
 
     Args:
         package: the folder `retrieval`.
@@ -63,9 +79,9 @@ def draw(package: Path, floors: Sequence[set[str]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         f'<text x="{LEFT}" y="21" font-size="13" fill="#444">Each floor imports from lower floors only. '
-        "An arc leads down from a floor to one that it imports.</text>",
+        "An arc leads to the nearest that it imports.</text>",
     ]
-    for upper, lower in sorted(imports(package)):
+    for upper, lower in sorted(nearest(imports(package))):
         y, z = middle[upper], middle[lower]
         reach = RIGHT + 18 + 0.42 * abs(z - y)
         lines.append(

@@ -1,1 +1,1 @@
-"""Training: the run folder, the trainer and its steps, checkpoints, and the driver of learners."""
+"""A look ahead, phases and their batches, validation, and the driver of learners."""
