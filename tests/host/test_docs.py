@@ -60,7 +60,10 @@ def test_the_diagram_shows_each_floor_and_who_imports_whom(generate: ModuleType,
         path.name for path in (ROOT / "retrieval").iterdir() if path.is_dir() and path.name != "__pycache__"
     ):
         assert f">{folder}</text>" in drawn
-    assert "<title>training imports evaluation</title>" in drawn and "<title>serving imports host</title>" in drawn
+    assert (
+        "<title>training imports evaluation</title>" in drawn
+        and "<title>serving imports host</title>" in drawn
+    )
     assert "<title>run imports training</title>" not in drawn
     for file in ("errors.py", "host/__init__.py", "cli/__init__.py"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
