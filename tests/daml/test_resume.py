@@ -245,7 +245,7 @@ def test_a_generator_that_becomes_nan_stops_with_the_steps_number(
     }
     recipe = check_recipe({k: v for k, v in (BASE | tables).items() if v is not None})
     with pytest.raises(DataError, match=rf"Training stopped at {words}.*last good checkpoint is"):
-        train(tmp_path / "run", *recipe)
+        train(tmp_path / "run", recipe)
     kept = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
     for part in (kept["model"], kept["modules"]["generator"]):
         assert all(torch.isfinite(value).all() for value in part.values())
