@@ -271,7 +271,7 @@ def machine() -> str:
 
 
 def main() -> None:
-    from retrieval.export.export_model import versions
+    from retrieval.export.export_model import bundle_versions
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -288,7 +288,7 @@ def main() -> None:
     if options.only and raw.exists():
         kept = json.loads(raw.read_text())
     load = f"{os.getloadavg()[0]:.1f}"
-    kept |= {"machine": machine(), "versions": versions()}
+    kept |= {"machine": machine(), "versions": bundle_versions()}
     with tempfile.TemporaryDirectory() as folder:
         if options.only != "variants":
             kept["encoders"], kept["exporters"] = encoders(Path(folder), options.seconds)
