@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import numbers
 import warnings
 from typing import Any, Self
 
@@ -129,6 +131,11 @@ class NeighborhoodLearner(LinearMap):
         return start
 
     def _refuse_common(self) -> None:
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value = getattr(self, name)
+            number = isinstance(value, numbers.Real) or (value is None and name == "max_queries")
+            if type(parameter.default) in (int, float) and not number:
+                raise ValueError(f"{name} is {value!r}; it must be a number.")
         self._chosen_seed()
         if self.max_queries is not None and self.max_queries < 1:
             raise ValueError(

@@ -214,7 +214,8 @@ def load_run(
     """
     path = Path(path)
     if not is_run(path):
-        raise DataError(f"{path} is not a run: it holds no recipe.toml.{instead(path, 'run')}")
+        lacks = "it holds no recipe.toml" if path.is_dir() else "there is no such folder"
+        raise DataError(f"{path} is not a run: {lacks}.{instead(path, 'run')}")
     objects = objects_of(
         dataset=dataset, backbone=backbone, combiner=combiner, loss=loss, miner=miner, generator=generator, learner=learner
     )  # fmt: skip

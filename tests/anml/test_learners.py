@@ -228,6 +228,9 @@ def test_too_much_regularization_is_told(wine: Any) -> None:
     ("learner", "said"),
     [
         (LANML(gamma2=0.0), "gamma2 is 0.0; it must be finite and greater than 0"),
+        (LANML(gamma1="a"), "gamma1 is 'a'; it must be a number"),
+        (LANML(max_iter=None), "max_iter is None; it must be a number"),
+        (PNCA(alpha="a"), "alpha is 'a'; it must be a number"),
         (LANML(gamma2=-1.0), "gamma2"),
         (LANML(gamma2=np.inf), "gamma2"),
         (LANML(gamma1=np.nan), "gamma1"),

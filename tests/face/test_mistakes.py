@@ -132,3 +132,10 @@ def test_a_misspelt_name_of_the_package_is_suggested() -> None:
     with pytest.raises(AttributeError) as missing:
         getattr(retrieval, "Recip")  # noqa: B009
     assert missing.value.name == "Recip" and missing.value.obj is retrieval  # what Python suggests from
+
+
+def test_a_folder_that_is_not_there_is_not_called_empty(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone is not a run: there is no such folder\. Name a folder"):
+        retrieval.load_run(tmp_path / "gone")
+    with pytest.raises(DataError, match="is not a run: it holds no recipe"):
+        retrieval.load_run(tmp_path)

@@ -36,7 +36,8 @@ class Serving:
     """A server that runs beside the program which started it, as in a notebook.
 
     Attributes:
-        url: where the page is.
+        url: where the page is; it ends with a slash. Programs post an image as the field `image` of a form, and `k`, to
+            `v1/search` below it, and are answered in JSON.
     """
 
     def __init__(self, url: str, running: _Running, finish: Callable[[float], None]) -> None:
