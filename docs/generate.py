@@ -20,7 +20,7 @@ from retrieval.host.describe import snippet
 from retrieval.host.factory import COMPONENTS, GIVEN, KINDS, Factory
 from retrieval.host.plugins import Plugins, installed_plugins, load_plugins
 from retrieval.host.values import toml_value, type_text
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe
 
 FOLDER = Path(__file__).parent
 NOTE = "<!-- Written by docs/generate.py from the code: change that, and run it again. -->\n"

@@ -23,8 +23,7 @@ from retrieval.host.plugins import load_plugins
 from retrieval.host.trust import require
 from retrieval.host.values import Place, check_values, shown
 from retrieval.recipe.overrides import apply_overrides
-from retrieval.recipe.tables import Backbone, Component, Section, host_keys
-from retrieval.recipe.tables import Recipe as Tables
+from retrieval.recipe.tables import Backbone, Component, Section, Tables, host_keys
 from retrieval.serving.files.places import StrPath
 
 

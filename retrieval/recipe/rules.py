@@ -13,10 +13,10 @@ from retrieval.host.factory import Factory
 from retrieval.host.plugins import Plugins
 
 if TYPE_CHECKING:
-    from retrieval.recipe.tables import Recipe
+    from retrieval.recipe.tables import Tables
 
 
-def check_names(recipe: Recipe) -> list[str]:
+def check_names(recipe: Tables) -> list[str]:
     """Return problems of names outside plugin tables: optimiser, schedule, metrics."""
     from retrieval.recipe.optimizers import check_optimizer, check_schedule
 
@@ -44,7 +44,7 @@ def _check_metric(plugins: Plugins, named: str | dict[str, Any], number: int) ->
     return []
 
 
-def option_hint(recipe: Recipe, place: Sequence[str | int]) -> str:
+def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
     """Return where a key belongs that is an argument of the optimiser's or schedule's class; nothing for any other."""
     from retrieval.recipe.optimizers import takes
 
@@ -56,7 +56,7 @@ def option_hint(recipe: Recipe, place: Sequence[str | int]) -> str:
     return f" It is an argument of {section.name}: write options.{place[1]}."
 
 
-def check_together(recipe: Recipe, present: Iterable[str]) -> list[str]:
+def check_together(recipe: Tables, present: Iterable[str]) -> list[str]:
     """Return what cannot go together.
 
     Args:
@@ -85,7 +85,7 @@ def check_together(recipe: Recipe, present: Iterable[str]) -> list[str]:
     )
 
 
-def _loss(recipe: Recipe) -> list[str]:
+def _loss(recipe: Tables) -> list[str]:
     """The loss beside combiner, generator and miner."""
     problems: list[str] = []
     if recipe.loss is None:
@@ -155,7 +155,7 @@ def _measures(plugins: Plugins, values: Any) -> bool:
     return bool(wrapped) and all(_measures(plugins, each) for each in wrapped)
 
 
-def _generator(recipe: Recipe, present: set[str]) -> list[str]:
+def _generator(recipe: Tables, present: set[str]) -> list[str]:
     """What says something of a generator that is not there."""
     if "generator" in present:
         return []
@@ -179,7 +179,7 @@ def _generator(recipe: Recipe, present: set[str]) -> list[str]:
     return problems
 
 
-def _rates(recipe: Recipe, present: set[str]) -> list[str]:
+def _rates(recipe: Tables, present: set[str]) -> list[str]:
     """Learning rates that would reach nothing."""
     problems = []
     own = recipe.generator_optimizer
@@ -209,7 +209,7 @@ def _rates(recipe: Recipe, present: set[str]) -> list[str]:
     return problems
 
 
-def _training(recipe: Recipe, present: set[str]) -> list[str]:
+def _training(recipe: Tables, present: set[str]) -> list[str]:
     """Head, augmentation, phases and validation."""
     problems = []
     if "combiner" in present:

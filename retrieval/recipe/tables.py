@@ -243,8 +243,11 @@ class _Loaded:
         return _Loaded, ()
 
 
-class Recipe(Section):
-    """A training run: `[data]`, `[backbone]`, and either a `[loss]` (trained by gradient) or a `[learner]` (fitted)."""
+class Tables(Section):
+    """A recipe's tables, each of the right types; `retrieval.Recipe` is one that was checked as a whole.
+
+    A training run: `[data]`, `[backbone]`, and either a `[loss]` (trained by gradient) or a `[learner]` (fitted).
+    """
 
     name: str = Field("run", description="What to call the run, and later the bundle.")
     seed: int = Field(0, description="Seed of everything random but the split.")

@@ -22,7 +22,7 @@ from retrieval.model.products import (
     check_generator,
     check_head,
 )
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe
 
 
 def build_dataset(recipe: Recipe) -> Dataset:

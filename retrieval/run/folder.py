@@ -21,7 +21,7 @@ import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from retrieval.errors import DataError
 from retrieval.host.factory import COMPONENTS
@@ -30,10 +30,11 @@ from retrieval.host.files import whole_folder, write_text
 from retrieval.host.files import write_json as write_whole
 from retrieval.host.plugins import Plugins
 from retrieval.host.trust import remember
-from retrieval.recipe.read import to_toml
-from retrieval.recipe.tables import Component, Recipe
+from retrieval.recipe.read import Recipe, to_toml
+from retrieval.recipe.tables import Component, Tables
 from retrieval.serving.files.locks import hold
 
+AnyTables = TypeVar("AnyTables", bound=Tables)
 CHECKPOINTS = ("last", "previous", "best")
 INPUTS = "inputs.safetensors"
 
@@ -195,7 +196,7 @@ def record_changes(
     write_json(path / "run.json", described)
 
 
-def absolute_paths(recipe: Recipe) -> Recipe:
+def absolute_paths(recipe: AnyTables) -> AnyTables:
     """Return a recipe whose paths are absolute, as a run records it: they start where the command runs."""
     tables: dict[str, Any] = {}
     for table, kind in COMPONENTS.items():

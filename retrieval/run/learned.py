@@ -12,7 +12,7 @@ from retrieval.errors import DataError, PluginError
 from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.model import Model
 from retrieval.model.products import check_learner, model_parts
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone
 from retrieval.run.weights import load_weights

@@ -12,8 +12,7 @@ from retrieval.data.identity import dataset_identity
 from retrieval.errors import DataError
 from retrieval.host.objects import WORDS, described, is_object
 from retrieval.model.contracts import Dataset
-from retrieval.recipe.read import read_table
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe, read_table
 
 
 def objects_of(**objects: Any) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import Plugins
 from retrieval.model.contracts import Combiner, Dataset, Generator, Learner
 from retrieval.model.model import Model
-from retrieval.recipe.read import naming, read_recipe
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run import checkpoint
 from retrieval.run.build import Objective, build_dataset, build_model, build_objective
 from retrieval.run.folder import INPUTS, checkpoint_file, create_folder, is_run

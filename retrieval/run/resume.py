@@ -12,8 +12,8 @@ from typing import Any
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.file_plugins import FilePlugin, is_file_plugin
 from retrieval.host.trust import require
-from retrieval.recipe.read import apart, check_recipe, read_table, read_tables
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe, apart, check_recipe, read_table, read_tables
+from retrieval.recipe.tables import Tables
 from retrieval.run import checkpoint
 from retrieval.run.folder import absolute_paths, checkpoint_file, has_checkpoint, is_run
 from retrieval.run.objects import refuse_others
@@ -31,7 +31,7 @@ Report = Callable[[str], None]
 
 def read_given(
     output: StrPath | None,
-    recipe: StrPath | Mapping[str, Any] | Recipe,
+    recipe: StrPath | Mapping[str, Any] | Tables,
     overrides: Sequence[str] = (),
     plugins: Sequence[str] = (),
     *,
@@ -188,7 +188,7 @@ def changes(folder: Path, given: Recipe, progress: Position | None) -> list[str]
 
 
 def _refuse_lengths(
-    folder: Path, kept: Recipe, given: Recipe, progress: Position | None, keys: Sequence[str]
+    folder: Path, kept: Tables, given: Recipe, progress: Position | None, keys: Sequence[str]
 ) -> None:
     """Refuse numbers of epochs that say nothing, or that would undo epochs."""
     if given.learner is not None:
@@ -233,7 +233,7 @@ def _named(table: Mapping[str, Any]) -> list[str]:
     return [item for item in named if isinstance(item, str)] if isinstance(named, list) else []
 
 
-def _flat(recipe: Recipe) -> dict[str, Any]:
+def _flat(recipe: Tables) -> dict[str, Any]:
     """Return every value by its key as `--set` names it; plugins are compared by content."""
     flat: dict[str, Any] = {}
 

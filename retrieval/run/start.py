@@ -8,7 +8,7 @@ from torch import Tensor
 
 from retrieval.errors import RecipeError
 from retrieval.model.model import Model
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.folder import checkpoint_file
 

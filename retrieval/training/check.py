@@ -18,7 +18,7 @@ from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.guard import check_width
 from retrieval.model.model import Model
 from retrieval.model.products import model_parts
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, code_size
 from retrieval.run.learned import build_learner

@@ -18,7 +18,7 @@ from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Learner
 from retrieval.model.model import Model
 from retrieval.model.products import model_parts
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset
 from retrieval.run.folder import write_json

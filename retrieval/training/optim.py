@@ -12,7 +12,8 @@ from torch.optim import lr_scheduler
 
 from retrieval.errors import RecipeError
 from retrieval.recipe.optimizers import SHAPES
-from retrieval.recipe.tables import Optimizer, Phase, Recipe, Schedule, Trainable
+from retrieval.recipe.read import Recipe
+from retrieval.recipe.tables import Optimizer, Phase, Schedule, Trainable
 
 
 def build_optimizer(

@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from retrieval.data.loading import TrainBatches
 from retrieval.errors import DataError, listed
 from retrieval.model.model import Model
-from retrieval.recipe.tables import Phase, Recipe, Sampler
+from retrieval.recipe.read import Recipe
+from retrieval.recipe.tables import Phase, Sampler
 from retrieval.run import checkpoint
 from retrieval.run.build import Objective, code_size
 from retrieval.run.open import Run

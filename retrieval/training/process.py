@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 
 from retrieval.errors import RecipeError, RetrievalError
 from retrieval.host.files import write_text
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe
 
 
 class Interrupted(RetrievalError):

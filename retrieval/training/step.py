@@ -21,7 +21,8 @@ from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import TripletIndices, count_indices
 from retrieval.model.guard import checked_indices, checked_objective, checked_rows, checked_scalar
 from retrieval.model.model import Model
-from retrieval.recipe.tables import Phase, Recipe, Trainable
+from retrieval.recipe.read import Recipe
+from retrieval.recipe.tables import Phase, Trainable
 from retrieval.run.build import Objective
 from retrieval.training.optim import StepSchedule, build_optimizers
 from retrieval.training.parts import parts_of, set_modes

@@ -11,8 +11,7 @@ from typing import Any
 from torch import nn
 
 from retrieval.model.contracts import Combiner, Dataset, Generator, Learner
-from retrieval.recipe.read import naming, read_recipe
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.objects import objects_of
 from retrieval.run.open import Run
 from retrieval.run.resume import read_given

@@ -22,7 +22,8 @@ from retrieval.data.loading import TrainBatches
 from retrieval.data.raw import RawInputs
 from retrieval.errors import DataError
 from retrieval.model.guard import combiner_warnings
-from retrieval.recipe.tables import Phase, Recipe
+from retrieval.recipe.read import Recipe
+from retrieval.recipe.tables import Phase
 from retrieval.run import checkpoint
 from retrieval.run.build import Objective
 from retrieval.run.folder import (

@@ -14,8 +14,7 @@ import torch
 from pytorch_metric_learning import losses
 from retrieval.errors import RecipeError
 from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.recipe.read import check_recipe
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, load_run
 from retrieval.training.trainer import train

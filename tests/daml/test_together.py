@@ -14,8 +14,7 @@ import torch
 from accelerate import Accelerator
 from retrieval.errors import RecipeError
 from retrieval.export.export_run import export_run
-from retrieval.recipe.read import check_recipe
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import build_run, load_run
 from retrieval.serving.bundle import Bundle

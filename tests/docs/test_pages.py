@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from retrieval.errors import RecipeError
 from retrieval.host.factory import COMPONENTS
-from retrieval.recipe.read import read_recipe
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.run.open import load_run
 from retrieval.serving.bundle import Bundle
 

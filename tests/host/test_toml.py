@@ -14,7 +14,7 @@ from retrieval.errors import RecipeError
 from retrieval.host.values import toml_value
 from retrieval.recipe.overrides import apply_overrides
 from retrieval.recipe.read import read_recipe, to_toml
-from retrieval.recipe.tables import Phase, Recipe
+from retrieval.recipe.tables import Phase, Tables
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 HARD = [
@@ -66,16 +66,16 @@ def test_a_recipe_survives_writing_and_reading(
             return {k: without_none(v) for k, v in value.items() if v is not None}
         return [without_none(v) for v in value] if isinstance(value, list) else value
 
-    recipe = Recipe(
+    recipe = Tables(
         name=name, data=data, backbone={"name": "b"}, loss=loss, optimizer={"options": options}, phase=phases  # type: ignore[arg-type]
     )  # fmt: skip
-    again = Recipe(**tomllib.loads(to_toml(recipe)))
+    again = Tables(**tomllib.loads(to_toml(recipe)))
     assert again.model_dump() == {**recipe.model_dump(), "data": without_none(data)}
     assert to_toml(again) == to_toml(recipe)
 
 
 def test_only_what_was_set_is_written() -> None:
-    recipe = Recipe(data={"name": "a"}, backbone={"name": "b"}, seed=0)
+    recipe = Tables(data={"name": "a"}, backbone={"name": "b"}, seed=0)
     assert tomllib.loads(to_toml(recipe)) == {"seed": 0, "data": {"name": "a"}, "backbone": {"name": "b"}}
 
 
@@ -85,7 +85,7 @@ def test_a_recipe_file_and_its_written_form_check_alike(tmp_path: Path, table: d
     table["augmentation"] = {"crop_scale": [0.2, 1]}
     table["phase"] = [{"name": 'a "b" \\ c\n', "train": ["head"], "epochs": 2}, {"lr": 1e-7}]
     first = tmp_path / "first.toml"
-    first.write_text(to_toml(Recipe(**{**table, "phase": [Phase(**p) for p in table["phase"]], "augmentation": {"crop_scale": (0.2, 1.0)}})), encoding="utf-8")  # fmt: skip
+    first.write_text(to_toml(Tables(**{**table, "phase": [Phase(**p) for p in table["phase"]], "augmentation": {"crop_scale": (0.2, 1.0)}})), encoding="utf-8")  # fmt: skip
     recipe = read_recipe(first)
     (tmp_path / "second.toml").write_text(to_toml(recipe), encoding="utf-8")
     assert read_recipe(tmp_path / "second.toml") == recipe
@@ -164,7 +164,7 @@ def test_set_that_fits_nowhere(text: str, problem: str) -> None:
 
 def test_set_is_checked_like_the_file(tmp_path: Path, table: dict[str, Any]) -> None:
     path = tmp_path / "recipe.toml"
-    path.write_text(to_toml(Recipe(**table)), encoding="utf-8")
+    path.write_text(to_toml(Tables(**table)), encoding="utf-8")
     recipe = read_recipe(path, ["loss.margin=0.7", "head.hidden=[8]", "train.epochs=2"])
     assert recipe.loss is not None and recipe.loss.parameters["margin"] == 0.7
     assert recipe.head.hidden == [8] and recipe.phases[0].epochs == 2

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.recipe.read import check_recipe
-from retrieval.recipe.tables import Recipe
+from retrieval.recipe.read import Recipe, check_recipe
 
 TOOLBOX = str(Path(__file__).with_name("toolbox.py"))
 
