@@ -103,7 +103,7 @@ def test_every_fault_of_a_csv_is_listed_at_once(retrieval, makers, bundle_path, 
     assert run.stderr.splitlines() == [
         "Error: bad.csv has 12 problems:",
         "  - line 3: has more or fewer fields than the header.",
-        "  - line 4: 'path' is empty or no path.",
+        "  - line 4: 'path' is empty or is not a path.",
         f"  - line 5: {tmp_path / 'gone.png'} does not exist.",
         *(f"  - line {line}: has more or fewer fields than the header." for line in range(6, 13)),
         "  - … and 2 more.",
