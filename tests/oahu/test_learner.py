@@ -301,7 +301,7 @@ def test_uses_refuse_what_does_not_fit() -> None:
     for call, words in (
         (lambda: learner.classify(x, spaces, y[:5]), "5 labels for 90"),
         (lambda: learner.retrieve(x, spaces, 0), "k is 0"),
-        (lambda: learner.similar(x, x[:3]), "as many items"),
+        (lambda: learner.similar(x, x[:3]), "same number of items"),
         (lambda: learner.similar(x, x, 1.0), "threshold"),
         (lambda: learner.retrieve(x, OAHU(**{**SMALL, "depth": 1}).fit(x, y).spaces(x)), "another model"),
     ):
