@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import numpy as np
 import pytest
 from retrieval.errors import BundleError, RetrievalError, StoreError
+from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.index import items
 from retrieval.serving.index.store import Index
 
@@ -191,7 +193,7 @@ def test_items_that_are_no_items(statements, says, index, makers):
         ("'k', null, '" + "[" * 500 + "]" * 500 + "', null, 1, 1, 1", "too deeply"),
         ("'k', null, '[1]', null, 1, 1, 1", "no JSON object"),
         ("'k', null, '{\"a\": NaN}', null, 1, 1, 1", "NaN"),
-        ("'k', null, '{\"a\": 1e999}', null, 1, 1, 1", "no number"),
+        ("'k', null, '{\"a\": 1e999}', null, 1, 1, 1", "not a number"),
         ("'k', null, '{\"a\": 1, \"a\": 2}', null, 1, 1, 1", "twice"),
         ("'k', null, '{}', x'2f00', 1, 1, 1", "another type"),
         ("'k', null, '{}', null, -1, 1, 1", "another type"),
@@ -227,3 +229,20 @@ def test_a_table_that_goes_round_in_circles_has_a_deadline(index, makers):
         path.write_bytes(content)
         with pytest.raises(StoreError):
             Index.open(makers.summed(index)).search(np.zeros((1, 16), np.float32), 3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 5000, '{"a": ' * 65 + "1" + "}" * 65, '["\\"[", ' + "[" * 64 + "]" * 64 + "]", '"' + '\\"[' * 200_000 + "\\" ],
+)  # fmt: skip
+def test_depth_is_bounded_whatever_python_s_own_limit_is(text):
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(before + 100_000)  # as some libraries do
+    try:
+        with pytest.raises(ValueError, match="nested too deeply" if text[0] != '"' else "Unterminated"):
+            strict_loads(text)
+    finally:
+        sys.setrecursionlimit(before)
+    assert (
+        strict_loads('["' + "[" * 200 + '"' + ", []" * 100 + "]")[100] == []
+    )  # neither text nor width is depth

@@ -199,10 +199,10 @@ def graphs() -> dict[str, tuple[bytes, str]]:
         ),
         "cut off": (
             model([*FLAT, helper.make_node("Identity", ["v"], ["vector"])], {"W": W})[:-40],
-            "no ONNX file|cannot load",
+            "not an ONNX file|cannot load",
         ),
-        "no graph": (b"\x08\x07" * (side // 1024), "no ONNX file"),
-        "endless number": (b"\xff" * 100, "no ONNX file"),
+        "no graph": (b"\x08\x07" * (side // 1024), "not an ONNX file"),
+        "endless number": (b"\xff" * 100, "not an ONNX file"),
     }
 
 

@@ -101,7 +101,7 @@ def test_the_processes_that_decode_end_at_ctrl_c(
     with pytest.raises(raised) as caught:  # which keeps the frames, and so the trainer, alive
         train(
             tmp_path / "run",
-            *make(**TABLES, data=photos, augmentation=crop, train={"epochs": 1, "workers": 1}),
+            make(**TABLES, data=photos, augmentation=crop, train={"epochs": 1, "workers": 1}),
         )
     assert [len(children) for children in seen] == [1]
     assert set(multiprocessing.active_children()) == before, caught.value

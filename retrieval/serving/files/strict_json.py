@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from pydantic import ValidationError
 from retrieval.errors import RetrievalError
 
 _DEPTH = 64
+# a string, to its end or the text's, or a bracket; possessive, so that no text is read twice
+_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.?)*+(?:"|\Z)|[\[{]|[\]}]', re.DOTALL)
 
 
 def parse_json(
@@ -52,22 +55,28 @@ def strict_loads(text: bytes | str, *, finite: bool = True) -> Any:
     Raises:
         ValueError: the text is not such JSON.
     """
-    try:
-        numbers: Any = {"parse_constant": _refuse, "parse_float": _finite} if finite else {}
-        content = json.loads(text, object_pairs_hook=_once, **numbers)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    level = [content]
-    for _ in range(_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return content
-    raise ValueError("nested too deeply")
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
+    if _deep(text):
+        raise ValueError("nested too deeply")
+    numbers: Any = {"parse_constant": _refuse, "parse_float": _finite} if finite else {}
+    return json.loads(text, object_pairs_hook=_once, **numbers)
+
+
+def _deep(text: str) -> bool:
+    """Whether brackets are nested too deeply, in one pass and before anything recurses: other libraries raise Python's own limit."""
+    if text.count("[") + text.count("{") <= _DEPTH:
+        return False
+    depth = 0
+    for found in _BRACKETS.finditer(text):
+        bracket = text[found.start()]
+        if bracket in "[{":
+            depth += 1
+            if depth > _DEPTH:
+                return True
+        elif bracket in "]}":
+            depth -= 1
+    return False
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
