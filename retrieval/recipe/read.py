@@ -28,7 +28,7 @@ from retrieval.serving.files.places import StrPath
 
 
 class Recipe(Tables):
-    """A checked recipe, written in Python: the tables of a TOML file as arguments, each a dictionary.
+    """A checked recipe, written in Python: the tables of a TOML file as arguments, each a dictionary::
 
         retrieval.Recipe(
             data={"name": "core.image_folder", "folder": "photos"},
