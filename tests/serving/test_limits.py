@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import os
 import resource
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,9 @@ import numpy as np
 import pytest
 import wire
 from PIL import Image
+from retrieval.serving.http import app
+from retrieval.serving.http.body import Budget
+from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.pool import Pool
 from retrieval.serving.index.build import write_index
 
@@ -258,3 +263,32 @@ def test_memory_comes_back_after_large_uploads(served, index_path):
     for thread in threads:
         thread.join()
     wire.until(lambda: memory_of(server) < before + 24_000_000)
+
+
+def test_what_cycles_hold_after_a_burst_is_collected_in_the_lull(monkeypatch):
+    """Also when the burst's own memory was given back while it lasted."""
+    monkeypatch.setattr(app, "_LULL", 0.01)
+
+    def refused() -> weakref.ref[RequestError]:
+        try:
+            raise RequestError(422, "The image is damaged.")
+        except RequestError as fault:
+            kept = fault  # the fault holds this frame, and this frame the fault
+            return weakref.ref(kept)
+
+    async def scenario() -> None:
+        budget = Budget(1_000_000_000)
+        keeper = asyncio.create_task(app.give_back(budget))
+        held = refused()
+        with budget.upload() as upload:
+            budget.take(upload, 100_000_000)
+        async with asyncio.timeout(20):
+            while held() is not None:
+                await asyncio.sleep(0.01)
+        keeper.cancel()
+
+    gc.disable()
+    try:
+        asyncio.run(scenario())
+    finally:
+        gc.enable()

@@ -80,7 +80,7 @@ class _Handlers:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(self.readiness.watch()), asyncio.create_task(self._give_back())]
+        tasks = [asyncio.create_task(self.readiness.watch()), asyncio.create_task(give_back(self._budget))]
         try:
             yield
         finally:
@@ -88,22 +88,6 @@ class _Handlers:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
-
-    async def _give_back(self) -> None:
-        """Give the memory of bodies that are gone back to the system: much of it soon, the rest in a lull.
-
-        An exception and its frames are a cycle that may hold a body; collecting it can wait until nobody does.
-        """
-        memory, given, last = Memory(), 0, 0
-        while True:
-            await asyncio.sleep(_LULL)
-            gone = self._budget.gone
-            if gone - given > (_SOME if gone == last else _MUCH):
-                if gone == last:
-                    gc.collect()
-                memory.give_back()
-                given = gone
-            last = gone
 
     async def search(self, request: Request) -> Response:
         began = time.perf_counter()
@@ -210,6 +194,25 @@ class _Handlers:
         if reason := self.readiness.reason():
             return JSONResponse({"error": reason}, 503, headers={"Retry-After": "1"})
         return JSONResponse({"status": "ready", "items": len(self._searcher.index)})
+
+
+async def give_back(budget: Budget) -> None:
+    """Give the memory of bodies that are gone back to the system, for ever: much of it soon, the rest in a lull.
+
+    An exception and its frames are a cycle that may hold a body; collecting it can wait until nobody does.
+    """
+    memory, given, collected, last = Memory(), 0, 0, 0
+    while True:
+        await asyncio.sleep(_LULL)
+        gone = budget.gone
+        if gone == last and gone - collected > _SOME:
+            gc.collect()
+            memory.give_back()
+            given = collected = gone
+        elif gone - given > _MUCH:
+            memory.give_back()
+            given = gone
+        last = gone
 
 
 class Pieces(Response):
@@ -324,11 +327,13 @@ async def _http_error(request: Request, fault: Exception) -> Response:
 
 async def _request_error(request: Request, fault: Exception) -> Response:
     assert isinstance(fault, RequestError)
+    fault.__traceback__ = None  # its frames hold the body, and through the job that failed, the fault
     headers = {"Retry-After": "1"} if fault.status == 503 else None
     return JSONResponse({"error": str(fault)}, fault.status, headers=headers)
 
 
 async def _data_error(request: Request, fault: Exception) -> Response:
     """Answer for the image or vector that was sent."""
+    fault.__traceback__ = None  # as above
     text = str(fault)
     return JSONResponse({"error": text[:1].upper() + text[1:]}, 422)
