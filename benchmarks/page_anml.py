@@ -12,9 +12,9 @@ OURS = ("PNCA", "LANML⁺", "LANML⁻")
 
 
 def accuracy(name: str, method: str, protocol: str = HONEST) -> float | None:
-    """Return a mean accuracy in %; None where it was not measured."""
+    """Return a mean accuracy in %; None where there is none."""
     cell = row(rows("anml_table2", protocol), _=name)[method].split(" / ")[0]
-    return None if cell.startswith("–") else mean(cell)
+    return mean(cell) if "±" in cell else None
 
 
 def table_3() -> str:
@@ -37,7 +37,7 @@ def table_2() -> str:
         cells = [entry[""]]
         for method in list(entry)[1:]:
             value = accuracy(entry[""], method)
-            cell = "–" if value is None else f"{value:.1f}"
+            cell = entry[method] if value is None else f"{value:.1f}"
             if has(PAPER, entry[""], method):
                 cell += f" ({published(PAPER, entry[''], method):.1f})"
             cells.append(cell)

@@ -1,0 +1,46 @@
+"""What a table of benchmarks says of a method that did not end within its CPU time, or could not be fitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sklearn.neighbors import NeighborhoodComponentsAnalysis
+
+
+def test_a_split_has_so_much_cpu_time_and_no_more() -> None:
+    import anml_table2
+
+    within = anml_table2.bounded("monk1", "euclid", 0)
+    assert 70 < within["honest"] < 85 and "over" not in within
+    assert anml_table2.bounded("monk1", "pnca", 0, budget=1) == {
+        "set": "monk1",
+        "method": "pnca",
+        "split": 0,
+        "over": 1,
+    }
+
+
+def test_a_learner_that_cannot_be_fitted_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    import anml_table2
+
+    monkeypatch.setattr(
+        anml_table2, "candidates", lambda *_: [NeighborhoodComponentsAnalysis(n_components=99)]
+    )
+    assert "n_components" in anml_table2.measure("monk1", "nca", 0)["failed"]
+
+
+def test_the_cells_say_so() -> None:
+    import anml_table2
+
+    def row(split: int, **found: Any) -> dict[str, Any]:
+        return {"set": "penbased", "method": "scml", "split": split, **found}
+
+    fine = {"honest": 99.0, "best": 99.5, "fit_seconds": 2.0}
+    for rows, cell in (
+        ([row(0, **fine), row(1, over=1200)], "> 20 min"),
+        ([row(0, **fine), row(1, failed="It cannot be fitted."), row(2, **fine)], "fails in 1 of 3"),
+        ([row(0, **fine), row(1, **fine)], "99.0 ± 0.0"),
+    ):
+        (line, *_) = (line for line in anml_table2.table(rows).splitlines() if line.startswith("| penbased"))
+        assert line.split(" | ")[5] == cell
