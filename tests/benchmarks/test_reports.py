@@ -30,6 +30,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "daml_weights": ("daml_weights", lambda script, raw: script.render()),
     "oahu_sensitivity": ("oahu_sensitivity", lambda script, raw: script.render()),
     "oahu_warm": ("oahu_warm", lambda script, raw: script.report(raw)),
+    "training": ("training", lambda script, raw: script.render(raw)),
 }
 """What writes each page, and how."""
 
