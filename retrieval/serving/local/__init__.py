@@ -1,0 +1,1 @@
+"""The local store: items and vectors of a living index in one folder."""

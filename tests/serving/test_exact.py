@@ -1,0 +1,234 @@
+"""Exact search answers as plain arithmetic in double precision does, ties by row, for whatever vectors."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from retrieval.serving.local import exact
+
+Array = Any
+
+
+def brute(
+    queries: Array,
+    vectors: Array,
+    k: int,
+    keep: Array = None,
+    span: Array = None,
+    norms: Array = None,
+    threads: int = 1,
+) -> Any:
+    """The nearest by Σ (q − x)² in double precision, equal distances by row."""
+    part = slice(None) if span is None else slice(*span)
+    squared = np.full((len(queries), k), np.inf)
+    rows = np.full((len(queries), k), -1, np.int64)
+    kept = np.arange(len(vectors)) if keep is None else np.flatnonzero(keep)
+    for number, query in enumerate(queries):
+        apart = vectors[kept, part].astype(np.float64) - query[part].astype(np.float64)
+        every = np.einsum("ij,ij->i", apart, apart)
+        order = np.argsort(every, kind="stable")[:k]
+        squared[number, : len(order)], rows[number, : len(order)] = every[order], kept[order]
+    return squared, rows
+
+
+def agree(queries: Array, vectors: Array, k: int, **options: Any) -> None:
+    """Hold `nearest` to the plain search: the same distances, and the same rows wherever they are not ties."""
+    found, rows = exact.nearest(queries, vectors, k, **options)
+    true, wanted = brute(queries, vectors, k, **options)
+    assert found.dtype == np.float64 and rows.dtype == np.int64 and found.shape == rows.shape == true.shape
+    np.testing.assert_allclose(found, true, rtol=1e-13, atol=0)
+    differ = rows != wanted
+    np.testing.assert_allclose(found[differ], true[differ], rtol=1e-13)  # last bits of a sum: a tie
+    assert differ.sum() <= (0 if np.array_equal(found, true) else 2)
+    for one in rows:
+        assert len(set(one[one >= 0])) == (one >= 0).sum()
+
+
+def normal(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def tiny(vectors: Array) -> Any:
+    """Denormal numbers of float32 beside each other and beside zeros."""
+    return (np.round(vectors * 3) * np.float32(1e-45)).astype(np.float32)
+
+
+def mixed(vectors: Array) -> Any:
+    """Rows from 1e-18 to 1e18."""
+    return vectors * np.float32(10) ** np.linspace(-18, 18, len(vectors), dtype=np.float32)[:, None]
+
+
+KINDS: dict[str, Callable[[Array], Array]] = {
+    "plain": lambda x: x,
+    "far from zero": lambda x: x + np.float32(1e4),
+    "farther than float32 can tell": lambda x: x * np.float32(1e-4) + np.float32(1e4),
+    "far, after a sample that is not": lambda x: (
+        x + np.where(np.arange(len(x)) % 7 == 3, np.float32(1e5), np.float32(0))[:, None]
+    ),
+    "duplicates": lambda x: np.repeat(x[:7], -(-len(x) // 7), axis=0)[: len(x)],
+    "all one": lambda x: np.ones_like(x),
+    "zeros": np.zeros_like,
+    "near-duplicates": lambda x: (x[:1] + x * np.float32(1e-6)).astype(np.float32),
+    "small differences": lambda x: (np.float32(1) + np.round(x) * np.float32(2.0**-23)).astype(np.float32),
+    "denormals": tiny,
+    "huge": lambda x: x * np.float32(1e37),
+    "small": lambda x: x * np.float32(1e-30),
+    "of all sizes": mixed,
+    "some huge": lambda x: x * np.where(np.arange(len(x)) % 11 == 5, np.float32(3e37), np.float32(1))[:, None],
+    "sorted by distance, farthest first": lambda x: x * np.linspace(9, 0.1, len(x), dtype=np.float32)[:, None],
+}  # fmt: skip
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks and windows of few rows."""
+    for name, value in {"_BLOCK_NUMBERS": 600, "_BLOCK_PAIRS": 400, "_PAIR_NUMBERS": 100, "_WINDOW": 50}.items():  # fmt: skip
+        monkeypatch.setattr(exact, name, value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_as_in_double_precision(kind: str, count: int) -> None:
+    vectors = np.ascontiguousarray(KINDS[kind](normal(3000, 24)))
+    queries = vectors[5 : 5 + 100 * count : 100] + KINDS[kind](normal(count, 24, seed=1)) * np.float32(1e-3)
+    for options in ({}, {"keep": np.arange(3000) % 3 > 0}, {"span": (3, 19)}, {"threads": 3}):
+        agree(queries, vectors, 10, **options)
+    agree(vectors[:count], vectors, 10, keep=np.arange(3000) % 50 == 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("small_blocks")
+def test_as_in_double_precision_block_by_block(kind: str) -> None:
+    vectors = np.ascontiguousarray(KINDS[kind](normal(500, 12)))
+    keep = np.arange(500) % 4 != 1
+    for queries in (vectors[[3]], vectors[::60] + np.float32(1e-4)):
+        for k in (1, 7, 499, 500, 600):
+            agree(queries, vectors, k)
+        agree(queries, vectors, 9, keep=keep, norms=exact.squared_norms(vectors), threads=2)
+        agree(queries, vectors, 9, keep=~keep, span=(0, 5))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_whatever_the_numbers(data: st.DataObject) -> None:
+    draw = data.draw
+    width, count = draw(st.integers(1, 6)), draw(st.integers(0, 40))
+    number = st.one_of(
+        st.floats(-(2.0**127), 2.0**127, width=32),
+        st.floats(-2, 2, width=32),
+        st.sampled_from([0.0, -0.0, 1.0, 1e-45, 1e4, 1e4 + 2.0**-10]),
+    )
+    pool = draw(st.lists(st.lists(number, min_size=width, max_size=width), min_size=1, max_size=8))
+    pick = st.integers(0, len(pool) - 1)
+    table = np.array(pool, np.float32)
+    vectors = table[draw(st.lists(pick, min_size=count, max_size=count))].reshape(count, width)
+    queries = table[draw(st.lists(pick, max_size=6))].reshape(-1, width)
+    keep = draw(st.none() | st.lists(st.booleans(), min_size=count, max_size=count).map(lambda x: np.array(x, bool)))  # fmt: skip
+    first = draw(st.integers(0, width - 1))
+    span = draw(st.none() | st.integers(first + 1, width).map(lambda last: (first, last)))
+    k, threads = draw(st.integers(1, 50)), draw(st.sampled_from([1, 2, 5]))
+    agree(queries, vectors, k, keep=keep, span=span, threads=threads)
+
+
+def test_equal_distances_come_by_row() -> None:
+    vectors = np.tile(normal(10, 8), (50, 1))
+    for count in (1, 9):
+        _, rows = exact.nearest(vectors[:count], vectors, 50, threads=2)
+        assert rows.tolist() == [list(range(first, 500, 10)) for first in range(count)]
+
+
+def test_kept_norms_change_nothing() -> None:
+    vectors, queries = normal(4000, 32), normal(40, 32, seed=2)
+    with_norms = exact.nearest(queries, vectors, 5, norms=exact.squared_norms(vectors))
+    for one, other in zip(with_norms, exact.nearest(queries, vectors, 5), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_none_to_find() -> None:
+    vectors, queries = normal(20, 4), normal(2, 4)
+    for squared, rows in (
+        exact.nearest(queries, vectors[:0], 3),
+        exact.nearest(queries, vectors, 3, keep=np.zeros(20, bool)),
+    ):
+        assert np.isposinf(squared).all() and (rows == -1).all() and rows.shape == (2, 3)
+    assert exact.nearest(queries[:0], vectors, 3)[1].shape == (0, 3)
+
+
+def test_vectors_mapped_from_a_file_and_not_to_be_written(tmp_path: Path) -> None:
+    vectors, queries = normal(700, 16), normal(6, 16, seed=3)
+    (tmp_path / "vectors").write_bytes(bytes(4096) + vectors.tobytes())
+    mapped = np.memmap(tmp_path / "vectors", np.float32, "r", 4096, (700, 16))
+    agree(queries, mapped, 10)
+    agree(queries[:1], mapped, 10)
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_memory_is_bounded(count: int) -> None:
+    vectors = normal(200_000, 32)
+    queries, keep = vectors[:count] + np.float32(0.1), np.arange(200_000) % 5 > 0
+    exact.nearest(queries, vectors, 10)
+    tracemalloc.start()
+    try:
+        exact.nearest(queries, vectors, 10, keep=keep)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 20_000_000 < vectors.nbytes  # (300, N) would be 240 MB
+
+
+def test_even_where_all_are_equal_memory_is_bounded() -> None:
+    vectors = np.ones((100_000, 32), np.float32)
+    tracemalloc.start()
+    try:
+        exact.nearest(vectors[:40], vectors, 10)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 100_000_000
+
+
+def test_from_many_threads_at_a_time() -> None:
+    vectors, queries = normal(20_000, 16), normal(64, 16, seed=4)
+    true = brute(queries, vectors, 5)[1]
+    with ThreadPoolExecutor(8) as pool:
+        parts = pool.map(lambda n: exact.nearest(queries[n : n + n % 9 + 1], vectors, 5)[1], range(50))
+        for first, rows in enumerate(parts):
+            assert np.array_equal(rows, true[first : first + first % 9 + 1])
+
+
+def test_it_leaves_settings_of_faiss_alone() -> None:
+    from retrieval.serving.runtime import load_faiss
+
+    names = ["distance_compute_blas_threshold", "distance_compute_blas_query_bs", "distance_compute_blas_database_bs"]  # fmt: skip
+    before = [getattr(load_faiss().cvar, name) for name in names]
+    exact.nearest(normal(50, 8), normal(100, 8), 3)
+    assert before == [getattr(load_faiss().cvar, name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"k": 0}, "at least 1"),
+        ({"threads": 0}, "at least 1"),
+        ({"queries": np.zeros((2, 5), np.float32)}, "do not fit"),
+        ({"vectors": np.zeros((9, 4))}, "float32"),
+        ({"vectors": np.zeros((4, 9), np.float32).T}, "C-contiguous"),
+        ({"keep": np.ones(9, np.uint8)}, "keep"),
+        ({"keep": np.ones(8, bool)}, "keep"),
+        ({"norms": np.ones(8, np.float32)}, "norms"),
+        ({"span": (2, 2)}, "span"),
+        ({"span": (0, 5)}, "span"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"queries": np.zeros((2, 4), np.float32), "vectors": np.zeros((9, 4), np.float32), "k": 3}  # fmt: skip
+    with pytest.raises(ValueError, match=said):
+        exact.nearest(**given | options)
