@@ -1,10 +1,11 @@
-"""Fashion-MNIST with disjoint classes (0–4 train, 5–9 are searched): a recipe of models/ beside raw pixels and an untrained net.
+"""How many epochs the recipes for Fashion-MNIST with disjoint classes train: chosen on whole training classes, two of the five, kept for validation.
 
-The number of epochs is chosen on whole training classes kept for validation (two of the five); the held-out classes are
-looked at once, at the end. Goes on where it stopped. Run by hand:
+    python benchmarks/fashion.py --output FOLDER                          # goes on where it stopped
+    python benchmarks/fashion.py --output FOLDER --recipe fashion-danml
+    python benchmarks/fashion.py --write                                  # the page alone, from what is kept
 
-    python benchmarks/fashion.py --output FOLDER
-    python benchmarks/fashion.py --output ANOTHER --recipe fashion-danml
+Each seed trains for as many epochs as are tried, and MAP@R on the validation classes is kept after each, in results/raw/fashion.jsonl. The classes to search are not looked
+at here: `cards.py` measures the recipe on them and writes its card. Of an earlier run only the means that it printed are there; a new one takes their place.
 """
 
 from __future__ import annotations
@@ -13,99 +14,111 @@ import argparse
 import json
 import statistics
 import tempfile
-import tomllib
 from pathlib import Path
+from typing import Any
 
-import torch
-from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.recipe.read import read_recipe
-from retrieval.run import checkpoint
-from retrieval.run.folder import create_folder
-from retrieval.run.open import build_run, load_run
-from retrieval.training.trainer import train
+from page_tables import markdown
 
 MODELS = Path(__file__).parents[1] / "models"
+RESULT = Path(__file__).parent / "results" / "fashion.md"
+KEPT = RESULT.parent / "raw" / "fashion.jsonl"
+RECIPES = ("fashion-mnist", "fashion-danml")
 SEEDS = (0, 1, 2)
-METRICS = ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"]
+EPOCHS = 6
 CHOOSE = ["split.validation=0.4", "split.validation_by=class", "sampler.classes=3", "sampler.items=40"]
 
 
-def trained(recipe: Path, folder: Path, *overrides: str) -> Path:
-    """Train the recipe, unless it is done already."""
+def curve(recipe: str, folder: Path, seed: int) -> list[float]:
+    """Train a seed, unless it is done already; return its MAP@R on validation classes by epoch."""
+    from retrieval.recipe.read import read_recipe
+    from retrieval.training.trainer import train
+
     if not (folder / "summary.json").is_file():
-        made = read_recipe(recipe, overrides)
-        train(
-            folder,
-            made,
-            resume=(folder / "checkpoints" / "last.safetensors").is_file(),
-            report=print,
+        made = read_recipe(
+            MODELS / recipe / "recipe.toml", [*CHOOSE, f"train.epochs={EPOCHS}", f"seed={seed}"]
         )
-    return folder
+        train(folder, made, resume=(folder / "checkpoints" / "last.safetensors").is_file(), report=print)
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["validation_map_at_r"] for line in lines]
 
 
-def choose_epochs(recipe: Path, output: Path, longest: int) -> int:
-    """Return the number of epochs with the best mean MAP@R on validation classes, by curves of the longest run."""
-    curves = []
-    for seed in SEEDS:
-        folder = trained(
-            recipe, output / f"choose-{seed}", *CHOOSE, f"train.epochs={longest}", f"seed={seed}"
-        )
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        curves.append([json.loads(line)["validation_map_at_r"] for line in lines])
-    means = [statistics.mean(points) for points in zip(*curves, strict=True)]
-    print("\nvalidation MAP@R by epoch:", ", ".join(f"{value:.3f}" for value in means))
-    return means.index(max(means)) + 1
+def measure(recipe: str, output: Path, threads: int) -> list[dict[str, Any]]:
+    """Return what is kept of a recipe, one row a seed."""
+    import torch
 
-
-def untrained(recipe: Path, output: Path, seed: int) -> dict[str, float]:
-    """Evaluate the recipe's network as it is initialised."""
-    folder = output / f"untrained-{seed}"
-    if not (folder / "evaluation-test.json").is_file():
-        made = read_recipe(recipe, [f"seed={seed}"])
-        checkpoint.seed_everything(seed)
-        if not folder.exists():
-            create_folder(folder, made)
-        evaluate_run(build_run(folder, made), metrics=METRICS)
-    figures: dict[str, float] = json.loads((folder / "evaluation-test.json").read_text())["figures"][
-        "trained"
+    torch.set_num_threads(threads)
+    return [
+        {
+            "recipe": recipe,
+            "seed": seed,
+            "torch": torch.__version__,
+            "map_at_r": curve(recipe, output / f"{recipe}-{seed}", seed),
+        }
+        for seed in SEEDS
     ]
-    return figures
+
+
+def means(rows: list[dict[str, Any]]) -> list[float]:
+    """Return the mean over seeds by epoch."""
+    if "printed" in rows[0]:
+        printed: list[float] = rows[0]["printed"]
+        return printed
+    return [statistics.mean(points) for points in zip(*(row["map_at_r"] for row in rows), strict=True)]
+
+
+def render(kept: list[dict[str, Any]]) -> str:
+    """Return the page."""
+    lines = []
+    for recipe in RECIPES:
+        rows = [row for row in kept if row["recipe"] == recipe]
+        if rows:
+            values = means(rows)
+            best = values.index(max(values))
+            cells = [f"**{v:.3f}**" if i == best else f"{v:.3f}" for i, v in enumerate(values)]
+            lines.append([recipe, str(rows[0].get("seeds", len(rows))), *cells, str(best + 1)])
+    old = [row["recipe"] for row in kept if "printed" in row]
+    printed = (
+        ["Of the rows of " + " and ".join(old) + " only the means that the run printed were kept.", ""]
+        if old
+        else []
+    )
+    return "\n".join(
+        [
+            "# Fashion-MNIST, disjoint classes: how many epochs",
+            "",
+            "`python benchmarks/fashion.py` says what is trained. MAP@R on two of the five training classes, kept for validation, after each epoch; means over seeds. The cards in",
+            "`models/` say what the recipes reach on the classes to search.",
+            "",
+            *printed,
+            markdown(["", "seeds", *(str(n + 1) for n in range(EPOCHS)), "epochs chosen"], lines),
+            "",
+        ]
+    )
+
+
+def read() -> list[dict[str, Any]]:
+    """Return what is kept."""
+    return [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()]
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "retrieval-fashion")
-    arguments.add_argument("--recipe", default="fashion-mnist", choices=["fashion-mnist", "fashion-danml"])
-    arguments.add_argument("--longest", type=int, default=6)
+    arguments.add_argument("--recipe", default=RECIPES[0], choices=RECIPES)
     arguments.add_argument("--threads", type=int, default=2)
+    arguments.add_argument("--write", action="store_true", help="run nothing")
     options = arguments.parse_args()
-    torch.set_num_threads(options.threads)
-    recipe = MODELS / options.recipe / "recipe.toml"
-    title = tomllib.loads(recipe.read_text())["loss"]["name"]
-    epochs = choose_epochs(recipe, options.output, options.longest)
-    rows: dict[str, list[dict[str, float]]] = {
-        "raw pixels": [],
-        "untrained net": [],
-        title: [],
-    }
-    for seed in SEEDS:
-        folder = trained(recipe, options.output / f"final-{seed}", f"train.epochs={epochs}", f"seed={seed}")
-        found = folder / "evaluation-test.json"
-        if not found.is_file():
-            evaluate_run(load_run(folder), metrics=METRICS, baseline=seed == SEEDS[0])
-        figures = json.loads(found.read_text())["figures"]
-        rows[title].append(figures["trained"])
-        rows["raw pixels"] += [figures["raw pixels"]] if "raw pixels" in figures else []
-        rows["untrained net"].append(untrained(recipe, options.output, seed))
-    print(f"\n{epochs} epochs, chosen on validation classes; {len(SEEDS)} seeds; torch {torch.__version__}\n")
-    print("| | " + " | ".join(METRICS) + " |\n| --- |" + " --- |" * len(METRICS))
-    for title, runs in rows.items():
-        cells = []
-        for name in METRICS:
-            values = [run[name] for run in runs]
-            spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-            cells.append(f"{statistics.mean(values):.3f}{spread}")
-        print(f"| {title} | {' | '.join(cells)} |")
+    rows = read()
+    if not options.write:
+        others = [row for row in rows if row["recipe"] != options.recipe]
+        rows = others + measure(options.recipe, options.output, options.threads)
+        temporary = KEPT.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        temporary.replace(KEPT)
+    RESULT.write_text(render(rows), encoding="utf-8")
+    print(render(rows))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/oahu_table3.py
 
-Each figure goes to a .jsonl beside the result as soon as it is measured, and a second run goes on from there. Some 15 minutes of CPU
+Each figure goes to results/raw/oahu_table3.jsonl as soon as it is measured, and a second run goes on from there. Some 15 minutes of CPU
 time. Protocol: every choice (constants of the baselines, experts, components and ridge of `oahu.warm`) was made on the development parts of
 two other splits, and for features on other images and other choices of classes than those measured; the queries are 4,000 images a repeat that lie in neither of those parts. 35,000 of
 the other images are the development part, as in the paper: they give the triplets and are the references.
@@ -362,11 +362,6 @@ def convnet(repeat: int, x: Floats, y: Floats) -> tuple[Floats, Floats]:
         return torch.cat([net(part) for part in images.split(500)]).numpy(), y[chosen]
 
 
-def identity(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what a row is of."""
-    return tuple(row.get(key) for key in ("part", "method", "repeat", "triplets", "title"))
-
-
 def main() -> None:
     """Measure what is missing, and write the page and the figure."""
     parser = argparse.ArgumentParser(
@@ -384,10 +379,10 @@ def main() -> None:
     global CACHE
     CACHE = arguments.cache
     warnings.filterwarnings("ignore", message="tau is")
-    kept = arguments.out.with_suffix(".jsonl")
+    kept = arguments.out.parent / "raw" / f"{arguments.out.stem}.jsonl"
+    kept.parent.mkdir(parents=True, exist_ok=True)
     lines = kept.read_text().splitlines() if kept.exists() else []
-    # two runs at a time may have measured one thing twice
-    rows = list({identity(row): row for row in map(json.loads, lines)}.values())
+    rows = [json.loads(line) for line in lines]
     done = {(r["part"], r["method"], r["repeat"]) for r in rows}
     for job, measure in () if arguments.report else jobs():
         if job in done or job[0] not in arguments.parts or job[2] not in arguments.repeats:

@@ -1,4 +1,4 @@
-"""The figures of the pages docs/aml.md, anml.md and daml.md, and of the warm start in oahu.md: blocks between marks, made of what the benchmarks kept.
+"""The figures of the pages docs/aml.md, anml.md, daml.md and oahu.md: blocks between marks, made of what the benchmarks kept.
 
     python benchmarks/pages.py        # writes them; a test compares
 

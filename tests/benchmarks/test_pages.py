@@ -1,4 +1,4 @@
-"""Figures on the pages of AML, ANML and DAML come from results and published.toml by a script, or their paragraph says where they are from."""
+"""Figures on the pages of AML, ANML, DAML and OAHU come from results and published.toml by a script, or their paragraph says where they are from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ["aml.md", "anml.md", "daml.md"]
+PAGES = ["aml.md", "anml.md", "daml.md", "oahu.md"]
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.M | re.S)
 GENERATED = re.compile(r"<!-- figures: ([\w-]+) -->.*?<!-- end of figures -->", re.S)
 FIGURE = re.compile(r"(?<![\w.^])[+−-]?\d*\.\d+(?![\w.])|\d+ (?:%|times|points|minutes|seconds)")
@@ -23,7 +23,7 @@ def without_source(text: str) -> list[str]:
     return [piece for piece in plain if FIGURE.search(piece) and not SOURCE.search(piece)]
 
 
-@pytest.mark.parametrize("name", [*PAGES, "oahu.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_the_blocks_are_made_of_the_results(name: str) -> None:
     import pages
 

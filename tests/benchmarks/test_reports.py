@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "anml_projected": ("anml_projected", lambda script, raw: script.render(raw)),
     "anml_table2": ("anml_table2", lambda script, raw: script.table(raw)),
     "daml_weights": ("daml_weights", lambda script, raw: script.render()),
+    "fashion": ("fashion", lambda script, raw: script.render(raw)),
     "oahu_sensitivity": ("oahu_sensitivity", lambda script, raw: script.render()),
     "oahu_warm": ("oahu_warm", lambda script, raw: script.report(raw)),
     "training": ("training", lambda script, raw: script.render(raw)),
@@ -52,6 +54,16 @@ def test_the_page_is_made_of_what_was_kept(name: str) -> None:
 def test_whatever_was_kept_has_its_page_tested() -> None:
     kept_too = {"cards", "anml_table2_earlier"}  # a card's test is its own
     assert {path.stem for path in (RESULTS / "raw").iterdir()} == set(PAGES) | kept_too
+
+
+def test_recipes_train_for_as_many_epochs_as_were_chosen() -> None:
+    script: Any = importlib.import_module("fashion")
+    for recipe in script.RECIPES:
+        values = script.means([row for row in kept("fashion.jsonl") if row["recipe"] == recipe])
+        made = tomllib.loads(
+            (RESULTS.parents[1] / "models" / recipe / "recipe.toml").read_text(encoding="utf-8")
+        )
+        assert made["train"]["epochs"] == values.index(max(values)) + 1
 
 
 def test_sentences_follow_the_figures() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from retrieval.errors import DataError
 from sklearn.base import clone
+from sklearn.datasets import load_digits
 from sklearn.model_selection import GridSearchCV
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
@@ -66,6 +67,15 @@ def test_chunks_give_what_single_triplets_give_to_the_last_bit(dtype: str, prepa
     same(learners[0], learners[2])
     assert learners[0].n_triplets_ == 40 and learners[0].n_skipped_ == 1 and learners[0].n_used_ == 39
     assert learners[0].input_layer_.dtype == dtype
+
+
+def test_how_far_the_rules_of_the_hedge_lie_apart() -> None:
+    digits = load_digits(return_X_y=True)
+    found = [
+        OAHU(rule=rule, seeds=1000, closure=1000).fit(*digits).alpha_ for rule in ("exp", "linear", "paper")
+    ]
+    apart = max(np.abs(one - other).max() for one, other in itertools.combinations(found, 2))
+    assert 0 < apart < 0.005  # docs/oahu.md says so
 
 
 def test_a_stream_is_learned_as_by_plain_loops() -> None:
