@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from retrieval.evaluation.evaluate_run import evaluate_run
     from retrieval.evaluation.evaluation import evaluate
     from retrieval.evaluation.verify_run import verify_run
+    from retrieval.export.export_backbone import export_backbone
     from retrieval.export.export_run import export_run
     from retrieval.host.create import create, names
     from retrieval.host.factory import Part, traits
@@ -94,6 +95,7 @@ __all__ = [
     "create",
     "evaluate",
     "evaluate_run",
+    "export_backbone",
     "export_run",
     "hookimpl",
     "load_run",
@@ -123,6 +125,7 @@ _load, _ = lazy(
         "retrieval.evaluation.evaluate_run": ["evaluate_run"],
         "retrieval.evaluation.evaluation": ["evaluate"],
         "retrieval.evaluation.verify_run": ["verify_run"],
+        "retrieval.export.export_backbone": ["export_backbone"],
         "retrieval.export.export_run": ["export_run"],
         "retrieval.host.create": ["create", "names"],
         "retrieval.host.factory": ["Part", "traits"],

@@ -3,19 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from retrieval.cli import say
-from retrieval.cli.plugins import TRUST_OPTION
+from retrieval.cli.plugins import PLUGIN_OPTION, TRUST_OPTION
 from retrieval.cli.types import Choice, Number
+
+if TYPE_CHECKING:
+    from retrieval.serving.bundle import Bundle
+
+_PATH = click.Path(path_type=Path)
 
 
 @click.command("export")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=_PATH, required=False)
 @click.option(
-    "--output", "-o", type=click.Path(path_type=Path), help="Folder to write; by default RUN/bundle."
+    "--model", metavar="NAME", help="Instead of a run: a pretrained backbone by its name, nothing trained."
+)
+@click.option("--output", "-o", type=_PATH, help="Folder to write; by default RUN/bundle.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="With --model: a parameter of the backbone, as in size=160; repeatable.",
+)
+@click.option(
+    "--whiten",
+    multiple=True,
+    type=_PATH,
+    metavar="PHOTOS",
+    help="With --model: PCA whitening fitted on this folder or file of photos, which need no labels; repeatable.",
+)
+@click.option(
+    "--dimensions",
+    type=click.IntRange(1),
+    help="With --whiten: width of the vectors; by default 128, or the backbone's where that is less.",
+)
+@click.option(
+    "--photos",
+    multiple=True,
+    type=_PATH,
+    metavar="PHOTOS",
+    help="With --model: photos that verify the bundle and calibrate int8, where not those of --whiten; repeatable.",
+)
+@click.option(
+    "--random-weights",
+    is_flag=True,
+    help="With --model: also a backbone whose weights are random, as a floor to compare with.",
 )
 @click.option(
     "--variant",
@@ -45,24 +82,63 @@ from retrieval.cli.types import Choice, Number
     help="torch's exporter: the present one, the older one, or the first that works.",
 )
 @click.option("--replace", is_flag=True, help="Put the new bundle in the place of an older one.")
+@PLUGIN_OPTION
 @TRUST_OPTION
 def export_command(
-    run: Path,
+    run: Path | None,
+    model: str | None,
     output: Path | None,
-    variants: tuple[Any, ...],
-    allow_drift: bool,
-    tolerance: float,
-    opset: int,
-    exporter: Any,
-    replace: bool,
+    overrides: tuple[str, ...],
+    whiten: tuple[Path, ...],
+    dimensions: int | None,
+    photos: tuple[Path, ...],
+    random_weights: bool,
+    extra: tuple[str, ...],
+    **options: Any,
 ) -> None:
-    """Turn a run's best weights into a bundle that needs no torch: ONNX graphs, compared with torch, and a manifest.
+    """Turn a run's best weights, or a pretrained backbone, into a bundle that needs no torch: ONNX graphs, compared with torch, and
+    a manifest.
 
+    \b
     Example:  retrieval export runs/digits --output digits.bundle --variant int8
+    No labels, no training:
+              retrieval export --model core.efficientnet_lite0 --whiten photos --output photos.bundle
     """
+    if (run is None) == (model is None):
+        raise click.UsageError("Name a run, or a backbone with --model: one of them.")
+    backbones = {
+        "--set": overrides, "--whiten": whiten, "--dimensions": dimensions, "--photos": photos,
+        "--random-weights": random_weights, "--plugin": extra,
+    }  # fmt: skip
+    if model is None and (given := next((option for option, value in backbones.items() if value), None)):
+        raise click.UsageError(f"{given} goes with --model: a run has its own backbone.")
+    if model is not None and output is None:
+        raise click.UsageError("--model needs --output, the folder to write.")
     from retrieval.serving.runtime import quiet_threads
 
     quiet_threads()
+    if model is None:
+        assert run is not None
+        _report(_run(run, output, options), "held-out items")
+        return
+    from retrieval.export.export_backbone import export_backbone
+
+    assert output is not None
+    bundle = export_backbone(
+        model,
+        output,
+        parameters=_parameters(overrides),
+        whiten=whiten,
+        dimensions=dimensions,
+        photos=photos,
+        random_weights=random_weights,
+        plugins=extra,
+        **options,
+    )
+    _report(bundle, "photos" if whiten or photos else "crops of two example photographs")
+
+
+def _run(run: Path, output: Path | None, options: dict[str, Any]) -> Bundle:
     from retrieval.data.kept import KeptInputs
     from retrieval.export.export_run import export_run
     from retrieval.run.open import load_run
@@ -71,22 +147,27 @@ def export_command(
     if isinstance(loaded.dataset, KeptInputs):
         say(f"note: {loaded.splits.notes[0]}")
         say("note: The bundle is verified on the held-out inputs that the run keeps.")
-    bundle = export_run(
-        loaded,
-        output,
-        variants=variants,
-        allow_drift=allow_drift,
-        tolerance=tolerance,
-        opset=opset,
-        exporter=exporter,
-        replace=replace,
-    )
+    return export_run(loaded, output, **options)
+
+
+def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Return what `--set` says, read as a recipe's `[backbone]` table."""
+    from retrieval.recipe.overrides import apply_overrides
+
+    table: dict[str, Any] = {"backbone": {}}
+    apply_overrides(table, [f"backbone.{text.removeprefix('backbone.')}" for text in overrides])
+    parameters: dict[str, Any] = table["backbone"]
+    return parameters
+
+
+def _report(bundle: Bundle, items: str) -> None:
+    """Say what was written, how far torch and ONNX Runtime are apart, and what the variants lose."""
     manifest = bundle.manifest
     size = sum(record.bytes for record in manifest.files.values()) / 1e6
     seen = manifest.verified
     say(
         f"Wrote {bundle.path} ({size:.1f} MB). torch and ONNX Runtime differ by {seen.largest_difference:.1g} at most "
-        f"on {seen.items:,} held-out items (tolerance {seen.tolerance:g})."
+        f"on {seen.items:,} {items} (tolerance {seen.tolerance:g})."
     )
     for name, variant in manifest.variants.items():
         recall = variant.recall_at_1

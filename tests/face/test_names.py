@@ -14,8 +14,8 @@ import retrieval
 ROOT = Path(__file__).parents[2]
 
 VERBS = {
-    "build_index", "create", "evaluate", "evaluate_run", "export_run", "load_run", "names", "open_bundle", "open_index",
-    "read_recipe", "serve", "train", "verify_run",
+    "build_index", "create", "evaluate", "evaluate_run", "export_backbone", "export_run", "load_run", "names", "open_bundle",
+    "open_index", "read_recipe", "serve", "train", "verify_run",
 }  # fmt: skip
 CLASSES = {"Bundle", "Index", "Recipe", "Run"}
 CONTRACTS = {
@@ -68,6 +68,7 @@ assert_type(run, retrieval.Run)
 assert_type(retrieval.load_run(Path("runs/a")), retrieval.Run)
 bundle = retrieval.export_run(run, "bundle")
 assert_type(bundle, retrieval.Bundle)
+assert_type(retrieval.export_backbone("core.efficientnet_lite0", "bundle", whiten="photos"), retrieval.Bundle)
 assert_type(retrieval.open_bundle("bundle"), retrieval.Bundle)
 index = retrieval.build_index(bundle, "photos", Path("photos.index"))
 assert_type(index, retrieval.Index)

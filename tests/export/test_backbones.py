@@ -1,0 +1,306 @@
+"""`retrieval export --model`: a pretrained backbone becomes a bundle without labels or training, whitened by photos if they are named."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+from retrieval import export_backbone
+from retrieval.cli.app import app
+from retrieval.errors import BundleError, DataError, PluginError, RecipeError
+from retrieval.export import export_backbone as exporting
+from retrieval.export.photos import Photos
+from retrieval.export.whitening import affordable, whitening_head
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.manifest import read_manifest
+
+SMALL = {"parameters": {"size": 4}, "exporter": "torchscript", "progress": False}
+"""`core.pixels` of 16 features."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, photographs):
+    """Real photos: 160 crops of scikit-learn's two photographs."""
+    made = tmp_path_factory.mktemp("photos")
+    for number, pixels in enumerate(photographs(72, 160)):
+        Image.fromarray(pixels.transpose(1, 2, 0)).save(made / f"{number:03}.png")
+    return made
+
+
+def command(*words):
+    return CliRunner().invoke(app, ["export", *(str(word) for word in words)])
+
+
+def pixels_of(bundle, folder):
+    return np.stack([bundle.preprocess(file) for file in sorted(folder.iterdir())])
+
+
+def whitened_by_hand(features, fitted, width):
+    """PCA whitening by the singular values of the centred features, in double precision."""
+    fitted, features = fitted.astype(np.float64), features.astype(np.float64)
+    mean = fitted.mean(axis=0)
+    _, values, directions = np.linalg.svd(fitted - mean, full_matrices=False)
+    variance = values**2 / (len(fitted) - 1)
+    out = np.empty((len(features), width))
+    for row, each in enumerate(features):
+        for column in range(width):
+            share = float(directions[column] @ (each - mean))
+            out[row, column] = share / np.sqrt(variance[column] + 1e-6 * variance[0])
+        out[row] /= np.linalg.norm(out[row])
+    return out
+
+
+@pytest.fixture(scope="module")
+def lite(tmp_path_factory, folder):
+    """EfficientNet-Lite0 with its real weights, as it is and whitened."""
+    made = tmp_path_factory.mktemp("lite")
+    common = {"parameters": {"size": 64}, "exporter": "torchscript", "progress": False}
+    plain = export_backbone("core.efficientnet_lite0", made / "plain", **common)
+    white = export_backbone("core.efficientnet_lite0", made / "white", whiten=folder, dimensions=24, **common)
+    return plain, white
+
+
+def test_a_pretrained_backbone_becomes_a_bundle_of_its_features(lite, folder):
+    from retrieval_core import efficientnet_lite0
+
+    bundle, backbone = lite[0], efficientnet_lite0(size=64).eval()
+    said = bundle.manifest
+    assert (said.name, said.vector, said.input.shape) == ("core.efficientnet_lite0", 1280, (3, 64, 64))
+    assert said.input.preprocessing == backbone.preprocessing
+    assert said.verified.items == 64 and said.verified.largest_difference < 1e-4 and not said.normalized
+    pixels = pixels_of(bundle, folder)[:4]
+    mean, std = (
+        torch.tensor(x).view(3, 1, 1) for x in (said.input.preprocessing.mean, said.input.preprocessing.std)
+    )
+    with torch.no_grad():
+        wanted = backbone((torch.from_numpy(pixels) / 255 - mean) / std).numpy()
+    assert np.allclose(bundle.encode(pixels).vector, wanted, atol=1e-4)
+    assert wanted.std(axis=0).max() > 0.1  # the photos differ
+
+
+def test_whitened_vectors_are_those_of_a_decomposition_by_hand(lite, folder):
+    plain, white = lite
+    pixels = pixels_of(plain, folder)
+    features = plain.encode(pixels).vector
+    wanted = whitened_by_hand(features, features, 24)
+    found = white.encode(pixels).vector
+    assert white.manifest.vector == 24 and white.manifest.normalized
+    signs = np.sign((found * wanted).sum(axis=0))  # a direction and its opposite are the same component
+    assert np.abs(found * signs - wanted).max() < 1e-3
+    assert white.manifest.verified.items == 160
+
+
+def test_whitened_features_have_equal_variance_and_no_correlation(digits):
+    features = digits[0].reshape(300, -1).astype(np.float32)
+    head = whitening_head(features, 12)
+    flat = head[:-1].requires_grad_(False)(torch.from_numpy(features)).numpy().astype(np.float64)
+    covariance = np.cov(flat.T)
+    assert np.abs(np.diag(covariance) - 1).max() < 1e-3
+    assert np.abs(covariance - np.diag(np.diag(covariance))).max() < 1e-3
+    assert np.allclose(np.linalg.norm(head(torch.from_numpy(features)).numpy(), axis=1), 1, atol=1e-5)
+
+
+def test_wide_features_are_whitened_too(photographs):
+    features = photographs(64, 60).reshape(60, -1).astype(np.float32)  # 12,288 wide: the randomised solver
+    found = whitening_head(features, 6).requires_grad_(False)(torch.from_numpy(features)).numpy()
+    wanted = whitened_by_hand(features, features, 6)
+    signs = np.sign((found * wanted).sum(axis=0))
+    assert np.abs(found * signs - wanted).max() < 0.02
+
+
+def test_a_backbone_with_random_weights_is_refused_unless_asked_for(tmp_path):
+    small = {"parameters": {"width": 2, "depth": 2, "layers": 1, "size": 8}, "exporter": "torchscript"}
+    with pytest.raises(BundleError, match=r"weights of core.convnet are random.*--random-weights") as refused:
+        export_backbone("core.convnet", tmp_path / "b", **small)
+    assert "retrieval train" in str(refused.value) and not list(tmp_path.iterdir())
+    before = torch.random.get_rng_state()
+    made = [export_backbone("core.convnet", tmp_path / n, random_weights=True, **small) for n in "ab"]
+    assert torch.equal(before, torch.random.get_rng_state())
+    files = [bundle.manifest.files["encoder.onnx"].sha256 for bundle in made]
+    assert files[0] == files[1]
+
+
+def test_the_refusal_names_the_parameter_that_asks_for_weights(tmp_path):
+    for name, parameters, asking in (
+        ("core.timm", {"model": "mobilenetv3_small_050"}, "'pretrained'"),
+        ("core.torchvision", {"model": "squeezenet1_1"}, "'weights'"),
+    ):
+        with pytest.raises(BundleError, match=f"by its parameter {asking}"):
+            export_backbone(name, tmp_path / "b", parameters=parameters)
+
+
+def test_a_backbone_without_weights_has_none_that_are_random(tmp_path, folder):
+    bundle = export_backbone("core.pixels", tmp_path / "b", **SMALL)
+    pixels = pixels_of(bundle, folder)
+    assert np.allclose(bundle.encode(pixels).vector, pixels.reshape(160, -1) / 255, atol=1e-6)
+
+
+OWN = """
+import torch
+from retrieval import Backbone, Preprocessing, hookimpl
+
+class Edges(Backbone):
+    '''Differences of neighbouring pixels.'''
+
+    def __init__(self):
+        super().__init__()
+        self.preprocessing = Preprocessing((9, 9), 1)
+        self.features = 81
+        kernel = torch.tensor([[0.0, -1, 0], [-1, 4, -1], [0, -1, 0]])
+        self.register_buffer("kernel", kernel.view(1, 1, 3, 3))
+
+    def forward(self, x):
+        return torch.nn.functional.conv2d(x, self.kernel, padding=1).flatten(1)
+
+class Worn(Edges):
+    '''With a layer that nobody trained.'''
+
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(2, 2)
+
+@hookimpl
+def retrieval_backbones():
+    return {"edges": Edges, "worn": Worn}
+"""
+
+
+def test_a_plugin_brings_backbones_too(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    plugin = ["--plugin", tmp_path / "own.py", "--output", tmp_path / "b", "--exporter", "torchscript"]
+    done = command("--model", "own.edges", *plugin)
+    assert done.exit_code == 0, done.output
+    assert "on 64 crops of two example photographs (tolerance 0.0001)" in done.output
+    assert read_manifest(tmp_path / "b").vector == 81
+    worn = command("--model", "own.worn", *plugin, "--replace")
+    assert isinstance(worn.exception, BundleError)
+    assert "2 of its 3 tensors differ" in str(worn.exception) and "'last.weight'" in str(worn.exception)
+
+
+def test_the_command_whitens_and_sets_parameters(tmp_path, folder):
+    done = command(
+        "--model", "core.pixels", "--set", "size=5", "--set", "backbone.channels=3", "--whiten", folder,
+        "--dimensions", 8, "--variant", "int8", "--allow-drift", "--output", tmp_path / "b", "--exporter", "torchscript",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "on 80 photos (tolerance 0.0001)" in done.output and "int8: " in done.output
+    manifest = read_manifest(tmp_path / "b")
+    assert manifest.vector == 8 and manifest.input.shape == (3, 5, 5)
+    vectors = Bundle.open(tmp_path / "b", variant="int8").encode(np.zeros((2, 3, 5, 5), np.uint8)).vector
+    assert vectors.shape == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "Name a run, or a backbone"),
+        (["runs/a", "--model", "core.pixels"], "one of them"),
+        (["--model", "core.pixels"], "needs --output"),
+        (["runs/a", "--whiten", "photos"], "--whiten goes with --model"),
+        (["runs/a", "--random-weights"], "--random-weights goes with --model"),
+        (["runs/a", "--set", "size=3"], "--set goes with --model"),
+    ],
+)
+def test_what_the_command_refuses(words, said):
+    done = command(*words)
+    assert done.exit_code == 2 and said in " ".join(done.output.split())
+
+
+def test_mistakes_are_sentences_and_leave_nothing(tmp_path, folder):
+    out = tmp_path / "b"
+    cases = [
+        (PluginError, "core.pixel.*core.pixels", ("core.pixel",), {}),
+        (RecipeError, "core.pixels has 1 problem.*siez", ("core.pixels",), {"parameters": {"siez": 3}}),
+        (RecipeError, "named already", ("core.pixels",), {"parameters": {"name": "core.convnet"}}),
+        (RecipeError, "core.timm has 1 problem.*no timm model", ("core.timm",), {"parameters": {"model": "resnet81"}}),
+        (BundleError, "takes vectors, not images", ("core.features",), {}),
+        (BundleError, "name photos to whiten by", ("core.pixels",), {"dimensions": 4}),
+        (BundleError, "calibrated on photos, and none", ("core.pixels",), {"variants": "int8"}),
+        (BundleError, "At least 1 photo", ("core.pixels",), {"most_photos": 0}),
+        (DataError, "does not exist", ("core.pixels",), {"whiten": tmp_path / "nowhere"}),
+        (DataError, "785 dimensions cannot be had.*784", ("core.pixels",), {"whiten": folder, "dimensions": 785}),
+        (DataError, "160 photos are too few to whiten 160", ("core.pixels",), {"whiten": folder, "dimensions": 160}),
+        (DataError, "50 photos are too few to whiten 128", ("core.pixels",), {"whiten": folder, "most_photos": 50}),
+    ]  # fmt: skip
+    for kind, said, words, options in cases:
+        with pytest.raises(kind, match=f"(?s){said}"):
+            export_backbone(*words, out, progress=False, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_photos_that_are_all_alike_are_refused(tmp_path):
+    for number in range(20):
+        Image.new("RGB", (9, 9), (90, 30, 60)).save(tmp_path / f"{number}.png")
+    with pytest.raises(DataError, match="the same features for all 20 photos"):
+        export_backbone("core.pixels", tmp_path / "b", whiten=tmp_path, dimensions=3, **SMALL)
+    for number in range(6):
+        Image.new("RGB", (9, 9), (number * 40,) * 3).save(tmp_path / f"{number}.png")
+    with pytest.raises(DataError, match=r"vary in 1 directions only.*1 dimensions or fewer"):
+        export_backbone("core.pixels", tmp_path / "b", whiten=tmp_path, dimensions=3, **SMALL)
+    assert not (tmp_path / "b").exists()
+
+
+def test_photos_that_cannot_be_read_are_left_out_and_named(tmp_path, folder, caplog):
+    some = tmp_path / "some"
+    some.mkdir()
+    for file in sorted(folder.iterdir())[:30]:
+        (some / file.name).write_bytes(file.read_bytes())
+    (some / "cut.png").write_bytes((some / "003.png").read_bytes()[:200])
+    (some / "notes.txt").write_text("not a photo")
+    with caplog.at_level(logging.WARNING):
+        bundle = export_backbone("core.pixels", tmp_path / "b", whiten=some, dimensions=3, **SMALL)
+    assert "1 of 31 photos cannot be read" in caplog.text and "cut.png" in caplog.text
+    assert bundle.manifest.verified.items == 30
+    for file in some.glob("*.png"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(DataError, match="None of the 31 photos can be read"):
+        export_backbone("core.pixels", tmp_path / "c", whiten=some, dimensions=3, **SMALL)
+
+
+def test_photos_are_drawn_by_a_seed_and_each_once(tmp_path, folder, monkeypatch):
+    files = sorted(folder.iterdir())
+    (tmp_path / "again").symlink_to(folder)
+    found = Photos([folder, files[3], tmp_path / "again"], seed=5)
+    assert sorted(found.files) == [file.resolve() for file in files] != found.files
+    assert found.files == Photos([folder], seed=5).files != Photos([folder], seed=6).files
+
+    seen = []
+    real = exporting.whitening_head
+    monkeypatch.setattr(exporting, "whitening_head", lambda x, d: seen.append(x) or real(x, d))
+    for number in (0, 1):
+        export_backbone(
+            "core.pixels", tmp_path / f"b{number}", whiten=folder, dimensions=2, most_photos=40, **SMALL
+        )
+    assert seen[0].shape == (40, 16) and np.array_equal(*seen)
+
+
+def test_the_features_that_whitening_keeps_are_bounded():
+    assert affordable(1280, 20_000) == 20_000
+    assert affordable(150_528, 20_000) * 150_528 * 4 <= 1 << 29
+    assert affordable(1 << 40, 20_000) == 1
+
+
+def test_no_photo_both_calibrates_int8_and_measures_it(tmp_path, folder, monkeypatch):
+    given = {}
+    real = exporting.export_model
+
+    def noting(model, items, output, **options):
+        given.update(items=items, **options)
+        return real(model, items, output, **options)
+
+    monkeypatch.setattr(exporting, "export_model", noting)
+    export_backbone(
+        "core.pixels", tmp_path / "b", whiten=folder, dimensions=4, variants="int8", allow_drift=True,
+        **{**SMALL, "parameters": {"size": 12}},
+    )  # fmt: skip
+    sides = [{image.tobytes() for image in given[name]} for name in ("items", "calibration")]
+    assert [len(side) for side in sides] == [80, 80] and not sides[0] & sides[1]
+    one = tmp_path / "one"
+    one.mkdir()
+    (one / "a.png").write_bytes((folder / "001.png").read_bytes())
+    with pytest.raises(BundleError, match="at least 2 photos"):
+        export_backbone("core.pixels", tmp_path / "c", photos=one, variants="int8", **SMALL)
