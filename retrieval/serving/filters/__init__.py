@@ -1,0 +1,47 @@
+"""The filter language: which items a search or a deletion is about. `docs/filters.md` is its page.
+
+An item has an id, a label or none, and metadata, a JSON object. A filter is a tree (`tree`), written as text
+(`price < 20 and label in ('shoe', 'boot')`) or as JSON (`{"price": {"<": 20}, "label": {"in": ["shoe", "boot"]}}`).
+
+Each condition is true or false of an item; there is no third value.
+
+- A field is `id`, `label`, or a path through the metadata's objects. A path does not enter a list.
+- A comparison with a field that an item lacks is false, `!=` too. An item without a label lacks the field `label`.
+- `=`, `<`, `<=`, `>`, `>=` and `in` are false of a value of another type: number, text, boolean and null are four types. Objects
+  equal nothing.
+- `!=` is "exists and is not equal", so it is true of a value of another type. `not x = 1` is also true where there is no `x`.
+- A list matches where one of its elements does; so `tags != 'a'` asks for an element other than 'a', and `not tags = 'a'` for a
+  list without it. Lists within a list are elements that equal nothing.
+- Numbers compare by their exact values, 1 equals 1.0; an integer beyond 64 bits counts as the closest float64. Text compares by code
+  point. null equals null, and a field that is null exists. Only numbers and text have an order.
+- `not`, `and` and `or` are plain logic.
+
+`matches` decides this in Python, `to_sql` in SQLite.
+"""
+
+from retrieval.serving.filters.json_form import filter_from_json, filter_to_json
+from retrieval.serving.filters.matching import matches
+from retrieval.serving.filters.metadata import metadata_text
+from retrieval.serving.filters.reading import as_filter, parse_filter
+from retrieval.serving.filters.sql import to_sql
+from retrieval.serving.filters.text import filter_to_text
+from retrieval.serving.filters.tree import And, Compare, Exists, Filter, In, Not, Or, fields
+
+__all__ = [
+    "And",
+    "Compare",
+    "Exists",
+    "Filter",
+    "In",
+    "Not",
+    "Or",
+    "as_filter",
+    "fields",
+    "filter_from_json",
+    "filter_to_json",
+    "filter_to_text",
+    "matches",
+    "metadata_text",
+    "parse_filter",
+    "to_sql",
+]

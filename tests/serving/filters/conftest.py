@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from retrieval.serving.filters import Filter, metadata_text, to_sql
+
+TABLE = "create table items (id text primary key, label text, metadata text not null) strict"
+
+Item = tuple[str, str | None, dict[str, Any]]
+
+
+class Database:
+    """One of the two ways to SQLite, and what a store asks of it."""
+
+    def __init__(self, execute: Callable[..., Any]) -> None:
+        self.execute = execute
+        execute(TABLE)
+        execute("create index labels on items (label)")
+
+    def fill(self, items: list[Item]) -> None:
+        self.execute("delete from items")
+        for id, label, metadata in items:
+            self.execute("insert into items values (?, ?, ?)", (id, label, metadata_text(metadata)))
+
+    def truth(self, filter: Filter) -> dict[str, int | None]:
+        """What the condition is of each item: 1 or 0, or null if it is wrong."""
+        sql, values = to_sql(filter)
+        return dict(self.execute(f"select id, {sql} from items", values))
+
+    def found(self, filter: Filter) -> set[str]:
+        """The ids that a store's question gives."""
+        sql, values = to_sql(filter)
+        question = f"select items.id from items where items.id is not null and ({sql}) limit ?"
+        return {id for (id,) in self.execute(question, (*values, 1_000_000))}
+
+    def plan(self, filter: Filter) -> str:
+        sql, values = to_sql(filter)
+        return " ".join(
+            row[3] for row in self.execute(f"explain query plan select * from items where {sql}", values)
+        )
+
+
+@pytest.fixture(scope="module", params=["sqlite3", "apsw"])
+def database(request: pytest.FixtureRequest) -> Iterator[Database]:
+    if request.param == "sqlite3":
+        connection = sqlite3.connect(":memory:")
+        yield Database(connection.execute)
+    else:
+        connection = pytest.importorskip("apsw").Connection(":memory:")
+        yield Database(connection.execute)
+    connection.close()

@@ -1,0 +1,252 @@
+"""What a filter is true of: by table, the same in Python and in SQLite; and what is written is read as the same filter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from retrieval.errors import DataError
+from retrieval.serving.filters import (
+    And,
+    Compare,
+    Exists,
+    Filter,
+    In,
+    Not,
+    Or,
+    as_filter,
+    fields,
+    filter_from_json,
+    filter_to_json,
+    filter_to_text,
+    matches,
+    metadata_text,
+    parse_filter,
+    to_sql,
+)
+
+ODD = [
+    "a.b", "a b", "é", "💥", "[0]", "$", "#-1", "'", "metadata", "id", "label", "and", "Exists", "a]", "\x7f", "\u2028", "İ",
+    "--", "a/*", "?1", " a", "%s", "{}", "key", "value", "type",
+]  # fmt: skip
+NAMES = st.sampled_from(["a", "b", "c", *ODD])
+NUMBERS = st.one_of(
+    st.sampled_from(
+        [0, -0.0, 1, 1.0, 2**53, 2**53 + 1, float(2**53), 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**70, float(2**70), 10**300,
+         0.1, 0.1 + 0.2, 0.3, 5e-324, 1.7976931348623157e308, 1e22, 1e23]
+    ),
+    st.integers(-3, 3),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+)  # fmt: skip
+TEXTS = st.one_of(
+    st.sampled_from(["", "a", "A", "b", "1", "true", "null", "it's", '"', "\\", "\n", "\ud7ff", "\ue000", "\uffff", "𐀀"]),
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=4),
+)  # fmt: skip
+SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)
+FIELDS = st.one_of(st.sampled_from(["id", "label"]), st.lists(NAMES, min_size=1, max_size=3).map(tuple))
+COMPARISONS = st.one_of(
+    st.builds(Compare, FIELDS, st.sampled_from(["=", "!="]), SCALARS),
+    st.builds(Compare, FIELDS, st.sampled_from(["<", "<=", ">", ">="]), st.one_of(NUMBERS, TEXTS)),
+    st.builds(In, FIELDS, st.lists(SCALARS, min_size=1, max_size=5).map(tuple)),
+    st.builds(Exists, FIELDS),
+)
+FILTERS = st.recursive(
+    COMPARISONS,
+    lambda inner: st.one_of(
+        st.builds(Not, inner),
+        st.builds(And, st.lists(inner, min_size=2, max_size=4).map(tuple)),
+        st.builds(Or, st.lists(inner, min_size=2, max_size=4).map(tuple)),
+    ),
+    max_leaves=8,
+)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=3)),
+    max_leaves=6,
+)
+ITEM = st.tuples(st.one_of(st.none(), TEXTS), st.dictionaries(NAMES, JSON, max_size=4))
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(filters=st.lists(FILTERS, min_size=4, max_size=8), items=st.lists(ITEM, min_size=1, max_size=6))
+def test_sqlite_and_python_agree(database: Any, filters: list[Filter], items: list[Any]) -> None:
+    rows = [(str(number), label, metadata) for number, (label, metadata) in enumerate(items)]
+    database.fill(rows)
+    for filter in filters:
+        expected = {
+            id: int(matches(filter, id, label, json.loads(metadata_text(metadata))))
+            for id, label, metadata in rows
+        }
+        assert database.truth(filter) == expected, filter
+        assert database.found(filter) == {id for id, true in expected.items() if true}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), metadata=st.dictionaries(NAMES, JSON, min_size=1, max_size=3))
+def test_they_agree_on_values_that_are_there(
+    database: Any, data: st.DataObject, metadata: dict[str, Any]
+) -> None:
+    """Filters made of an item's own fields and values, of which more are true."""
+    database.fill([("x", None, metadata)])
+    path, found = [], metadata
+    while isinstance(found, dict) and found:
+        path.append(data.draw(st.sampled_from(sorted(found))))
+        found = found[path[-1]]
+    values = [
+        each for each in (found if isinstance(found, list) else [found]) if not isinstance(each, dict | list)
+    ]
+    value = data.draw(st.sampled_from(values)) if values else None
+    ordered = isinstance(value, int | float | str) and not isinstance(value, bool)
+    ops = ["=", "!=", "<", "<=", ">", ">="] if ordered else ["=", "!="]
+    tests = [Exists(tuple(path)), In(tuple(path), (value,)), *(Compare(tuple(path), op, value) for op in ops)]
+    for filter in [*tests, *map(Not, tests)]:
+        assert database.truth(filter) == {"x": int(matches(filter, "x", None, metadata))}, filter
+    assert matches(In(tuple(path), (value,)), "x", None, metadata) == bool(values)
+
+
+@settings(max_examples=150, deadline=None)
+@given(FILTERS)
+@example(Not(Not(In(("in",), (True, 1, "1", None)))))
+@example(And((And((Exists("id"), Exists(("id",)))), Or((Exists(("or",)), Exists(("or", "or")))))))
+def test_text_and_json_come_back_as_the_same_filter(filter: Filter) -> None:
+    text, plain = filter_to_text(filter), filter_to_json(filter)
+    assert repr(parse_filter(text)) == repr(filter) and parse_filter(text) == filter
+    assert repr(filter_from_json(json.loads(json.dumps(plain)))) == repr(filter)
+    assert as_filter(text) == as_filter(plain) == as_filter(filter)
+    assert filter_to_text(parse_filter(text)) == text and hash(parse_filter(text)) == hash(filter)
+
+
+SHOE = {
+    "price": 20, "colour": None, "new": True, "tags": ["red", "blue", 3, ["deep"], {"x": 1}], "none": [],
+    "maker": {"country": "DE", "sites": [{"city": "Ulm"}]}, "unit price": 2.5, "label": "inner", "and": 1, "a.b": 1,
+}  # fmt: skip
+TRUE = """
+price = 20 | price = 20.0 | price != 19 | price >= 20 and price <= 20 | price in (1, 20.0) | exists(price)
+id = 'shoe-1' | label = 'shoe' | label in ('boot', 'shoe') | label < 'shof' | label >= 'shoe' | exists(label) | exists(id)
+price != '20' | label != 20 | colour != 'red' | new != 1 | maker != 'x' | price != null | price != true
+colour = null | exists(colour) | new = true | new in (false, true) | colour in (null, 1)
+tags = 'red' | tags = 3 | tags != 'red' | tags > 'blaa' | tags < 4 | tags in ('blue', 7) | exists(none) | exists(tags)
+maker.country = 'DE' | exists(maker) | exists(maker.sites) | "unit price" < 3 | metadata.label = 'inner' | metadata."and" = 1
+metadata.price = 20 | "a.b" = 1 | not a.b = 1 | PRICE = 20 or price = 20 | NOT price < 20 AND new = TRUE
+not price = '20' | not size = 1 | not exists(size) | price not in (1, 2) | not (price = 1 or price = 2) | not none = 1
+""".replace("\n", "|")
+FALSE = """
+price < 20 | price = '20' | price = true | price > '1' | price in ('20', true) | label = 5 | label in (5, null) | label > 5
+size = 1 | size != 1 | size = null | size in (null) | exists(size) | size.x = 1 | price.x = 1 | exists(label2)
+colour = 'red' | colour < 1 | new = 1 | new = 'true' | new > 0 | none = 1 | none != 1 | tags = 'deep' | tags = 'green'
+maker = 'DE' | maker in ('DE', 1) | maker.sites.city = 'Ulm' | tags.x = 1 | label = 'inner' | label = 'Shoe' | not tags = 'red'
+Price = 20 | maker.country = 'DE' and price = 1 or price = 2 | not new = true | not exists(id)
+""".replace("\n", "|")
+CASES = [
+    (text.strip(), truth)
+    for texts, truth in ((TRUE, True), (FALSE, False))
+    for text in texts.split("|")
+    if text.strip()
+]
+
+
+@pytest.mark.parametrize(("text", "truth"), CASES)
+def test_what_a_filter_is_true_of(database: Any, text: str, truth: bool) -> None:
+    filter = parse_filter(text)
+    assert matches(filter, "shoe-1", "shoe", SHOE) is truth
+    database.fill([("shoe-1", "shoe", SHOE)])
+    assert database.truth(filter) == {"shoe-1": int(truth)}
+
+
+@pytest.mark.parametrize(
+    "text", ["label = 'x'", "label != 'x'", "label = null", "label in (null)", "exists(label)"]
+)
+def test_an_item_without_a_label_lacks_the_field(database: Any, text: str) -> None:
+    database.fill([("i", None, {})])
+    for filter, truth in ((parse_filter(text), False), (Not(parse_filter(text)), True)):
+        assert matches(filter, "i", None, {}) is truth and database.truth(filter) == {"i": int(truth)}
+
+
+def test_text_has_the_order_of_code_points(database: Any) -> None:
+    """Not that of UTF-16, in which U+10000 comes before U+FFFF, and not that of an alphabet."""
+    words = ["", "B", "a", "aa", "é", "\ud7ff", "\uffff", "𐀀"]
+    database.fill([(str(n), text, {"w": text}) for n, text in enumerate(words)])
+    for n, text in enumerate(words):
+        below = {str(m) for m in range(n)}
+        assert (
+            database.found(Compare("label", "<", text)) == database.found(Compare(("w",), "<", text)) == below
+        )
+
+
+def test_integers_are_compared_exactly(database: Any) -> None:
+    values = [2**53, 2**53 + 1, 2**53 + 2, 2**63 - 1, -(2**63)]
+    database.fill([(str(value), None, {"n": value}) for value in values])
+    for value in values:
+        assert database.found(Compare(("n",), "=", value)) == {str(value)}
+    assert database.found(Compare(("n",), "=", float(2**53))) == {str(2**53)}
+    assert database.found(Compare(("n",), ">=", 2.0**63)) == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "index"),
+    [("label = 'a'", "labels"), ("label in ('a', 'b')", "labels"), ("label > 'a'", "labels"), ("id = 'a'", "sqlite_autoindex_items_1"),
+     ("id in ('a', 'b')", "sqlite_autoindex_items_1"), ("label = 'a' and price < 3 and not exists(x)", "labels"),
+     ("price < 3 and (x = 1 and (label = 'a' and y = 2))", "labels"), ("label = 'a' or id = 'b'", "labels")],
+)  # fmt: skip
+def test_conditions_on_label_and_id_use_an_index(database: Any, text: str, index: str) -> None:
+    plan = database.plan(parse_filter(text))
+    assert f"USING INDEX {index}" in plan and "SCAN items" not in plan
+
+
+@pytest.mark.parametrize(
+    "name", ["'", "x'); drop table items; --", "$", "a].b", "?", ":x", "@x", "é", "🜁", "%", "a" * 500]
+)
+def test_what_a_user_writes_is_no_syntax(database: Any, name: str) -> None:
+    rows = [("hit", name, {name: {name: name}}), ("miss", "other", {"other": 1})]
+    database.fill(rows)
+    for field in ("label", (name, name)):
+        filter = Compare(field, "=", name)
+        assert database.found(filter) == {"hit"}
+        assert to_sql(filter)[0] == to_sql(Compare("label" if field == "label" else ("a", "b"), "=", "x"))[0]
+        assert filter_from_json(filter_to_json(filter)) == parse_filter(filter_to_text(filter)) == filter
+
+
+def test_true_and_1_are_two_filters() -> None:
+    assert Compare(("a",), "=", True) != Compare(("a",), "=", 1) == Compare(("a",), "=", 1.0)
+    assert In(("a",), (True,)) != In(("a",), (1,))
+    assert len({Compare(("a",), "=", value) for value in (True, 1, 1.0, False, 0, -0.0)}) == 4
+
+
+def test_fields_are_the_entries_of_the_metadata() -> None:
+    filter = parse_filter(
+        "id = 'x' and (maker.country = 'DE' or not exists(metadata.label)) and label = 'y' and \"a.b\".c in (1)"
+    )
+    assert fields(filter) == {"maker", "label", "a.b"}
+    assert fields(Exists("label")) == frozenset()
+
+
+def test_metadata_are_written_as_sqlite_reads_them() -> None:
+    assert (
+        metadata_text({"é": [1, 2.5, None, True, (2**64,)]})
+        == '{"é": [1, 2.5, null, true, [1.8446744073709552e+19]]}'
+    )
+    for wrong in (
+        [],
+        {"a": "x\0"},
+        {"a\0": 1},
+        {"a": "\ud800"},
+        {1: 1},
+        {"a": float("nan")},
+        {"a": 10**400},
+        {"a": {1}},
+    ):
+        with pytest.raises(DataError):
+            metadata_text(wrong)  # type: ignore[arg-type]
+    deep: Any = 1
+    for _ in range(64):
+        deep = {"a": deep}
+    assert json.loads(metadata_text(deep)) == deep
+    for more in (1, 100_000):
+        for _ in range(more):
+            deep = {"a": deep}
+        with pytest.raises(DataError, match="deeper than 64"):
+            metadata_text(deep)

@@ -1,0 +1,377 @@
+"""Filters of strangers: as large, deep and odd as can be. Each is answered or refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from retrieval.errors import DataError
+from retrieval.serving.filters import (
+    And,
+    Compare,
+    Exists,
+    Filter,
+    In,
+    Not,
+    Or,
+    as_filter,
+    filter_from_json,
+    filter_to_json,
+    filter_to_text,
+    matches,
+    parse_filter,
+)
+
+ONE = Compare(("a",), "=", 1)
+MIXED = In(("a", "b"), ("x", 1, 2.5, None, True, False))
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "sentence"),
+    [
+        ("price <", 8, "but the text ends here"),
+        ("price < and b = 1", 9, "expected a value"),
+        ("price == 3", 8, "Write = for equal"),
+        ("price <> 3", 8, "Write != for not equal"),
+        ("a = 1 && b = 2", 7, "Write and."),
+        ("label = shoe", 9, "in single quotes: 'shoe'"),
+        ('label = "shoe"', 9, "in single quotes: 'shoe'"),
+        ("price between 1 and 3", 7, "A range is two comparisons"),
+        ("colour is null", 8, "exists(field)"),
+        ("a = 1 adn b = 2", 7, "Did you mean 'and'?"),
+        ("label.x = 3", 1, "metadata.label"),
+        ("metadata = 3", 1, "metadata.NAME"),
+        ("price < null", 9, "have an order"),
+        ("a = 1 and x >= true", 16, "have an order"),
+        ("(a = 1", 7, "expected `)`"),
+        ("a = 1)", 6, "expected the end"),
+        ("a in ()", 7, "expected a value"),
+        ("a = 'it", 5, "has no end"),
+        ('"unit price = 1', 1, "has no end"),
+        ('"" = 1', 1, "1 to 500 characters"),
+        ("3 < price", 1, "a condition such as price < 20"),
+        ("and = 1", 1, "a condition"),
+        ("a = 12abc", 7, "but there is abc"),
+        ("a =\n ;", 6, "but there is ;"),
+        ("a = \x1b", 5, "but there is \ufffd"),
+        ("a = '\ud800'", 5, "lone surrogate"),
+        ("a = '\0'", 5, "NUL"),
+        ('"a\0b" = 1', 1, "control characters"),
+        ('"a\\" = 1', 1, "backslashes"),
+        ("a = 1e999", 5, "finite"),
+        ("a = -" + "9" * 5000, 5, "finite"),
+        (".".join("a" * 17) + " = 1", 1, "at most 16 names"),
+    ],
+)
+def test_a_mistake_is_pointed_at(text: str, place: int, sentence: str) -> None:
+    with pytest.raises(DataError) as caught:
+        parse_filter(text)
+    said, line, caret = str(caught.value).rsplit("\n", 2)
+    assert said.startswith(f"The filter, character {place}: ") and sentence in said
+    assert len(str(caught.value)) < 500 and "".join(str(caught.value).split("\n")).isprintable()
+    if place <= len(text):
+        under = line[caret.index("^")]
+        assert under == text[place - 1] or not text[place - 1].isprintable()
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "\ufeffa = 1"])
+def test_an_empty_text_is_refused(text: str) -> None:
+    with pytest.raises(DataError):
+        as_filter(text)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ([], "must be an object"),
+    (7, "must be an object"),
+    (None, "must be an object"),
+    ({}, "empty object"),
+    ({"and": []}, "takes a list"),
+    ({"or": {"a": 1}}, "takes a list"),
+    ({"and": [{"a": 1}, 3]}, 'Part 2 of "and"'),
+    ({"not": 1}, 'What "not" takes'),
+    ({"exists": 1}, "name of a field"),
+    ({"a": []}, '"in"'),
+    ({"AND": [{"a": 1}]}, 'Or is it "and"?'),
+    ({"a": {}}, "empty object"),
+    ({"a": {"=>": 1}}, "Did you mean"),
+    ({"a": {"in": "xy"}}, "takes a list"),
+    ({"a": {"in": []}}, "at least one"),
+    ({"a": {"in": [[1]]}}, "a list"),
+    ({"a": {"=": {"b": 1}}}, "a dict"),
+    ({"a": {"<": None}}, "have an order"),
+    ({"a": math.nan}, "finite"),
+    ({"a": math.inf}, "finite"),
+    ({"a": 10**400}, "finite"),
+    ({"a": "\ud800"}, "lone surrogate"),
+    ({"\ud800": 1}, "lone surrogates"),
+    ({"": 1}, "not a field"),
+    ({"a..b": 1}, "not a field"),
+    ({'a"b': 1}, "not a field"),
+    ({'"a': 1}, "not a field"),
+    ({"a\\": 1}, "backslashes"),
+    ({"a\n": 1}, "control characters"),
+    ({"label.x": 1}, "metadata.label"),
+    ({"x" * 501: 1}, "1 to 500"),
+    ({"x" * 10**6: 1}, "not a field"),
+    ({"a": "x" * 10_001}, "10,000 characters"),
+    ({1: 1}, "not text"),
+    ({"a": b"x"}, "a bytes"),
+    ({"a": {None: 1}}, "not one of"),
+]
+
+
+@pytest.mark.parametrize(("value", "sentence"), REFUSED, ids=range(len(REFUSED)))
+def test_json_that_is_no_filter_is_refused(value: Any, sentence: str) -> None:
+    with pytest.raises(DataError, match=r"\A[^\ud800]*\Z") as caught:
+        filter_from_json(value)
+    assert sentence in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_json_says_and_by_several_keys() -> None:
+    value = {"label": "shoe", "price": {">=": 5, "<": 20}, "not": {"exists": "colour"}}
+    assert filter_from_json(value) == parse_filter(
+        "label = 'shoe' and (price >= 5 and price < 20) and not exists(colour)"
+    )
+    assert filter_from_json({"or": [{"a": 1}]}) == filter_from_json({"and": [{"a": 1}]}) == ONE
+    assert filter_from_json({'"and"': 1, 'x."a.b"': 2}) == parse_filter('"and" = 1 and x."a.b" = 2')
+
+
+def test_filters_made_in_python_are_checked() -> None:
+    for make in (
+        lambda: Compare("price", "=", 1),
+        lambda: Compare((), "=", 1),
+        lambda: Compare((1,), "=", 1),
+        lambda: Compare(("a",), "==", 1),
+        lambda: Compare(("a",), [], 1),
+        lambda: Compare(("a",), "=", [1]),
+        lambda: In(("a",), "xy"),
+        lambda: And((ONE,)),
+        lambda: And(ONE),
+        lambda: Or((ONE, "a = 1")),
+        lambda: Not("a = 1"),
+        lambda: as_filter(3),
+    ):
+        with pytest.raises(DataError):
+            make()
+    assert Compare(["a"], "=", np.int64(3)) == Compare(("a",), "=", 3)  # type: ignore[arg-type]
+    assert In(("a",), [np.float32(0.5), np.True_, np.str_("x")]).values == (0.5, True, "x")  # type: ignore[arg-type]
+    assert as_filter(None) is None and as_filter(ONE) is ONE
+
+
+def tower(levels: int) -> Filter:
+    filter: Filter = ONE
+    for _ in range(levels):
+        filter = Not(filter)
+    return filter
+
+
+def test_depth_has_a_bound() -> None:
+    assert parse_filter("not " * 14 + "a = 1") == tower(14)
+    deep: Filter = MIXED
+    for level in range(14):
+        deep = (And, Or)[level % 2]((deep, ONE))
+    assert filter_from_json(filter_to_json(deep)) == deep == parse_filter(filter_to_text(deep))
+    for make in (
+        lambda: tower(15),
+        lambda: parse_filter("not " * 15 + "a = 1"),
+        lambda: parse_filter("not " * 2_000 + "a = 1"),
+        lambda: parse_filter("not(" * 2_000 + "a = 1" + ")" * 1_900),
+        lambda: And((deep, ONE)),
+    ):
+        with pytest.raises(DataError, match="more than 14 deep"):
+            make()
+    value: Any = {"a": 1}
+    for _ in range(100_000):
+        value = {"not": value}
+    with pytest.raises(DataError, match="more than 32 deep"):
+        filter_from_json(value)
+    value = {"a": 1}
+    for _ in range(100_000):
+        value = {"and": [value]}
+    with pytest.raises(DataError, match="more than 32 deep"):
+        filter_from_json(value)
+
+
+def test_brackets_of_any_depth_are_read() -> None:
+    assert parse_filter("(" * 4_990 + "a = 1" + ")" * 4_990) == ONE
+    with pytest.raises(DataError, match="text ends here"):
+        parse_filter("(" * 9_999)
+
+
+def test_length_has_a_bound() -> None:
+    assert parse_filter("a = 1" + " " * 9_995) == ONE
+    for text in ("a = 1" + " " * 9_996, "a" * 10**7):
+        with pytest.raises(DataError, match="10,000 characters"):
+            parse_filter(text)
+
+
+def test_conditions_and_values_have_bounds() -> None:
+    many = tuple(range(10_000))
+    assert In(("a",), many).values == many
+    assert And((ONE,) * 1_000).size.conditions == 1_000
+    half = Or((ONE,) * 500)
+    for make, what in (
+        (lambda: In(("a",), (*many, 1)), "values"),
+        (lambda: And((In(("a",), many), ONE)), "values"),
+        (lambda: filter_from_json({"a": {"in": [0] * 10**6}}), "values"),
+        (lambda: And((ONE,) * 1_001), "conditions"),
+        (lambda: And((half, half, ONE)), "conditions"),
+        (lambda: filter_from_json({"and": [{"a": 1}] * 1_001}), "conditions"),
+        (lambda: filter_from_json({str(n): 1 for n in range(1_001)}), "conditions"),
+        (lambda: filter_from_json({"a": dict.fromkeys(range(1_001))}), "conditions"),
+        (lambda: filter_from_json({"and": [{"and": [{"a": 1}] * 40}] * 40}), "conditions"),
+    ):
+        with pytest.raises(DataError, match=what):
+            make()
+
+
+def steps(text: str) -> int:
+    """How many calls reading a text takes: a measure of work that no clock disturbs."""
+    count = 0
+
+    def counted(_frame: Any, event: str, _value: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(counted)
+    try:
+        parse_filter(text)
+    except DataError:
+        pass
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: "a = 1 or " * n + "b = 1",
+        lambda n: "(" * n + "a = 1" + ")" * n,
+        lambda n: "not " * n + "a = 1",
+        lambda n: "a in (" + "1, " * n + "2)",
+        lambda n: "(" * n,
+        lambda n: "(a = 1 or b = 2) and " * (n // 4) + "c = 3",
+        lambda n: "a." * n + "a = 1",
+        lambda n: "a = 1 " * n,
+    ],
+)
+def test_reading_takes_work_in_proportion_to_the_length(make: Callable[[int], str]) -> None:
+    steps(make(10))  # the grammar is read once
+    assert steps(make(800)) < 5 * steps(make(200)) + 1_000
+
+
+def shapes() -> dict[str, Filter]:
+    """The largest filters there can be, each in another way."""
+    chain: Filter = MIXED
+    for level in range(14):
+        chain = (And, Or)[level % 2]((*(MIXED,) * 35, chain, *(MIXED,) * 35))
+    tree: Filter = Compare(("a",), "!=", 2.5)
+    for level in range(9):
+        tree = (And, Or)[level % 2]((tree, tree))
+        if level >= 4:
+            tree = Not(tree)
+    bushes: Filter = ONE
+    for level in range(6):
+        bushes = (And, Or)[level % 2]((bushes,) * 3)
+    wide = And(tuple(Compare(("a",), "!=", n) for n in range(1_000)))
+    values = Or(tuple(In((f"n{n}", "x" * 400), (*range(6), "x", 2.5, None, True)) for n in range(1_000)))
+    return {
+        "chain": chain,
+        "tree": tree,
+        "bushes": bushes,
+        "wide": wide,
+        "values": values,
+        "one list": In(("a",), tuple(n / 7 for n in range(10_000))),
+        "texts": In("label", tuple(map(str, range(10_000)))),
+        "tower": tower(14),
+    }
+
+
+@pytest.mark.parametrize("shape", shapes())
+def test_sqlite_takes_the_largest_filters(database: Any, shape: str) -> None:
+    """Its parser's stack, the depth of its expressions and the number of its parameters are bounded, too."""
+    filter = shapes()[shape]
+    rows = [(str(n), str(n), {"a": n, "b": [n / 7]}) for n in range(5)]
+    database.fill(rows)
+    assert database.truth(filter) == {row[0]: int(matches(filter, *row)) for row in rows}
+    assert database.found(filter) == {row[0] for row in rows if matches(filter, *row)}
+
+
+def test_sqlite_takes_a_filter_with_its_standard_limits() -> None:
+    """Debian allows 250,000 parameters; SQLite's own number is 32,766."""
+    import sqlite3
+
+    from retrieval.serving.filters import to_sql
+
+    connection = sqlite3.connect(":memory:")
+    connection.execute("create table items (id text primary key, label text, metadata text)")
+    connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 32_766)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_EXPR_DEPTH, 1_000)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, 1_000_000)
+    for filter in shapes().values():
+        sql, values = to_sql(filter)
+        assert connection.execute(f"select id from items where {sql}", values).fetchall() == []
+    connection.close()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.one_of(
+        st.text(max_size=60),
+        st.lists(
+            st.sampled_from(
+                ["a", "label", "(", ")", "=", "<", "!=", "in", "and", "or", "not", "exists", "'x'", '"y z"', "1", "null", ",", "."]
+            ),
+            max_size=12,
+        ).map(" ".join),
+    )
+)  # fmt: skip
+def test_any_text_is_a_filter_or_a_sentence(text: str) -> None:
+    try:
+        filter = parse_filter(text)
+    except DataError:
+        return
+    assert parse_filter(filter_to_text(filter)) == filter
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.dictionaries(st.sampled_from(["and", "or", "not", "exists", "a", "label", "<", "in", "="]), inner, max_size=3),
+        ),
+        max_leaves=12,
+    )
+)  # fmt: skip
+def test_any_json_is_a_filter_or_a_sentence(value: Any) -> None:
+    try:
+        filter = filter_from_json(value)
+    except DataError:
+        return
+    assert filter_from_json(json.loads(json.dumps(filter_to_json(filter)))) == filter
+
+
+def test_the_parser_is_loaded_by_the_first_text_only(process: Callable[..., Any]) -> None:
+    code = """
+import sys
+import retrieval
+from retrieval.serving.filters import And, Compare, as_filter, filter_to_text, matches, to_sql
+filter = as_filter({"label": "shoe"})
+assert matches(filter, "1", "shoe", {}) and to_sql(filter) and filter_to_text(filter)
+assert "lark" not in sys.modules
+as_filter("label = 'shoe'")
+assert "lark" in sys.modules
+"""
+    done = process("-c", code)
+    assert done.code == 0, done.err
+    assert Exists("id") == as_filter("exists(id)")
