@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from retrieval.cli import say, say_json
 from retrieval.cli.plugins import TRUST_OPTION
 from retrieval.cli.types import Choice
+
+if TYPE_CHECKING:
+    from retrieval.evaluation.evaluate_run import RunEvaluation
+    from retrieval.evaluation.verify_run import RunVerification
 
 
 @click.command()
@@ -101,27 +106,23 @@ def evaluate(
     quiet_threads()
     from retrieval.run.open import load_run
 
+    found: RunEvaluation | RunVerification
     if protocol == "verification":
         from retrieval.evaluation.verify_run import verify_run
 
         found = verify_run(
             load_run(run), side=side, pairs=pairs, draw=draw, folds=folds, seed=seed or 0, baseline=baseline, bundle=bundle
         )  # fmt: skip
-        if as_json:
-            say_json(found.as_dict())
-        else:
-            say(found.table())
-        return
-
-    from retrieval.evaluation.evaluate_run import evaluate_run
-
-    results = evaluate_run(
-        load_run(run), side=side, metrics=metrics, clusters=clusters, baseline=baseline, bundle=bundle
-    )
-    if as_json:
-        say_json(results.as_dict())
     else:
-        say(results.table())
+        from retrieval.evaluation.evaluate_run import evaluate_run
+
+        found = evaluate_run(
+            load_run(run), side=side, metrics=metrics, clusters=clusters, baseline=baseline, bundle=bundle
+        )
+    if as_json:
+        say_json(found.as_dict())
+    else:
+        say(found.table())
 
 
 def _refuse(protocol: str, other: str, options: dict[str, bool]) -> None:

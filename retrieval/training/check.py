@@ -92,7 +92,7 @@ def _fit_some(learner: Learner, model: Model, dataset: Dataset, splits: Splits, 
         if len(rows) == len(labels):
             break
     raise DataError(
-        f"{name} refuses {len(rows):,} of the {len(labels):,} items that train: {refused}."
+        f"{name} refuses {len(rows):,} of the {len(labels):,} items that train: {str(refused).rstrip('.')}."
     ) from refused
 
 

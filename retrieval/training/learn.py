@@ -64,7 +64,7 @@ def fit_learner(
     try:
         fit(learner, name, np.asarray(features.arrays[splits.train], dtype=np.float64), splits.train_labels)
     except ValueError as refused:
-        raise DataError(f"{name} refuses the training features: {refused}.") from refused
+        raise DataError(f"{name} refuses the training features: {str(refused).rstrip('.')}.") from refused
     seconds = time.perf_counter() - started
     head, combiner = model_parts(learner, name, model.backbone.features)
     model = Model(model.backbone, head, combiner).to(device).eval()

@@ -171,6 +171,8 @@ class Learner:
     def fit(self, X, y):
         if self.how == "fit":
             raise AttributeError("nothing to fit")
+        if self.how == "refuses":
+            raise ValueError("These features do not serve.")
         self.width_ = X.shape[1]
         return self
 

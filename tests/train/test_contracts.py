@@ -133,6 +133,7 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
         {"loss": None, "learner": of("learner", "fit")},
         ["learner broken.learner failed: AttributeError: nothing to"],
     ),
+    ({"loss": None, "learner": of("learner", "refuses")}, ["broken.learner refuses", "do not serve."]),
     (
         {"loss": None, "learner": of("learner", "alone")},
         ["learner broken.learner gave a Linear from to_model_parts"],
@@ -172,6 +173,7 @@ def test_each_is_one_sentence(tables: dict[str, Any], words: list[str], tmp_path
         train(tmp_path / "run", recipe)
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
+    assert not sentence.endswith(".."), sentence
     for word in words:
         assert word in sentence, sentence
 
@@ -198,6 +200,7 @@ def test_check_says_what_train_says(tables: dict[str, Any], words: list[str]) ->
         run_one_batch(recipe)
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
+    assert not sentence.endswith(".."), sentence
     for word in words:
         assert word in sentence, sentence
 
