@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import re
 import shutil
 import tomllib
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from retrieval.host.factory import COMPONENTS
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.run.open import load_run
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.filters import filter_from_json, parse_filter
 
 
 def test_python_blocks_compile(python_block: Any) -> None:
@@ -126,3 +129,24 @@ def test_errors_shows_what_its_code_prints(reader: Any, root: Path, blocks: Call
     with contextlib.redirect_stdout(out):
         reader.follow(page)
     assert out.getvalue() == next(block.body for block in blocks(page) if block.language == "text")
+
+
+def test_filters_shows_what_its_code_prints(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
+    page = root / "docs" / "filters.md"
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        reader.follow(page)
+    examples, *printed = [block.body for block in blocks(page) if block.language == "text"]
+    assert out.getvalue() == "".join(printed) and len(printed) == 2
+    assert all(parse_filter(line) for line in examples.splitlines())
+
+
+def test_filters_shows_text_and_json_of_the_same_filter(root: Path) -> None:
+    rows = re.findall(
+        r"^\| `([^|]+)` \| (`\{.+`) \|", (root / "docs" / "filters.md").read_text("utf-8"), re.M
+    )
+    assert len(rows) == 9
+    for text, forms in rows:
+        for form in re.findall(r"`(\{.*?\})`", forms):
+            same = parse_filter(text)
+            assert filter_from_json(json.loads(form)) == same, text
