@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -250,3 +251,11 @@ def test_metadata_are_written_as_sqlite_reads_them() -> None:
             deep = {"a": deep}
         with pytest.raises(DataError, match="deeper than 64"):
             metadata_text(deep)
+
+
+def test_every_float_equals_itself(database: Any) -> None:
+    """SQLite 3.40's `cast` and its JSON functions read some of these in two ways."""
+    bits = np.random.default_rng(1).integers(0, 2**64, 4_000, dtype=np.uint64).view(np.float64)
+    numbers = [float(number) for number in bits if np.isfinite(number)]
+    database.fill([(repr(number), None, {"n": number}) for number in numbers])
+    assert database.found(In(("n",), tuple(numbers))) == set(map(repr, numbers))
