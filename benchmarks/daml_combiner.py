@@ -136,7 +136,7 @@ def served(folder: Path) -> dict[str, Any]:
     """Search the index for some of its images, with few candidates and with all, and rank them with torch too."""
     from retrieval.data.encode import encode
     from retrieval.run.open import load_run
-    from retrieval.serving.index.store import Index
+    from retrieval.serving.index.open import open_index
 
     run = load_run(folder)
     log = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
@@ -150,7 +150,7 @@ def served(folder: Path) -> dict[str, Any]:
         "gamma_max": log.get("gamma_max"),
         "loads": [v for k, v in log.items() if "load_" in k],
     }
-    with Index.open(folder / "index", threads=1) as index, torch.no_grad():
+    with open_index(folder / "index", threads=1) as index, torch.no_grad():
         rescorer = index.bundle.manifest.rescorer
         assert rescorer is not None
         found["manifest"], found["default"] = rescorer.overlap, rescorer.candidates

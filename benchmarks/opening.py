@@ -25,20 +25,20 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 from retrieval.serving.index.build import write_index
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 from retrieval.serving.manifest import DistanceEntry, Input, Manifest, Verified, write_manifest
 
 RESULT = Path(__file__).parent / "results" / "opening.md"
 OPEN = """
 import json, sys, time
 import faiss, onnxruntime
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 import numpy as np
 def memory(name):
     text = open("/proc/self/status").read()
     return int(text.split(name + ":")[1].split()[0]) / 1024
 before, wall, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
-index = Index.open(sys.argv[1], threads=1)
+index = open_index(sys.argv[1], threads=1)
 wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
 index.search(np.zeros((1, index.manifest.vector), np.float32), 10)
 print(json.dumps({"wall": wall, "cpu": cpu, "before": before, "after": memory("VmRSS"), "peak": memory("VmHWM")}))
@@ -110,7 +110,7 @@ def generations(root: Path, opens: int) -> tuple[int, int, int]:
         write_index(
             root / f"{number}.bundle", [root / f"{number}.npz"], root / "out", replace=True, progress=False
         )
-        with Index.open(root / "out", threads=1) as index:
+        with open_index(root / "out", threads=1) as index:
             made[index.bundle.sha256] = number, rows
     rival = subprocess.Popen([sys.executable, "-c", REPLACE, str(root)], stdout=subprocess.PIPE, text=True)
     assert rival.stdout is not None
@@ -119,7 +119,7 @@ def generations(root: Path, opens: int) -> tuple[int, int, int]:
     try:
         for _ in range(opens):
             try:
-                with Index.open(root / "out", threads=1) as index:
+                with open_index(root / "out", threads=1) as index:
                     number, rows = made[index.bundle.sha256]
                     last = index.search(vectors[rows - 1] * number, 1)[0]
                     mixed += len(index) != rows or last.id != rows - 1 or last.distance != 0

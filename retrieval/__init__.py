@@ -56,9 +56,10 @@ if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle, open_bundle
     from retrieval.serving.http.server import serve
     from retrieval.serving.images import Preprocessing
+    from retrieval.serving.index.base import Index
     from retrieval.serving.index.build import build_index
     from retrieval.serving.index.contract import IndexBackend
-    from retrieval.serving.index.store import Index, open_index
+    from retrieval.serving.index.open import open_index
     from retrieval.training.train import train
 
     __version__: str
@@ -150,7 +151,8 @@ _load, _ = lazy(
         "retrieval.serving.images": ["Preprocessing"],
         "retrieval.serving.index.build": ["build_index"],
         "retrieval.serving.index.contract": ["IndexBackend"],
-        "retrieval.serving.index.store": ["Index", "open_index"],
+        "retrieval.serving.index.base": ["Index"],
+        "retrieval.serving.index.open": ["open_index"],
         "retrieval.training.train": ["train"],
     },
 )

@@ -33,7 +33,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     from retrieval.export.export_run import export_run
     from retrieval.recipe.read import read_recipe
     from retrieval.serving.index.build import write_index
-    from retrieval.serving.index.store import Index
+    from retrieval.serving.index.open import open_index
     from retrieval.training.trainer import train
 
     if output.exists() and not output.is_dir():
@@ -64,7 +64,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     say(f"   {summary.count:,} images, back end '{summary.backend}'")
 
     say("\n5. Searching …")
-    with Index.open(output / "index") as index:
+    with open_index(output / "index") as index:
         found = index.search(query_files, k=NEIGHBOURS)
         figure = neighbours(index, query_files, NEIGHBOURS, labels=[file.parent.name for file in query_files])
     right = sum(

@@ -20,7 +20,7 @@ from retrieval.cli.types import Bytes, Choice, Number, Pixels
 from retrieval.serving.http.settings import Settings
 
 if TYPE_CHECKING:
-    from retrieval.serving.index.store import Hit
+    from retrieval.serving.index.base import Hit
 
 _LOW_RECALL = 0.9
 _DAY = 86_400.0  # seconds: no time-out is longer
@@ -157,11 +157,11 @@ def search_command(
 ) -> None:
     """Search INDEX with images (or .npz features) and print the nearest items, nearest first."""
     _quiet_threads()
-    from retrieval.serving.index.store import Index
+    from retrieval.serving.index.open import open_index
     from retrieval.serving.queries import encode_files
 
     _refuse_swapped(index, queries)
-    with Index.open(index, device=device, plugins=extra, signed_by=signed_by) as opened:
+    with open_index(index, device=device, plugins=extra, signed_by=signed_by) as opened:
         names, encoded = encode_files(opened.bundle, queries)
         answers = opened.search(encoded, k, candidates=candidates)
     if as_json:

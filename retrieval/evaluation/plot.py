@@ -27,7 +27,7 @@ from retrieval.serving.images import decode, from_array
 if TYPE_CHECKING:
     from retrieval.run.open import Run
     from retrieval.serving.bundle import ImageLike
-    from retrieval.serving.index.store import Hit, Index
+    from retrieval.serving.index.base import Hit, Index
 
 __all__ = ["curves", "map", "neighbours"]
 
@@ -70,7 +70,7 @@ def neighbours(
         DataError: there is no query, or more than 50; a query is not an image; there are not as many labels as queries; the
             index holds vectors, not images.
     """
-    from retrieval.serving.index.store import Index
+    from retrieval.serving.index.base import Index
 
     if not isinstance(index, Index):
         raise DataError(

@@ -47,11 +47,13 @@ class Encoded:
         vector: (N, P), what FAISS stores.
         query: (N, P), what FAISS is asked with; the same array as `vector` unless the bundle tells them apart.
         code: (N, C), what the rescorer takes; None without a rescorer.
+        bundle: SHA-256 of the bundle; empty where it is not known.
     """
 
     vector: Floats
     query: Floats
     code: Floats | None = None
+    bundle: str = ""
 
     def __len__(self) -> int:
         return len(self.vector)
@@ -60,7 +62,7 @@ class Encoded:
         """Return some of the items."""
         vector = self.vector[rows]
         query = vector if self.query is self.vector else self.query[rows]
-        return Encoded(vector, query, None if self.code is None else self.code[rows])
+        return Encoded(vector, query, None if self.code is None else self.code[rows], self.bundle)
 
 
 class Bundle:
@@ -224,7 +226,7 @@ class Bundle:
             if not np.isfinite(values).all():
                 row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
                 raise DataError(f"The encoder gives NaN or infinity in '{name}' for item {row} of the batch.")
-        return Encoded(out["vector"], out.get("query", out["vector"]), out.get("code"))
+        return Encoded(out["vector"], out.get("query", out["vector"]), out.get("code"), self.sha256)
 
     def encode_image(self, image: ImageLike) -> Encoded:
         """Decode, preprocess and encode one image.

@@ -12,7 +12,7 @@ from retrieval.errors import RetrievalError
 from retrieval.host.files import write_bytes
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.snapshot import Snapshot, Unusable
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 from retrieval.serving.signatures import COVERED, ENDING, ed25519, message, read_key, serialization
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def sign(folder: Path, key: Path) -> Path:
     kind = "index" if (folder / COVERED["index"][0]).is_file() else "bundle"
     name, error = COVERED[kind]
     if kind == "index":
-        with Index.open(folder, threads=1, device="cpu") as index:
+        with open_index(folder, threads=1, device="cpu") as index:
             checked = index.sha256
     else:
         checked = Bundle.open(folder, threads=1, device="cpu").sha256

@@ -18,7 +18,7 @@ from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run, load_run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.build import write_index
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
 
@@ -163,7 +163,7 @@ def test_onnx_gives_the_distances_of_plain_loops(served: Any, name: str) -> None
 @pytest.mark.parametrize("name", ["soft", "sharp", "views", "uniform"])
 def test_an_index_ranks_as_torch_does(served: Any, name: str) -> None:
     made = served(name)
-    with Index.open(made.index_path, threads=1) as index:
+    with open_index(made.index_path, threads=1) as index:
         encoded = index.bundle.encode(made.items[::20])
         answers = index.search(encoded, 10, candidates=len(made.items))
         for row, hits in zip(range(0, len(made.items), 20), answers, strict=True):
@@ -226,7 +226,7 @@ def test_the_number_of_candidates_is_chosen_by_how_sharp_the_weights_are(served:
 def test_squares_of_equal_weight_need_no_rescorer(served: Any) -> None:
     made = served("squares")
     assert made.manifest.distance.exact and made.manifest.rescorer is None and made.manifest.code is None
-    with Index.open(made.index_path, threads=1) as index:
+    with open_index(made.index_path, threads=1) as index:
         hits = index.search(index.bundle.encode(made.items[:5]), 10)
     for row, found in enumerate(hits):
         distances = np.sort(made.distances[row])[:10]

@@ -19,7 +19,7 @@ from retrieval.run import checkpoint
 from retrieval.run.open import build_run, load_run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.build import write_index
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 from retrieval.training.trainer import Trainer, train
 from sklearn.datasets import load_digits
 
@@ -374,7 +374,7 @@ def test_any_loss_trains_both_and_what_is_served_ranks_as_torch_does(
         distances = run.model.distances(codes, codes).numpy()
     encoded = Bundle.open(bundle, threads=1).encode(items)
     assert np.abs(encoded.code - codes.numpy()).max() < 1e-4
-    with Index.open(tmp_path / "index", threads=1) as index:
+    with open_index(tmp_path / "index", threads=1) as index:
         asked = range(0, len(items), 15)
         answers = index.search(index.bundle.encode(items[::15]), 10, candidates=len(items))
     place = {str(row): at for at, row in enumerate(rows)}

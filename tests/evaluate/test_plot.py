@@ -17,8 +17,9 @@ import retrieval
 from matplotlib.figure import Figure
 from PIL import Image
 from retrieval.errors import DataError
+from retrieval.serving.index.base import Index
 from retrieval.serving.index.build import build_index
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 from sklearn.datasets import load_iris
 
 EPOCHS = [
@@ -60,7 +61,7 @@ def made(makers: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def index(made: Path) -> Iterator[Index]:
-    with Index.open(made / "index") as opened:
+    with open_index(made / "index") as opened:
         yield opened
 
 
@@ -125,7 +126,7 @@ def test_a_file_that_is_gone_is_an_empty_cell(made: Path, makers: ModuleType, tm
     gone = tmp_path / "digits" / "3" / "0003.png"
     query = gone.read_bytes()
     gone.unlink()
-    with Index.open(tmp_path / "index") as opened:
+    with open_index(tmp_path / "index") as opened:
         figure = retrieval.plot.neighbours(opened, query, 2)
     assert not figure.axes[1].get_images() and "0003.png" in figure.axes[1].texts[0].get_text()
     assert figure.axes[2].get_images()
@@ -149,7 +150,7 @@ def test_neighbours_says_what_it_cannot_draw(
     np.savez(tmp_path / "f.npz", features=np.eye(20), labels=np.arange(20))
     bundle = makers.make_bundle(tmp_path / "b", kind="features", features=20)
     build_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
-    with Index.open(tmp_path / "i") as vectors, pytest.raises(DataError, match="holds vectors, not images"):
+    with open_index(tmp_path / "i") as vectors, pytest.raises(DataError, match="holds vectors, not images"):
         retrieval.plot.neighbours(vectors, image)
 
 

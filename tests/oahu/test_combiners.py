@@ -16,8 +16,9 @@ from retrieval.host.plugins import load_plugins
 from retrieval.model.model import Model
 from retrieval.run.open import load_run
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.base import Index
 from retrieval.serving.index.build import write_index
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 from retrieval.serving.manifest import checksum_of
 from retrieval.serving.merging import best_score
 from sklearn.datasets import load_digits
@@ -143,7 +144,7 @@ def exported(learner: Any, folder: Path) -> Bundle:
 def indexed(bundle: Bundle, folder: Path) -> Index:
     np.savez(folder / "items.npz", features=X, labels=Y.astype(str))
     write_index(bundle, [folder / "items.npz"], folder / "index", backend="flat", progress=False)
-    return Index.open(folder / "index", threads=1)
+    return open_index(folder / "index", threads=1)
 
 
 @pytest.mark.parametrize("k", [1, 5, 17])

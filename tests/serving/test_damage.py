@@ -20,7 +20,7 @@ from retrieval.host import files
 from retrieval.serving.index import items as items_module
 from retrieval.serving.index.build import write_index
 from retrieval.serving.index.files import SUMS, put_in_place
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -62,7 +62,7 @@ def test_bad_images_are_skipped_and_reported_when_asked(folder, bundle_path, tmp
     told = capsys.readouterr().err
     assert all(told.count(f"skipped: {path} ") == 1 for path in [*bad, large])
     assert "6000 × 6000 pixels" in told
-    with Index.open(tmp_path / "i", threads=1) as index:
+    with open_index(tmp_path / "i", threads=1) as index:
         for row in range(40):
             item = index.item(row)
             assert np.array_equal(index.vector(row), index.bundle.encode_image(item.path).vector[0])
@@ -81,7 +81,7 @@ def test_an_existing_output_is_refused_then_replaced(folder, bundle_path, tmp_pa
     out = tmp_path / "i"
     write_index(bundle_path, [folder], out, progress=False)
     before = (out / SUMS).read_bytes()
-    opened = Index.open(out, threads=1)
+    opened = open_index(out, threads=1)
     with pytest.raises(StoreError, match=r"exists already.*--replace"):
         write_index(bundle_path, [folder / "1"], out, progress=False)
     spoil(folder / "1", 1)
@@ -91,7 +91,7 @@ def test_an_existing_output_is_refused_then_replaced(folder, bundle_path, tmp_pa
     write_index(bundle_path, [folder / "2"], out, replace=True, progress=False)
     assert (out / SUMS).read_bytes() != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["i", "photos"]
-    with Index.open(out, threads=1) as index:
+    with open_index(out, threads=1) as index:
         assert {index.item(row).label for row in range(len(index))} == {"2"}
     # who had the old one open still searches it
     assert opened.search(opened.vector(7), 1)[0].id == 7
@@ -126,13 +126,13 @@ def test_any_flipped_bit_of_any_file_of_an_index_is_noticed(makers, photos, tmp_
             altered[bit // 8] ^= 1 << (bit % 8)
             path.write_bytes(altered)
             with pytest.raises(StoreError, match=r"damaged|cannot be read"):
-                Index.open(out)
+                open_index(out)
         path.write_bytes(content[: len(content) // 2])
         with pytest.raises(StoreError, match="damaged"):
-            Index.open(out)
+            open_index(out)
         path.unlink()
         with pytest.raises(StoreError, match=r"damaged|is not an index"):
-            Index.open(out)
+            open_index(out)
         path.write_bytes(content)
     # a list of checksums with a file left out is noticed, too
     sums = (out / SUMS).read_text().splitlines(keepends=True)
@@ -141,18 +141,18 @@ def test_any_flipped_bit_of_any_file_of_an_index_is_noticed(makers, photos, tmp_
         if "rescorer" in sums[number] or "encoder" in sums[number]:
             continue  # the bundle's own manifest holds these
         with pytest.raises(StoreError, match="does not list"):
-            Index.open(out)
+            open_index(out)
     (out / SUMS).write_text("".join(sums))
-    Index.open(out, threads=1).close()
+    open_index(out, threads=1).close()
     check = subprocess.run(["sha256sum", "--check", "--quiet", SUMS], cwd=out, capture_output=True, text=True)
     assert check.returncode == 0, check.stderr
 
 
 def test_no_index_is_a_sentence(tmp_path):
     with pytest.raises(StoreError, match="no such folder"):
-        Index.open(tmp_path / "nowhere")
+        open_index(tmp_path / "nowhere")
     with pytest.raises(StoreError, match=r"no index\.json"):
-        Index.open(tmp_path)
+        open_index(tmp_path)
 
 
 LIMITED = textwrap.dedent("""
@@ -222,7 +222,7 @@ def test_a_really_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
                 outcomes.add(str(error).partition(": ")[2].partition(" (")[0])
                 assert not list(disk.iterdir())
             else:
-                with Index.open(disk / "i", threads=1) as index:
+                with open_index(disk / "i", threads=1) as index:
                     assert len(index) == 400
                 outcomes.add("fits")
     assert outcomes == {"the disk is full", "fits"}
@@ -296,7 +296,7 @@ def test_what_changed_meanwhile_is_encoded_again(makers, bundle_path, folder, tm
     Image.fromarray(images[300]).save(paths[25])
     summary = write_index(bundle_path, [folder], tmp_path / "i", progress=False)
     assert summary.resumed == 25
-    with Index.open(tmp_path / "i", threads=1) as index:
+    with open_index(tmp_path / "i", threads=1) as index:
         for row, path in enumerate(paths):
             assert np.array_equal(index.vector(row), index.bundle.encode_image(path).vector[0])
 
@@ -309,7 +309,7 @@ def test_another_bundle_starts_over(makers, bundle_path, folder, tmp_path, monke
     other = makers.make_bundle(tmp_path / "other", seed=5)
     summary = write_index(other, [folder], tmp_path / "i", progress=False)
     assert summary.resumed == 0
-    with Index.open(tmp_path / "i", threads=1) as index:
+    with open_index(tmp_path / "i", threads=1) as index:
         assert np.array_equal(index.vector(0), index.bundle.encode_image(index.item(0).path).vector[0])
 
 
@@ -328,7 +328,7 @@ def test_a_damaged_journal_costs_time_and_nothing_else(bundle_path, folder, tmp_
     )  # and vectors that never reached the disk
     monkeypatch.undo()
     assert write_index(bundle_path, [folder], tmp_path / "i", progress=False).resumed == 30
-    Index.open(tmp_path / "i", threads=1).close()
+    open_index(tmp_path / "i", threads=1).close()
 
 
 @pytest.mark.parametrize("file", ["vectors", "codes", "journal.jsonl"])
@@ -402,7 +402,7 @@ def test_of_two_builds_to_one_path_one_wins_and_the_other_is_told(bundle_path, f
         assert sorted(one.returncode for one in both) == [0, 2], told
         (sentence,) = [text for text in told if text]
         assert "Another process is building this index: process " in sentence or "exists already" in sentence
-        Index.open(out, threads=1).close()
+        open_index(out, threads=1).close()
         assert not list(tmp_path.glob(".*"))
 
 

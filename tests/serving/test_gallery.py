@@ -13,7 +13,7 @@ from retrieval.host.trust import record_file
 from retrieval.serving.index.build import write_index
 from retrieval.serving.index.built import built_here
 from retrieval.serving.index.gallery import Gallery
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_links_lead_to_what_they_lead_to(stranger, tmp_path):
     private = tmp_path / "private"
     (tmp_path / "shown").mkdir()
     (tmp_path / "shown" / "link").symlink_to(private)
-    with Index.open(stranger, threads=1) as index:
+    with open_index(stranger, threads=1) as index:
         inside = next(private.rglob("*.png"))
         shown = tmp_path / "shown" / "link" / inside.relative_to(private)
         gallery = Gallery(index, [tmp_path / "shown"])
@@ -80,7 +80,7 @@ def test_links_lead_to_what_they_lead_to(stranger, tmp_path):
 def test_the_record_of_what_was_built(bundle_path, photos, tmp_path, monkeypatch):
     monkeypatch.setenv("RETRIEVAL_DATA", str(tmp_path / "data"))
     write_index(bundle_path, [photos / "1"], tmp_path / "i", progress=False)
-    with Index.open(tmp_path / "i", threads=1) as index:
+    with open_index(tmp_path / "i", threads=1) as index:
         assert built_here() == [index.sha256]
         record = record_file().with_name("indexes.json")
         assert record.stat().st_mode & 0o077 == 0

@@ -11,7 +11,7 @@ import pytest
 from retrieval.errors import BundleError, RetrievalError, StoreError
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.index import items
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -50,7 +50,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 def test_an_index_json_that_lies(change, says, index, makers):
     makers.change_index(index, change)
     with pytest.raises(RetrievalError, match=says):
-        Index.open(index)
+        open_index(index)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_json_that_is_meant_to_break_its_reader(text, says, index, makers):
         kept = (index / name).read_text()
         (index / name).write_text(text)
         with pytest.raises(error, match=says if len(text) < 4_000_000 else "."):
-            Index.open(makers.summed(index))
+            open_index(makers.summed(index))
         (index / name).write_text(kept)
     (index / "bundle" / "manifest.json").write_text(text)
     from retrieval.serving.bundle import Bundle
@@ -101,7 +101,7 @@ def test_json_that_is_meant_to_break_its_reader(text, says, index, makers):
 def test_a_manifest_that_lies(change, says, index, makers):
     makers.change_manifest(index, change)
     with pytest.raises(RetrievalError, match=says):
-        Index.open(index)
+        open_index(index)
 
 
 LISTS = {
@@ -121,7 +121,7 @@ def test_a_list_of_checksums_that_names_what_it_should_not(name, index, makers):
     with (index / "SHA256SUMS").open("a") as file:
         file.write(LISTS[name])
     with pytest.raises(StoreError, match=r"is damaged|is not an index"):
-        Index.open(index)
+        open_index(index)
 
 
 def test_vectors_that_are_none(index, makers):
@@ -150,10 +150,10 @@ def test_vectors_that_are_none(index, makers):
         else:
             np.save(path, content)
         with pytest.raises(StoreError, match=" ".join(says.split())):
-            Index.open(makers.summed(index))
+            open_index(makers.summed(index))
     np.save(path, np.asfortranarray(good))
     with pytest.raises(StoreError, match=r"vectors\.npy"):
-        Index.open(makers.summed(index))
+        open_index(makers.summed(index))
 
 
 ITEMS = items._SCHEMA + ";"
@@ -183,7 +183,7 @@ COUNT = "with recursive n(i) as (select 0 union all select i + 1 from n where i 
 def test_items_that_are_no_items(statements, says, index, makers):
     makers.put_items(index / "items.sqlite", statements)
     with pytest.raises(StoreError, match=says):
-        Index.open(makers.summed(index))
+        open_index(makers.summed(index))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_an_item_that_is_none(row, says, index, makers):
         index / "items.sqlite",
         ITEMS + COUNT.replace("19", str(last)) + f"insert into items select i, {row} from n",
     )
-    with Index.open(makers.summed(index), threads=1) as opened, pytest.raises(StoreError, match=says):
+    with open_index(makers.summed(index), threads=1) as opened, pytest.raises(StoreError, match=says):
         opened.search(opened.vector(0), 3)
 
 
@@ -228,7 +228,7 @@ def test_a_table_that_goes_round_in_circles_has_a_deadline(index, makers):
             content[page * 4096 : page * 4096 + 12] = good[4096 + 0 : 4096 + 12]
         path.write_bytes(content)
         with pytest.raises(StoreError):
-            Index.open(makers.summed(index)).search(np.zeros((1, 16), np.float32), 3)
+            open_index(makers.summed(index)).search(np.zeros((1, 16), np.float32), 3)
 
 
 @pytest.mark.parametrize(

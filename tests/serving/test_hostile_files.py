@@ -16,7 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from retrieval.errors import StoreError
 from retrieval.serving.index.build import write_index
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -64,7 +64,7 @@ def test_faiss_files_that_are_not_the_index(index, makers, tmp_path):
     for content, says in faiss_files(tmp_path, vectors).values():
         path.write_bytes(content)
         with pytest.raises(StoreError, match=says):
-            Index.open(makers.summed(index))
+            open_index(makers.summed(index))
 
 
 SPOILED = textwrap.dedent("""
@@ -73,7 +73,8 @@ SPOILED = textwrap.dedent("""
     sys.path.insert(0, sys.argv[2])
     import numpy as np
     from retrieval.errors import StoreError
-    from retrieval.serving.index.store import Index
+    from retrieval.serving.index.base import Index
+    from retrieval.serving.index.open import open_index
     import makers
     index = Path(sys.argv[1])
     vectors = np.load(index / "vectors.npy")
@@ -85,7 +86,7 @@ SPOILED = textwrap.dedent("""
         spoiled[place : place + 4] = bytes.fromhex("ffffff7f")
         path.write_bytes(spoiled)
         try:
-            with Index.open(makers.summed(index), threads=1) as opened:
+            with open_index(makers.summed(index), threads=1) as opened:
                 opened.search(vectors[:3], 5)
         except StoreError:
             refused += 1
@@ -215,10 +216,11 @@ OPENED = PEAK + textwrap.dedent("""
     import sys
     from retrieval.serving import sessions
     from retrieval.errors import BundleError
-    from retrieval.serving.index.store import Index
+    from retrieval.serving.index.base import Index
+    from retrieval.serving.index.open import open_index
     sessions._MEMORY = 1 << 28
     try:
-        Index.open(sys.argv[1], threads=1)
+        open_index(sys.argv[1], threads=1)
     except BundleError as error:
         print(peak())
         print(error)

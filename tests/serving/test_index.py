@@ -13,8 +13,8 @@ from retrieval.errors import DataError, PluginError, StoreError
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.index.backends import FLAT_NUMBERS, HNSW_VECTORS, choose, make_backend
 from retrieval.serving.index.build import write_index
+from retrieval.serving.index.open import open_index
 from retrieval.serving.index.recall import recall_at_10
-from retrieval.serving.index.store import Index
 from retrieval.serving.manifest import read_manifest
 
 
@@ -46,7 +46,7 @@ def build(makers, photos, tmp_path):
     def make(backend="flat", options=None, **kind):
         bundle = makers.make_bundle(tmp_path / "bundle", **kind)
         write_index(bundle, [photos], tmp_path / "index", backend=backend, options=options, progress=False)
-        return Index.open(tmp_path / "index", threads=1)
+        return open_index(tmp_path / "index", threads=1)
 
     return make
 
@@ -91,7 +91,7 @@ def test_a_query_alone_and_in_a_crowd_gets_the_same_answer(build, pixels):
 
 
 def test_an_indexed_image_finds_itself_at_distance_zero(index_path, photos):
-    with Index.open(index_path, threads=1) as index:
+    with open_index(index_path, threads=1) as index:
         assert len(index) == 200
         for path in sorted(photos.rglob("*.png"))[::17]:
             hit = index.search(index.bundle.encode_image(path), 1)[0][0]
@@ -105,7 +105,7 @@ def test_equal_distances_come_by_id(makers, bundle_path, tmp_path):
     for number in range(30):
         Image.fromarray(makers.digits()[0][0]).save(tmp_path / f"{number:02}.png")
     write_index(bundle_path, [tmp_path], tmp_path / "i", progress=False)
-    with Index.open(tmp_path / "i", threads=1) as index:
+    with open_index(tmp_path / "i", threads=1) as index:
         assert [hit.id for hit in index.search(index.bundle.encode_image(tmp_path / "00.png"), 5)[0]] == [
             0,
             1,
@@ -116,7 +116,7 @@ def test_equal_distances_come_by_id(makers, bundle_path, tmp_path):
 
 
 def test_k_beyond_the_items_gives_all(index_path):
-    with Index.open(index_path, threads=1) as index:
+    with open_index(index_path, threads=1) as index:
         assert sorted(hit.id for hit in index.search(index.vector(3), 10_000)) == list(range(200))
         assert index.search(np.empty((0, 16), np.float32)) == []
         assert index.item(200) is None
@@ -124,7 +124,7 @@ def test_k_beyond_the_items_gives_all(index_path):
 
 
 def test_bad_queries_are_sentences(index_path, build):
-    with Index.open(index_path, threads=1) as index:
+    with open_index(index_path, threads=1) as index:
         for bad, says in (
             (np.zeros(5), "has 16 numbers, not 5"),
             (np.full(16, np.nan), "NaN"),
@@ -153,7 +153,7 @@ def test_searching_from_many_threads_gives_the_same_answers(build, pixels):
 
 def test_a_variant_encodes_items_and_queries_alike(bundle_path, photos, tmp_path):
     write_index(bundle_path, [photos / "3"], tmp_path / "i", variant="fp16", progress=False)
-    with Index.open(tmp_path / "i", threads=1) as index:
+    with open_index(tmp_path / "i", threads=1) as index:
         assert index.bundle.variant == "fp16"
         path = next((photos / "3").glob("*.png"))
         vector = Bundle.open(bundle_path, variant="fp16", threads=1).encode_image(path).vector[0]
@@ -267,12 +267,12 @@ def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
     assert summary.backend == "mine.brute"
     assert summary.recall_at_10 == 1.0  # it doesn't claim to be exact, so it is measured
     with (
-        Index.open(tmp_path / "i", threads=1, plugins=[str(plugin)]) as index,
-        Index.open(index_path, threads=1) as flat,
+        open_index(tmp_path / "i", threads=1, plugins=[str(plugin)]) as index,
+        open_index(index_path, threads=1) as flat,
     ):
         assert index.search(flat.vector(5), 9) == flat.search(flat.vector(5), 9)
     with pytest.raises(PluginError, match="mine"):
-        Index.open(tmp_path / "i", threads=1)
+        open_index(tmp_path / "i", threads=1)
     broken = tmp_path / "broken.py"
     broken.write_text(PLUGIN.replace("BREAK", "return np.zeros((1, 1)), np.full((1, 1), 999)"))
     with pytest.raises(StoreError, match=r"'broken\.brute' answered with"):
@@ -312,7 +312,7 @@ def test_a_back_end_that_raises_is_named(method, bundle_path, photos, tmp_path):
     if method == "load":
         build()
         with pytest.raises(StoreError, match=named):
-            Index.open(tmp_path / "i", threads=1, plugins=[str(plugin)])
+            open_index(tmp_path / "i", threads=1, plugins=[str(plugin)])
     else:
         with pytest.raises(PluginError, match=named):
             build()
@@ -324,7 +324,7 @@ def test_the_index_keeps_its_own_copy_of_the_bundle(makers, photos, tmp_path):
     manifest = read_manifest(bundle)
     write_index(bundle, [photos / "1"], tmp_path / "i", progress=False)
     (bundle / "encoder.onnx").unlink()
-    with Index.open(tmp_path / "i", threads=1) as index:
+    with open_index(tmp_path / "i", threads=1) as index:
         assert index.bundle.manifest == manifest
 
 

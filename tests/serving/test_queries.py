@@ -9,12 +9,12 @@ from retrieval.errors import DataError
 from retrieval.serving import bundle as bundle_module
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.index.build import build_index
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 
 
 @pytest.fixture
 def index(index_path):
-    with Index.open(index_path, threads=1) as opened:
+    with open_index(index_path, threads=1) as opened:
         yield opened
 
 
@@ -29,7 +29,7 @@ def of_features(makers, tmp_path):
     rows = np.random.default_rng(0).normal(size=(30, 12)).astype(np.float32)
     np.savez(tmp_path / "x.npz", features=rows)
     build_index(bundle, [tmp_path / "x.npz"], tmp_path / "i", progress=False)
-    with Index.open(tmp_path / "i", threads=1) as opened:
+    with open_index(tmp_path / "i", threads=1) as opened:
         yield opened, rows
 
 

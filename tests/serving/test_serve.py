@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.serving.index.build import write_index
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 
 EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/v1/health/live", "/v1/health/ready"]
 
@@ -35,7 +35,7 @@ def post(server, content, k=None, name="query.png"):
 
 
 def test_search_answers_as_the_index_does(server, index_path, photos):
-    with Index.open(index_path, threads=1) as index:
+    with open_index(index_path, threads=1) as index:
         for path in sorted(photos.rglob("*.png"))[::40]:
             answer = post(server, path.read_bytes(), 4)
             assert answer.status_code == 200
@@ -321,7 +321,7 @@ def test_ready_means_that_a_search_was_run(index_path):
     from retrieval.serving.http.settings import Settings
 
     async def scenario() -> list:
-        with Index.open(index_path, threads=1) as index:
+        with open_index(index_path, threads=1) as index:
             searcher = Searcher(index, Settings())
             app = create_app(searcher)
             transport = httpx.ASGITransport(app)

@@ -12,7 +12,7 @@ import pytest
 from retrieval.errors import BundleError, MissingDependency, RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.build import write_index
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 from retrieval.serving.manifest import checksum_of
 from retrieval.serving.signing import new_key, sign
 
@@ -27,11 +27,11 @@ def test_a_signed_index_opens_and_any_other_is_refused(index_path, photos, keys,
     key, public = keys
     own = Path(shutil.copytree(index_path, tmp_path / "own"))
     with pytest.raises(StoreError, match=r"is not signed: SHA256SUMS\.sig is missing"):
-        Index.open(own, signed_by=public)
+        open_index(own, signed_by=public)
     made = cli("sign", own, "--key", key)
     assert made.code == 0 and "Signed" in made.out, made.err
-    Index.open(own, signed_by=public, threads=1).close()
-    Index.open(own, threads=1).close()  # nobody asks
+    open_index(own, signed_by=public, threads=1).close()
+    open_index(own, threads=1).close()  # nobody asks
     query = next((photos / "1").iterdir())
     assert cli("search", own, query, "-k", "1", "--require-signature", public).code == 0
 
@@ -46,11 +46,11 @@ def test_a_signed_index_opens_and_any_other_is_refused(index_path, photos, keys,
     (own / "SHA256SUMS.sig").write_bytes(signature)
     _, other = key, new_key(tmp_path / "other.key")
     with pytest.raises(StoreError, match="or another key signed it"):
-        Index.open(own, signed_by=other)
+        open_index(own, signed_by=other)
     makers.change_index(own, lambda content: content.update(created="later"))  # with checksums that fit
-    Index.open(own, threads=1).close()
+    open_index(own, threads=1).close()
     with pytest.raises(StoreError, match="it was changed, or another key signed it"):
-        Index.open(own, signed_by=public)
+        open_index(own, signed_by=public)
 
 
 def test_a_signed_bundle(bundle_path, photos, keys, tmp_path):
@@ -71,7 +71,7 @@ def test_a_signed_bundle(bundle_path, photos, keys, tmp_path):
     # a bundle's signature is none of an index, though both cover one text
     shutil.copy(own / "manifest.json.sig", tmp_path / "i" / "SHA256SUMS.sig")
     with pytest.raises(StoreError, match="another key signed it"):
-        Index.open(tmp_path / "i", signed_by=public)
+        open_index(tmp_path / "i", signed_by=public)
 
 
 def test_what_is_damaged_is_not_signed(bundle_path, keys, tmp_path):
@@ -98,7 +98,7 @@ def test_keys(keys, index_path, tmp_path, cli, monkeypatch):
         (tmp_path, "regular file"),
     ):
         with pytest.raises(RetrievalError, match=says):
-            Index.open(index_path, signed_by=bad)
+            open_index(index_path, signed_by=bad)
     with pytest.raises(RetrievalError, match="not a private key"):
         sign(index_path, public)
     assert cli("sign", "--key", key).code == 2
@@ -107,4 +107,4 @@ def test_keys(keys, index_path, tmp_path, cli, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
     monkeypatch.setattr("retrieval.serving.runtime.installed_packages", lambda names: [])
     with pytest.raises(MissingDependency, match=r"embedding-retrieval\[sign\]"):
-        Index.open(index_path, signed_by=public)
+        open_index(index_path, signed_by=public)

@@ -17,7 +17,7 @@ from retrieval.serving.files import snapshot
 from retrieval.serving.files.snapshot import Held
 from retrieval.serving.index.build import write_index
 from retrieval.serving.index.files import put_in_place
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def cut(path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [rewritten, cut, Path.unlink])
 def test_an_open_index_answers_as_before_whatever_happens_to_its_files(spoil, own):
-    with Index.open(own, threads=1) as index:
+    with open_index(own, threads=1) as index:
         assert index.changed() is None
         queries = np.stack([index.vector(row) for row in range(0, 200, 7)])
         before = index.search(queries, 5)
@@ -84,7 +84,7 @@ def test_opened_while_it_is_replaced(makers, photos, tmp_path):
     for seed in (1, 2):
         bundle = makers.make_bundle(tmp_path / f"b{seed}", seed=seed)
         write_index(bundle, [photos / str(seed)], tmp_path / f"i{seed}", progress=False)
-        with Index.open(tmp_path / f"i{seed}", threads=1) as index:
+        with open_index(tmp_path / f"i{seed}", threads=1) as index:
             made[index.sha256] = (index.item(0).label, index.bundle.sha256, index.vector(0).tobytes())
     out = tmp_path / "out"
     shutil.copytree(tmp_path / "i1", out)
@@ -102,7 +102,7 @@ def test_opened_while_it_is_replaced(makers, photos, tmp_path):
     seen, end = [], time.monotonic() + 3
     try:
         while time.monotonic() < end:
-            with Index.open(out, threads=1) as index:
+            with open_index(out, threads=1) as index:
                 found = (index.item(0).label, index.bundle.sha256, index.vector(0).tobytes())
                 assert found == made[index.sha256]
                 seen.append(index.sha256)
@@ -133,19 +133,19 @@ def test_links_pipes_and_devices_are_not_read(kind, own, tmp_path):
         else:
             path.symlink_to("/dev/zero" if "zero" in kind else elsewhere)
         with pytest.raises(StoreError, match="is a link" if "link" in kind else "is not a regular file"):
-            Index.open(own)
+            open_index(own)
         path.rmdir() if kind == "folder" else path.unlink()
         elsewhere.rename(path)
     shutil.move(own / "bundle", tmp_path / "moved")
     (own / "bundle").symlink_to(tmp_path / "moved")
     with pytest.raises(StoreError, match=r"bundle/manifest\.json (is a link|cannot be read)"):
-        Index.open(own)
+        open_index(own)
 
 
 def test_a_file_beyond_all_memory_is_refused_before_it_is_read(own):
     os.truncate(own / "vectors.npy", 1 << 42)  # sparse: no space is taken
     with pytest.raises(StoreError, match=r"4,398\.0 GB, which are held in memory"):
-        Index.open(own)
+        open_index(own)
     os.truncate(own / "bundle" / "encoder.onnx", 1 << 42)
     with pytest.raises(BundleError, match="bytes instead of"):
         Bundle.open(own / "bundle")
@@ -157,19 +157,19 @@ def test_without_what_linux_has(kind, own, monkeypatch):
         monkeypatch.delattr(os, "memfd_create", raising=False)
     else:
         monkeypatch.setattr(snapshot, "_BESIDE_DIR", False)
-    with Index.open(own, threads=1) as index:
+    with open_index(own, threads=1) as index:
         queries = np.stack([index.vector(row) for row in range(5)])
         before = index.search(queries, 5)
         for name in ("vectors.npy", "vectors.faiss", "items.sqlite"):
             cut(own / name)
         assert index.search(queries, 5) == before
     with pytest.raises(StoreError, match="damaged"):
-        Index.open(own)
+        open_index(own)
     for name in ("vectors.npy", "items.sqlite"):
         (own / name).unlink()
         (own / name).symlink_to("/dev/zero")
     with pytest.raises(StoreError, match="is a link"):
-        Index.open(own)
+        open_index(own)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory files are Linux's")

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving.index.build import write_index
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.open import open_index
 
 
 def test_a_csv_manifest_keeps_its_columns(photos, bundle_path, tmp_path):
@@ -25,7 +25,7 @@ def test_a_csv_manifest_keeps_its_columns(photos, bundle_path, tmp_path):
             writer.writerow([f"día {number}" if number else "", shown, "grün, hell", number])
     summary = write_index(bundle_path, [table, paths[1]], tmp_path / "i", progress=False)
     assert (summary.count, summary.repeated) == (5, 1)
-    with Index.open(tmp_path / "i", threads=1) as index:
+    with open_index(tmp_path / "i", threads=1) as index:
         item = index.item(2)
         assert item.label == "día 2"
         assert item.metadata == {"colour": "grün, hell", "price": 2}
@@ -68,7 +68,7 @@ def test_features_are_indexed_and_searched(makers, tmp_path):
     )
     np.savez(tmp_path / "g.npz", vectors=features[:3] + 9)
     write_index(bundle, [tmp_path / "f.npz", tmp_path / "g.npz"], tmp_path / "i", progress=False)
-    with Index.open(tmp_path / "i", threads=1) as index:
+    with open_index(tmp_path / "i", threads=1) as index:
         assert len(index) == 93
         projected = features @ makers.weights(0, 20).astype(np.float64)
         against = [
@@ -132,6 +132,6 @@ def test_names_that_are_no_text(bundle_path, makers, tmp_path):
     except OSError:
         pytest.skip("this file system takes only names that are text")
     write_index(bundle_path, [folder], tmp_path / "i", progress=False)
-    with Index.open(tmp_path / "i", threads=1) as index:
+    with open_index(tmp_path / "i", threads=1) as index:
         assert index.item(0).path == odd
         assert index.item(0).key == "caf\\xe9.png"

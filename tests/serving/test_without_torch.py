@@ -52,7 +52,7 @@ def loaded_after(code: str) -> set[str]:
 
 def test_importing_the_serving_side_loads_no_training():
     names = serving_modules()
-    assert {"retrieval.serving.bundle", "retrieval.serving.index.store", "retrieval.serving.http.app"} <= set(
+    assert {"retrieval.serving.bundle", "retrieval.serving.index.open", "retrieval.serving.http.app"} <= set(
         names
     )
     loaded = loaded_after("\n".join(f"import {name}" for name in names))
@@ -69,7 +69,7 @@ def test_each_layer_imports_only_those_below():
         ),
         ("retrieval.serving.bundle", ("retrieval.serving.index", "retrieval.serving.http", "starlette")),
         ("retrieval.serving.index.build", ("retrieval.serving.http", "starlette")),
-        ("retrieval.serving.index.store", ("retrieval.serving.http", "starlette")),
+        ("retrieval.serving.index.open", ("retrieval.serving.http", "starlette")),
         (
             "retrieval.cli.serving",
             ("numpy", "PIL", "pydantic", "retrieval.serving.bundle", "retrieval.serving.index", "starlette"),
@@ -84,11 +84,11 @@ WORK = textwrap.dedent("""
     from pathlib import Path
     from retrieval.serving.bundle import Bundle
     from retrieval.serving.index.build import write_index
-    from retrieval.serving.index.store import Index
+    from retrieval.serving.index.open import open_index
     bundle, photos, out, query = map(Path, sys.argv[1:])
     encoded = Bundle.open(bundle).encode_image(query)
     write_index(bundle, [photos], out, backend="hnsw", progress=False)
-    with Index.open(out) as index:
+    with open_index(out) as index:
         hits = index.search(index.bundle.encode_image(query), 3)[0]
     import retrieval.serving.http.app, retrieval.serving.http.server
     assert "torch" not in sys.modules
@@ -139,7 +139,7 @@ def test_everything_works_without_torch(
     light_python, bundle_path, index_path, photos, served, tmp_path, capfd
 ):
     from retrieval.serving.bundle import Bundle
-    from retrieval.serving.index.store import Index
+    from retrieval.serving.index.open import open_index
 
     environment = {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")
@@ -163,7 +163,7 @@ def test_everything_works_without_torch(
     assert vector == pytest.approx(
         Bundle.open(bundle_path, threads=1).encode_image(query).vector[0].tolist(), abs=1e-6
     )
-    with Index.open(index_path, threads=1) as index:
+    with open_index(index_path, threads=1) as index:
         expected = index.search(index.bundle.encode_image(query), 3)[0]
     assert [key for key, _ in hits] == [hit.key for hit in expected]
     listed = subprocess.run(

@@ -25,7 +25,7 @@ from retrieval.serving.http.guard import Guard
 from retrieval.serving.http.pictures import PIECE, Picture
 from retrieval.serving.http.readiness import Check, Readiness
 from retrieval.serving.http.searcher import Searcher
-from retrieval.serving.index.store import Hit
+from retrieval.serving.index.base import Hit
 from retrieval.serving.memory import Memory
 
 T = TypeVar("T")

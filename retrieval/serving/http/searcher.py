@@ -21,8 +21,8 @@ from retrieval.serving.http.pictures import Picture
 from retrieval.serving.http.pool import Job, Pool
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.images import Limits
+from retrieval.serving.index.base import Hit, Index
 from retrieval.serving.index.gallery import Gallery
-from retrieval.serving.index.store import Hit, Index
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.runtime import load_faiss
 

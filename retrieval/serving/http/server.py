@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from retrieval.errors import MissingDependency, StoreError
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.http.settings import Settings
-from retrieval.serving.index.store import Index
+from retrieval.serving.index.base import Index
+from retrieval.serving.index.open import open_index
 from retrieval.serving.memory import return_large_blocks
 from retrieval.serving.sessions import Device
 
@@ -115,7 +116,7 @@ def serve(
         threads = max(1, cores // settings.workers)
         opened = index
         if not isinstance(opened, Index):
-            opened = Index.open(opened, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
+            opened = open_index(opened, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
         set_up(settings.debug)
         opened.require_open()
         searcher = Searcher(opened, settings)

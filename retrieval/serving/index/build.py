@@ -16,12 +16,13 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
 from retrieval.serving.index.assembly import assemble
 from retrieval.serving.index.backends import make_backend
+from retrieval.serving.index.base import Index
 from retrieval.serving.index.built import remember
 from retrieval.serving.index.encoding import Encoding
 from retrieval.serving.index.files import SUMS, put_in_place, refuse_existing, storage_errors
 from retrieval.serving.index.journal import Journal
+from retrieval.serving.index.open import open_index
 from retrieval.serving.index.sources import collect
-from retrieval.serving.index.store import Index
 from retrieval.serving.index.summary import Summary
 from retrieval.serving.manifest import sha256_of
 from retrieval.serving.progress import Progress, shown
@@ -179,7 +180,7 @@ def build_index(
         device=device,
         signed_by=signed_by,
     )
-    index = Index.open(summary.path, device=device, plugins=plugins)
+    index = open_index(summary.path, device=device, plugins=plugins)
     index.summary = summary
     return index
 

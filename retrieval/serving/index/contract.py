@@ -50,6 +50,21 @@ class IndexBackend(ABC):
             Euclidean distances (Q, k) and row numbers (Q, k), int64; -1 where fewer were found.
         """
 
+    @property
+    def selective(self) -> bool:
+        """Whether `search_selected` is there; if not, a living index searches exactly among the items that match a filter."""
+        return False
+
+    def search_selected(self, queries: Floats, k: int, keep: NDArray[np.bool_]) -> tuple[Floats, Rows]:
+        """Search among some of the vectors; see `search`.
+
+        Args:
+            queries: (Q, P), float32, C-contiguous.
+            k: how many, 1 ≤ k ≤ N.
+            keep: (N,), True for those that may be found.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def save(self, path: Path) -> None:
         """Write all that `load` needs to one new file. An OSError (a full disk) is passed on."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,22 @@ from retrieval.serving.progress import Meter
 from retrieval.serving.threads import ahead
 
 _SHOWN = 10  # faults that a message spells out
+
+
+class Sink(Protocol):
+    """Takes what was encoded: a `Journal`, or a living index.
+
+    Attributes:
+        done: the items that need no more work, in order.
+    """
+
+    done: list[Done]
+
+    def append(self, entries: Sequence[Done], arrays: dict[str, NDArray[np.float32]]) -> None:
+        """Take items in order, and the numbers of those that were encoded."""
+
+    def sync(self) -> None:
+        """Have all of it on the disk."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,7 @@ class Encoding:
             [item.stamp() for item in self.sources.items],
         )
 
-    def encode(self, journal: Journal) -> None:
+    def encode(self, journal: Sink) -> None:
         """Work through the items that the journal does not have yet.
 
         Raises:
@@ -139,7 +155,7 @@ class Encoding:
             return _Decoded(Done(item.stamp(), fault), None)
         return _Decoded(Done(item.stamp()), values)
 
-    def _flush(self, decoded: list[_Decoded], journal: Journal) -> None:
+    def _flush(self, decoded: list[_Decoded], journal: Sink) -> None:
         if not decoded:
             return
         good = [one.pixels for one in decoded if one.pixels is not None]

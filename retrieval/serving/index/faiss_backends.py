@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from retrieval.errors import StoreError
@@ -40,6 +41,21 @@ class FaissBackend(IndexBackend):
         search = getattr(self._index, "search_numpy", self._index.search)
         with self._lock or contextlib.nullcontext():
             squared, rows = search(queries, k, params=self._parameters(k))
+        return np.sqrt(np.maximum(squared, 0)), rows
+
+    @property
+    def selective(self) -> bool:
+        """True, but on a GPU."""
+        return self._lock is None
+
+    def search_selected(self, queries: Floats, k: int, keep: NDArray[np.bool_]) -> tuple[Floats, Rows]:
+        """Search among some of the vectors; see `IndexBackend`."""
+        faiss = load_faiss()
+        bits = np.packbits(keep, bitorder="little")
+        parameters = self._parameters(k) or faiss.SearchParameters()
+        parameters.sel = faiss.IDSelectorBitmap(len(keep), faiss.swig_ptr(bits))
+        search = getattr(self._index, "search_numpy", self._index.search)
+        squared, rows = search(queries, k, params=parameters)
         return np.sqrt(np.maximum(squared, 0)), rows
 
     def _add(self, vectors: Floats, report: Callable[[int], object]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from retrieval.errors import StoreError
+from retrieval.serving.index.base import Index
 from retrieval.serving.index.built import built_here
-from retrieval.serving.index.store import Index
 
 
 class Gallery:

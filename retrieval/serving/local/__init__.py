@@ -1,1 +1,1 @@
-"""The local store: items and vectors of a living index in one folder."""
+"""The embedded store: SQLite is the record of items, immutable segments hold their vectors."""

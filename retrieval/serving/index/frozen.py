@@ -6,55 +6,36 @@ import hashlib
 import io
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL.Image import Image
 
-from retrieval.errors import DataError, RetrievalError, StoreError, at_least_one
+from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.host.plugin_calls import failure
-from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath, instead
 from retrieval.serving.files.snapshot import Held, Snapshot, Unusable, Watch, at_one_moment, close_all
+from retrieval.serving.filters import Filter
 from retrieval.serving.index.backends import make_backend
+from retrieval.serving.index.base import Hit, Index, candidates_of, measured
 from retrieval.serving.index.contract import Floats, IndexBackend, Rows, called, checked_search
 from retrieval.serving.index.files import SUMS, damaged, hold_listed, read_sums
 from retrieval.serving.index.items import Item, Items
 from retrieval.serving.index.manifest import INDEX, IndexManifest, PartRecord, contradictory, parse_index
-from retrieval.serving.index.summary import Summary
 from retrieval.serving.manifest import FILE, parse_manifest
-from retrieval.serving.merging import merged, of_products
-from retrieval.serving.queries import encode_queries
 from retrieval.serving.sessions import Device
 
-_BLOCK = 256  # queries at a time: bounds the memory of measuring candidates
-_MARGIN = 8  # candidates beyond k: FAISS's matrix products swap neighbours that differ in the seventh digit
 _HEADER = 20_000  # bytes that are enough for the header of an array
 _ROWS = 65_536  # vectors at a time that are looked through for NaN
 
 
-@dataclass(frozen=True)
-class Hit:
-    """One answer: smaller distance is closer. `path` is the indexed file, None for features."""
-
-    id: int
-    key: str
-    label: str | None
-    distance: float
-    metadata: Mapping[str, Any]
-    path: Path | None = None
-
-
-class Index:
-    """An opened index. Searching changes nothing and is safe in threads.
+class FrozenIndex(Index):
+    """An opened folder of format 1: nothing in it changes, and all of it was compared with its checksums.
 
     Attributes:
         path: the folder.
         manifest: its `index.json`.
-        bundle: encodes queries and, where it has a rescorer, orders candidates.
         sha256: of the list of checksums: names exactly this index.
         summary: what building it did, where `retrieval.build_index` gave it; else None.
     """
@@ -73,13 +54,12 @@ class Index:
     ) -> None:
         self.path = path
         self.manifest = manifest
-        self.bundle = bundle
-        self.sha256 = sha256
+        self._bundle = bundle
+        self._sha256 = sha256
         self._backends = backends
         self._items = items
         self._vectors = vectors
         self._codes = codes
-        self.summary: Summary | None = None
         self._watch = watch
 
     @classmethod
@@ -91,7 +71,7 @@ class Index:
         device: Device = "auto",
         plugins: Iterable[str] = (),
         signed_by: StrPath | None = None,
-    ) -> Index:
+    ) -> FrozenIndex:
         """Check every file of an index folder against its SHA-256, then load it.
 
         Args:
@@ -124,7 +104,7 @@ class Index:
         device: Device,
         plugins: list[str],
         signed_by: StrPath | None,
-    ) -> Index:
+    ) -> FrozenIndex:
         path = folder.path
         if not folder.has(INDEX) and not folder.has(SUMS):
             raise StoreError(f"{path} is not an index: it has no {INDEX}.{instead(path, 'index')}")
@@ -176,82 +156,32 @@ class Index:
         said = self.manifest
         return f"Index {self.path}: {said.count:,} items, {said.backend.name}, vectors of {said.vector}"
 
-    @overload
-    def search(
-        self, queries: StrPath | bytes | Image, k: int = 10, *, candidates: int | None = None
-    ) -> list[Hit]: ...
-    @overload
-    def search(
-        self, queries: Encoded | list[Any], k: int = 10, *, candidates: int | None = None
-    ) -> list[list[Hit]]: ...
-    @overload
-    def search(self, queries: Any, k: int = 10, *, candidates: int | None = None) -> list[Any]: ...
-    def search(self, queries: Any, k: int = 10, *, candidates: int | None = None) -> list[Any]:
-        """Return the nearest items of a query, nearest first; equal distances by id. Of several queries, a list of such lists.
+    @property
+    def bundle(self) -> Bundle:
+        """Encodes queries and, where it has a rescorer, orders candidates."""
+        return self._bundle
 
-        Without a rescorer the distance is measured on the stored vectors, Euclidean unless the bundle says otherwise (with sub-spaces,
-        what the bundle's merge makes of them: `retrieval.serving.merging`). With one, it is the rescorer's.
+    @property
+    def sha256(self) -> str:
+        """Of the list of checksums."""
+        return self._sha256
 
-        Args:
-            queries: one query, which gives one list of hits:
-
-                - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its pixels, uint8 (H, W) or (H, W, 3);
-                - a vector: (F,) features where the bundle takes features, otherwise (P,) as its encoder gives.
-
-                Or several, which give one list of hits each: a list of images or of vectors, an array (N, F) or (N, P), or
-                `Encoded`, which the bundle's `encode` gave.
-            k: how many; all items when there are fewer.
-            candidates: how many the rescorer is given, in each sub-space; the bundle's own number by default.
-
-        Raises:
-            DataError: an image cannot be decoded, a vector has another width or holds NaN, a list mixes images and vectors, k is
-                below 1, or encoded vectors come alone where a rescorer needs codes. In a list, the message names the item.
-            StoreError: the index was closed.
-        """
-        k = at_least_one("k", k)
-        if candidates is not None:
-            candidates = at_least_one("The number of candidates", candidates)
-        self.require_open()
-        encoded, alone = encode_queries(self.bundle, queries)
-        query, code = self._checked(encoded)
+    def _answers(
+        self,
+        query: Floats,
+        code: Floats | None,
+        bundle: Bundle,
+        k: int,
+        candidates: int | None,
+        where: Filter | None,
+    ) -> list[list[Hit]]:
+        if where is not None:
+            raise DataError(
+                f"The index {self.path} is of format 1, which is searched without filters. "
+                f"Lift it to the living format: retrieval index migrate {self.path}"
+            )
         k = min(k, len(self))
-        hits: list[list[Hit]] = []
-        for start in range(0, len(query), _BLOCK):
-            part = query[start : start + _BLOCK]
-            part_code = None if code is None else code[start : start + _BLOCK]
-            hits += self._hits(self._nearest(part, part_code, k, candidates))
-        return hits[0] if alone else hits
-
-    def _checked(self, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
-        rescores = self.bundle.manifest.rescorer is not None
-        if isinstance(queries, Encoded):
-            query, code = queries.query, queries.code
-        else:
-            query, code = np.atleast_2d(np.asarray(queries)), None
-            if query.dtype.kind not in "fiu":
-                raise DataError(f"A query vector holds real numbers, not {query.dtype}.")
-        if query.ndim != 2 or query.shape[1] != self.manifest.vector:
-            raise DataError(
-                f"A query vector of this index has {self.manifest.vector} numbers, not {query.shape[-1]}."
-            )
-        with np.errstate(over="ignore"):
-            query = np.ascontiguousarray(query, dtype=np.float32)
-        if not np.isfinite(query).all():
-            raise DataError("A query vector holds NaN, infinity or a number beyond float32.")
-        if rescores and code is None:
-            raise DataError(
-                "This index orders its answers with a rescorer, which needs the query's code: give an image "
-                "(or features), not an encoded vector."
-            )
-        return query, code if rescores else None
-
-    def _nearest(
-        self, query: Floats, code: Floats | None, k: int, candidates: int | None
-    ) -> list[tuple[Rows, NDArray[np.float64]]]:
-        """Return rows and distances of each query's k nearest."""
-        rescorer = self.bundle.manifest.rescorer
-        wanted = max(k + _MARGIN, candidates or (rescorer.candidates if rescorer else 0))
-        wanted = min(wanted, len(self))
+        wanted = min(candidates_of(bundle, k, candidates), len(self))
         name = self.manifest.backend.name
         found = [
             checked_search(backend, name, query[:, part.start : part.stop], wanted, len(self))
@@ -260,24 +190,12 @@ class Index:
         answers = []
         for number, rows in enumerate(np.concatenate(found, axis=1)):
             rows = np.unique(rows[rows >= 0])  # sorted, so that a stable order breaks ties by id
-            if code is not None and self._codes is not None:
-                distances = self.bundle.rescore(code[number : number + 1], self._codes[rows])[0].astype(
-                    np.float64
-                )
-                if not np.isfinite(distances).all():
-                    raise DataError("The rescorer gives NaN or infinity for this query.")
-            else:
-                distances = self._measure(query[number], rows, k)
+            codes = None if code is None or self._codes is None else self._codes[rows]
+            own = None if code is None else code[number]
+            distances = measured(bundle, query[number], own, self._vectors[rows], codes, k)
             order = np.argsort(distances, kind="stable")[:k]
             answers.append((rows[order], distances[order]))
-        return answers
-
-    def _measure(self, query: Floats, rows: Rows, k: int) -> NDArray[np.float64]:
-        """Return distances (n,) in float64, as the bundle's manifest says: from products, or Euclidean and merged over sub-spaces."""
-        if self.bundle.manifest.distance.measure == "inner":
-            return of_products(self._vectors[rows].astype(np.float64) @ query.astype(np.float64))
-        said = self.bundle.manifest
-        return merged(query, self._vectors[rows], k, said.subspaces, said.merge)
+        return self._hits(answers)
 
     def _hits(self, answers: list[tuple[Rows, NDArray[np.float64]]]) -> list[list[Hit]]:
         items = self._items.get([int(row) for rows, _ in answers for row in rows])
@@ -291,15 +209,20 @@ class Index:
             for rows, distances in answers
         ]
 
-    def item(self, number: int) -> Item | None:
-        """Return an item by its id, or None."""
+    def item(self, number: int | str) -> Item | None:
+        """Return an item by its number, or None."""
         self.require_open()
-        return self._items.get([number]).get(number)
+        return self._items.get([int(number)]).get(int(number))
 
-    def vector(self, number: int) -> Floats:
+    def vector(self, number: int | str) -> Floats:
         """Return the stored vector (P,) of an item by its id."""
         self.require_open()
-        return np.array(self._vectors[number])
+        return np.array(self._vectors[int(number)])
+
+    def arrays(self, number: int) -> dict[str, Floats]:
+        """Return what is stored of an item by its number: "vector" (P,), and "code" (C,) where there are codes."""
+        codes = {} if self._codes is None else {"code": self._codes[number]}
+        return {"vector": self._vectors[number], **codes}
 
     def require_open(self) -> None:
         """Raise a `StoreError` once the index is closed."""
@@ -311,12 +234,6 @@ class Index:
         self._items.close()
         self._vectors = np.empty((0, self.manifest.vector), dtype=np.float32)  # lets go of the mapped file
         self._codes = None
-
-    def __enter__(self) -> Index:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _bundle(
@@ -385,15 +302,3 @@ def _map(path: Path, name: str, held: Mapping[str, Held], shape: tuple[int, int]
     if not all(np.isfinite(array[start : start + _ROWS]).all() for start in range(0, len(array), _ROWS)):
         raise StoreError(f"{path / name} holds NaN or infinity. Build the index again.")
     return array
-
-
-def open_index(
-    path: StrPath,
-    *,
-    threads: int | None = None,
-    device: Device = "auto",
-    plugins: Iterable[str] = (),
-    signed_by: StrPath | None = None,
-) -> Index:
-    """Check every file of an index folder against its SHA-256, then load it; see `Index.open`."""
-    return Index.open(path, threads=threads, device=device, plugins=plugins, signed_by=signed_by)

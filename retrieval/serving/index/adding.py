@@ -1,0 +1,259 @@
+"""Add items to a living index: what is there already and has not changed is passed over, so that the same call goes on where one stopped."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import DataError, at_least_one, listed
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.images import Limits, decode
+from retrieval.serving.index.collection import Collection
+from retrieval.serving.index.encoding import Encoding
+from retrieval.serving.index.journal import Done
+from retrieval.serving.index.sources import Source, Sources, collect
+from retrieval.serving.progress import Progress, showing
+from retrieval.serving.stores.contract import CODE, VECTOR, Floats, Item, Keep, Superseded
+
+_PAGE = 1000
+_ROWS = 4096
+_SECONDS = 1.0
+"""What was encoded is written after so many items, or so long: a kill costs no more."""
+_THUMBNAIL = 256
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class Added:
+    """What adding did.
+
+    Attributes:
+        added: items that are new.
+        changed: items that took another's place, or got another label or metadata.
+        unchanged: items that were there already.
+        removed: items that are in the index no more, with `sync`.
+        skipped: why an item could not be used, a sentence each.
+        repeated: files that were named more than once and taken once.
+        left_out: a sentence on the files of folders that are not images, for each reason.
+        seconds: how long it took.
+    """
+
+    added: int = 0
+    changed: int = 0
+    unchanged: int = 0
+    removed: int = 0
+    skipped: tuple[str, ...] = ()
+    repeated: int = 0
+    left_out: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+def add_sources(
+    index: Collection,
+    sources: StrPath | Sequence[StrPath],
+    *,
+    keep: Keep = "reference",
+    sync: bool = False,
+    skip_bad: bool = False,
+    batch: int = 32,
+    workers: int | None = None,
+    limits: Limits | None = None,
+    progress: Progress = True,
+) -> Added:
+    """Embed what sources name and add it; see `LivingIndex.add`."""
+    began = time.monotonic()
+    batch = at_least_one("batch", batch)
+    named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
+    with showing(progress):
+        found = collect(named, index.bundle.manifest.input.kind)
+        _refuse_twice(found)
+        total = Added(repeated=found.repeated, left_out=found.left_out)
+        for attempt in range(_TRIES):
+            work, there = _changes(index, found)
+            sink = _Sink(index, index.bundle, keep)
+            try:
+                if work.items:
+                    encoding = Encoding(
+                        index.bundle, work, batch, workers or os.cpu_count() or 1, limits or Limits(), True
+                    )
+                    sink.items = work.items
+                    encoding.encode(sink)
+                break
+            except Superseded:  # another generation is served since: what is left is embedded for that
+                if attempt == _TRIES - 1:
+                    raise
+                index.follow()
+            finally:
+                total = replace(total, added=total.added + sink.added, changed=total.changed + sink.changed)
+        changed, unchanged = _relabel(index, there)
+        removed = 0
+        if sync and not sink.faults:
+            removed = _remove_others(index, {item.key for item in found.items})
+    if sink.faults and not skip_bad:
+        raise DataError(
+            listed(f"{len(sink.faults):,} of {len(found.items):,} items cannot be used", sink.faults)
+            + "\nAll others are in the index. Mend or remove these, or leave them out with --skip-bad (in Python skip_bad=True)."
+            + (" Nothing was removed." if sync else "")
+        )
+    return replace(
+        total,
+        changed=total.changed + changed,
+        unchanged=unchanged,
+        removed=removed,
+        skipped=tuple(sink.faults),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _refuse_twice(found: Sources) -> None:
+    """Refuse two items of one id.
+
+    Raises:
+        DataError: naming every such id.
+    """
+    counts = Counter(item.key for item in found.items)
+    if twice := [f"{key!r} is the id of {count} items." for key, count in counts.items() if count > 1]:
+        raise DataError(
+            listed("What is to be added", twice)
+            + "\nGive each its own in a CSV manifest's column 'key', or add the folders one by one."
+        )
+
+
+def _changes(index: Collection, found: Sources) -> tuple[Sources, list[Source]]:
+    """Return what is to be embedded, and what is there already."""
+    new: list[Source] = []
+    same: list[Source] = []
+    for start in range(0, len(found.items), _PAGE):
+        page = found.items[start : start + _PAGE]
+        there = index.store.get([item.key for item in page])
+        for item in page:
+            known = there.get(item.key)
+            (same if known is not None and known.stamp == item.stamp() else new).append(item)
+    return replace(found, items=new), same
+
+
+def _relabel(index: Collection, same: Sequence[Source]) -> tuple[int, int]:
+    """Give items whose files have not changed their new labels and metadata; return how many there were, and how many are as they were."""
+    changed = 0
+    for start in range(0, len(same), _PAGE):
+        page = {item.key: item for item in same[start : start + _PAGE]}
+        there = index.store.get(page)
+        other = [
+            key
+            for key, known in there.items()
+            if (known.label, dict(known.metadata)) != (page[key].label, page[key].metadata)
+        ]
+        if other:
+            whole = index.store.get(other, arrays=True)
+            items = [
+                replace(
+                    item,
+                    label=page[key].label,
+                    metadata=page[key].metadata,
+                    original=index.store.original(key),
+                )
+                for key, item in whole.items()
+            ]
+            changed += len(items)
+            index.store.upsert(items, index.bundle.sha256)
+    return changed, len(same) - changed
+
+
+def _remove_others(index: Collection, wanted: set[str]) -> int:
+    """Delete items that are not wanted."""
+    removed, after = 0, None
+    while page := index.store.scan(after=after, limit=_PAGE):
+        after = page[-1].id
+        if other := [item.id for item in page if item.id not in wanted]:
+            removed += index.store.delete(other)
+    return removed
+
+
+@dataclass
+class _Sink:
+    """Takes what was encoded, and writes it to the index every now and then; stands where a journal does."""
+
+    index: Collection
+    bundle: Bundle
+    keep: Keep
+    items: Sequence[Source] = ()
+    faults: list[str] = field(default_factory=list)
+    added: int = 0
+    changed: int = 0
+    done: list[Done] = field(default_factory=list)
+    _at: int = 0
+    _waiting: list[Item] = field(default_factory=list)
+    _since: float = field(default_factory=time.monotonic)
+
+    def append(self, entries: Sequence[Done], arrays: dict[str, NDArray[np.float32]]) -> None:
+        """Take entries in the order of the items, and the arrays of those without a fault."""
+        rows = iter(zip(*arrays.values(), strict=True))
+        names = [{"vectors": VECTOR, "codes": CODE}[name] for name in arrays]
+        for entry in entries:
+            source = self.items[self._at]
+            self._at += 1
+            if entry.fault is not None:
+                self.faults.append(entry.fault)
+                continue
+            self._waiting.append(self._item(source, entry, dict(zip(names, next(rows), strict=True))))
+        if len(self._waiting) >= _ROWS or time.monotonic() - self._since > _SECONDS:
+            self.sync()
+
+    def sync(self) -> None:
+        """Write what is waiting."""
+        if self._waiting:
+            changed = self.index.store.upsert(self._waiting, self.bundle.sha256)
+            self.changed += changed
+            self.added += len(self._waiting) - changed
+            self._waiting = []
+        self._since = time.monotonic()
+
+    def _item(self, source: Source, entry: Done, arrays: dict[str, Floats]) -> Item:
+        path = None if source.row is not None else source.path
+        original = None
+        if path is not None and self.keep == "copy":
+            original = path.read_bytes()
+        elif path is not None and self.keep == "thumbnail":
+            original = thumbnail(path)
+        return Item(
+            source.key,
+            source.label,
+            source.metadata,
+            None if self.keep == "nothing" else path,
+            entry.stamp,
+            self.keep,
+            original,
+            entry.bytes,
+            entry.width,
+            entry.height,
+            arrays,
+        )
+
+
+def thumbnail(path: Path) -> bytes:
+    """Return a small JPEG of an image file."""
+    image = decode(path).convert("RGB")
+    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    out = io.BytesIO()
+    image.save(out, "JPEG", quality=85)
+    return out.getvalue()
+
+
+def originals(index: Collection, items: Sequence[Item]) -> Iterator[tuple[Item, Path | bytes | None]]:
+    """Give where the original of each item is: its kept bytes, or its file if that is still there."""
+    for item in items:
+        if item.keep == "copy":
+            yield item, index.store.original(item.id)
+        elif item.path is not None and item.path.is_file():
+            yield item, item.path
+        else:
+            yield item, None

@@ -1,0 +1,234 @@
+"""Items in a store, and the bundle that embeds queries for them: what adding and migrating build on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from retrieval.errors import DataError, StoreError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.filters import Filter, as_filter
+from retrieval.serving.index.base import Hit, Index, Where, candidates_of, measured
+from retrieval.serving.index.contract import Floats
+from retrieval.serving.index.items import Item as Listed
+from retrieval.serving.local.store import LocalStore
+from retrieval.serving.sessions import Device
+from retrieval.serving.stores.contract import Generation, Item, Stats, Store, Superseded
+
+
+class Collection(Index):
+    """Items in a store, searched with the bundle of the generation that is served.
+
+    Args:
+        path: the folder.
+        store: what keeps its items.
+        threads: of one call of the encoder.
+        device: of the encoder.
+    """
+
+    def __init__(self, path: Path, store: Store, threads: int | None = None, device: Device = "auto") -> None:
+        self.path = path
+        self.store = store
+        self._threads, self._device = threads, device
+        self._lock = threading.Lock()
+        self._closed = False
+        self._opened: tuple[Generation, Bundle] | None = None
+        self.follow()
+
+    @classmethod
+    def open(
+        cls,
+        path: StrPath,
+        *,
+        threads: int | None = None,
+        device: Device = "auto",
+        plugins: Iterable[str] = (),
+    ) -> Self:
+        """Open an index folder; see `retrieval.open_index`."""
+        folder = Path(path)
+        store = LocalStore(folder, plugins=list(plugins))
+        try:
+            return cls(folder, store, threads, device)
+        except BaseException:
+            store.close()
+            raise
+
+    def follow(self) -> Bundle:
+        """Open the bundle of the generation that is served now."""
+        with self._lock:
+            served = next(one for one in self.store.generations() if one.state == "served")
+            if self._opened is None or self._opened[0].number != served.number:
+                bundle = Bundle.open(
+                    self.store.bundle(served),
+                    variant=served.variant,
+                    threads=self._threads,
+                    device=self._device,
+                )
+                if bundle.sha256 != served.bundle:
+                    raise StoreError(
+                        f"The index {self.path} is damaged: its bundle is not the one that embedded its items."
+                    )
+                self._opened = (served, bundle)
+            return self._opened[1]
+
+    @property
+    def bundle(self) -> Bundle:
+        """Encodes queries: the served generation's."""
+        assert self._opened is not None
+        return self._opened[1]
+
+    @property
+    def generation(self) -> Generation:
+        """The generation that is served."""
+        assert self._opened is not None
+        return self._opened[0]
+
+    @property
+    def sha256(self) -> str:
+        """What tells this index from every other: its own id."""
+        return identity(self.path)
+
+    def __len__(self) -> int:
+        return self.store.count()
+
+    def __repr__(self) -> str:
+        return f"Index {self.path}: {len(self):,} items, vectors of {self.bundle.manifest.vector}"
+
+    def _answers(
+        self,
+        query: Floats,
+        code: Floats | None,
+        bundle: Bundle,
+        k: int,
+        candidates: int | None,
+        where: Filter | None,
+    ) -> list[list[Hit]]:
+        try:
+            found = self.store.search(query, candidates_of(bundle, k, candidates), bundle.sha256, where=where)
+        except Superseded:
+            self.follow()
+            raise
+        return [
+            self._ordered(bundle, query[number], None if code is None else code[number], items, k)
+            for number, items in enumerate(found)
+        ]
+
+    def _ordered(
+        self, bundle: Bundle, query: Floats, code: Floats | None, items: Sequence[Item], k: int
+    ) -> list[Hit]:
+        """Return the nearest of candidates, measured as the bundle says; equal distances by id."""
+        if not items:
+            return []
+        items = sorted(items, key=lambda item: item.id)
+        vectors = np.stack([item.vector for item in items])
+        codes = None if code is None else np.stack([item.arrays["code"] for item in items])
+        distances = measured(bundle, query, code, vectors, codes, min(k, len(items)))
+        order = np.argsort(distances, kind="stable")[:k]
+        return [
+            Hit(item.id, item.id, item.label, float(distances[at]), item.metadata, item.path)
+            for at, item in ((at, items[at]) for at in order)
+        ]
+
+    # Items
+
+    def upsert(self, items: Sequence[Item]) -> int:
+        """Add items that are embedded already, or put them in the place of others; return how many took another's place.
+
+        Raises:
+            DataError: an item that cannot be kept; all are named, and none is kept.
+            StoreError: read-only, another writer holds the index, or the disk refuses.
+        """
+        return self.store.upsert(items, self.bundle.sha256)
+
+    def delete(self, ids: str | Iterable[str] = (), *, where: Where = None) -> int:
+        """Delete items by id, or all that match; return how many there were. Unknown ids are passed over.
+
+        Raises:
+            DataError: the filter cannot be read, or names what no item has.
+            StoreError: read-only, another writer holds the index, or the disk refuses.
+        """
+        chosen = as_filter(where)
+        return self.store.delete([ids] if isinstance(ids, str) else ids, where=chosen)
+
+    def get(self, ids: str | Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
+        """Return items by id; unknown ids are left out.
+
+        Args:
+            ids: one or more.
+            arrays: with their vectors.
+        """
+        return self.store.get([ids] if isinstance(ids, str) else ids, arrays=arrays)
+
+    def scan(self, where: Where = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
+        """Return a page of items, in the order of their ids: the first `limit` behind `after`."""
+        return self.store.scan(as_filter(where), after=after, limit=limit)
+
+    def count(self, where: Where = None) -> int:
+        """Return how many items match."""
+        return self.store.count(as_filter(where))
+
+    def stats(self) -> Stats:
+        """Return what the index holds."""
+        return self.store.stats()
+
+    def snapshot(self, target: StrPath) -> Path:
+        """Write a copy of one moment to a new folder, which opens as an index.
+
+        Raises:
+            StoreError: there is something already, or the disk refuses.
+        """
+        self.store.snapshot(Path(target))
+        return Path(target)
+
+    def item(self, number: int | str) -> Listed | None:
+        """Return an item by its id, or None."""
+        self.require_open()
+        found = self.store.get([str(number)]).get(str(number))
+        if found is None:
+            return None
+        return Listed(
+            found.id, found.label, found.metadata, found.path, found.bytes, found.width, found.height
+        )
+
+    def vector(self, number: int | str) -> Floats:
+        """Return the stored vector (P,) of an item by its id.
+
+        Raises:
+            DataError: there is no such item.
+        """
+        self.require_open()
+        found = self.store.get([str(number)], arrays=True).get(str(number))
+        if found is None:
+            raise DataError(f"The index {self.path} has no item '{number}'.")
+        return np.array(found.vector)
+
+    def changed(self) -> str | None:
+        """None: what changes in a living index is meant to."""
+        return None
+
+    def require_open(self) -> None:
+        """Raise a `StoreError` once the index is closed."""
+        if self._closed:
+            raise StoreError(f"The index {self.path} was closed. Open it again with retrieval.open_index.")
+
+    def close(self) -> None:
+        """Close the store."""
+        self._closed = True
+        self.store.close()
+
+
+def identity(folder: Path) -> str:
+    """Return the id that an index got when it was created."""
+    from retrieval.serving.files.strict_json import parse_json
+
+    path = folder / "index.json"
+    try:
+        said: Mapping[str, Any] = parse_json(path.read_bytes(), path, "index", StoreError, frozenset({2}))
+    except OSError as fault:
+        raise StoreError(f"{path} cannot be read: {fault.strerror or fault}.") from None
+    return str(said["id"])

@@ -1,0 +1,82 @@
+"""A living index: items come, change and go, generations follow each other, and it is searched all the while."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.images import Limits
+from retrieval.serving.index.adding import Added, add_sources
+from retrieval.serving.index.collection import Collection
+from retrieval.serving.index.migrating import Migrated, migrate, rollback
+from retrieval.serving.progress import Progress
+from retrieval.serving.stores.contract import Keep
+
+
+class LivingIndex(Collection):
+    """An opened index that lives. Its methods may be called from several threads at once."""
+
+    def add(
+        self,
+        sources: StrPath | Sequence[StrPath],
+        *,
+        keep: Keep = "reference",
+        sync: bool = False,
+        skip_bad: bool = False,
+        batch: int = 32,
+        workers: int | None = None,
+        limits: Limits | None = None,
+        progress: Progress = True,
+    ) -> Added:
+        """Embed images or features and add them; what is there and has not changed is passed over.
+
+        What was added is on the disk from second to second: after a kill the same call goes on.
+
+        Args:
+            sources: one or more files, folders, CSV manifests, or `.npz` features; see `retrieval.serving.index.sources.collect`.
+            keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
+            sync: make the index equal to the sources: items that they do not name are deleted.
+            skip_bad: pass over images that cannot be used; without it they are all named in the error, and the others are added.
+            batch: items that go through the encoder at once.
+            workers: threads that decode; as many as there are cores by default.
+            limits: the largest images that are decoded.
+            progress: True shows a bar, False nothing; a function is told (what, done, total).
+
+        Raises:
+            DataError: no items, an id twice, or images that cannot be used.
+            StoreError: read-only, another writer holds the index, or the disk refuses.
+        """
+        return add_sources(
+            self, sources, keep=keep, sync=sync, skip_bad=skip_bad, batch=batch, workers=workers, limits=limits, progress=progress
+        )  # fmt: skip
+
+    def migrate(
+        self, bundle: StrPath | Bundle, *, skip_bad: bool = False, progress: Progress = True
+    ) -> Migrated:
+        """Embed all items with another bundle, from their originals, then serve that; searches and writes go on meanwhile.
+
+        An answer is of one bundle, always. The old generation is kept for `rollback` until it is dropped. After a kill the same
+        call goes on.
+
+        Args:
+            bundle: a bundle, or its folder.
+            skip_bad: leave out items whose original is gone or cannot be used; without it they are named, and nothing is switched.
+            progress: True shows a bar, False nothing; a function is told (what, done, total).
+
+        Raises:
+            DataError: an item's original is gone or cannot be used.
+            StoreError: read-only, another writer holds the index, or the disk refuses.
+        """
+        return migrate(self, bundle, skip_bad=skip_bad, progress=progress)
+
+    def rollback(self, *, progress: Progress = True) -> Migrated:
+        """Serve the generation before; items that came since are embedded for it first."""
+        return rollback(self, progress=progress)
+
+    def drop_old(self) -> int:
+        """Delete every generation that is not served; return how many."""
+        others = [one for one in self.store.generations() if one.state != "served"]
+        for one in others:
+            self.store.drop(one)
+        return len(others)

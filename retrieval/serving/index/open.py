@@ -1,0 +1,61 @@
+"""Open an index, of whichever format its folder is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from retrieval.errors import StoreError
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.index.base import Index
+from retrieval.serving.index.frozen import FrozenIndex
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.manifest import INDEX
+from retrieval.serving.local.create import FORMAT
+from retrieval.serving.sessions import Device
+
+_BYTES = 1_000_000
+
+
+def open_index(
+    path: StrPath,
+    *,
+    threads: int | None = None,
+    device: Device = "auto",
+    plugins: Iterable[str] = (),
+    signed_by: StrPath | None = None,
+) -> Index:
+    """Open an index: a living one, or a folder of format 1, every file of which is compared with its SHA-256.
+
+    Args:
+        path: the folder.
+        threads: of one call of the encoder; None leaves it to ONNX Runtime.
+        device: of the encoder: "auto", "cpu" or "cuda".
+        plugins: files or modules of a third-party back end that is not installed.
+        signed_by: a public key's file; an index that its holder did not sign is refused.
+
+    Raises:
+        StoreError: missing, altered, of another format.
+        BundleError: its bundle cannot be used.
+        PluginError: its back end's plugin is not there.
+    """
+    folder = Path(path)
+    if _format(folder) != FORMAT:
+        return FrozenIndex.open(folder, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
+    if signed_by is not None:
+        raise StoreError(
+            f"{folder} is a living index: what is in it changes, so no signature covers it. Serve a signed index of format 1, "
+            "or leave --require-signature out."
+        )
+    return LivingIndex.open(folder, threads=threads, device=device, plugins=plugins)
+
+
+def _format(folder: Path) -> int | None:
+    """Return the format that an `index.json` names; None where it names none."""
+    try:
+        with (folder / INDEX).open("rb") as file:
+            said = json.loads(file.read(_BYTES))
+        return said.get("format") if isinstance(said, dict) else None
+    except (OSError, ValueError, RecursionError):
+        return None

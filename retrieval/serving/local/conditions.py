@@ -1,0 +1,37 @@
+"""A filter as a question to the record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import apsw
+
+from retrieval.errors import DataError, did_you_mean
+from retrieval.serving.filters import Filter, fields, to_sql
+from retrieval.serving.local.record import ask, value
+
+_NAMES = 1000  # of fields that are looked through for a likely one
+_SHOWN = 20
+
+
+def condition_of(where: Filter | None) -> tuple[str, tuple[Any, ...]]:
+    """Return a filter as a condition over the table `items`, and its values."""
+    return ("true", ()) if where is None else to_sql(where)
+
+
+def refuse_unknown(connection: apsw.Connection, where: Filter | None) -> None:
+    """Refuse a filter on what no item has.
+
+    Raises:
+        DataError: naming it.
+    """
+    if where is None:
+        return
+    for name in sorted(fields(where)):
+        if not value(connection, "select 1 from fields where name = ?", (name,)):
+            names = [one for (one,) in ask(connection, "select name from fields order by name limit 1000")]
+            known = ", ".join(["id", "label", *names][:20])
+            raise DataError(
+                f"No item of this index has a field '{name}' (there are: {known})."
+                + did_you_mean(name, ["id", "label", *names])
+            )

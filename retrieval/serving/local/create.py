@@ -1,0 +1,76 @@
+"""A new index folder, empty, that appears whole."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+import apsw
+
+from retrieval.errors import StoreError
+from retrieval.host.files import whole_folder
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.local.generation_table import BUNDLES, add_generation, keep_bundle
+from retrieval.serving.local.record import Record
+from retrieval.serving.local.snapshot import INDEX
+from retrieval.serving.local.structures import Wanted
+from retrieval.serving.local.view import SEGMENTS
+from retrieval.serving.stores.contract import Keep
+
+FORMAT = 2
+
+
+def create_local(
+    folder: Path,
+    bundle: Bundle,
+    widths: Mapping[str, int],
+    *,
+    structure: Wanted | None = None,
+    keep: Keep = "reference",
+    replace: bool = False,
+) -> None:
+    """Write an empty index.
+
+    Args:
+        folder: must not exist, or is an index that gives way (`replace`); its parent must.
+        bundle: of the first generation; a copy goes into the index.
+        widths: numbers of each array of an item, by name.
+        structure: which structure its segments are to have.
+        keep: what it keeps of originals, unless an item says otherwise.
+        replace: see `folder`.
+
+    Raises:
+        StoreError: there is something already, or the disk refuses.
+    """
+    taken = StoreError(
+        f"{folder} exists already. Choose another name, or add to it with 'retrieval index add'."
+    )
+    said = structure or Wanted()
+    try:
+        with whole_folder(folder, replace=replace, taken=taken) as fresh:
+            (fresh / SEGMENTS).mkdir()
+            (fresh / BUNDLES).mkdir()
+            keep_bundle(bundle, fresh)
+            Record.create(fresh)
+            record = Record(fresh)
+            with record.writing() as connection:
+                for key, value in {
+                    "seq": 0,
+                    "epoch": 0,
+                    "structure": json.dumps({"backend": said.backend, "options": dict(said.options or {})}),
+                    "keep": keep,
+                }.items():
+                    connection.execute("insert into state values (?, ?)", (key, value))
+                add_generation(connection, bundle, widths, "served")
+            record.checkpoint()
+            record.close()
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            text = {"retrieval": "index", "format": FORMAT, "id": str(uuid.uuid4()), "created": now}
+            (fresh / INDEX).write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
+    except (OSError, apsw.Error) as fault:
+        raise StoreError(
+            f"The index {folder} cannot be written: {getattr(fault, 'strerror', None) or fault}."
+        ) from fault

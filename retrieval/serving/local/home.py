@@ -1,0 +1,113 @@
+"""What the parts of a local store share: its folder and record, and what is searched of it at this moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import apsw
+
+from retrieval.errors import StoreError
+from retrieval.serving.index.backends import make_backend
+from retrieval.serving.local.generation_table import served
+from retrieval.serving.local.record import FILE, Record, ask, value
+from retrieval.serving.local.segment import Segment
+from retrieval.serving.local.structures import Wanted
+from retrieval.serving.local.view import View, refreshed
+
+_TRIES = 20
+
+
+class Home:
+    """The folder of a local store, opened.
+
+    Args:
+        folder: of the index.
+        plugins: files or modules of third-party back ends that are not installed.
+
+    Raises:
+        StoreError: missing, damaged, or of another format.
+
+    Attributes:
+        folder: see above.
+        record: the SQLite file.
+        read_only: nothing can be written here.
+        view: the newest one that was taken; None before the first.
+    """
+
+    def __init__(self, folder: Path, plugins: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self.plugins = tuple(plugins)
+        self.read_only = not os.access(folder, os.W_OK) or not os.access(folder / FILE, os.W_OK)
+        self.record = Record(folder, read_only=self.read_only)
+        self.view: View | None = None
+        self._refresh = threading.Lock()
+        self._written: dict[str, Segment] = {}
+        try:
+            with self.record.reading() as connection:
+                served(connection)
+        except StoreError:
+            self.record.close()
+            raise
+
+    @contextmanager
+    def moment(self, arrays: bool = True) -> Iterator[tuple[apsw.Connection, View | None]]:
+        """Give one moment of the record, and what is searched of it."""
+        for _ in range(_TRIES):
+            with self.record.reading() as connection:
+                view = None
+                if arrays:
+                    try:
+                        view = self._seen(connection)
+                    except FileNotFoundError:  # merged away just now: the moment is over
+                        continue
+                    if view is None:
+                        continue
+                yield connection, view
+                return
+        raise StoreError(
+            f"The index {self.folder} is damaged: a segment that its record names is missing. Restore a snapshot."
+        )
+
+    def _seen(self, connection: apsw.Connection) -> View | None:
+        """Return the view of a connection's moment; None where a later one was taken already."""
+        sql = "select (select value from state where key = 'seq'), (select value from state where key = 'epoch')"
+        ((seq, epoch),) = ask(connection, sql)
+        view = self.view
+        if view is not None and view.seq == seq:
+            return view
+        with self._refresh:
+            view = self.view
+            if view is not None and view.seq >= seq:
+                return view if view.seq == seq else None
+            view = refreshed(
+                connection, self.folder, view, served(connection), seq, epoch, self.make, lambda file: self._written.pop(file, None)
+            )  # fmt: skip
+            self.view = view
+            return view
+
+    def make(self, name: str, options: Mapping[str, Any]) -> Any:
+        """Build a back end."""
+        return make_backend(name, options, self.plugins)
+
+    def wrote(self, file: str, segment: Segment) -> None:
+        """Note a segment that this process has just written: it needs no second look."""
+        segment.trust()
+        self._written[file] = segment
+
+    def structure(self) -> Wanted:
+        """Return which structure segments are to have."""
+        with self.record.reading() as connection:
+            said = json.loads(value(connection, "select value from state where key = 'structure'"))
+        return Wanted(said["backend"], said["options"])
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.view = None
+        self._written.clear()
+        self.record.close()

@@ -1,0 +1,271 @@
+"""The record of an index: a SQLite file whose every page has a checksum, written ahead and synced at each transaction."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import quote
+
+import apsw
+import apsw.sqlite_extra
+
+from retrieval.errors import StoreError
+from retrieval.serving.local.log import altered
+
+FILE = "items.sqlite"
+_VFS = "cksmvfs"  # SQLite's own: eight bytes of each page are its checksum, compared whenever it is read
+_RESERVED = 8
+_BUSY = 10_000  # milliseconds
+_ROW_BYTES = 200_000_000
+_SECONDS = 60.0  # for one reading, which takes milliseconds
+_CHECKPOINT = 4000  # pages
+_CACHE = -65_536  # KiB
+
+SCHEMA = {
+    "state": "create table state (key text primary key, value any) strict, without rowid",
+    "generations": """create table generations (
+        g integer primary key autoincrement, bundle text not null, variant text, widths text not null, spans text not null,
+        state text not null, upto integer not null, created text not null) strict""",
+    "items": """create table items (
+        n integer primary key autoincrement, id text not null unique, label text, metadata text not null, path blob, stamp text,
+        keep text not null, bytes integer, width integer, height integer) strict""",
+    "items_label": "create index items_label on items (label)",
+    "originals": "create table originals (n integer primary key, content blob not null) strict",
+    "fields": "create table fields (name text primary key) strict, without rowid",
+    "fresh": """create table fresh (
+        k integer primary key, g integer not null, n integer not null, vector blob, code blob, features blob) strict""",
+    "fresh_item": "create unique index fresh_item on fresh (g, n)",
+    "segments": """create table segments (
+        s integer primary key autoincrement, g integer not null, file text not null, sum text not null, count integer not null,
+        structure text) strict""",
+    "removed": "create table removed (n integer primary key, seq integer not null) strict",
+    "removed_seq": "create index removed_seq on removed (seq)",
+    "left_out": "create table left_out (g integer not null, n integer not null, primary key (g, n)) strict, without rowid",
+}
+"""Every table, by name. An item that changes gets a new number `n`; the old one is `removed`, and is in no table but the segments' files."""
+
+_PLAIN = {name: " ".join(sql.split()) for name, sql in SCHEMA.items()}
+
+
+@cache
+def _register() -> None:
+    """Have SQLite know the file system that checks pages."""
+    with apsw.Connection(":memory:") as connection:
+        apsw.sqlite_extra.load(connection, _VFS.replace("cksm", "cksum"))
+
+
+class Record:
+    """The SQLite file of one index folder. Each thread has a connection of its own.
+
+    Args:
+        folder: of the index.
+        read_only: the file system refuses writes: nothing beside the file is made.
+
+    Raises:
+        StoreError: it is missing, damaged, or not an index's.
+    """
+
+    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
+        self.folder = folder
+        self.path = folder / FILE
+        self.read_only = read_only
+        self._own = threading.local()
+        self._all: list[apsw.Connection] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        _register()
+        if not self.path.is_file():
+            raise StoreError(f"The index {folder} is damaged: {FILE} is missing. Restore it from a snapshot.")
+        if fault := altered(self.path.with_name(f"{FILE}-wal")):
+            raise StoreError(
+                f"The index {folder} is damaged: {FILE}-wal {fault}. Restore it from a snapshot."
+            )
+        self._check_schema()
+
+    @staticmethod
+    def create(folder: Path) -> None:
+        """Write an empty record."""
+        _register()
+        connection = _connect(folder / FILE, apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE)
+        try:
+            reserved = ctypes.c_int(_RESERVED)
+            connection.file_control("main", apsw.SQLITE_FCNTL_RESERVE_BYTES, ctypes.addressof(reserved))
+            connection.execute("pragma journal_mode = wal; pragma synchronous = full")
+            with connection:
+                for sql in _PLAIN.values():
+                    connection.execute(sql)
+        finally:
+            connection.close()
+
+    def _check_schema(self) -> None:
+        with self.reading() as connection:
+            found = dict(
+                connection.execute(
+                    "select name, sql from sqlite_master where sql is not null and name not like 'sqlite@_%' escape '@'"
+                )
+            )
+            checked = connection.pragma("checksum_verification")
+        if {name: " ".join(str(sql).split()).lower() for name, sql in found.items()} != {
+            name: sql.lower() for name, sql in _PLAIN.items()
+        }:
+            raise StoreError(f"{self.path} is not the record of an index: its tables are others.")
+        if not checked:
+            raise StoreError(f"{self.path} is not the record of an index: its pages have no checksums.")
+
+    def _connection(self) -> apsw.Connection:
+        connection: apsw.Connection | None = getattr(self._own, "connection", None)
+        if connection is None:
+            with self._lock:
+                if self._closed:
+                    raise StoreError(f"The index {self.folder} was closed. Open it again.")
+                connection = self._open()
+                self._all.append(connection)
+            self._own.connection = connection
+        return connection
+
+    def _open(self) -> apsw.Connection:
+        waiting = self.path.with_name(f"{FILE}-wal")
+        if self.read_only and not (waiting.is_file() and waiting.stat().st_size):
+            # nobody writes here: SQLite needs no files beside it for readers to agree
+            name = f"file:{quote(os.fsencode(self.path))}?immutable=1"
+            connection = _connect(name, apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
+        elif self.read_only:
+            connection = _connect(self.path, apsw.SQLITE_OPEN_READONLY)
+        else:
+            connection = _connect(self.path, apsw.SQLITE_OPEN_READWRITE)
+        connection.execute(f"pragma synchronous = full; pragma wal_autocheckpoint = {_CHECKPOINT}")
+        return connection
+
+    @contextmanager
+    def reading(self, *, seconds: float = _SECONDS) -> Iterator[apsw.Connection]:
+        """Give this thread's connection inside one moment of the record, which no write changes.
+
+        Raises:
+            StoreError: damaged, or a question takes longer than `seconds`.
+        """
+        with self.faults("read"):
+            connection = self._connection()
+            end = time.monotonic() + seconds
+            connection.set_progress_handler(lambda: time.monotonic() > end, 100_000)
+            connection.execute("begin")
+            try:
+                yield connection
+            finally:
+                connection.set_progress_handler(None)
+                if connection.in_transaction:
+                    connection.execute("rollback")
+
+    @contextmanager
+    def writing(self) -> Iterator[apsw.Connection]:
+        """Give this thread's connection inside a transaction, which is on the disk when this ends, or has changed nothing.
+
+        Raises:
+            StoreError: damaged, the disk refuses, or another process writes.
+        """
+        with self.faults("written"):
+            connection = self._connection()
+            connection.execute("begin immediate")
+            try:
+                yield connection
+                connection.execute("commit")
+            finally:
+                if connection.in_transaction:
+                    connection.execute("rollback")
+
+    @contextmanager
+    def faults(self, doing: str) -> Iterator[None]:
+        """Turn what SQLite or the disk refuses into a sentence; `doing` is "read" or "written".
+
+        Raises:
+            StoreError: in place of SQLite's own errors and an OSError.
+        """
+        try:
+            yield
+        except (apsw.Error, OSError) as fault:
+            raise StoreError(f"The index {self.folder} cannot be {doing}: {_reason(fault, doing)}") from fault
+
+    def checkpoint(self) -> None:
+        """Move what was written ahead into the file itself."""
+        with self.faults("written"):
+            self._connection().wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+
+    def close(self) -> None:
+        """Close every thread's connection."""
+        with self._lock:
+            self._closed = True
+            for connection in self._all:
+                connection.close()
+            self._all.clear()
+
+
+def _connect(path: Path | str, flags: int) -> apsw.Connection:
+    connection = apsw.Connection(str(path), flags=flags, vfs=_VFS)
+    connection.set_busy_timeout(_BUSY)
+    connection.limit(apsw.SQLITE_LIMIT_LENGTH, _ROW_BYTES)
+    connection.execute(
+        f"pragma trusted_schema = off; pragma cell_size_check = on; pragma cache_size = {_CACHE}"
+    )
+    return connection
+
+
+def _reason(fault: apsw.Error | OSError, doing: str) -> str:
+    """Return why, and what to do, as the end of a sentence."""
+    if isinstance(fault, OSError):
+        if fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return _FULL
+        return f"{fault.strerror or fault}. Nothing was changed."
+    if isinstance(fault, apsw.FullError):
+        return _FULL
+    if isinstance(fault, apsw.ReadOnlyError | apsw.CantOpenError):
+        return "it, or the folder it lies in, is read-only or its files may not be opened."
+    if isinstance(fault, apsw.BusyError):
+        return "another process is writing to it. Try again."
+    if isinstance(fault, apsw.InterruptError):
+        return f"the question took longer than {_SECONDS:g} seconds. Ask for less."
+    if isinstance(fault, apsw.IOError) and doing == "written" and _no_room(fault):
+        return _FULL
+    if isinstance(fault, apsw.IOError | apsw.CorruptError | apsw.NotADBError):
+        return f"{FILE} is damaged, or the disk fails ({fault}). Run 'retrieval index check', and restore a snapshot."
+    return f"{fault}."
+
+
+_FULL = "the disk is full (or a quota or limit on file sizes is reached). Nothing was changed. Free some space and try again."
+
+
+def _no_room(fault: apsw.Error) -> bool:
+    """Whether an error of writing is one of a disk or a file that may not grow: SQLite gives both the same name."""
+    return getattr(fault, "extendedresult", 0) in (
+        apsw.SQLITE_IOERR_WRITE,
+        apsw.SQLITE_IOERR_FSYNC,
+        apsw.SQLITE_IOERR_TRUNCATE,
+        apsw.SQLITE_IOERR_SHMSIZE,
+    )
+
+
+def value(connection: apsw.Connection, sql: str, bindings: Any = ()) -> Any:
+    """Return the one value that a question has for an answer; None without any row."""
+    return connection.execute(sql, bindings).get
+
+
+def ask(connection: apsw.Connection, sql: str, bindings: Any = ()) -> list[tuple[Any, ...]]:
+    """Return all rows that a question has for an answer."""
+    return cast(list[tuple[Any, ...]], connection.execute(sql, bindings).fetchall())
+
+
+def backup(connection: apsw.Connection, target: Path) -> None:
+    """Copy the moment that a connection sees to a new file, page by page, checksums included."""
+    copy = _connect(target, apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE)
+    try:
+        with copy.backup("main", connection, "main") as work:
+            while not work.done:
+                work.step(10_000)
+    finally:
+        copy.close()

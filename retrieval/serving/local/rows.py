@@ -1,0 +1,161 @@
+"""Items as rows of the record: what is refused before it is written, and what is read back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from retrieval.errors import DataError, StoreError, listed, printable
+from retrieval.serving.files.strict_json import strict_loads
+from retrieval.serving.stores.contract import Item, Keep
+
+ID_CHARACTERS = 1000
+TEXT_BYTES = 1_000_000
+ORIGINAL_BYTES = 100_000_000
+COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height"
+
+Row = tuple[Any, ...]
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+_SCALARS = frozenset([str, int, float, bool, type(None)])
+_TOGETHER = 8192  # arrays that are looked at together
+
+
+def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
+    """Return the metadata of items as JSON, after looking for all that cannot be kept.
+
+    Raises:
+        DataError: naming every item that cannot.
+    """
+    problems, texts, seen = [], [], set()
+    arrays = {name for name, width in widths.items() if _sound(items, name, width)}
+    unsure = {name: width for name, width in widths.items() if name not in arrays}
+    for number, item in enumerate(items):
+        text, faults = _problems(item, unsure)
+        if item.id in seen:
+            faults.append("has an id that an earlier item of this call has")
+        seen.add(item.id)
+        if faults:
+            name = f"item {number}" + (f" ({printable(item.id)[:80]!r})" if isinstance(item.id, str) else "")
+            problems += [f"{name} {fault}." for fault in faults]
+        texts.append(text)
+    if problems:
+        raise DataError(listed("What is to be added", problems))
+    return texts
+
+
+def _sound(items: Sequence[Item], name: str, width: int) -> bool:
+    """Whether one array of all items is as it should be; if not, each is looked at."""
+    for start in range(0, len(items), _TOGETHER):
+        try:
+            rows = [item.arrays[name] for item in items[start : start + _TOGETHER]]
+            together = np.array(rows)
+            if together.shape != (len(rows), width) or together.dtype.kind not in "fiu":
+                return False
+            with np.errstate(over="ignore"):
+                if not np.isfinite(together.astype(np.float32, copy=False)).all():
+                    return False
+        except (KeyError, ValueError, TypeError, AttributeError):
+            return False
+    return True
+
+
+def check_id(id: object) -> str | None:
+    """Return what is wrong with an id, as the end of a sentence; None for nothing."""
+    if not isinstance(id, str) or not id:
+        return "has no id: an id is a text of at least one character"
+    if len(id) > ID_CHARACTERS:
+        return f"has an id of {len(id):,} characters; {ID_CHARACTERS:,} are allowed"
+    return f"has an id that {fault}" if (fault := _unusable(id)) else None
+
+
+def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
+    faults = [fault] if (fault := check_id(item.id)) else []
+    if item.label is not None and not isinstance(item.label, str):
+        faults.append(f"has a label that is not text, but {type(item.label).__name__}")
+    elif item.label is not None and (fault := _unusable(item.label)):
+        faults.append(f"has a label that {fault}")
+    text = ""
+    try:
+        text = _encode(dict(item.metadata))
+        if fault := _unusable(text):
+            faults.append(f"has metadata whose text {fault}")
+        elif not _plain(item.metadata) and strict_loads(text) != item.metadata:
+            faults.append(
+                "has metadata that JSON gives back differently: its keys are texts, its lists are lists"
+            )
+    except (TypeError, ValueError, RecursionError) as fault:
+        faults.append(f"has metadata that are not JSON: {str(fault).rstrip('.')}")
+    if (
+        4 * (len(text) + len(str(item.label))) > TEXT_BYTES
+        and len(f"{text}{item.label}".encode("utf-8", "replace")) > TEXT_BYTES
+    ):
+        faults.append(f"has more than {TEXT_BYTES:,} bytes of label and metadata")
+    if item.keep not in get_args(Keep):
+        faults.append(f"keeps '{item.keep}', which is none of {', '.join(get_args(Keep))}")
+    if item.original is not None and len(item.original) > ORIGINAL_BYTES:
+        faults.append(f"has an original of more than {ORIGINAL_BYTES:,} bytes")
+    for name, width in widths.items():
+        array = item.arrays.get(name)
+        if array is None:
+            faults.append(f"has no {name}")
+        elif getattr(array, "shape", None) != (width,) or array.dtype.kind not in "fiu":
+            faults.append(f"has a {name} of shape {getattr(array, 'shape', '?')} instead of {width} numbers")
+        else:
+            with np.errstate(over="ignore"):
+                finite = np.isfinite(np.asarray(array, np.float32)).all()
+            if not finite:
+                faults.append(f"has a {name} with NaN, infinity or a number beyond float32")
+    return text, faults
+
+
+def _plain(metadata: Mapping[str, Any]) -> bool:
+    """Whether JSON surely gives an object back as it is."""
+    return all(type(name) is str and type(one) in _SCALARS for name, one in metadata.items())
+
+
+def _unusable(text: str) -> str | None:
+    if "\0" in text:
+        return "holds the character NUL"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "is not Unicode text: it holds half of a surrogate pair"
+    return None
+
+
+def to_row(number: int, item: Item, metadata: str) -> Row:
+    """Return an item as the record keeps it."""
+    path = None if item.path is None else os.fsencode(item.path)  # not every file name is text
+    return (
+        number,
+        item.id,
+        item.label,
+        metadata,
+        path,
+        item.stamp,
+        item.keep,
+        item.bytes,
+        item.width,
+        item.height,
+    )
+
+
+def from_row(row: Row) -> Item:
+    """Return a row as an item.
+
+    Raises:
+        StoreError: it is not one that this package writes.
+    """
+    _, id, label, metadata, path, stamp, keep, size, width, height = row
+    try:
+        content = strict_loads(metadata)
+        where = None if path is None else Path(os.fsdecode(path))
+    except (ValueError, TypeError) as fault:
+        raise StoreError(f"An item of this index is not what an index holds: {fault}.") from fault
+    return Item(id, label, content, where, stamp, keep, None, size, width, height)

@@ -1,0 +1,154 @@
+"""An immutable file of items' arrays: written once, synced, mapped by every reader, with a checksum for each piece of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import StoreError
+from retrieval.host.files import whole_file
+from retrieval.serving.stores.contract import Floats
+
+Numbers = NDArray[np.int64]
+
+_MAGIC = b"retrieval segment 1\n"
+_PAGE = 4096
+_PIECE = 1 << 22
+"""Bytes that one checksum covers."""
+
+
+class Segment:
+    """An opened segment: numbers of items, ascending, and arrays of them, one row an item.
+
+    Opening compares the head with the record. The pieces are compared with their checksums by `verify`, once: after an unclean stop,
+    too, a file that was synced before the record spoke of it is what it was, but a disk may have altered it since.
+
+    Args:
+        path: the file.
+        expected: SHA-256 of its head, as the record has it.
+
+    Raises:
+        StoreError: missing, cut off, or altered: the end of a sentence.
+
+    Attributes:
+        numbers: (N,), int64, ascending.
+        arrays: (N, width), float32, by name.
+    """
+
+    def __init__(self, path: Path, expected: str) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        except FileNotFoundError:
+            raise
+        except OSError as fault:
+            raise StoreError(f"cannot be read: {fault.strerror or fault}") from fault
+        head = bytes(self._map[:_PAGE])
+        if hashlib.sha256(head).hexdigest() != expected:
+            raise StoreError("was altered")
+        said = json.loads(head[len(_MAGIC) :].rstrip(b"\0"))  # ours, since its hash is
+        if said["size"] != size:
+            raise StoreError(f"has {size:,} bytes instead of {said['size']:,}")
+        count = said["count"]
+        self.numbers: Numbers = np.frombuffer(self._map, "<i8", count, said["numbers"])
+        self.arrays: dict[str, Floats] = {
+            name: np.frombuffer(self._map, "<f4", count * width, start).reshape(count, width)
+            for name, (width, start) in said["arrays"].items()
+        }
+        self._sums = np.frombuffer(self._map, "<u4", said["pieces"], said["sums"])
+        self._body = (_PAGE, said["sums"])
+        self._sums_sum = said["sums_sum"]
+        self._verified = False
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def verify(self) -> None:
+        """Compare every piece with its checksum, unless that was done before.
+
+        Raises:
+            StoreError: altered: the end of a sentence.
+        """
+        if self._verified:
+            return
+        with self._lock:
+            if self._verified:
+                return
+            view = memoryview(self._map)
+            start, stop = self._body
+            found = [zlib.crc32(view[at : min(at + _PIECE, stop)]) for at in range(start, stop, _PIECE)]
+            if zlib.crc32(self._sums.tobytes()) != self._sums_sum or found != self._sums.tolist():
+                raise StoreError("was altered")
+            self._verified = True
+
+    def trust(self) -> None:
+        """Take it as verified: this process has just written it."""
+        self._verified = True
+
+
+def write_segment(path: Path, numbers: Numbers, arrays: Mapping[str, Sequence[Floats]]) -> str:
+    """Write a segment, synced, under a temporary name that becomes `path` at the end; return the SHA-256 of its head.
+
+    Args:
+        path: the file.
+        numbers: (N,), ascending.
+        arrays: by name: pieces (n, width), N rows together, which may be mapped from other segments.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    widths = {name: pieces[0].shape[1] for name, pieces in arrays.items()}
+    places, at = {}, _round(_PAGE + 8 * len(numbers))
+    for name, width in widths.items():
+        places[name] = (width, at)
+        at = _round(at + 4 * width * len(numbers))
+    pieces = -(-(at - _PAGE) // _PIECE)
+    with whole_file(path) as temporary, temporary.open("r+b") as file:
+        file.seek(_PAGE)
+        file.write(_bytes(numbers, "<i8"))
+        for name, parts in arrays.items():
+            file.seek(places[name][1])
+            for part in parts:
+                for start in range(0, len(part), 65_536):
+                    file.write(_bytes(part[start : start + 65_536], "<f4"))
+        file.truncate(at)
+        file.flush()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+            found = [zlib.crc32(view[begin : min(begin + _PIECE, at)]) for begin in range(_PAGE, at, _PIECE)]
+        sums = np.array(found, "<u4")
+        file.seek(at)
+        file.write(sums.tobytes())
+        said = {
+            "count": len(numbers),
+            "size": at + sums.nbytes,
+            "numbers": _PAGE,
+            "arrays": places,
+            "sums": at,
+            "pieces": pieces,
+            "sums_sum": zlib.crc32(sums.tobytes()),
+        }
+        head = (_MAGIC + json.dumps(said).encode()).ljust(_PAGE, b"\0")
+        file.seek(0)
+        file.write(head)
+    return hashlib.sha256(head).hexdigest()
+
+
+def _bytes(array: NDArray[Any], kind: str) -> memoryview:
+    return memoryview(np.ascontiguousarray(array, kind)).cast("B")
+
+
+def _round(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE

@@ -1,0 +1,252 @@
+"""The embedded store: one folder, one writer, any number of readers in threads and processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import apsw
+import numpy as np
+
+from retrieval.errors import StoreError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.filters import Filter, matches
+from retrieval.serving.local.conditions import condition_of, refuse_unknown
+from retrieval.serving.local.generation_table import BUNDLES, all_of
+from retrieval.serving.local.generations import Generations
+from retrieval.serving.local.home import Home
+from retrieval.serving.local.record import ask, value
+from retrieval.serving.local.rows import COLUMNS, from_row
+from retrieval.serving.local.segment import Numbers
+from retrieval.serving.local.snapshot import write_snapshot
+from retrieval.serving.local.structures import Wanted
+from retrieval.serving.local.upkeep import Upkeep
+from retrieval.serving.local.view import ARRAYS, View
+from retrieval.serving.local.writer import Writer
+from retrieval.serving.stores.contract import FEATURES, Floats, Generation, Item, Stats, Store, Superseded
+
+_OVER = 8  # times as many as asked for, before a filter is looked up in the whole record
+_SMALL = 20_000  # items, of which a filter is looked up at once
+_KEPT = 16  # filters whose matches a view keeps
+
+
+class LocalStore(Store):
+    """The store in a folder; see `retrieval.serving.local`.
+
+    Args:
+        folder: of the index.
+        plugins: files or modules of third-party back ends that are not installed.
+        upkeep: whether a writing store merges segments in the background.
+
+    Raises:
+        StoreError: missing, damaged, or of another format.
+    """
+
+    def __init__(self, folder: Path, *, plugins: Sequence[str] = (), upkeep: bool = True) -> None:
+        self.home = Home(folder, plugins)
+        self.folder = folder
+        self.writer = Writer(self.home)
+        self._generations = Generations(self.writer)
+        self._upkeep = Upkeep(self.home, self.writer) if upkeep else None
+
+    # Writing
+
+    def upsert(self, items: Sequence[Item], bundle: str) -> int:
+        """Add items; see `Store`."""
+        replaced = self.writer.upsert(items, bundle)
+        self._tend()
+        return replaced
+
+    def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
+        """Delete items; see `Store`."""
+        count = self.writer.delete(list(ids), where)
+        self._tend()
+        return count
+
+    def _tend(self) -> None:
+        if self._upkeep is not None:
+            self._upkeep.wake()
+
+    def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
+        """Merge all segments of every generation into one each, drop what was deleted, and give the room back."""
+        Upkeep(self.home, self.writer, thread=False).compact(report)
+
+    # Reading
+
+    def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
+        """Return items by id; see `Store`."""
+        wanted = json.dumps([id for id in ids if isinstance(id, str) and _storable(id)], ensure_ascii=False)
+        sql = f"select {COLUMNS} from items where id in (select value from json_each(?))"
+        with self.home.moment(arrays) as (connection, view):
+            rows = ask(connection, sql, (wanted,))
+            return {item.id: item for item in self._items(rows, view, ARRAYS)}
+
+    def original(self, id: str) -> bytes | None:
+        """Return the bytes that are kept; see `Store`."""
+        with self.home.record.reading() as connection:
+            found = value(connection, "select content from originals where n = (select n from items where id = ?)", (id,))  # fmt: skip
+        return None if found is None else bytes(found)
+
+    def scan(self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
+        """Return a page of items; see `Store`."""
+        condition, values = condition_of(where)
+        sql = f"select {COLUMNS} from items where id > ? and ({condition}) order by id limit ?"
+        with self.home.record.reading() as connection:
+            refuse_unknown(connection, where)
+            return [from_row(row) for row in ask(connection, sql, (after or "", *values, limit))]
+
+    def count(self, where: Filter | None = None) -> int:
+        """Return how many items there are, or match; see `Store`."""
+        condition, values = condition_of(where)
+        with self.home.record.reading() as connection:
+            refuse_unknown(connection, where)
+            return int(value(connection, f"select count(*) from items where {condition}", values))
+
+    def search(
+        self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
+    ) -> list[list[Item]]:
+        """Propose the nearest; see `Store`."""
+        with self.home.moment(True) as (connection, view):
+            assert view is not None
+            if view.generation.bundle != bundle:
+                raise Superseded(
+                    f"The index {self.folder} is served with another bundle by now. Encode the query again."
+                )
+            refuse_unknown(connection, where)
+            view.verify()
+            if not view.count:
+                return [[] for _ in queries]
+            found = self._found(connection, view, queries, min(count, view.count), where)
+            numbers = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+            sql = f"select {COLUMNS} from items where n in (select value from json_each(?)) order by n"
+            rows = ask(connection, sql, (json.dumps(numbers.tolist()),))
+            if len(rows) != len(numbers):
+                raise StoreError(
+                    f"The index {self.folder} is damaged: its record and its segments differ. Restore a snapshot."
+                )
+            items = self._items(rows, view, [name for name in ARRAYS if name != FEATURES])
+        return [[items[at] for at in np.searchsorted(numbers, one)] for one in found]
+
+    def _found(
+        self, connection: apsw.Connection, view: View, queries: Floats, count: int, where: Filter | None
+    ) -> list[Numbers]:
+        """Return the numbers of each query's nearest items that match."""
+        if where is None:
+            return view.search(queries, count)
+        known = view.matched.get(where)
+        if known is None and view.count > _SMALL and len(view.generation.spans) == 1:
+            # The matches among many nearest are the nearest matches, where there are enough: no need to look at all items.
+            found = view.search(queries, _OVER * count)
+            numbers = np.unique(np.concatenate(found))
+            sql = "select n, id, label, metadata from items where n in (select value from json_each(?))"
+            rows = ask(connection, sql, (json.dumps(numbers.tolist()),))
+            good = {n for n, id, label, metadata in rows if matches(where, id, label, json.loads(metadata))}
+            chosen = [one[[n in good for n in one.tolist()]] for one in found]
+            if min(map(len, chosen)) >= count:
+                return chosen
+        if known is None:
+            condition, values = condition_of(where)
+            text = value(
+                connection,
+                f"select json_group_array(n) from (select n from items where {condition} order by n)",
+                values,
+            )
+            known = np.array(json.loads(text), np.int64)
+            while len(view.matched) >= _KEPT:
+                view.matched.pop(next(iter(view.matched)), None)
+            view.matched[where] = known
+        return view.search(queries, count, known)
+
+    @staticmethod
+    def _items(rows: Sequence[Any], view: View | None, names: Sequence[str]) -> list[Item]:
+        items = [from_row(row) for row in rows]
+        if view is not None and items:
+            arrays = view.rows(np.array([row[0] for row in rows], np.int64), names)
+            for at, item in enumerate(items):
+                object.__setattr__(item, "arrays", {name: array[at] for name, array in arrays.items()})
+        return items
+
+    # Generations
+
+    def generations(self) -> tuple[Generation, ...]:
+        """Return all generations; see `Store`."""
+        with self.home.record.reading() as connection:
+            return all_of(connection)
+
+    def bundle(self, generation: Generation) -> Path:
+        """Return the folder of a generation's bundle."""
+        return self.folder / BUNDLES / generation.bundle[:16]
+
+    def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
+        """Begin a generation; see `Store`."""
+        return self._generations.begin(bundle, widths)
+
+    def pending(self, generation: Generation, limit: int) -> list[Item]:
+        """Return items without arrays of a generation; see `Store`."""
+        with self.home.moment() as (connection, view):
+            rows = self._generations.pending(connection, generation, limit)
+            return self._items(rows, view, [FEATURES])
+
+    def embed(self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()) -> None:
+        """Give a generation arrays; see `Store`."""
+        self._generations.embed(generation, items, left_out)
+
+    def switch(self, generation: Generation) -> bool:
+        """Serve another generation; see `Store`."""
+        return self._generations.switch(generation)
+
+    def drop(self, generation: Generation) -> None:
+        """Delete a generation; see `Store`."""
+        self._generations.drop(generation)
+
+    # The whole
+
+    def snapshot(self, target: Path) -> None:
+        """Write a copy of one moment; see `Store`."""
+        write_snapshot(self.home.record, self.folder, target)
+
+    def restructure(self, wanted: Wanted) -> None:
+        """Have segments searched with another structure from now on; those that are there get it in the background, or by `compact`."""
+        self.writer.restructure(wanted)
+        self._tend()
+
+    def stats(self) -> Stats:
+        """Return what the store holds; see `Store`."""
+        with self.home.moment() as (connection, view):
+            assert view is not None
+            details = {
+                "segments": [
+                    {
+                        "file": piece.segment.path.name,
+                        "items": len(piece.segment),
+                        "deleted": piece.dead,
+                        "structure": None
+                        if piece.structure is None
+                        else type(piece.structure[0]).__name__.lower(),
+                    }
+                    for piece in view.pieces
+                ],
+                "fresh": len(view.numbers),
+                "transactions": view.seq,
+            }
+            count = int(value(connection, "select count(*) from items"))
+            all_ = all_of(connection)
+        size = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        return Stats(count, all_, size, details)
+
+    def close(self) -> None:
+        """Let go of everything; see `Store`."""
+        if self._upkeep is not None:
+            self._upkeep.close()
+        self.writer.close()
+        self.home.close()
+
+
+def _storable(id: str) -> bool:
+    try:
+        id.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,127 @@
+"""What speeds up the search of a segment: a back end for each sub-space, built from its vectors, kept in files beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrieval.errors import StoreError
+from retrieval.host.files import whole_file
+from retrieval.serving.index.backends import choose, short_name
+from retrieval.serving.index.contract import IndexBackend, using
+from retrieval.serving.stores.contract import Floats
+
+LEAST = 20_000
+"""Vectors from which a segment gets a structure: fewer are searched exactly in a moment."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What the record says of a segment's structure.
+
+    Attributes:
+        backend: its name.
+        options: its parameters.
+        files: name and SHA-256 of a file for each sub-space.
+    """
+
+    backend: str
+    options: Mapping[str, Any]
+    files: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def parse(text: str | None) -> Structure | None:
+        """Return what a column holds."""
+        if text is None:
+            return None
+        said = json.loads(text)
+        return Structure(said["backend"], said["options"], tuple(map(tuple, said["files"])))
+
+    def text(self) -> str:
+        """Return what the column is to hold."""
+        return json.dumps({"backend": self.backend, "options": self.options, "files": self.files})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which structure segments are to have.
+
+    Attributes:
+        backend: its name; "auto" goes by the size of the index.
+        options: its parameters.
+    """
+
+    backend: str = "auto"
+    options: Mapping[str, Any] | None = None
+
+    def of(self, count: int, total: int, width: int) -> tuple[str, Mapping[str, Any]] | None:
+        """Return the back end of a segment of `count` vectors in an index of `total`; None: exact search needs none."""
+        name = choose(total, width) if self.backend == "auto" else short_name(self.backend)
+        return None if name == "flat" or count < LEAST else (name, dict(self.options or {}))
+
+
+def build_structure(
+    path: Path,
+    vectors: Floats,
+    spans: Sequence[tuple[int, int]],
+    name: str,
+    options: Mapping[str, Any],
+    make: Callable[[str, Mapping[str, Any]], IndexBackend],
+    report: Callable[[int], object],
+) -> Structure:
+    """Build and write the structure of a segment, beside its file `path`.
+
+    Raises:
+        PluginError: the back end fails.
+        OSError: the disk refuses.
+    """
+    files = []
+    for number, (start, stop) in enumerate(spans):
+        made = make(name, options)
+        with using(name, "build"):
+            made.build(np.ascontiguousarray(vectors[:, start:stop]), report)
+        file = path.with_name(f"{path.stem}.{number}.{name.replace('/', '-')}")
+        with whole_file(file) as temporary:
+            temporary.unlink()
+            with using(name, "save"):
+                made.save(temporary)
+        files.append((file.name, sha256_of(file)))
+    return Structure(name, dict(options), tuple(files))
+
+
+def load_structure(
+    folder: Path,
+    said: Structure,
+    count: int,
+    spans: Sequence[tuple[int, int]],
+    make: Callable[[str, Mapping[str, Any]], IndexBackend],
+) -> list[IndexBackend]:
+    """Load a segment's structure, compared with the record.
+
+    Raises:
+        StoreError: a file is missing or altered, or the back end refuses it: the end of a sentence.
+        PluginError: the back end is not there.
+    """
+    backends = []
+    for (file, expected), (start, stop) in zip(said.files, spans, strict=True):
+        path = folder / file
+        if not path.is_file() or sha256_of(path) != expected:
+            raise StoreError(f"{file} is missing or was altered.")
+        backend = make(said.backend, said.options)
+        with using(said.backend, "load"):
+            backend.load(path)
+            backend.check(count, stop - start)
+        backends.append(backend)
+    return backends
+
+
+def sha256_of(path: Path) -> str:
+    """Return a file's SHA-256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,353 @@
+"""What a writing store does beside its writes: fresh items become segments, small segments become large ones, deleted items go."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from retrieval.errors import RetrievalError
+from retrieval.serving.local.generation_table import all_of
+from retrieval.serving.local.home import Home
+from retrieval.serving.local.record import ask, value
+from retrieval.serving.local.segment import Segment, write_segment
+from retrieval.serving.local.structures import Structure, build_structure, sha256_of
+from retrieval.serving.local.view import ARRAYS, SEGMENTS, View, positions
+from retrieval.serving.local.writer import FLUSH_BYTES, FLUSH_ROWS, Writer, remove_files
+from retrieval.serving.stores.contract import VECTOR, Floats, Generation
+
+log = logging.getLogger("retrieval.serving.local")
+
+_FAN = 4
+"""So many segments of about one size become one, which is so many times as large: each item is rewritten once a size."""
+_DEAD = 0.25
+"""Share of deleted items from which a segment is rewritten without them."""
+_ROWS = 16_384
+_PAUSE = 5.0  # seconds after a fault, before it is tried again
+
+
+class _Stopped(Exception):
+    """The store is being closed."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A segment that is to be merged."""
+
+    number: int
+    count: int
+    dead: int
+    file: str
+    structure: str | None
+    segment: Segment
+
+    @property
+    def alive(self) -> int:
+        return self.count - self.dead
+
+
+class Upkeep:
+    """Tends a store's segments, in a thread that begins with the first write.
+
+    Every step ends in one short transaction; until then nothing has changed, and a process that is killed leaves files that
+    nobody names.
+
+    Args:
+        home: of the store.
+        writer: of the store.
+        thread: whether to work in the background.
+    """
+
+    def __init__(self, home: Home, writer: Writer, *, thread: bool = True) -> None:
+        self._home = home
+        self._writer = writer
+        self._work = threading.Event()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._background = thread
+        self._looked: set[str] = set()  # structures whose files are what was written
+
+    def wake(self) -> None:
+        """Look soon whether there is something to do."""
+        if self._background and self._thread is None and not self._stop.is_set():
+            self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
+            self._thread.start()
+        self._work.set()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._work.wait()
+            self._work.clear()
+            try:
+                while not self._stop.is_set() and self.step():
+                    pass
+            except _Stopped:
+                return
+            except RetrievalError as fault:
+                log.warning("Segments could not be merged, and are left as they are: %s", fault)
+                self._stop.wait(_PAUSE)
+            except Exception:
+                log.exception("Segments could not be merged, and are left as they are.")
+                self._stop.wait(_PAUSE)
+
+    def close(self) -> None:
+        """Give up the step that runs, and end."""
+        self._stop.set()
+        self._work.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def step(self) -> bool:
+        """Do what is most needed; return whether there was anything."""
+        for generation in self._generations():
+            if self._flush(generation):
+                return True
+        for generation in self._generations():
+            parts = self._parts(generation)
+            if chosen := _choose(parts):
+                self._merge(generation, chosen, sum(part.alive for part in parts))
+                return True
+            if self._build(generation, parts):
+                return True
+        return False
+
+    def _generations(self) -> tuple[Generation, ...]:
+        with self._home.record.reading() as connection:
+            return all_of(connection)
+
+    def compact(self, report: Callable[[int, int], object]) -> None:
+        """Make one segment of each generation's, without deleted items, and give the room back."""
+        for generation in self._generations():
+            self._flush(generation, least=1)
+            parts = self._parts(generation)
+            total = sum(part.alive for part in parts)
+            if len(parts) > 1 or any(part.dead for part in parts):
+                done = 0
+
+                def more(count: int, total: int = total) -> None:
+                    nonlocal done
+                    done += count
+                    report(done, total)
+
+                self._merge(generation, parts, total, more)
+            self._build(generation, self._parts(generation))
+        self._writer.hold()
+        with self._writer.turn, self._home.record.faults("written"):
+            self._home.record._connection().execute("vacuum")
+            self._home.record.checkpoint()
+
+    def _flush(self, generation: Generation, least: int | None = None) -> bool:
+        """Make a segment of a generation's fresh items, where there are many."""
+        width = 4 * sum(generation.widths.values())
+        least = least or min(FLUSH_ROWS, max(1, FLUSH_BYTES // width))
+        count = "select count(*) from (select 1 from fresh where g = ? limit ?)"
+        with self._home.record.reading() as connection:
+            if value(connection, count, (generation.number, least)) < least:
+                return False
+        with self._writer.turn, self._writer.transaction(segments=True) as (connection, _):
+            names = [name for name in ARRAYS if name in generation.widths]
+            rows = ask(connection, f"select n, {', '.join(names)} from fresh where g = ? order by n", (generation.number,))  # fmt: skip
+            numbers = np.array([row[0] for row in rows], np.int64)
+            arrays: dict[str, list[Floats]] = {
+                name: [np.frombuffer(b"".join(row[at] for row in rows), "<f4").reshape(len(rows), -1)]
+                for at, name in enumerate(names, 1)
+            }
+            self._writer.add_segment(connection, generation, numbers, arrays)
+            connection.execute("delete from fresh where g = ?", (generation.number,))
+        return True
+
+    def _parts(self, generation: Generation) -> list[_Part]:
+        with self._home.record.reading() as connection:
+            rows = ask(
+                connection,
+                "select s, file, sum, count, structure from segments where g = ? order by s",
+                (generation.number,),
+            )
+            removed = np.array([n for (n,) in ask(connection, "select n from removed order by n")], np.int64)
+        parts = []
+        for number, file, sum_, count, structure in rows:
+            segment = self._segment(file, sum_)
+            parts.append(
+                _Part(number, count, len(positions(segment.numbers, removed)), file, structure, segment)
+            )
+        return parts
+
+    def _segment(self, file: str, sum_: str) -> Segment:
+        view: View | None = self._home.view
+        for piece in view.pieces if view else ():
+            if piece.segment.path.name == file:
+                return piece.segment
+        return Segment(self._home.folder / SEGMENTS / file, sum_)
+
+    def _merge(
+        self,
+        generation: Generation,
+        parts: Sequence[_Part],
+        total: int,
+        report: Callable[[int], object] = lambda count: None,
+    ) -> None:
+        """Make one segment of several. Items that are deleted meanwhile stay masked in it."""
+        for part in parts:
+            part.segment.verify()
+        with self._home.record.reading() as connection:
+            removed = np.array([n for (n,) in ask(connection, "select n from removed order by n")], np.int64)
+        held = [part.segment for part in parts]
+        alive = [~np.isin(segment.numbers, removed) for segment in held]
+        numbers = np.concatenate([segment.numbers[keep] for segment, keep in zip(held, alive, strict=True)])
+        order = None if bool((np.diff(numbers) > 0).all()) else np.argsort(numbers, kind="stable")
+        file = f"{generation.number}-merged-{max(part.number for part in parts)}.segment"
+        path = self._home.folder / SEGMENTS / file
+        sum_, structure = None, None
+        self._writer.hold()
+        if len(numbers):
+            arrays = {
+                name: _Rows([segment.arrays[name] for segment in held], alive, order, self._stop)
+                for name in generation.widths
+            }
+            with self._home.record.faults("written"):
+                sum_ = write_segment(path, numbers if order is None else numbers[order], arrays)  # type: ignore[arg-type]
+            written = Segment(path, sum_)
+            structure = self._structure(written, generation, total, report)
+            self._home.wrote(file, written)
+        files = []
+        for part in parts:
+            files += (
+                [part.file, *(name for name, _ in json.loads(part.structure)["files"])]
+                if part.structure
+                else [part.file]
+            )
+        with self._writer.turn, self._writer.transaction(segments=True) as (connection, _):
+            text = json.dumps([part.number for part in parts])
+            there = value(
+                connection,
+                "select count(*) from segments where s in (select value from json_each(?))",
+                (text,),
+            )
+            if there != len(parts):  # the generation was dropped meanwhile
+                remove_files(self._home.folder, [file])
+                return
+            connection.execute("delete from segments where s in (select value from json_each(?))", (text,))
+            if sum_ is not None:
+                connection.execute(
+                    "insert into segments (g, file, sum, count, structure) values (?,?,?,?,?)",
+                    (generation.number, file, sum_, len(numbers), structure and structure.text()),
+                )
+            self._forget(connection, removed)
+        remove_files(self._home.folder, files)
+
+    def _forget(self, connection: Any, removed: Any) -> None:
+        """Take items out of the list of the removed ones that no segment holds any more."""
+        held = [
+            self._segment(file, sum_).numbers
+            for file, sum_ in ask(connection, "select file, sum from segments")
+        ]
+        still = [numbers[positions(numbers, removed)] for numbers in held]
+        left = np.unique(np.concatenate(still)) if still else np.empty(0, np.int64)
+        gone = np.setdiff1d(removed, left)
+        connection.execute(
+            "delete from removed where n in (select value from json_each(?))", (json.dumps(gone.tolist()),)
+        )
+
+    def _structure(
+        self, segment: Segment, generation: Generation, total: int, report: Callable[[int], object]
+    ) -> Structure | None:
+        vectors = segment.arrays[VECTOR]
+        widest = max(stop - start for start, stop in generation.spans)
+        wanted = self._home.structure().of(len(vectors), total, widest)
+        if wanted is None:
+            return None
+
+        def shown(count: int) -> None:
+            if self._stop.is_set():
+                raise _Stopped
+            report(count)
+
+        with self._home.record.faults("written"):
+            return build_structure(segment.path, vectors, generation.spans, wanted[0], wanted[1], self._home.make, shown)
+
+    def _build(self, generation: Generation, parts: Sequence[_Part]) -> bool:
+        """Build the structure of a segment that has not the one that is wanted, or whose files are not what was written."""
+        total = sum(part.alive for part in parts)
+        widest = max(stop - start for start, stop in generation.spans)
+        wanted = self._home.structure()
+        for part in parts:
+            said = Structure.parse(part.structure)
+            want = wanted.of(part.count, total, widest)
+            if (said and (said.backend, said.options)) == want and (said is None or self._sound(said)):
+                continue
+            if want is None and wanted.backend == "auto":
+                continue  # it was large, and is searched well
+            made = (
+                None if want is None else self._structure(part.segment, generation, total, lambda count: None)
+            )
+            with self._writer.turn, self._writer.transaction(segments=True) as (connection, _):
+                connection.execute(
+                    "update segments set structure = ? where s = ?", (made and made.text(), part.number)
+                )
+            old = [name for name, _ in said.files] if said else []
+            remove_files(self._home.folder, set(old) - {name for name, _ in made.files} if made else old)
+            return True
+        return False
+
+    def _sound(self, said: Structure) -> bool:
+        """Whether a structure's files are what was written; looked at once, since reading them takes long."""
+        key = said.text()
+        if key not in self._looked:
+            folder = self._home.folder / SEGMENTS
+            if any(
+                not (folder / name).is_file() or sha256_of(folder / name) != sum_ for name, sum_ in said.files
+            ):
+                return False
+            self._looked.add(key)
+        return True
+
+
+class _Rows:
+    """Rows of several arrays, some left out, in another order, a block at a time: never all of them in memory."""
+
+    def __init__(
+        self, arrays: Sequence[Floats], alive: Sequence[Any], order: Any, stop: threading.Event
+    ) -> None:
+        self._arrays, self._alive, self._order, self._stop = arrays, alive, order, stop
+
+    def __getitem__(self, at: int) -> Floats:
+        return self._arrays[at]
+
+    def __iter__(self) -> Iterator[Floats]:
+        if self._order is None:
+            for array, alive in zip(self._arrays, self._alive, strict=True):
+                for start in range(0, len(array), _ROWS):
+                    if self._stop.is_set():
+                        raise _Stopped
+                    yield array[start : start + _ROWS][alive[start : start + _ROWS]]
+            return
+        rows = [np.flatnonzero(alive) for alive in self._alive]
+        starts = np.cumsum([0, *map(len, rows)])
+        for start in range(0, len(self._order), _ROWS):
+            if self._stop.is_set():
+                raise _Stopped
+            wanted = self._order[start : start + _ROWS]
+            out = np.empty((len(wanted), self._arrays[0].shape[1]), np.float32)
+            source = np.searchsorted(starts, wanted, side="right") - 1
+            for at, array in enumerate(self._arrays):
+                here = source == at
+                out[here] = array[rows[at][wanted[here] - starts[at]]]
+            yield out
+
+
+def _choose(parts: Sequence[_Part]) -> list[_Part]:
+    """Return which segments are to become one: `_FAN` of about one size, smallest first, or one with many deleted items."""
+    sizes: dict[int, list[_Part]] = {}
+    for part in parts:
+        sizes.setdefault(
+            int(np.log(max(1, part.alive) / FLUSH_ROWS) // np.log(_FAN)) if part.alive > FLUSH_ROWS else 0, []
+        ).append(part)
+    for size in sorted(sizes):
+        if len(sizes[size]) >= _FAN:
+            return [part for smaller in sorted(sizes) if smaller <= size for part in sizes[smaller]]
+    return next(([part] for part in parts if part.dead > _DEAD * part.count), [])

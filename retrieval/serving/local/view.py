@@ -1,0 +1,391 @@
+"""What is searched: the segments and the fresh items of one moment, in memory, never changed; the next moment's view shares what stayed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import apsw
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import RetrievalError, StoreError
+from retrieval.serving.index.contract import IndexBackend
+from retrieval.serving.local.exact import nearest
+from retrieval.serving.local.record import ask
+from retrieval.serving.local.segment import Numbers, Segment
+from retrieval.serving.local.structures import Structure, load_structure
+from retrieval.serving.stores.contract import CODE, FEATURES, VECTOR, Floats, Generation
+
+log = logging.getLogger("retrieval.serving.local")
+
+Mask = NDArray[np.bool_]
+SEGMENTS = "segments"
+ARRAYS = (VECTOR, CODE, FEATURES)
+_MARGIN = 16  # beyond what is asked of a structure: for deleted items
+_MOST = 4096  # asked of a structure at once, before the segment is searched exactly
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A segment as it stands at one moment.
+
+    Attributes:
+        number: of the segment in the record.
+        segment: the arrays.
+        alive: (N,), False where the item was deleted or changed; None where all are alive.
+        structure: one back end for each sub-space; None: searched exactly.
+        said: what the record says of the structure.
+    """
+
+    number: int
+    segment: Segment
+    alive: Mask | None
+    structure: Sequence[IndexBackend] | None
+    said: str | None = None
+
+    def without(self, removed: Numbers) -> Piece:
+        """Return the piece after items were removed."""
+        rows = positions(self.segment.numbers, removed)
+        if not len(rows):
+            return self
+        alive = np.ones(len(self.segment), bool) if self.alive is None else self.alive.copy()
+        alive[rows] = False
+        return replace(self, alive=alive)
+
+    @property
+    def dead(self) -> int:
+        """How many of its items are not alive."""
+        return 0 if self.alive is None else int(len(self.alive) - self.alive.sum())
+
+
+class Fresh:
+    """Items that are in no segment yet; grows in place, and a view sees the first `count` of them."""
+
+    def __init__(self, widths: dict[str, int]) -> None:
+        self.widths = widths
+        self.last = 0  # row of the table
+        self.count = 0
+        self.numbers: Numbers = np.empty(64, np.int64)
+        self.arrays: dict[str, Floats] = {
+            name: np.empty((64, width), np.float32) for name, width in widths.items()
+        }
+
+    def append(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Add rows (k, n, one blob for each of `ARRAYS`)."""
+        end = self.count + len(rows)
+        if end > len(self.numbers):
+            room = max(end, 2 * len(self.numbers))
+            self.numbers = np.concatenate([self.numbers, np.empty(room - len(self.numbers), np.int64)])
+            for name, array in self.arrays.items():
+                more = np.empty((room - len(array), array.shape[1]), np.float32)
+                self.arrays[name] = np.concatenate([array, more])
+        for at, (key, number, *blobs) in enumerate(rows, self.count):
+            self.numbers[at] = number
+            for name, blob in zip(ARRAYS, blobs, strict=True):
+                if name in self.arrays:
+                    self.arrays[name][at] = np.frombuffer(blob, "<f4")
+            self.last = key
+        self.count = end
+
+
+@dataclass(frozen=True)
+class View:
+    """One moment of a generation.
+
+    Attributes:
+        seq: counts the record's transactions.
+        epoch: counts the changes of the list of segments.
+        generation: whose arrays these are.
+        pieces: segments.
+        numbers: (F,) of fresh items.
+        arrays: (F, width) of them.
+        alive: (F,) of them; None where all are alive.
+        fresh: what `numbers` and `arrays` are the beginning of.
+        matched: numbers of the items that match a filter, by filter, once they were looked up.
+    """
+
+    seq: int
+    epoch: int
+    generation: Generation
+    pieces: tuple[Piece, ...]
+    numbers: Numbers
+    arrays: dict[str, Floats]
+    alive: Mask | None
+    fresh: Fresh
+    matched: dict[Any, Numbers] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Items alive."""
+        fresh = len(self.numbers) if self.alive is None else int(self.alive.sum())
+        return fresh + sum(len(piece.segment) - piece.dead for piece in self.pieces)
+
+    def search(self, queries: Floats, count: int, only: Numbers | None = None) -> list[Numbers]:
+        """Return for each query the numbers of the items among its `count` nearest in a sub-space, in no order.
+
+        Args:
+            queries: (Q, P).
+            count: how many in each sub-space.
+            only: the numbers to choose from, ascending; None: all.
+        """
+        found: list[list[Numbers]] = [[] for _ in queries]
+        for space, span in enumerate(self.generation.spans):
+            best = _Best(len(queries), count)
+            for piece in self.pieces:
+                keep = _both(piece.alive, _mask(piece.segment.numbers, only))
+                if keep is not None and not keep.any():
+                    continue
+                distances, rows = _in_piece(
+                    piece, space, queries, span, count, keep, filtered=only is not None
+                )
+                best.add(distances, piece.segment.numbers, rows)
+            if len(self.numbers):
+                keep = _both(self.alive, _mask(self.numbers, only))
+                if keep is None or keep.any():
+                    best.add(*_exact(self.numbers, self.arrays[VECTOR], queries, span, count, keep))
+            for number, row in enumerate(best.numbers()):
+                found[number].append(row)
+        return [np.unique(np.concatenate(one)) for one in found]
+
+    def rows(self, numbers: Numbers, names: Iterable[str]) -> dict[str, Floats]:
+        """Return arrays (n, width) of items by number, all of which are here."""
+        names = [name for name in names if name in self.generation.widths]
+        out = {name: np.empty((len(numbers), self.generation.widths[name]), np.float32) for name in names}
+        for held, arrays in [*((piece.segment.numbers, piece.segment.arrays) for piece in self.pieces), (self.numbers, self.arrays)]:  # fmt: skip
+            if not len(held):
+                continue
+            at = np.minimum(np.searchsorted(held, numbers), len(held) - 1)
+            here = held[at] == numbers
+            for name in names:
+                if here.any():
+                    out[name][here] = arrays[name][at[here]]
+        return out
+
+    def verify(self) -> None:
+        """Compare what is mapped with its checksums, where that was not done before.
+
+        Raises:
+            StoreError: naming the segment that was altered.
+        """
+        for piece in self.pieces:
+            try:
+                piece.segment.verify()
+            except StoreError as fault:
+                raise damaged(piece.segment.path, fault) from None
+
+
+class _Best:
+    """The nearest so far, over segments."""
+
+    def __init__(self, queries: int, count: int) -> None:
+        self._count = count
+        self._distances: list[Floats] = [np.empty((queries, 0), np.float32)]
+        self._numbers: list[Numbers] = [np.empty((queries, 0), np.int64)]
+
+    def add(self, distances: Any, numbers: Numbers, rows: Numbers) -> None:
+        self._distances.append(np.where(rows >= 0, distances, np.inf))
+        self._numbers.append(np.where(rows >= 0, numbers[rows], -1))
+
+    def numbers(self) -> list[Numbers]:
+        distances, numbers = np.concatenate(self._distances, axis=1), np.concatenate(self._numbers, axis=1)
+        if distances.shape[1] > self._count:
+            order = np.argpartition(distances, self._count - 1, axis=1)[:, : self._count]
+            numbers = np.take_along_axis(numbers, order, axis=1)
+        return [row[row >= 0] for row in numbers]
+
+
+def _exact(
+    numbers: Numbers, vectors: Floats, queries: Floats, span: tuple[int, int], count: int, keep: Mask | None
+) -> tuple[Any, Numbers, Numbers]:
+    whole = span == (0, vectors.shape[1])
+    distances, rows = nearest(
+        queries if whole else np.ascontiguousarray(queries[:, span[0] : span[1]]),
+        vectors,
+        count,
+        keep=keep,
+        span=None if whole else span,
+    )
+    return distances, numbers, rows
+
+
+def _in_piece(
+    piece: Piece,
+    space: int,
+    queries: Floats,
+    span: tuple[int, int],
+    count: int,
+    keep: Mask | None,
+    *,
+    filtered: bool,
+) -> tuple[Any, Numbers]:
+    """Return squared distances and rows of a piece's nearest."""
+    segment = piece.segment
+    if piece.structure is not None:
+        backend = piece.structure[space]
+        own = np.ascontiguousarray(queries[:, span[0] : span[1]])
+        if keep is None:
+            distances, rows = backend.search(own, min(count, len(segment)))
+            return distances**2, rows
+        if filtered and backend.selective:
+            distances, rows = backend.search_selected(own, min(count, len(segment)), keep)
+            return distances**2, rows
+        wanted = count + _MARGIN
+        while not filtered and wanted <= min(_MOST, len(segment)):
+            distances, rows = backend.search(own, wanted)
+            good = (rows >= 0) & keep[rows]
+            if good.sum(axis=1).min() >= count:
+                return np.where(good, distances**2, np.inf), np.where(good, rows, -1)
+            wanted *= 4
+    distances, _, rows = _exact(segment.numbers, segment.arrays[VECTOR], queries, span, count, keep)
+    return distances, rows
+
+
+def positions(numbers: Numbers, wanted: Numbers) -> NDArray[np.int64]:
+    """Return where wanted numbers stand in ascending ones; those that don't are left out."""
+    if not len(numbers) or not len(wanted):
+        return np.empty(0, np.int64)
+    at = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
+    here: NDArray[np.int64] = at[numbers[at] == wanted]
+    return here
+
+
+def _mask(numbers: Numbers, only: Numbers | None) -> Mask | None:
+    if only is None:
+        return None
+    mask = np.zeros(len(numbers), bool)
+    mask[positions(numbers, only)] = True
+    return mask
+
+
+def _both(one: Mask | None, other: Mask | None) -> Mask | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
+
+
+def damaged(path: Path, fault: Exception) -> StoreError:
+    """Return the error for a segment that cannot be used."""
+    return StoreError(
+        f"The index {path.parent.parent} is damaged: {SEGMENTS}/{path.name} {fault}. "
+        "Run 'retrieval index check' on it, and restore a snapshot."
+    )
+
+
+def refreshed(
+    connection: apsw.Connection,
+    folder: Path,
+    old: View | None,
+    generation: Generation,
+    seq: int,
+    epoch: int,
+    make: Callable[..., IndexBackend],
+    trusted: Callable[[str], Segment | None] = lambda file: None,
+) -> View:
+    """Return the view of a moment of the record, from an older one.
+
+    Args:
+        connection: inside that moment.
+        folder: of the index.
+        old: what to begin with.
+        generation: the served one.
+        seq: of that moment.
+        epoch: of that moment.
+        make: builds a back end by what the record says of it.
+        trusted: gives a segment that this process has just written.
+
+    Raises:
+        FileNotFoundError: a segment's file is gone: the moment is over.
+        StoreError: a segment is damaged.
+    """
+    same = old is not None and (old.epoch, old.generation.number) == (epoch, generation.number)
+    if same and old is not None:
+        removed = _numbers(connection, "select n from removed where seq > ?", (old.seq,))
+        fresh = old.fresh
+        pieces = tuple(piece.without(removed) for piece in old.pieces) if len(removed) else old.pieces
+        alive = old.alive
+    else:
+        removed = _numbers(connection, "select n from removed", ())
+        fresh = Fresh(dict(generation.widths))
+        pieces = tuple(_pieces(connection, folder, old, generation, removed, make, trusted))
+        alive = None
+    fresh.append(
+        ask(
+            connection,
+            "select k, n, vector, code, features from fresh where g = ? and k > ? order by k",
+            (generation.number, fresh.last),
+        )
+    )
+    numbers = fresh.numbers[: fresh.count]
+    if alive is not None and len(alive) < len(numbers):
+        alive = np.concatenate([alive, np.ones(len(numbers) - len(alive), bool)])
+    if len(rows := positions(numbers, removed)):
+        alive = np.ones(len(numbers), bool) if alive is None else alive.copy()
+        alive[rows] = False
+    arrays = {name: array[: fresh.count] for name, array in fresh.arrays.items()}
+    return View(seq, epoch, generation, pieces, numbers, arrays, alive, fresh)
+
+
+def _pieces(
+    connection: apsw.Connection,
+    folder: Path,
+    old: View | None,
+    generation: Generation,
+    removed: Numbers,
+    make: Callable[..., IndexBackend],
+    trusted: Callable[[str], Segment | None],
+) -> Iterable[Piece]:
+    before = {piece.number: piece for piece in old.pieces} if old else {}
+    rows = ask(
+        connection,
+        "select s, file, sum, count, structure from segments where g = ? order by s",
+        (generation.number,),
+    )
+    for number, file, sum_, count, structure in rows:
+        path = folder / SEGMENTS / file
+        known = before.get(number)
+        if known is not None:
+            segment = known.segment
+        else:
+            try:
+                segment = trusted(file) or Segment(path, sum_)
+            except StoreError as fault:
+                raise damaged(path, fault) from None
+            if len(segment) != count or {name: array.shape[1] for name, array in segment.arrays.items()} != generation.widths:  # fmt: skip
+                raise damaged(path, StoreError("is another than the record says"))
+        if known is not None and known.said == structure:
+            loaded = known.structure
+        else:
+            loaded = _structure(folder, Structure.parse(structure), segment, generation, make)
+        yield Piece(number, segment, None, loaded, structure).without(removed)
+
+
+def _structure(
+    folder: Path,
+    said: Structure | None,
+    segment: Segment,
+    generation: Generation,
+    make: Callable[..., IndexBackend],
+) -> Sequence[IndexBackend] | None:
+    """Load a segment's structure; where it cannot be, the segment is searched exactly, and the log says why."""
+    if said is None:
+        return None
+    try:
+        return load_structure(folder / SEGMENTS, said, len(segment), generation.spans, make)
+    except (RetrievalError, OSError) as fault:
+        log.warning(
+            "The structure of %s cannot be used: %s It is searched exactly until the next writer builds it again.",
+            segment.path,
+            fault,
+        )
+        return None
+
+
+def _numbers(connection: apsw.Connection, sql: str, bindings: tuple[Any, ...]) -> Numbers:
+    """Return a question's column as ascending numbers."""
+    found = connection.execute(f"select json_group_array(n) from ({sql} order by n)", bindings).get
+    return np.array(json.loads(found), np.int64)

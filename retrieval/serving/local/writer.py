@@ -1,0 +1,234 @@
+"""The one writer of a local index: every change of what is in it is a transaction here."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import apsw
+import numpy as np
+
+from retrieval.errors import StoreError
+from retrieval.serving.files.locks import hold
+from retrieval.serving.filters import Filter
+from retrieval.serving.local.conditions import condition_of, refuse_unknown
+from retrieval.serving.local.generation_table import served
+from retrieval.serving.local.home import Home
+from retrieval.serving.local.record import ask, value
+from retrieval.serving.local.rows import checked, to_row
+from retrieval.serving.local.segment import Numbers, Segment, write_segment
+from retrieval.serving.local.structures import Wanted
+from retrieval.serving.local.view import ARRAYS, SEGMENTS
+from retrieval.serving.stores.contract import Floats, Generation, Item, Superseded
+
+_ROWS = 8192
+FLUSH_ROWS = 4096
+FLUSH_BYTES = 8 << 20
+"""Fresh items that fill this many rows, or bytes, become a segment: until then they are read from the record, and searched exactly."""
+
+
+class Writer:
+    """Writes to a store; holds the index against other processes from the first write on.
+
+    Args:
+        home: whose record and folder it writes to.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.record = home.record
+        self.folder = home.folder
+        self.turn = threading.RLock()
+        self._held = ExitStack()
+        self._holding = False
+
+    def hold(self) -> None:
+        """Hold the index against every other process and store.
+
+        Raises:
+            StoreError: another holds it (which one, since when), or it is read-only.
+        """
+        with self.turn:
+            if self._holding:
+                return
+            if self.home.read_only:
+                raise StoreError(f"The index {self.folder} is read-only here, and cannot be written to.")
+            self._held.enter_context(hold(self.folder, "writing to this index", StoreError))
+            self._holding = True
+            self.clean()
+
+    def clean(self) -> None:
+        """Remove files of segments that the record does not name: an interrupted merge left them."""
+        with self.record.reading() as connection:
+            named: set[str] = set()
+            for file, structure in ask(connection, "select file, structure from segments"):
+                named |= (
+                    {file, *(name for name, _ in json.loads(structure)["files"])} if structure else {file}
+                )
+        for path in (self.folder / SEGMENTS).iterdir():
+            if path.name not in named:
+                path.unlink(missing_ok=True)
+
+    @contextmanager
+    def transaction(self, *, segments: bool = False) -> Iterator[tuple[apsw.Connection, int]]:
+        """Give the record inside a transaction, and its number; `segments` says that the list of segments changes."""
+        with self.turn:
+            self.hold()
+            with self.record.writing() as connection:
+                seq = int(value(connection, "select value from state where key = 'seq'")) + 1
+                connection.execute("update state set value = ? where key = 'seq'", (seq,))
+                if segments:
+                    connection.execute("update state set value = value + 1 where key = 'epoch'")
+                yield connection, seq
+
+    def upsert(self, items: Sequence[Item], bundle: str) -> int:
+        """See `Store.upsert`."""
+        with self.turn:
+            self.hold()
+            with self.record.reading() as connection:
+                generation = served(connection)
+            if generation.bundle != bundle:
+                raise Superseded(
+                    f"The index {self.folder} is served with another bundle by now. Embed the items again."
+                )
+            texts = checked(items, generation.widths)
+            if not items:
+                return 0
+            large = _large(len(items), generation)
+            with self.transaction(segments=large) as (connection, seq):
+                old = _numbers_of(connection, [item.id for item in items])
+                self._remove(connection, seq, old)
+                first = (
+                    int(value(connection, "select seq from sqlite_sequence where name = 'items'") or 0) + 1
+                )
+                numbers = range(first, first + len(items))
+                connection.executemany(
+                    "insert into items values (?,?,?,?,?,?,?,?,?,?)", map(to_row, numbers, items, texts)
+                )
+                kept = (
+                    (n, item.original)
+                    for n, item in zip(numbers, items, strict=True)
+                    if item.original is not None
+                )
+                connection.executemany("insert into originals values (?, ?)", kept)
+                names = sorted(set(itertools.chain.from_iterable(item.metadata for item in items)))
+                connection.executemany("insert or ignore into fields values (?)", ((name,) for name in names))
+                self.keep(connection, generation, np.arange(first, first + len(items)), items)
+            return len(old)
+
+    def keep(
+        self, connection: apsw.Connection, generation: Generation, numbers: Numbers, items: Sequence[Item]
+    ) -> None:
+        """Write arrays inside a transaction: few as rows of the record, many as a segment at once."""
+        if _large(len(items), generation):
+            arrays = {
+                name: [
+                    np.array([item.arrays[name] for item in items[start : start + _ROWS]], np.float32)
+                    for start in range(0, len(items), _ROWS)
+                ]
+                for name in generation.widths
+            }
+            self.add_segment(connection, generation, numbers, arrays)
+            return
+        rows = (
+            (
+                generation.number,
+                int(n),
+                *(_blob(item, name) if name in generation.widths else None for name in ARRAYS),
+            )
+            for n, item in zip(numbers, items, strict=True)
+        )
+        connection.executemany("insert into fresh (g, n, vector, code, features) values (?,?,?,?,?)", rows)
+
+    def add_segment(
+        self,
+        connection: apsw.Connection,
+        generation: Generation,
+        numbers: Numbers,
+        arrays: dict[str, list[Floats]],
+    ) -> str:
+        """Write a segment and have the record name it; return its file's name."""
+        last = int(value(connection, "select seq from sqlite_sequence where name = 'segments'") or 0)
+        file = f"{generation.number}-{last + 1}.segment"
+        path = self.folder / SEGMENTS / file
+        sum_ = write_segment(path, numbers, arrays)
+        connection.execute(
+            "insert into segments (g, file, sum, count) values (?,?,?,?)",
+            (generation.number, file, sum_, len(numbers)),
+        )
+        self.home.wrote(file, Segment(path, sum_))
+        return file
+
+    def delete(self, ids: Sequence[str], where: Filter | None) -> int:
+        """See `Store.delete`."""
+        with self.turn:
+            self.hold()
+            with self.transaction() as (connection, seq):
+                found = _numbers_of(connection, [id for id in ids if isinstance(id, str)])
+                if where is not None:
+                    refuse_unknown(connection, where)
+                    condition, values = condition_of(where)
+                    found += [n for (n,) in ask(connection, f"select n from items where {condition}", values)]
+                found = sorted(set(found))
+                self._remove(connection, seq, found)
+            return len(found)
+
+    @staticmethod
+    def _remove(connection: apsw.Connection, seq: int, numbers: Sequence[int]) -> None:
+        if not numbers:
+            return
+        text = json.dumps(list(numbers))
+        for table in ("items", "originals", "fresh"):
+            connection.execute(f"delete from {table} where n in (select value from json_each(?))", (text,))
+        connection.execute("insert or ignore into removed select value, ? from json_each(?)", (seq, text))
+
+    def restructure(self, wanted: Wanted) -> None:
+        """Note which structure segments are to have."""
+        wanted.of(1, 1, 1)
+        if wanted.backend != "auto":
+            self.home.make(wanted.backend, wanted.options or {})
+        with self.transaction() as (connection, _):
+            text = json.dumps({"backend": wanted.backend, "options": dict(wanted.options or {})})
+            connection.execute("update state set value = ? where key = 'structure'", (text,))
+
+    def close(self) -> None:
+        """Let others write."""
+        with self.turn:
+            if self._holding:
+                with suppress(StoreError):  # the next one that opens it does that
+                    self.record.checkpoint()
+            self._held.close()
+            self._holding = False
+
+
+def _large(count: int, generation: Generation) -> bool:
+    return count >= FLUSH_ROWS or 4 * count * sum(generation.widths.values()) >= FLUSH_BYTES
+
+
+def _numbers_of(connection: apsw.Connection, ids: Sequence[str]) -> list[int]:
+    text = json.dumps([id for id in ids if "\0" not in id], ensure_ascii=False)
+    return [
+        n
+        for (n,) in ask(
+            connection, "select n from items where id in (select value from json_each(?))", (text,)
+        )
+    ]
+
+
+def _blob(item: Item, name: str) -> bytes:
+    return np.ascontiguousarray(item.arrays[name], "<f4").tobytes()
+
+
+def files_of(file: str, structure: str | None) -> list[str]:
+    """Return the names of a segment's files, from the record's columns."""
+    return [file, *(name for name, _ in json.loads(structure)["files"])] if structure else [file]
+
+
+def remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Remove files of segments that the record names no more; readers that have them open keep them."""
+    for name in names:
+        (folder / SEGMENTS / name).unlink(missing_ok=True)

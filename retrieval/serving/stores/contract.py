@@ -1,0 +1,266 @@
+"""What an index asks of the place where its items are kept: the contract of every store."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import StoreError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.filters import Filter
+
+Floats = NDArray[np.float32]
+
+Keep = Literal["reference", "copy", "thumbnail", "nothing"]
+"""What an index keeps of an original: its path, all its bytes, a small picture of it, or nothing."""
+
+VECTOR, CODE, FEATURES = "vector", "code", "features"
+
+
+class Superseded(StoreError):
+    """What was asked with one bundle, and the index is served by another by now. Encode again with the one that is served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What is found.
+
+    Attributes:
+        id: its name, unique in the index: any text of 1 to 1,000 characters.
+        label: None when it has none.
+        metadata: a JSON object.
+        path: its original file, absolute; None for what came as bytes or features.
+        stamp: what changes when that file does.
+        keep: what the index keeps of the original.
+        original: the bytes that are kept, when an item is written; `Store.original` reads them.
+        bytes: size of the original.
+        width: of the original image, in pixels, upright.
+        height: see `width`.
+        arrays: float32, by name: "vector" (P,), "code" (C,) where the bundle rescores, "features" (F,) where they are kept.
+    """
+
+    id: str
+    label: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+    stamp: str | None = None
+    keep: Keep = "reference"
+    original: bytes | None = None
+    bytes: int | None = None
+    width: int | None = None
+    height: int | None = None
+    arrays: Mapping[str, Floats] = field(default_factory=dict)
+
+    @property
+    def vector(self) -> Floats:
+        """The vector (P,), of an item that was read with it."""
+        return self.arrays[VECTOR]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """All items of an index under one bundle.
+
+    Attributes:
+        number: counts up.
+        bundle: SHA-256 of the bundle's manifest.
+        variant: which variant of its encoder ran.
+        widths: numbers of each array of an item, by name.
+        spans: first and last-but-one column of each sub-space of the vector.
+        state: "served" (searched and written to), "building" (items are still being embedded) or "kept" (for `rollback`).
+    """
+
+    number: int
+    bundle: str
+    variant: str | None
+    widths: Mapping[str, int]
+    spans: tuple[tuple[int, int], ...]
+    state: Literal["served", "building", "kept"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a store holds.
+
+    Attributes:
+        count: items.
+        generations: oldest first.
+        bytes: on the disk, where the store knows.
+        details: what only this kind of store has, such as segments.
+    """
+
+    count: int
+    generations: tuple[Generation, ...]
+    bytes: int | None
+    details: Mapping[str, Any]
+
+
+def widths_of(bundle: Bundle, *, features: int | None = None) -> dict[str, int]:
+    """Return the numbers of each array that an index keeps of an item under a bundle, by name.
+
+    Args:
+        bundle: the one that embeds.
+        features: numbers of the backbone's features, where they are to be kept for the next head.
+    """
+    said = bundle.manifest
+    codes = {CODE: said.code} if bundle.has_code and said.code else {}
+    return {VECTOR: said.vector, **codes, **({FEATURES: features} if features else {})}
+
+
+def spans_of(bundle: Bundle) -> tuple[tuple[int, int], ...]:
+    """Return the columns of each sub-space of a bundle's vectors; without sub-spaces, all columns as one."""
+    said = bundle.manifest
+    return tuple((space.start, space.stop) for space in said.subspaces) or ((0, said.vector),)
+
+
+class Store(ABC):
+    """Keeps items and their arrays, and proposes the nearest ones.
+
+    A plugin offers one through the hook `retrieval_stores`. All methods may be called from several threads at a time; writes take
+    turns. **When a method that writes returns, what it wrote survives a power cut, and every search that begins afterwards sees it.**
+    One call is one transaction: all of it is visible, or nothing. What is refused changes nothing.
+    """
+
+    # Writing
+
+    @abstractmethod
+    def upsert(self, items: Sequence[Item], bundle: str) -> int:
+        """Add items; one whose id is there takes its place, as a whole.
+
+        Args:
+            items: with all arrays of the served generation; each id once.
+            bundle: SHA-256 of the bundle that embedded them.
+
+        Returns:
+            How many took another's place.
+
+        Raises:
+            DataError: an item that cannot be kept: an id twice, arrays of another width, NaN, metadata that is not JSON. All are named.
+            Superseded: another bundle is served.
+            StoreError: read-only, another writer holds it, or the disk refuses.
+        """
+
+    @abstractmethod
+    def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
+        """Delete items by id, or all that match; return how many there were. Unknown ids are passed over.
+
+        Raises:
+            StoreError: see `upsert`.
+        """
+
+    # Reading
+
+    @abstractmethod
+    def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
+        """Return items by id; unknown ids are left out.
+
+        Args:
+            ids: which.
+            arrays: with the served generation's arrays.
+        """
+
+    @abstractmethod
+    def original(self, id: str) -> bytes | None:
+        """Return the bytes that are kept of an item's original; None where there are none."""
+
+    @abstractmethod
+    def scan(self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
+        """Return items in the order of their ids, without arrays: a page of them, the first ones behind `after`."""
+
+    @abstractmethod
+    def count(self, where: Filter | None = None) -> int:
+        """Return how many items there are, or match."""
+
+    @abstractmethod
+    def search(
+        self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
+    ) -> list[list[Item]]:
+        """Propose the nearest items of each query, with arrays: those among the `count` nearest in at least one sub-space.
+
+        All answers of one call are of one moment. The index measures and orders what is proposed; a store of an approximate structure may miss some.
+
+        Args:
+            queries: (Q, P), finite.
+            count: how many in each sub-space, by Euclidean distance; fewer when fewer items match.
+            bundle: SHA-256 of the bundle that encoded the queries.
+            where: only items that match.
+
+        Raises:
+            Superseded: another bundle is served.
+            DataError: no item has a field that `where` names.
+            StoreError: what is kept is damaged.
+        """
+
+    # Generations
+
+    @abstractmethod
+    def generations(self) -> tuple[Generation, ...]:
+        """Return all generations, oldest first; exactly one is served."""
+
+    @abstractmethod
+    def bundle(self, generation: Generation) -> Path:
+        """Return the folder of a generation's bundle."""
+
+    @abstractmethod
+    def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
+        """Begin a generation beside the served one, or return the one of this bundle that is there; it takes a copy of the bundle.
+
+        Args:
+            bundle: opened, with the variant that embeds.
+            widths: numbers of each array that is kept of an item, by name; see `widths_of`.
+        """
+
+    @abstractmethod
+    def pending(self, generation: Generation, limit: int) -> list[Item]:
+        """Return items that a generation has no arrays of yet, with the served generation's features where they are kept."""
+
+    @abstractmethod
+    def embed(self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()) -> None:
+        """Give a generation arrays of items that `pending` returned; an item that has changed since is passed over.
+
+        Args:
+            generation: which one.
+            items: as `pending` gave them, with the generation's arrays.
+            left_out: ids of items that cannot be embedded; the generation does without them.
+        """
+
+    @abstractmethod
+    def switch(self, generation: Generation) -> bool:
+        """Serve another generation from now on, and keep the one that was; False when it has items pending, and nothing changes."""
+
+    @abstractmethod
+    def drop(self, generation: Generation) -> None:
+        """Delete a generation that is not served."""
+
+    # The whole
+
+    @abstractmethod
+    def snapshot(self, target: Path) -> None:
+        """Write a copy of one moment to a new folder, while searches and writes go on; it opens as an index.
+
+        Raises:
+            StoreError: there is something already, or the disk refuses.
+        """
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Return what the store holds."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything; searches that run end first."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
