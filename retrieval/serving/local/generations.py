@@ -79,9 +79,7 @@ class Generations:
             )
             if kept:
                 ordered = [items[at] for _, at in kept]
-                self._writer.keep(
-                    connection, generation, np.array([n for n, _ in kept], np.int64), ordered
-                )
+                self._writer.keep(connection, generation, np.array([n for n, _ in kept], np.int64), ordered)
             out = [(generation.number, numbers[id]) for id in left_out if numbers.get(id) in alive]
             connection.executemany("insert or ignore into left_out values (?, ?)", out)
             connection.execute("update generations set upto = ? where g = ?", (max(numbers.values()), generation.number))  # fmt: skip

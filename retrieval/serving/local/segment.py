@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from retrieval.errors import StoreError
 from retrieval.host.files import whole_file
-from retrieval.serving.stores.contract import Floats
+from retrieval.serving.local.exact import squared_norms
+from retrieval.serving.stores.contract import VECTOR, Floats
 
 Numbers = NDArray[np.int64]
 
@@ -71,10 +72,17 @@ class Segment:
         self._body = (_PAGE, said["sums"])
         self._sums_sum = said["sums_sum"]
         self._verified = False
+        self._norms: Floats | None = None
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    def norms(self) -> Floats:
+        """Return the squared length of each vector (N,), which exact search takes; computed once."""
+        if self._norms is None:
+            self._norms = squared_norms(self.arrays[VECTOR])
+        return self._norms
 
     def verify(self) -> None:
         """Compare every piece with its checksum, unless that was done before.
@@ -147,7 +155,7 @@ def write_segment(path: Path, numbers: Numbers, arrays: Mapping[str, Sequence[Fl
 
 
 def _bytes(array: NDArray[Any], kind: str) -> memoryview:
-    return memoryview(np.ascontiguousarray(array, kind)).cast("B")
+    return np.ascontiguousarray(array, kind).data.cast("B")
 
 
 def _round(size: int) -> int:

@@ -268,7 +268,9 @@ class Upkeep:
             report(count)
 
         with self._home.record.faults("written"):
-            return build_structure(segment.path, vectors, generation.spans, wanted[0], wanted[1], self._home.make, shown)
+            return build_structure(
+                segment.path, vectors, generation.spans, wanted[0], wanted[1], self._home.make, shown
+            )
 
     def _build(self, generation: Generation, parts: Sequence[_Part]) -> bool:
         """Build the structure of a segment that has not the one that is wanted, or whose files are not what was written."""

@@ -200,15 +200,17 @@ class _Best:
 
 
 def _exact(
-    numbers: Numbers, vectors: Floats, queries: Floats, span: tuple[int, int], count: int, keep: Mask | None
+    numbers: Numbers,
+    vectors: Floats,
+    queries: Floats,
+    span: tuple[int, int],
+    count: int,
+    keep: Mask | None,
+    norms: Floats | None = None,
 ) -> tuple[Any, Numbers, Numbers]:
     whole = span == (0, vectors.shape[1])
     distances, rows = nearest(
-        queries if whole else np.ascontiguousarray(queries[:, span[0] : span[1]]),
-        vectors,
-        count,
-        keep=keep,
-        span=None if whole else span,
+        queries, vectors, count, keep=keep, span=None if whole else span, norms=norms if whole else None
     )
     return distances, numbers, rows
 
@@ -241,7 +243,9 @@ def _in_piece(
             if good.sum(axis=1).min() >= count:
                 return np.where(good, distances**2, np.inf), np.where(good, rows, -1)
             wanted *= 4
-    distances, _, rows = _exact(segment.numbers, segment.arrays[VECTOR], queries, span, count, keep)
+    distances, _, rows = _exact(
+        segment.numbers, segment.arrays[VECTOR], queries, span, count, keep, segment.norms()
+    )
     return distances, rows
 
 

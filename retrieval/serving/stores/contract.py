@@ -123,7 +123,7 @@ def spans_of(bundle: Bundle) -> tuple[tuple[int, int], ...]:
 class Store(ABC):
     """Keeps items and their arrays, and proposes the nearest ones.
 
-    A plugin offers one through the hook `retrieval_stores`. All methods may be called from several threads at a time; writes take
+    All methods may be called from several threads at a time; writes take
     turns. **When a method that writes returns, what it wrote survives a power cut, and every search that begins afterwards sees it.**
     One call is one transaction: all of it is visible, or nothing. What is refused changes nothing.
     """

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location(
+    "store_makers", Path(__file__).parents[1] / "serving" / "makers.py"
+)
+_makers = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_makers)
+
+
+@pytest.fixture(scope="session")
+def plain_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of images, vectors of 16, without a rescorer. Not to be changed."""
+    return _makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle")
