@@ -109,3 +109,15 @@ def test_a_field_that_no_item_has_is_named(living: LivingIndex) -> None:
     living.upsert([item(1)])
     with pytest.raises(DataError, match=r"No item of this index has a field .prise.*price"):
         living.search(VECTORS[0], 5, where="prise < 3")
+
+
+def test_an_item_that_takes_the_place_of_the_newest_is_found(living: LivingIndex) -> None:
+    """SQLite gives the row of the newest item, once deleted, to the next one."""
+    living.upsert([item(1)])
+    assert [hit.id for hit in living.search(VECTORS[1], 5)] == ["id1"]
+    living.upsert([item(1, VECTORS[2])])
+    (hit,) = living.search(VECTORS[2], 5)
+    assert (hit.id, hit.distance) == ("id1", 0)
+    living.delete("id1")
+    living.upsert([item(3)])
+    assert [hit.id for hit in living.search(VECTORS[1], 5)] == ["id3"]

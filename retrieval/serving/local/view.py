@@ -68,7 +68,7 @@ class Fresh:
 
     def __init__(self, widths: dict[str, int]) -> None:
         self.widths = widths
-        self.last = 0  # row of the table
+        self.last = 0  # number of the last item
         self.count = 0
         self.numbers: Numbers = np.empty(64, np.int64)
         self.arrays: dict[str, Floats] = {
@@ -76,7 +76,7 @@ class Fresh:
         }
 
     def append(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Add rows (k, n, one blob for each of `ARRAYS`)."""
+        """Add rows (number, one blob for each of `ARRAYS`), in the order of their numbers."""
         end = self.count + len(rows)
         if end > len(self.numbers):
             room = max(end, 2 * len(self.numbers))
@@ -84,12 +84,12 @@ class Fresh:
             for name, array in self.arrays.items():
                 more = np.empty((room - len(array), array.shape[1]), np.float32)
                 self.arrays[name] = np.concatenate([array, more])
-        for at, (key, number, *blobs) in enumerate(rows, self.count):
+        for at, (number, *blobs) in enumerate(rows, self.count):
             self.numbers[at] = number
             for name, blob in zip(ARRAYS, blobs, strict=True):
                 if name in self.arrays:
                     self.arrays[name][at] = np.frombuffer(blob, "<f4")
-            self.last = key
+            self.last = number
         self.count = end
 
 
@@ -320,7 +320,7 @@ def refreshed(
     fresh.append(
         ask(
             connection,
-            "select k, n, vector, code, features from fresh where g = ? and k > ? order by k",
+            "select n, vector, code, features from fresh where g = ? and n > ? order by n",
             (generation.number, fresh.last),
         )
     )
