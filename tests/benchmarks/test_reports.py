@@ -28,6 +28,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "aml_roc": ("aml_roc", lambda script, raw: script.render(raw)),
     "anml_projected": ("anml_projected", lambda script, raw: script.render(raw)),
     "anml_table2": ("anml_table2", lambda script, raw: script.table(raw)),
+    "daml_real": ("daml_real", lambda script, raw: script.render(raw)),
     "daml_weights": ("daml_weights", lambda script, raw: script.render()),
     "fashion": ("fashion", lambda script, raw: script.render(raw)),
     "oahu_sensitivity": ("oahu_sensitivity", lambda script, raw: script.render()),

@@ -1,0 +1,31 @@
+"""Items that a benchmark searches had no say in a choice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+
+@pytest.mark.parametrize("name", ["digits", "letter"])
+def test_what_chooses_is_never_searched(name: str) -> None:
+    import daml_real
+
+    y = np.repeat(np.arange(26), 7)
+    choosing = np.concatenate(
+        [np.concatenate(daml_real.divided(name, y, s)) for s in daml_real.CHOOSING_SEEDS]
+    )
+    for seed in daml_real.SEEDS:
+        train, searched = daml_real.divided(name, y, seed)
+        assert len(train) and len(searched)
+        assert not np.intersect1d(np.concatenate([train, searched]), choosing).size
+        assert not np.intersect1d(train, searched).size
+        if name == "letter":
+            assert not np.intersect1d(y[train], y[searched]).size
+
+
+def test_each_seed_divides_anew() -> None:
+    import daml_real
+
+    y = np.repeat(np.arange(26), 7)
+    searched = {tuple(sorted(daml_real.divided("digits", y, seed)[1].tolist())) for seed in daml_real.SEEDS}
+    assert len(searched) == len(daml_real.SEEDS)
