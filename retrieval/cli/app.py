@@ -22,7 +22,7 @@ COMMANDS = {
     "train": "train:train",
     "evaluate": "evaluate:evaluate",
     "export": "export:export_command",
-    "index": "serving:index_command",
+    "index": "index:index",
     "search": "serving:search_command",
     "serve": "serving:serve_command",
     "sign": "sign:sign_command",

@@ -1,8 +1,7 @@
-"""The commands `index`, `search` and `serve`. Nothing heavy is imported before one of them runs."""
+"""The commands `search` and `serve`. Nothing heavy is imported before one of them runs."""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.again import this_command
 from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.cli.types import Bytes, Choice, Number, Pixels
 from retrieval.serving.http.settings import Settings
@@ -35,101 +33,6 @@ _SIGNED = click.option(
 
 
 @click.command(
-    "index",
-    epilog="""\b
-Examples:
-  retrieval index demo/bundle photos/ --output photos.index
-  retrieval index demo/bundle items.csv --output items.index --backend hnsw --set m=48 --skip-bad
-""",
-)
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--output", "-o", required=True, type=click.Path(path_type=Path), help="Folder to write; must not exist."
-)
-@click.option(
-    "--backend", default="auto", show_default=True, help="auto (by size), flat, hnsw, ivf, or PLUGIN.name."
-)
-@click.option(
-    "--set", "options", multiple=True, metavar="KEY=VALUE", help="A parameter of the back end; repeatable."
-)
-@PLUGIN_OPTION
-@click.option("--variant", help="Encode with this variant of the bundle's encoder, such as int8.")
-@click.option("--skip-bad", is_flag=True, help="Leave out images that cannot be used; each is reported.")
-@click.option("--replace", is_flag=True, help="Put the new index in the place of an older one.")
-@click.option("--batch", default=32, show_default=True, type=click.IntRange(1), help="Items encoded at once.")
-@click.option("--max-pixels", default="25M", show_default=True, type=Pixels(), help="Largest image.")
-@click.option("--max-bytes", default="20MB", show_default=True, type=Bytes(), help="Largest file.")
-@_SIGNED
-@click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
-def index_command(
-    bundle: Path,
-    images: tuple[Path, ...],
-    output: Path,
-    backend: str,
-    options: tuple[str, ...],
-    extra: tuple[str, ...],
-    variant: str | None,
-    skip_bad: bool,
-    replace: bool,
-    batch: int,
-    max_pixels: int,
-    max_bytes: int,
-    device: Any,
-    signed_by: Path | None,
-) -> None:
-    """Encode IMAGES with BUNDLE and write an index.
-
-    IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and 'label', and
-    any others, kept as metadata), or .npz files with 'features' for a bundle of features. An interrupted run goes on
-    where it stopped when the command is repeated.
-    """
-    _quiet_threads()
-    from retrieval.serving.images import Limits
-    from retrieval.serving.index.build import write_index
-
-    try:
-        summary = write_index(
-            bundle,
-            images,
-            output,
-            backend=backend,
-            options=_options(options),
-            plugins=extra,
-            variant=variant,
-            skip_bad=skip_bad,
-            replace=replace,
-            batch=batch,
-            limits=Limits(max_pixels, max_bytes),
-            device=device,
-            signed_by=signed_by,
-        )
-    except KeyboardInterrupt:
-        kept = output.with_name(f"{output.name}.partial")
-        if kept.exists():
-            say(f"What was encoded is kept in {kept}. Go on with: {this_command()}", err=True)
-        raise
-    notes = [f"back end {summary.backend}"]
-    if summary.recall_at_10 is not None:
-        notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")
-        if summary.recall_at_10 < _LOW_RECALL:
-            say(
-                f"Note: {summary.backend} misses more than a tenth of the nearest items. Raise its parameters with --set "
-                "(ef_search of hnsw, probes of ivf), or take --backend flat, which is exact.",
-                err=True,
-            )
-    if summary.resumed:
-        notes.append(f"{summary.resumed:,} done by an interrupted run")
-    if summary.repeated:
-        notes.append(f"{summary.repeated:,} named twice and taken once")
-    for note in summary.left_out:
-        say(note, err=True)
-    if summary.skipped:
-        notes.append(f"{summary.skipped:,} skipped")
-    say(f"Indexed {summary.count:,} items in {summary.seconds:.1f} s ({', '.join(notes)}): {output}")
-
-
-@click.command(
     "search",
     epilog="""\b
 Examples:
@@ -141,6 +44,9 @@ Examples:
 @click.argument("queries", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("-k", default=10, show_default=True, type=click.IntRange(1), help="How many answers per query.")
 @click.option("--candidates", type=click.IntRange(1), help="How many candidates the rescorer is given.")
+@click.option(
+    "--where", metavar="FILTER", help="Only items that match: \"price < 20 and label in ('shoe', 'boot')\"."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @PLUGIN_OPTION
 @_SIGNED
@@ -150,6 +56,7 @@ def search_command(
     queries: tuple[Path, ...],
     k: int,
     candidates: int | None,
+    where: str | None,
     as_json: bool,
     extra: tuple[str, ...],
     device: Any,
@@ -163,7 +70,7 @@ def search_command(
     _refuse_swapped(index, queries)
     with open_index(index, device=device, plugins=extra, signed_by=signed_by) as opened:
         names, encoded = encode_files(opened.bundle, queries)
-        answers = opened.search(encoded, k, candidates=candidates)
+        answers = opened.search(encoded, k, candidates=candidates, where=where)
     if as_json:
         found = [
             {"query": name, "results": [_plain(hit) for hit in hits]}
@@ -280,20 +187,6 @@ def _refuse_swapped(index: Path, queries: tuple[Path, ...]) -> None:
             f"{index} is not an index, and {swapped} is: the index comes first. "
             f"Write: retrieval search {shlex.join([str(swapped), *rest])}"
         )
-
-
-def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """Return `--set m=48` as {"m": 48}: values are JSON where they can be, text otherwise."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        name, sign, value = pair.partition("=")
-        if not sign or not name:
-            raise click.BadParameter(f"'{pair}' is not KEY=VALUE.", param_hint="--set")
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-    return options
 
 
 def _plain(hit: Hit) -> dict[str, Any]:

@@ -68,8 +68,9 @@ def add_sources(
     workers: int | None = None,
     limits: Limits | None = None,
     progress: Progress = True,
+    whole: bool = False,
 ) -> Added:
-    """Embed what sources name and add it; see `LivingIndex.add`."""
+    """Embed what sources name and add it; see `LivingIndex.add`. With `whole`, an image that cannot be used ends it: nothing is kept then."""
     began = time.monotonic()
     batch = at_least_one("batch", batch)
     named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
@@ -83,7 +84,12 @@ def add_sources(
             try:
                 if work.items:
                     encoding = Encoding(
-                        index.bundle, work, batch, workers or os.cpu_count() or 1, limits or Limits(), True
+                        index.bundle,
+                        work,
+                        batch,
+                        workers or os.cpu_count() or 1,
+                        limits or Limits(),
+                        skip_bad or not whole,
                     )
                     sink.items = work.items
                     encoding.encode(sink)

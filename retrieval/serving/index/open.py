@@ -41,7 +41,7 @@ def open_index(
         PluginError: its back end's plugin is not there.
     """
     folder = Path(path)
-    if _format(folder) != FORMAT:
+    if format_of(folder) != FORMAT:
         return FrozenIndex.open(folder, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
     if signed_by is not None:
         raise StoreError(
@@ -51,7 +51,7 @@ def open_index(
     return LivingIndex.open(folder, threads=threads, device=device, plugins=plugins)
 
 
-def _format(folder: Path) -> int | None:
+def format_of(folder: Path) -> int | None:
     """Return the format that an `index.json` names; None where it names none."""
     try:
         with (folder / INDEX).open("rb") as file:

@@ -1,0 +1,61 @@
+"""`retrieval index`: a noun, and verbs after it."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+from retrieval.errors import did_you_mean
+
+COMMANDS = {
+    "create": "index_create:create",
+    "add": "index_items:add",
+    "delete": "index_items:delete",
+    "list": "index_items:list_items",
+    "show": "index_items:show",
+    "check": "index_whole:check",
+    "compact": "index_whole:compact",
+    "migrate": "index_whole:migrate",
+    "rollback": "index_whole:rollback",
+    "snapshot": "index_whole:snapshot",
+    "restore": "index_whole:restore",
+}
+
+
+class _Index(click.Group):
+    """A noun with verbs after it, whose modules are imported when one is called. `retrieval index BUNDLE IMAGES --output INDEX` is `create` in the form that it had before."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of use."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command by name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(f"retrieval.cli.{module}"), name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the verb; anything else begins the earlier form."""
+        word = args[0] if args else ""
+        if word in COMMANDS:
+            return super().resolve_command(ctx, args)
+        if any(each.split("=")[0] in ("--output", "-o") for each in args):
+            from retrieval.cli.index_create import earlier
+
+            return "create", earlier, args
+        raise click.UsageError(
+            f"There is no command 'retrieval index {word}'.{did_you_mean(word, COMMANDS)} "
+            "To make an index: retrieval index create INDEX IMAGES… --bundle BUNDLE",
+            ctx,
+        )
+
+
+@click.group("index", cls=_Index, context_settings={"ignore_unknown_options": True})
+def index() -> None:
+    """Create an index, and change, look through, move and repair it while it is searched."""

@@ -1,0 +1,130 @@
+"""What the commands `retrieval index …` have in common: arguments, options, and opening a living index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from retrieval.cli.plugins import PLUGIN_OPTION
+from retrieval.cli.types import Bytes, Choice, Pixels
+from retrieval.errors import StoreError
+
+if TYPE_CHECKING:
+    from retrieval.serving.index.living import LivingIndex
+
+_DEVICE = Choice(["auto", "cpu", "cuda"])
+_KEEP = Choice(["reference", "copy", "thumbnail", "nothing"])
+
+INDEX = click.argument("path", metavar="INDEX", type=click.Path(path_type=Path))
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+WHERE = click.option(
+    "--where", metavar="FILTER", help="Only items that match: \"price < 20 and label in ('shoe', 'boot')\"."
+)
+SIGNED = click.option(
+    "--require-signature",
+    "signed_by",
+    type=click.Path(path_type=Path),
+    metavar="PUBLIC_KEY",
+    help="Refuse a bundle that the holder of this key did not sign (retrieval sign).",
+)
+
+
+def embedding(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of everything that embeds images."""
+    for option in reversed(
+        [
+            click.option(
+                "--skip-bad", is_flag=True, help="Leave out images that cannot be used; each is reported."
+            ),
+            click.option(
+                "--batch",
+                default=32,
+                show_default=True,
+                type=click.IntRange(1),
+                help="Items encoded at once.",
+            ),
+            click.option(
+                "--max-pixels", default="25M", show_default=True, type=Pixels(), help="Largest image."
+            ),
+            click.option(
+                "--max-bytes", default="20MB", show_default=True, type=Bytes(), help="Largest file."
+            ),
+            click.option(
+                "--keep",
+                default="reference",
+                show_default=True,
+                type=_KEEP,
+                help="What the index keeps of originals.",
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def creating(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of making an index."""
+    for option in reversed(
+        [
+            click.option(
+                "--backend",
+                default="auto",
+                show_default=True,
+                help="auto (by size), flat, hnsw, ivf, or PLUGIN.name.",
+            ),
+            click.option(
+                "--set",
+                "options",
+                multiple=True,
+                metavar="KEY=VALUE",
+                help="A parameter of the back end; repeatable.",
+            ),
+            PLUGIN_OPTION,
+            click.option("--variant", help="Encode with this variant of the bundle's encoder, such as int8."),
+            click.option("--replace", is_flag=True, help="Put the new index in the place of an older one."),
+            SIGNED,
+            click.option(
+                "--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs."
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def opened_index(path: Path) -> LivingIndex:
+    """Open a living index.
+
+    Raises:
+        StoreError: it is none; of a folder of format 1 the sentence says how to lift it.
+    """
+    quiet_threads()
+    from retrieval.serving.index.living import LivingIndex
+
+    return LivingIndex.open(living(path))
+
+
+def living(path: Path) -> Path:
+    """Return the folder of a living index; see `opened_index`."""
+    from retrieval.serving.files.places import instead
+    from retrieval.serving.index.open import format_of
+    from retrieval.serving.local.create import FORMAT
+
+    found = format_of(path)
+    if found == 1:
+        raise StoreError(
+            f"{path} is an index of format 1, which never changes. Lift it to the living format: retrieval index migrate {path}"
+        )
+    if found != FORMAT:
+        raise StoreError(f"{path} is not an index.{instead(path, 'index')}")
+    return path
+
+
+def quiet_threads() -> None:
+    """Keep FAISS and ONNX Runtime from spinning; before either is imported."""
+    from retrieval.serving.runtime import quiet_threads as quiet
+
+    quiet()

@@ -1,0 +1,146 @@
+"""`retrieval index create`, and its earlier form."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+
+from retrieval.cli import say
+from retrieval.cli.again import this_command
+from retrieval.cli.index_common import INDEX, creating, embedding, quiet_threads
+
+
+@click.command(
+    "create",
+    epilog="""\b
+Examples:
+  retrieval index create photos.index photos/ --bundle demo/bundle
+  retrieval index create photos.index photos/ --model core.efficientnet_lite0
+  retrieval index create items.index items.csv --bundle demo/bundle --backend hnsw --set m=48 --skip-bad
+""",
+)
+@INDEX
+@click.argument("images", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--bundle",
+    type=click.Path(path_type=Path),
+    help="What embeds the images: a folder that retrieval export wrote.",
+)
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="Instead of a bundle: a pretrained backbone, such as core.efficientnet_lite0.",
+)
+@click.option(
+    "--whiten/--no-whiten", default=False, help="With --model: whiten its features by the photos themselves."
+)
+@creating
+@embedding
+def create(
+    path: Path, images: tuple[Path, ...], bundle: Path | None, model: str | None, whiten: bool, **given: Any
+) -> None:
+    """Create INDEX from IMAGES, with the vectors that a bundle or a pretrained model gives.
+
+    IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and 'label', 'key', and
+    any others, kept as metadata), or .npz files with 'features' for a bundle of features; without any, the index is empty. An
+    interrupted run goes on where it stopped when the command is repeated.
+    """
+    if (bundle is None) == (model is None):
+        raise click.UsageError("Name what embeds the images: either --bundle BUNDLE or --model NAME.")
+    if model is not None and not images:
+        raise click.UsageError("A model is verified on photos: name some.")
+    if model is None:
+        assert bundle is not None
+        _create(path, images, bundle, **given)
+        return
+    made = path.absolute().with_name(f".{path.name}.bundle")
+    if not made.is_dir():
+        from retrieval.export.export_backbone import export_backbone
+
+        export_backbone(
+            model,
+            made,
+            whiten=images if whiten else (),
+            photos=() if whiten else images,
+            plugins=given["extra"],
+        )
+    _create(path, images, made, **given)
+    shutil.rmtree(made, ignore_errors=True)  # the index has its own copy
+
+
+@click.command("create", hidden=True)
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    "-o",
+    "path",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder to write; must not exist.",
+)
+@creating
+@embedding
+def earlier(path: Path, images: tuple[Path, ...], bundle: Path, **given: Any) -> None:
+    """Create an index, in the form of the command that it had before: retrieval index BUNDLE IMAGES --output INDEX."""
+    _create(path, images, bundle, **given)
+
+
+def _create(
+    path: Path,
+    images: tuple[Path, ...],
+    bundle: Path,
+    *,
+    options: tuple[str, ...],
+    extra: tuple[str, ...],
+    max_pixels: int,
+    max_bytes: int,
+    **given: Any,
+) -> None:
+    quiet_threads()
+    from retrieval.serving.images import Limits
+    from retrieval.serving.index.creating import create_index
+
+    try:
+        summary = create_index(
+            path,
+            bundle,
+            images,
+            options=options_of(options),
+            plugins=extra,
+            limits=Limits(max_pixels, max_bytes),
+            **given,
+        )
+    except KeyboardInterrupt:
+        kept = path.with_name(f"{path.name}.partial")
+        if kept.exists():
+            say(f"What was encoded is kept in {kept}. Go on with: {this_command()}", err=True)
+        raise
+    notes = [f"back end {summary.backend}"]
+    if summary.resumed:
+        notes.append(f"{summary.resumed:,} done by an interrupted run")
+    if summary.repeated:
+        notes.append(f"{summary.repeated:,} named twice and taken once")
+    for note in summary.left_out:
+        say(note, err=True)
+    if summary.skipped:
+        notes.append(f"{summary.skipped:,} skipped")
+    say(f"Indexed {summary.count:,} items in {summary.seconds:.1f} s ({', '.join(notes)}): {path}")
+
+
+def options_of(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Return `--set m=48` as {"m": 48}: values are JSON where they can be, text otherwise."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign or not name:
+            raise click.BadParameter(f"'{pair}' is not KEY=VALUE.", param_hint="--set")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options

@@ -1,0 +1,168 @@
+"""`retrieval index add`, `delete`, `list` and `show`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from retrieval.cli import say, say_json
+from retrieval.cli.index_common import INDEX, JSON, WHERE, embedding, opened_index
+from retrieval.errors import StoreError
+
+if TYPE_CHECKING:
+    from retrieval.serving.stores.contract import Item
+
+_PAGE = 1000
+
+
+@click.command(
+    "add",
+    epilog="""\b
+Examples:
+  retrieval index add photos.index new/
+  retrieval index add photos.index photos/ --sync
+""",
+)
+@INDEX
+@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--sync", is_flag=True, help="Make the index equal to IMAGES: what they do not name is deleted."
+)
+@JSON
+@embedding
+def add(
+    path: Path,
+    images: tuple[Path, ...],
+    sync: bool,
+    as_json: bool,
+    max_pixels: int,
+    max_bytes: int,
+    **given: Any,
+) -> None:
+    """Embed IMAGES and add them to INDEX; what is there and has not changed is passed over.
+
+    Searches go on meanwhile. What was added is on the disk from second to second: after an interruption or a kill the same
+    command goes on where it stopped.
+    """
+    from retrieval.serving.images import Limits
+
+    with opened_index(path) as opened:
+        added = opened.add(list(images), sync=sync, limits=Limits(max_pixels, max_bytes), **given)
+    if as_json:
+        figures = {
+            name: getattr(added, name)
+            for name in ("added", "changed", "unchanged", "removed", "repeated", "seconds")
+        }
+        say_json({**figures, "skipped": list(added.skipped), "left_out": list(added.left_out)})
+        return
+    for note in added.left_out:
+        say(note, err=True)
+    parts = [f"{added.added:,} added"]
+    for name in ("changed", "unchanged", "removed", "repeated"):
+        if count := getattr(added, name):
+            parts.append(f"{count:,} {name}")
+    if added.skipped:
+        parts.append(f"{len(added.skipped):,} skipped")
+    say(f"{path}: {', '.join(parts)} in {added.seconds:.1f} s.")
+
+
+@click.command("delete")
+@INDEX
+@click.argument("ids", nargs=-1)
+@WHERE
+@JSON
+def delete(path: Path, ids: tuple[str, ...], where: str | None, as_json: bool) -> None:
+    """Delete items of INDEX by id, or all that match a filter."""
+    if bool(ids) == (where is not None):
+        raise click.UsageError("Name what to delete: either ids or --where FILTER.")
+    with opened_index(path) as opened:
+        count = opened.delete(ids, where=where)
+    if as_json:
+        say_json({"deleted": count})
+    else:
+        say(f"{path}: {count:,} deleted.")
+
+
+@click.command("list")
+@INDEX
+@WHERE
+@click.option("--after", metavar="ID", help="Begin behind this id.")
+@click.option("--limit", default=100, show_default=True, type=click.IntRange(1), help="How many at most.")
+@JSON
+def list_items(path: Path, where: str | None, after: str | None, limit: int, as_json: bool) -> None:
+    """List items of INDEX in the order of their ids."""
+    with opened_index(path) as opened:
+        items: list[Item] = []
+        while len(items) < limit:
+            page = opened.scan(where, after=after, limit=min(_PAGE, limit - len(items)))
+            if not page:
+                break
+            items += page
+            after = page[-1].id
+        total = opened.count(where)
+    if as_json:
+        say_json({"count": total, "items": [_plain(item) for item in items]})
+        return
+    for item in items:
+        details = f"  {json.dumps(dict(item.metadata), ensure_ascii=False)}" if item.metadata else ""
+        say(f"{item.id}  {item.label or ''}{details}".rstrip())
+    if len(items) < total:
+        say(f"{len(items):,} of {total:,} items.", err=True)
+
+
+@click.command("show")
+@INDEX
+@click.argument("id", required=False)
+@JSON
+def show(path: Path, id: str | None, as_json: bool) -> None:
+    """Show what INDEX holds, or one of its items."""
+    with opened_index(path) as opened:
+        if id is not None:
+            item = opened.get(id, arrays=True).get(id)
+            if item is None:
+                raise StoreError(f"{path} has no item '{id}'.")
+            found: dict[str, Any] = _plain(item) | {"vector": item.vector.tolist()}
+        else:
+            stats = opened.stats()
+            found = {
+                "items": stats.count,
+                "bytes": stats.bytes,
+                "generations": [
+                    {
+                        "number": one.number,
+                        "state": one.state,
+                        "bundle": one.bundle,
+                        "variant": one.variant,
+                        "numbers": dict(one.widths),
+                    }
+                    for one in stats.generations
+                ],
+                **stats.details,
+            }
+    if as_json:
+        say_json(found)
+        return
+    for name, value in found.items():
+        if isinstance(value, list) and name != "vector":
+            say(f"{name}:")
+            for one in value:
+                say(f"  {', '.join(f'{key} {part}' for key, part in one.items() if part is not None)}")
+        else:
+            text = f"{len(value)} numbers" if name == "vector" else value
+            say(f"{name}: {text:,}" if isinstance(text, int) else f"{name}: {text}")
+
+
+def _plain(item: Item) -> dict[str, Any]:
+    return {
+        "id": item.id,
+        "label": item.label,
+        "metadata": dict(item.metadata),
+        "path": None if item.path is None else str(item.path),
+        "keep": item.keep,
+        "bytes": item.bytes,
+        "width": item.width,
+        "height": item.height,
+    }

@@ -1,0 +1,117 @@
+"""Commands on an index as a whole: `check`, `compact`, `migrate`, `rollback`, `snapshot` and `restore`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from retrieval.cli import say, say_json
+from retrieval.cli.index_common import INDEX, JSON, living, opened_index, quiet_threads
+from retrieval.errors import StoreError, listed
+
+
+@click.command("check")
+@INDEX
+@JSON
+def check(path: Path, as_json: bool) -> None:
+    """Compare every file of INDEX with its checksums, and all parts with each other."""
+    from retrieval.serving.index.checking import check_index
+
+    damaged, rebuilt = check_index(path)
+    if as_json:
+        say_json({"damaged": damaged, "rebuilt": rebuilt})
+        if damaged:
+            raise SystemExit(2)
+        return
+    for note in rebuilt:
+        say(note, err=True)
+    if damaged:
+        raise StoreError(
+            listed(f"{path} is damaged", damaged)
+            + "\nRestore it from a snapshot: retrieval index restore SNAPSHOT INDEX"
+        )
+    say(f"{path} is whole.")
+
+
+@click.command("compact")
+@INDEX
+def compact(path: Path) -> None:
+    """Merge the segments of INDEX, drop what was deleted, and give the room back."""
+    quiet_threads()
+    from retrieval.serving.local.store import LocalStore
+    from retrieval.serving.progress import Meter
+
+    with (
+        LocalStore(living(path), upkeep=False) as store,
+        Meter("compacting", store.count(), "items") as meter,
+    ):
+        before = store.stats().bytes or 0
+        store.compact(lambda done, total: meter.reach(done, total, "compacting"))
+        after = store.stats().bytes or 0
+    say(f"{path}: {before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now.")
+
+
+@click.command("migrate")
+@INDEX
+@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.option("--skip-bad", is_flag=True, help="Leave out items whose original is gone or cannot be used.")
+@click.option(
+    "--drop-old", is_flag=True, help="Delete generations that are not served; without BUNDLE, only that."
+)
+def migrate(path: Path, bundle: Path | None, skip_bad: bool, drop_old: bool) -> None:
+    """Embed the items of INDEX with another BUNDLE, then serve that. Without BUNDLE: lift a folder of format 1.
+
+    Searches go on with the old vectors until all new ones are there; old and new never mix. The old generation is kept for
+    'retrieval index rollback' until --drop-old. After an interruption or a kill the same command goes on.
+    """
+    quiet_threads()
+    from retrieval.serving.index.migrating import lift
+    from retrieval.serving.index.open import format_of
+
+    if bundle is None and format_of(path) == 1:
+        say(f"{path}: {lift(path):,} items are in the living format now.")
+        return
+    with opened_index(path) as opened:
+        if bundle is None and not drop_old:
+            raise click.UsageError("Name the bundle to migrate to.")
+        if bundle is not None:
+            done = opened.migrate(bundle, skip_bad=skip_bad)
+            for fault in done.skipped:
+                say(f"skipped: {fault}", err=True)
+            say(f"{path}: {done.embedded:,} items embedded; generation {done.generation.number} is served.")
+        if drop_old:
+            say(f"{path}: {opened.drop_old():,} older generations deleted.")
+
+
+@click.command("rollback")
+@INDEX
+def rollback(path: Path) -> None:
+    """Serve the generation of INDEX that was served before the last migration; items that came since are embedded for it first."""
+    quiet_threads()
+    with opened_index(path) as opened:
+        done = opened.rollback()
+    say(
+        f"{path}: generation {done.generation.number} is served again; {done.embedded:,} items were embedded for it."
+    )
+
+
+@click.command("snapshot")
+@INDEX
+@click.argument("target", type=click.Path(path_type=Path))
+def snapshot(path: Path, target: Path) -> None:
+    """Copy one moment of INDEX to the new folder TARGET, while it is searched and written to; TARGET opens as an index."""
+    with opened_index(path) as opened:
+        opened.snapshot(target)
+    say(f"Wrote {target}")
+
+
+@click.command("restore")
+@click.argument("source", metavar="SNAPSHOT", type=click.Path(path_type=Path))
+@INDEX
+def restore(source: Path, path: Path) -> None:
+    """Look through SNAPSHOT, and copy it to the new folder INDEX."""
+    from retrieval.serving.index.checking import restore as copy
+
+    copy(living(source), path)
+    say(f"Restored {path}")

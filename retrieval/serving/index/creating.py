@@ -1,0 +1,136 @@
+"""Create a living index: embed, add, and put it in place whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from retrieval.errors import DataError, StoreError, at_least_one
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.files.locks import hold
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.images import Limits
+from retrieval.serving.index.adding import Added, add_sources
+from retrieval.serving.index.backends import choose, make_backend, short_name
+from retrieval.serving.index.built import remember
+from retrieval.serving.index.collection import Collection, identity
+from retrieval.serving.index.files import put_in_place, refuse_existing
+from retrieval.serving.index.summary import Summary
+from retrieval.serving.local.create import create_local
+from retrieval.serving.local.store import LocalStore
+from retrieval.serving.local.structures import Wanted
+from retrieval.serving.progress import Meter, Progress, showing
+from retrieval.serving.sessions import Device
+from retrieval.serving.stores.contract import Keep, spans_of, widths_of
+
+
+def create_index(
+    output: StrPath,
+    bundle: StrPath | Bundle,
+    sources: StrPath | Sequence[StrPath] = (),
+    *,
+    backend: str = "auto",
+    options: Mapping[str, Any] | None = None,
+    plugins: Sequence[str] = (),
+    variant: str | None = None,
+    keep: Keep = "reference",
+    skip_bad: bool = False,
+    replace: bool = False,
+    batch: int = 32,
+    workers: int | None = None,
+    limits: Limits | None = None,
+    progress: Progress = True,
+    device: Device = "auto",
+    signed_by: StrPath | None = None,
+) -> Summary:
+    """Create a living index, with what sources name in it, whole or not at all.
+
+    An interrupted run leaves `<output>.partial`; the same call goes on from there. A failed one leaves nothing.
+
+    Args:
+        output: the folder; its parent must exist.
+        bundle: a bundle, or its folder.
+        sources: one or more files, folders, CSV manifests, or `.npz` features; none makes an empty index.
+        backend: structure of large segments: "auto" (by size), "flat", "hnsw", "ivf", or a plugin's `PLUGIN.name`.
+        options: the back end's parameters.
+        plugins: files or modules to load as plugins besides the installed ones.
+        variant: embed with this variant of the encoder; queries will be, too.
+        keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
+        skip_bad: leave out images that cannot be used, each reported on standard error, instead of refusing all.
+        replace: put the new index in the place of one that is there.
+        batch: items that go through the encoder at once.
+        workers: threads that decode; as many as there are cores by default.
+        limits: the largest images that are decoded.
+        progress: True shows a bar, False nothing; a function is told (what, done, total).
+        device: of the encoder: "auto", "cpu" or "cuda".
+        signed_by: a public key's file; a bundle that its holder did not sign is refused.
+
+    Raises:
+        DataError: images that cannot be used, or an id twice: all are found, the first ten named.
+        StoreError: the output exists, another process is creating it, or it cannot be written.
+        BundleError: the bundle cannot be used.
+        PluginError: the back end does not exist, or refuses its parameters.
+    """
+    began = time.monotonic()
+    batch = at_least_one("batch", batch)
+    target = Path(output).absolute()
+    refuse_existing(target, replace)
+    if backend != "auto":
+        make_backend(backend, options or {}, plugins)  # a misspelt name must not cost an hour first
+    elif options:
+        raise DataError("Parameters of a back end need its name: pass --backend with --set.")
+    opened = (
+        bundle
+        if isinstance(bundle, Bundle)
+        else Bundle.open(bundle, variant=variant, device=device, signed_by=signed_by)
+    )
+    named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
+    wanted = Wanted(backend if backend == "auto" else short_name(backend), dict(options or {}))
+    with showing(progress), hold(target, "building this index", StoreError):
+        refuse_existing(target, replace)  # again: who held it until now may have made it
+        partial = target.with_name(f"{target.name}.partial")
+        try:
+            store = _begun(partial, opened, wanted, keep, plugins)
+            with Collection(partial, store, device=device) as index:
+                before = len(index)
+                added = Added()
+                if named:
+                    added = add_sources(
+                        index, named, keep=keep, skip_bad=skip_bad, whole=True, sync=True, batch=batch, workers=workers, limits=limits
+                    )  # fmt: skip
+                with Meter("indexing", len(index), "items") as meter:
+                    store.compact(lambda done, total: meter.reach(done, total, "indexing"))
+                count = len(index)
+            put_in_place(partial, target, replace=replace)
+        except Exception:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        with suppress(OSError):
+            remember(identity(target))
+    width = max(stop - start for start, stop in spans_of(opened))
+    name = choose(count, width) if wanted.backend == "auto" else wanted.backend
+    seconds = time.monotonic() - began
+    return Summary(
+        target, count, len(added.skipped), added.repeated, before, name, None, seconds, added.left_out
+    )
+
+
+def _begun(partial: Path, bundle: Bundle, wanted: Wanted, keep: Keep, plugins: Sequence[str]) -> LocalStore:
+    """Return the store of an interrupted run of the same work, or an empty one."""
+    with suppress(StoreError, OSError):
+        store = LocalStore(partial, plugins=plugins, upkeep=False)
+        served = next(one for one in store.generations() if one.state == "served")
+        if (served.bundle, served.variant, store.home.structure()) == (bundle.sha256, bundle.variant, wanted):
+            return store
+        store.close()
+    if partial.is_dir():
+        shutil.rmtree(partial)
+    else:
+        partial.unlink(missing_ok=True)
+    create_local(partial, bundle, widths_of(bundle), structure=wanted, keep=keep)
+    return LocalStore(partial, plugins=plugins, upkeep=False)
