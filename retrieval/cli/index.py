@@ -56,6 +56,16 @@ class _Index(click.Group):
         )
 
 
-@click.group("index", cls=_Index, context_settings={"ignore_unknown_options": True})
+@click.group(
+    "index",
+    cls=_Index,
+    context_settings={"ignore_unknown_options": True},
+    epilog="""\b
+Examples:
+  retrieval index create photos.index photos/ --bundle demo/bundle
+  retrieval index add photos.index photos/ --sync
+  retrieval index migrate photos.index better.bundle
+""",
+)
 def index() -> None:
     """Create an index, and change, look through, move and repair it while it is searched."""

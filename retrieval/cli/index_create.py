@@ -13,6 +13,8 @@ from retrieval.cli import say
 from retrieval.cli.again import this_command
 from retrieval.cli.index_common import INDEX, creating, embedding, quiet_threads
 
+_LOW_RECALL = 0.9
+
 
 @click.command(
     "create",
@@ -104,6 +106,7 @@ def _create(
     quiet_threads()
     from retrieval.serving.images import Limits
     from retrieval.serving.index.creating import create_index
+    from retrieval.serving.local.structures import LEAST
 
     try:
         summary = create_index(
@@ -121,6 +124,17 @@ def _create(
             say(f"What was encoded is kept in {kept}. Go on with: {this_command()}", err=True)
         raise
     notes = [f"back end {summary.backend}"]
+    asked = given["backend"].removeprefix("core.")
+    if asked not in ("auto", summary.backend):
+        notes[0] += f"; {asked} from {LEAST:,} items in a segment on"
+    if summary.recall_at_10 is not None:
+        notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")
+        if summary.recall_at_10 < _LOW_RECALL:
+            say(
+                f"Note: {summary.backend} misses more than a tenth of the nearest items. Raise its parameters with --set "
+                "(ef_search of hnsw, probes of ivf), or take --backend flat, which is exact.",
+                err=True,
+            )
     if summary.resumed:
         notes.append(f"{summary.resumed:,} done by an interrupted run")
     if summary.repeated:

@@ -37,7 +37,7 @@ def test_index_search_and_their_errors(retrieval, makers, bundle_path, tmp_path)
     made = retrieval("index", bundle_path, "photos", "--output", "i", "--backend", "hnsw", "--set", "m=16")
     assert made.returncode == 0, made.stderr
     assert re.search(
-        r"Indexed 60 items in .* \(back end hnsw, recall@10 [01]\.\d+ against exact search\): i", made.stdout
+        r"Indexed 60 items in .* \(back end flat; hnsw from 20,000 items in a segment on\): i", made.stdout
     )
     found = retrieval("search", "i", "photos/3/0003.png", "photos/0/0000.png", "-k", "3")
     assert found.returncode == 0, found.stderr
@@ -67,7 +67,7 @@ def test_index_search_and_their_errors(retrieval, makers, bundle_path, tmp_path)
             ("search", "photos/3/0003.png", "i"),
             "the index comes first. Write: retrieval search i photos/3/0003.png",
         ),
-        (("index", "i", "photos", "--output", "j"), "It is an index; the bundle in it is i/bundle."),
+        (("index", "i", "photos", "--output", "j"), "The bundles that embedded its items lie in i/bundles."),
         (("index", bundle_path, "photos", "--output", "j", "--max-bytes", "100B"), "the limit is 100"),
         (("index", bundle_path, "photos", "--output", "j", "--device", "gpu"), "Did you mean 'cuda'?"),
         (("search", "i", "photos/3/0003.png", "--device", "gpu"), "Did you mean 'cuda'?"),

@@ -80,19 +80,17 @@ def add_sources(
         total = Added(repeated=found.repeated, left_out=found.left_out)
         for attempt in range(_TRIES):
             work, there = _changes(index, found)
-            sink = _Sink(index, index.bundle, keep)
+            sink = _Sink(index, index.bundle, keep, work.items)
+            encoding = Encoding(
+                index.bundle,
+                work,
+                batch,
+                workers or os.cpu_count() or 1,
+                limits or Limits(),
+                skip_bad or not whole,
+            )
             try:
-                if work.items:
-                    encoding = Encoding(
-                        index.bundle,
-                        work,
-                        batch,
-                        workers or os.cpu_count() or 1,
-                        limits or Limits(),
-                        skip_bad or not whole,
-                    )
-                    sink.items = work.items
-                    encoding.encode(sink)
+                sink.fill(encoding)
                 break
             except Superseded:  # another generation is served since: what is left is embedded for that
                 if attempt == _TRIES - 1:
@@ -101,9 +99,7 @@ def add_sources(
             finally:
                 total = replace(total, added=total.added + sink.added, changed=total.changed + sink.changed)
         changed, unchanged = _relabel(index, there)
-        removed = 0
-        if sync and not sink.faults:
-            removed = _remove_others(index, {item.key for item in found.items})
+        removed = _remove_others(index, {item.key for item in found.items}) if sync and not sink.faults else 0
     if sink.faults and not skip_bad:
         raise DataError(
             listed(f"{len(sink.faults):,} of {len(found.items):,} items cannot be used", sink.faults)
@@ -191,7 +187,7 @@ class _Sink:
     index: Collection
     bundle: Bundle
     keep: Keep
-    items: Sequence[Source] = ()
+    items: Sequence[Source]
     faults: list[str] = field(default_factory=list)
     added: int = 0
     changed: int = 0
@@ -199,6 +195,15 @@ class _Sink:
     _at: int = 0
     _waiting: list[Item] = field(default_factory=list)
     _since: float = field(default_factory=time.monotonic)
+
+    def fill(self, encoding: Encoding) -> None:
+        """Encode all items; interrupted, what was encoded is written."""
+        try:
+            if self.items:
+                encoding.encode(self)
+        except KeyboardInterrupt:
+            self.sync()
+            raise
 
     def append(self, entries: Sequence[Done], arrays: dict[str, NDArray[np.float32]]) -> None:
         """Take entries in the order of the items, and the arrays of those without a fault."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import time
@@ -16,7 +17,7 @@ from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, add_sources
-from retrieval.serving.index.backends import choose, make_backend, short_name
+from retrieval.serving.index.backends import make_backend, short_name
 from retrieval.serving.index.built import remember
 from retrieval.serving.index.collection import Collection, identity
 from retrieval.serving.index.files import put_in_place, refuse_existing
@@ -26,7 +27,7 @@ from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.sessions import Device
-from retrieval.serving.stores.contract import Keep, spans_of, widths_of
+from retrieval.serving.stores.contract import Keep, widths_of
 
 
 def create_index(
@@ -77,46 +78,62 @@ def create_index(
         PluginError: the back end does not exist, or refuses its parameters.
     """
     began = time.monotonic()
-    batch = at_least_one("batch", batch)
     target = Path(output).absolute()
     refuse_existing(target, replace)
-    if backend != "auto":
-        make_backend(backend, options or {}, plugins)  # a misspelt name must not cost an hour first
-    elif options:
-        raise DataError("Parameters of a back end need its name: pass --backend with --set.")
+    wanted = _wanted(backend, options, plugins)
     opened = (
         bundle
         if isinstance(bundle, Bundle)
         else Bundle.open(bundle, variant=variant, device=device, signed_by=signed_by)
     )
-    named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
-    wanted = Wanted(backend if backend == "auto" else short_name(backend), dict(options or {}))
+    adding = {
+        "skip_bad": skip_bad,
+        "batch": at_least_one("batch", batch),
+        "workers": workers,
+        "limits": limits,
+    }
     with showing(progress), hold(target, "building this index", StoreError):
         refuse_existing(target, replace)  # again: who held it until now may have made it
         partial = target.with_name(f"{target.name}.partial")
         try:
             store = _begun(partial, opened, wanted, keep, plugins)
             with Collection(partial, store, device=device) as index:
-                before = len(index)
-                added = Added()
-                if named:
-                    added = add_sources(
-                        index, named, keep=keep, skip_bad=skip_bad, whole=True, sync=True, batch=batch, workers=workers, limits=limits
-                    )  # fmt: skip
-                with Meter("indexing", len(index), "items") as meter:
-                    store.compact(lambda done, total: meter.reach(done, total, "indexing"))
-                count = len(index)
+                summary = _filled(index, store, sources, keep, adding)
             put_in_place(partial, target, replace=replace)
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         with suppress(OSError):
             remember(identity(target))
-    width = max(stop - start for start, stop in spans_of(opened))
-    name = choose(count, width) if wanted.backend == "auto" else wanted.backend
-    seconds = time.monotonic() - began
+    return dataclasses.replace(summary, path=target, seconds=time.monotonic() - began)
+
+
+def _wanted(backend: str, options: Mapping[str, Any] | None, plugins: Sequence[str]) -> Wanted:
+    """Return which structure is meant; a misspelt name must not cost an hour first."""
+    if backend != "auto":
+        make_backend(backend, options or {}, plugins)
+        return Wanted(short_name(backend), dict(options or {}))
+    if options:
+        raise DataError("Parameters of a back end need its name: pass --backend with --set.")
+    return Wanted("auto", {})
+
+
+def _filled(
+    index: Collection,
+    store: LocalStore,
+    sources: StrPath | Sequence[StrPath],
+    keep: Keep,
+    adding: Mapping[str, Any],
+) -> Summary:
+    """Add what sources name, and make one segment of it."""
+    named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
+    before = len(index)
+    added = add_sources(index, named, keep=keep, whole=True, sync=True, **adding) if named else Added()
+    with Meter("indexing", len(index), "items") as meter:
+        store.compact(lambda done, total: meter.reach(done, total, "indexing"))
+    name, recall = store.recall()
     return Summary(
-        target, count, len(added.skipped), added.repeated, before, name, None, seconds, added.left_out
+        index.path, len(index), len(added.skipped), added.repeated, before, name, recall, 0.0, added.left_out
     )
 
 

@@ -123,7 +123,8 @@ def refuse_existing(output: Path, replace: bool) -> None:
         raise StoreError(f"{output} is a file, and an index is a folder. Choose another --output.")
     if not replace:
         raise exists_already(output)
-    if output.is_symlink() or not (output / SUMS).is_file() or not (output / "index.json").is_file():
+    record = any((output / name).is_file() for name in (SUMS, "items.sqlite"))
+    if output.is_symlink() or not record or not (output / "index.json").is_file():
         raise StoreError(
             f"{output} is not an index, so --replace does not touch it. Choose another --output."
         )

@@ -13,6 +13,7 @@ import numpy as np
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import Filter, matches
+from retrieval.serving.index.recall import recall_at_10
 from retrieval.serving.local.conditions import condition_of, refuse_unknown
 from retrieval.serving.local.generation_table import BUNDLES, all_of
 from retrieval.serving.local.generations import Generations
@@ -21,11 +22,20 @@ from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.rows import COLUMNS, from_row
 from retrieval.serving.local.segment import Numbers
 from retrieval.serving.local.snapshot import write_snapshot
-from retrieval.serving.local.structures import Wanted
+from retrieval.serving.local.structures import Structure, Wanted
 from retrieval.serving.local.upkeep import Upkeep
 from retrieval.serving.local.view import ARRAYS, View
 from retrieval.serving.local.writer import Writer
-from retrieval.serving.stores.contract import FEATURES, Floats, Generation, Item, Stats, Store, Superseded
+from retrieval.serving.stores.contract import (
+    FEATURES,
+    VECTOR,
+    Floats,
+    Generation,
+    Item,
+    Stats,
+    Store,
+    Superseded,
+)
 
 _OVER = 8  # times as many as asked for, before a filter is looked up in the whole record
 _SMALL = 20_000  # items, of which a filter is looked up at once
@@ -211,6 +221,25 @@ class LocalStore(Store):
         """Have segments searched with another structure from now on; those that are there get it in the background, or by `compact`."""
         self.writer.restructure(wanted)
         self._tend()
+
+    def recall(self) -> tuple[str, float | None]:
+        """Return the back end of the largest segment, and how often it finds the ten nearest; "flat" and None where search is exact."""
+        with self.home.moment() as (_, view):
+            assert view is not None
+            pieces = [piece for piece in view.pieces if piece.structure is not None]
+        if not pieces:
+            return "flat", None
+        largest = max(pieces, key=lambda piece: len(piece.segment))
+        assert largest.structure is not None
+        said = Structure.parse(largest.said)
+        assert said is not None
+        vectors = largest.segment.arrays[VECTOR]
+        found = [
+            recall_at_10(backend, said.backend, np.ascontiguousarray(vectors[:, start:stop]))
+            for backend, (start, stop) in zip(largest.structure, view.generation.spans, strict=True)
+            if not backend.exact
+        ]
+        return said.backend, min(found, default=None)
 
     def stats(self) -> Stats:
         """Return what the store holds; see `Store`."""
