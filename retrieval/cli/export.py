@@ -62,6 +62,11 @@ _PATH = click.Path(path_type=Path)
     help="Also the encoder in this precision, with its measured drift; repeatable.",
 )
 @click.option(
+    "--split",
+    is_flag=True,
+    help="The encoder as two graphs, backbone and head, so that an index that keeps features changes heads in seconds.",
+)
+@click.option(
     "--allow-drift",
     is_flag=True,
     help="Write a variant even if its vectors' cosine to the encoder's is below 0.99 on average or 0.9 at worst.",

@@ -47,6 +47,7 @@ def export_backbone(
     random_weights: bool = False,
     plugins: Sequence[str] = (),
     variants: VariantName | Sequence[VariantName] = (),
+    split: bool = False,
     allow_drift: bool = False,
     tolerance: float = TOLERANCE,
     opset: int = OPSET,
@@ -71,6 +72,7 @@ def export_backbone(
         random_weights: whether a backbone may be exported whose weights are random: a floor to compare with.
         plugins: further plugin files or modules, as from `--plugin`.
         variants: further precisions of the encoder: "fp16", "int8".
+        split: write the encoder as two graphs, backbone and head, so that features can be kept and other heads applied to them.
         allow_drift: see `export_run`, as the next ones.
         tolerance: likewise.
         opset: likewise.
@@ -115,6 +117,7 @@ def export_backbone(
             name=model,
             calibration=calibration,
             variants=wanted,
+            split=split,
             allow_drift=allow_drift,
             tolerance=tolerance,
             opset=opset,

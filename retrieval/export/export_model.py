@@ -9,24 +9,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 from torch import Tensor
 
 from retrieval.errors import BundleError
-from retrieval.export.checks import candidate_overlap, check_widths, checked_items, input_of, is_normalized
+from retrieval.export.agreed import Graphs, Steps, Told
+from retrieval.export.checks import candidate_overlap, checked_items, input_of, is_normalized
 from retrieval.export.graph import (
     OPSET,
-    Encoder,
     Exporter,
-    Rescorer,
-    Signature,
     check_size,
     ready,
     session,
-    to_onnx,
 )
 from retrieval.export.output import refuse_existing, whole_folder
 from retrieval.export.variants import (
@@ -36,15 +32,8 @@ from retrieval.export.variants import (
     measure,
 )
 from retrieval.export.verify import (
-    Difference,
     Floats,
-    check_order,
-    check_repeatable,
-    compare_encoder,
-    compare_rescorer,
-    likely_cause,
     onnx_outputs,
-    torch_outputs,
 )
 from retrieval.model.contracts import Combiner
 from retrieval.model.model import Model
@@ -54,6 +43,7 @@ from retrieval.serving.manifest import (
     DistanceEntry,
     Manifest,
     RescorerEntry,
+    SplitEntry,
     SubspaceEntry,
     Verified,
     write_manifest,
@@ -61,9 +51,6 @@ from retrieval.serving.manifest import (
 
 TOLERANCE = 1e-4
 """Largest difference between torch and ONNX Runtime that a bundle may have, on vectors of length 1."""
-
-Told = Callable[[str, int, int], None]
-"""Called before each step with what it does, its number from 0, and how many there are."""
 
 _VARIANTS = ("fp16", "int8")
 
@@ -78,6 +65,7 @@ def export_model(
     calibration: NDArray[Any] | None = None,
     codes: Tensor | None = None,
     variants: Sequence[VariantName] = (),
+    split: bool = False,
     allow_drift: bool = False,
     tolerance: float = TOLERANCE,
     evaluation: Mapping[str, float] | None = None,
@@ -103,6 +91,7 @@ def export_model(
         codes: codes (N, C) of more real items, by which the number of candidates is chosen and their overlap with the exhaustive
             ranking measured; by default those of `items`. Of no use with an `exact` combiner.
         variants: further precisions of the encoder: "fp16", "int8".
+        split: write the encoder as two graphs, so that features can be kept and other heads applied to them.
         allow_drift: write a variant even if its vectors are further from the encoder's than `variants.DRIFT`.
         tolerance: see above.
         evaluation: figures for the manifest.
@@ -120,14 +109,23 @@ def export_model(
     items, calibration = _checked(model, items, calibration, labels, variants)
     refuse_existing(Path(output), replace)
     check_size(model)
+    if split and model.preprocessing is None:
+        raise BundleError(
+            "A model of features has no backbone to be split off: its bundle is a head as it is."
+        )
     exact = model.combiner is None or model.combiner.exact
-    steps = _Steps(progress, 2 + (not exact) + len(set(variants)))
+    single = not split or bool(variants)
+    steps = Steps(progress, 1 + single + 2 * split + (not exact) + len(set(variants)))
     with ready(model), whole_folder(Path(output), replace=replace) as folder:
-        export = _Export(model, items, tolerance, opset, exporter, steps)
-        encoder = export.encoder()
-        (folder / "encoder.onnx").write_bytes(encoder)
-        rescore, entry = None, None
+        export = Graphs(model, items, tolerance, opset, exporter, steps)
+        export.check()
+        halves = _write_split(folder, export) if split else None
         largest = export.worst.value
+        encoder = export.encoder() if single else b""
+        if not split:
+            (folder / "encoder.onnx").write_bytes(encoder)
+            largest = export.worst.value
+        rescore, entry = None, None
         if model.combiner is not None and not exact:
             rescore, entry = _write_rescorer(folder, export, model.combiner, codes)
             largest = max(largest, export.worst.value)
@@ -153,6 +151,8 @@ def export_model(
                 "name": name,
                 "opset": opset,
                 **_description(model, items, export.outputs),
+                "encoder": None if split else "encoder.onnx",
+                "split": halves,
                 "rescorer": entry,
                 "variants": made,
                 "verified": Verified(tolerance=tolerance, largest_difference=largest, items=len(items)),
@@ -188,8 +188,17 @@ def _checked(
     return items, calibration
 
 
+def _write_split(folder: Path, export: Graphs) -> SplitEntry:
+    """Write backbone and head; return what the manifest says of them."""
+    backbone, head, features = export.split()
+    entry = SplitEntry(backbone="backbone.onnx", head="head.onnx", features=features)
+    (folder / entry.backbone).write_bytes(backbone)
+    (folder / entry.head).write_bytes(head)
+    return entry
+
+
 def _write_rescorer(
-    folder: Path, export: _Export, combiner: Combiner, codes: Tensor | None
+    folder: Path, export: Graphs, combiner: Combiner, codes: Tensor | None
 ) -> tuple[Callable[[Floats, Floats], Floats], RescorerEntry]:
     """Write the rescorer's graph; return a function that runs it, and what the manifest says of it."""
     graph, rescore = export.rescorer(combiner)
@@ -241,134 +250,6 @@ def _seal(folder: Path, said: Mapping[str, Any]) -> Manifest:
     for variant in (None, *manifest.variants):
         Bundle.open(folder, variant=variant, threads=1, device="cpu")
     return manifest
-
-
-class _Steps:
-    """Counts the steps for whoever shows a bar."""
-
-    def __init__(self, progress: Told | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def next(self, step: str) -> None:
-        """Say what comes now."""
-        if self._progress is not None:
-            self._progress(step, self._done, self._total)
-        self._done += 1
-
-
-class _Export:
-    """One model's graphs, each compared with torch.
-
-    Attributes:
-        outputs: torch's, for all items.
-        worst: the largest difference of the graph that was made last.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        items: NDArray[Any],
-        tolerance: float,
-        opset: int,
-        exporter: Literal["auto"] | Exporter,
-        steps: _Steps,
-    ) -> None:
-        self._module = Encoder(model).eval()
-        self._items = items
-        self._tolerance = tolerance
-        self._opset = opset
-        self._exporters: Sequence[Exporter] = ("dynamo", "torchscript") if exporter == "auto" else (exporter,)
-        self._steps = steps
-        self.outputs = torch_outputs(self._module, items)
-        self.worst = Difference(0.0, "", 0, 0)
-
-    def encoder(self) -> bytes:
-        """Return the encoder's graph."""
-        check_repeatable(self._module, self._items, self.outputs, self._tolerance)
-        vector = self.outputs["vector"]
-        combiner = self._module.model.combiner
-        if combiner is not None:
-            check_widths(combiner, self.outputs)
-            if combiner.exact and combiner.merge == "min":
-                codes = self._codes()
-                check_order(combiner, codes, self.outputs.get("query", vector), vector)
-        signature = Signature(
-            inputs={"input": ("N", *self._items.shape[1:])},
-            outputs={name: ("N", values.shape[1]) for name, values in self.outputs.items()},
-        )
-        example = torch.from_numpy(np.resize(self._items[:2], (2, *self._items.shape[1:])))
-
-        def compare(graph: bytes) -> Difference:
-            return compare_encoder(self.outputs, session(graph), self._items)
-
-        return self._agreed(self._module, (example,), signature, "encoder", compare)
-
-    def rescorer(self, combiner: Combiner) -> tuple[bytes, Callable[[Floats, Floats], Floats]]:
-        """Return the rescorer's graph, and a function that runs it."""
-        codes = self.outputs["code"]
-        module = Rescorer(combiner).eval()
-        width = codes.shape[1]
-        signature = Signature(
-            inputs={"query": ("Q", width), "items": ("N", width)}, outputs={"distance": ("Q", "N")}
-        )
-        example = tuple(torch.from_numpy(np.resize(codes, (rows, width))) for rows in (3, 5))
-
-        def compare(graph: bytes) -> Difference:
-            return compare_rescorer(module, session(graph), codes)
-
-        graph = self._agreed(module, example, signature, "rescorer", compare)
-        opened = session(graph)
-
-        def rescore(query: Floats, items: Floats) -> Floats:
-            distances: Floats = opened.run(["distance"], {"query": query, "items": items})[0]
-            return distances
-
-        return graph, rescore
-
-    def _codes(self) -> Floats:
-        if "code" in self.outputs:
-            return self.outputs["code"]
-        parts = [
-            self._module.model(torch.from_numpy(np.ascontiguousarray(self._items[start : start + 64])))[
-                1
-            ].float()
-            for start in range(0, len(self._items), 64)
-        ]
-        return torch.cat(parts).numpy()
-
-    def _agreed(
-        self,
-        module: torch.nn.Module,
-        example: tuple[torch.Tensor, ...],
-        signature: Signature,
-        what: str,
-        compare: Callable[[bytes], Difference],
-    ) -> bytes:
-        """Return the graph of the first exporter that agrees with torch; the first one's complaint when none does."""
-        complaints: list[BundleError] = []
-        self._steps.next(f"exporting the {what} and comparing it with torch")
-        for exporter in self._exporters:
-            try:
-                proto = to_onnx(module, example, signature, opset=self._opset, exporter=exporter)
-                graph: bytes = proto.SerializeToString()
-                self.worst = compare(graph)
-            except BundleError as fault:
-                complaints.append(fault)
-                continue
-            if self.worst.value <= self._tolerance:
-                return graph
-            complaints.append(BundleError(self._disagreement(what)))
-        raise BundleError(f"The {what} cannot be exported. {complaints[0]}") from complaints[0]
-
-    def _disagreement(self, what: str) -> str:
-        worst = self.worst
-        if what == "encoder":
-            where = f"in '{worst.output}' of item {worst.item}, in a batch of {worst.batch}"
-            cause = likely_cause(self._module)
-        else:
-            where = f"in the distance to item {worst.item}, with {worst.batch} queries at once"
-            cause = "compute_mat may depend on how many queries or items it is given."
-        return f"torch and ONNX Runtime disagree by {worst.value:.2g} {where}; the tolerance is {self._tolerance:g}. {cause}"
 
 
 def bundle_versions() -> dict[str, str]:

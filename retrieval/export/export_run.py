@@ -33,6 +33,7 @@ def export_run(
     output: StrPath | None = None,
     *,
     variants: VariantName | Sequence[VariantName] = (),
+    split: bool = False,
     allow_drift: bool = False,
     tolerance: float = TOLERANCE,
     opset: int = OPSET,
@@ -46,6 +47,7 @@ def export_run(
         run: a run, or its folder; with the few inputs that it keeps, where its data are gone.
         output: folder to make; by default `bundle` in the run's folder.
         variants: further precisions of the encoder: "fp16", "int8".
+        split: write the encoder as two graphs, backbone and head, so that features can be kept and other heads applied to them.
         allow_drift: write a variant even if its vectors are further from the encoder's than `variants.DRIFT`.
         tolerance: largest difference between torch and ONNX Runtime, on vectors of length 1.
         opset: version of ONNX's operators.
@@ -81,6 +83,7 @@ def export_run(
             if run.model.combiner is None or run.model.combiner.exact
             else ItemCodes(run, torch.device("cpu"))(spread(splits.held_out, MANY)),
             variants=wanted,
+            split=split,
             allow_drift=allow_drift,
             tolerance=tolerance,
             evaluation=_evaluation(run.path),

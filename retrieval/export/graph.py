@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from retrieval.errors import BundleError
-from retrieval.model.contracts import Combiner
+from retrieval.model.contracts import Backbone, Combiner
 from retrieval.model.model import Model
 
 Exporter = Literal["dynamo", "torchscript"]
@@ -56,6 +56,31 @@ class Encoder(nn.Module):
         if "code" in self.names:
             outputs.append(codes)
         return tuple(output.float() for output in outputs)
+
+
+class FeatureEncoder(Encoder):
+    """A model's backbone as a graph of its own: raw inputs to "features" (N, F)."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(Model(model.backbone, nn.Identity()))
+        self.names = ["features"]
+
+
+class _Given(Backbone):
+    """Features that are there already."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.features = features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` (B, F)."""
+        return x
+
+
+def head_encoder(model: Model) -> Encoder:
+    """Return what a model does with features: the encoder of a model that takes them."""
+    return Encoder(Model(_Given(model.backbone.features), model.head, model.combiner))
 
 
 class Rescorer(nn.Module):

@@ -20,17 +20,17 @@ from retrieval.serving.files.snapshot import Held, Snapshot, Watch, close_all
 from retrieval.serving.images import decode, from_array
 from retrieval.serving.manifest import (
     FILE,
+    Input,
     Manifest,
     hold_files,
     manifest_text,
     opened_whole,
     parse_manifest,
 )
-from retrieval.serving.progress import Meter, Progress, showing
+from retrieval.serving.progress import Progress, showing
+from retrieval.serving.running import Floats, Runs, checked_inputs, decoded, parts_of, run_batches
 from retrieval.serving.sessions import Device, Sessions
-from retrieval.serving.threads import ahead
 
-Floats = NDArray[np.float32]
 ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image | NDArray[Any]"
 
 
@@ -203,30 +203,72 @@ class Bundle:
         Raises:
             DataError: the inputs have another shape or type, hold NaN or infinity, or the encoder's output does.
         """
-        inputs, batch = self._checked(inputs), at_least_one("batch", batch)
-        return self._encode(
-            (inputs[start : start + batch] for start in range(0, len(inputs), batch)), len(inputs)
-        )
+        inputs = checked_inputs(inputs, self.manifest.input, self.path)
+        return self._encode(parts_of(inputs, at_least_one("batch", batch)), len(inputs))
 
-    def _encode(self, batches: Iterator[NDArray[Any]], count: int) -> Encoded:
-        """Run the encoder on checked batches that hold `count` items together."""
+    def _encode(self, batches: Iterator[NDArray[Any]], count: int, graph: Runs | None = None) -> Encoded:
+        """Run the encoder, or a part of it, on checked batches that hold `count` items together."""
         widths = {"vector": self.manifest.vector}
         if self.manifest.query_vectors:
             widths["query"] = self.manifest.vector
         if self.has_code:
             widths["code"] = self.manifest.code or 0
-        out = {name: np.empty((count, width), dtype=np.float32) for name, width in widths.items()}
-        start = 0
-        for part in batches:
-            feeds = {"input": np.ascontiguousarray(part)}
-            for name, values in zip(out, self._sessions.encoder(list(out), feeds), strict=True):
-                out[name][start : start + len(part)] = values
-            start += len(part)
-        for name, values in out.items():
-            if not np.isfinite(values).all():
-                row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
-                raise DataError(f"The encoder gives NaN or infinity in '{name}' for item {row} of the batch.")
+        out = run_batches(graph or self._sessions.encoder, widths, batches, count)
         return Encoded(out["vector"], out.get("query", out["vector"]), out.get("code"), self.sha256)
+
+    @property
+    def backbone_sha256(self) -> str | None:
+        """A SHA-256 of a split encoder's backbone: its graph and weights, and the preprocessing before it. Bundles with the same one give
+        the same features of an image. None where the encoder is one graph, and for variants.
+        """
+        return None if self._sessions.split is None else self.manifest.backbone_sha256
+
+    def features(self, inputs: NDArray[Any], *, batch: int = 32) -> Floats:
+        """Return what the head takes, features (N, F): the backbone's; of a bundle that takes features the inputs themselves.
+
+        Args:
+            inputs: as `encode` takes them.
+            batch: how many items go through at once.
+
+        Raises:
+            BundleError: the encoder is one graph.
+            DataError: see `encode`.
+        """
+        inputs = checked_inputs(inputs, self.manifest.input, self.path)
+        if self.manifest.input.kind == "features":
+            return inputs
+        backbone, width, _ = self._split()
+        parts = parts_of(inputs, at_least_one("batch", batch))
+        return run_batches(backbone, {"features": width}, parts, len(inputs), "backbone")["features"]
+
+    def encode_features(self, features: NDArray[Any], *, batch: int = 32) -> Encoded:
+        """Run the head on features that were kept: `encode(x)` is `encode_features(features(x))`.
+
+        Another bundle's head may be applied to them where its `backbone_sha256` is the same; a bundle of features is a head as a whole.
+
+        Args:
+            features: real numbers (N, F).
+            batch: how many items go through at once.
+
+        Raises:
+            BundleError: the encoder is one graph.
+            DataError: features of another width, NaN or infinity; or the head gives them.
+        """
+        if self.manifest.input.kind == "features":
+            return self.encode(features, batch=batch)
+        _, width, head = self._split()
+        taken = Input(kind="features", dtype="float32", shape=(width,))
+        kept = checked_inputs(features, taken, self.path)
+        return self._encode(parts_of(kept, at_least_one("batch", batch)), len(kept), head)
+
+    def _split(self) -> tuple[Runs, int, Runs]:
+        """Return the backbone, the width of its features, and the head."""
+        sessions, said = self._sessions.split, self.manifest.split
+        if sessions is None or said is None:
+            why = f"runs its variant '{self.variant}'" if said else "has an encoder of one graph"
+            advice = "Open it without a variant." if said else "Export it with --split."
+            raise BundleError(f"The bundle {self.path} {why}: features are not to be had. {advice}")
+        return sessions.backbone, said.features, sessions.head
 
     def encode_image(self, image: ImageLike) -> Encoded:
         """Decode, preprocess and encode one image.
@@ -286,37 +328,17 @@ class Bundle:
         Raises:
             DataError: see `encode_images`.
         """
-        if batch < 1:
-            raise DataError(f"A batch has at least 1 image, not {batch}.")
+        batch = at_least_one("batch", batch)
 
-        def pixels(numbered: tuple[int, ImageLike]) -> NDArray[np.uint8]:
-            number, image = numbered
-            try:
-                if not is_image(image):
-                    raise DataError(
-                        f"an image is a path, bytes, a Pillow image or uint8 pixels, not an object of type {type(image).__name__}."
-                    )
-                return self.preprocess(image)
-            except DataError as fault:
-                raise DataError(f"{name}[{number}]: {fault}") from fault
-
-        def batches() -> Iterator[NDArray[np.uint8]]:
-            workers = threads or os.cpu_count() or 1
-            made = ahead(pixels, enumerate(images), workers=workers, most=2 * batch)
-            with Meter("encoding", len(images), "images") as meter:
-                waiting = []
-                for one in made:
-                    waiting.append(one)
-                    if len(waiting) == batch:
-                        yield np.stack(waiting)
-                        meter.update(batch)
-                        waiting = []
-                if waiting:
-                    yield np.stack(waiting)
-                    meter.update(len(waiting))
+        def pixels(image: ImageLike) -> NDArray[np.uint8]:
+            if not is_image(image):
+                raise DataError(
+                    f"an image is a path, bytes, a Pillow image or uint8 pixels, not an object of type {type(image).__name__}."
+                )
+            return self.preprocess(image)
 
         with showing(progress):
-            return self._encode(batches(), len(images))
+            return self._encode(decoded(images, pixels, batch, threads, name), len(images))
 
     def preprocess(self, image: ImageLike) -> NDArray[np.uint8]:
         """Return one image's pixels (C, H, W), ready for `encode`.
@@ -364,28 +386,6 @@ class Bundle:
     def has_code(self) -> bool:
         """Whether the encoder's output "code" is needed, for a rescorer."""
         return self.manifest.rescorer is not None
-
-    def _checked(self, inputs: NDArray[Any]) -> NDArray[Any]:
-        shape, dtype = self.manifest.input.shape, self.manifest.input.dtype
-        if not isinstance(inputs, np.ndarray):
-            raise DataError("encode takes an array of all inputs; images go to encode_images.")
-        if inputs.ndim != len(shape) + 1 or inputs.shape[1:] != shape:
-            wanted = ", ".join(map(str, shape))
-            raise DataError(
-                f"The bundle {self.path} takes inputs of shape (N, {wanted}), not {inputs.shape}."
-            )
-        if dtype == "uint8":
-            if inputs.dtype != np.uint8:
-                raise DataError(f"The bundle {self.path} takes raw pixels as uint8, not {inputs.dtype}.")
-            return inputs
-        if inputs.dtype.kind not in "fiu":
-            raise DataError(f"The bundle {self.path} takes real numbers, not {inputs.dtype}.")
-        with np.errstate(over="ignore"):
-            values = inputs.astype(np.float32, copy=False)
-        if not np.isfinite(values).all():
-            row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
-            raise DataError(f"Vector {row} holds NaN, infinity or a number beyond float32.")
-        return values
 
 
 def open_bundle(

@@ -109,8 +109,7 @@ class DistanceEntry(Entry):
     Attributes:
         name: of the combiner or of a plain distance, for people.
         exact: True when the Euclidean order of vectors is the distance's order; the reported distance is then measured on the vectors.
-        measure: how it is measured: "euclidean", or "inner", √(2 − 2 p) of the inner product p of query and vector. A bundle that does
-            not say is "euclidean".
+        measure: "euclidean", also of a bundle that does not say; or "inner", √(2 − 2 p) of the inner product p of query and vector.
     """
 
     name: str
@@ -149,6 +148,14 @@ class RescorerEntry(Entry):
     candidates: PositiveInt = 200
     overlap: dict[str, float] | None = None
     items: PositiveInt | None = None
+
+
+class SplitEntry(Entry):
+    """The encoder as two graphs: `backbone`, "input" → "features" (N, `features`); `head`, those as "input" → what an encoder gives."""
+
+    backbone: FileName
+    head: FileName
+    features: Width
 
 
 class Cosine(Entry):
@@ -212,7 +219,8 @@ class Manifest(Entry):
         subspaces: ranges of columns with candidates of their own; empty: the whole vector is one.
         merge: how candidates of several sub-spaces become one list without a rescorer.
         rescorer: the graph that orders candidates, if any.
-        encoder: file of the encoder.
+        encoder: file of the encoder; None where it is split.
+        split: the encoder as two graphs; None where it is one.
         variants: the encoder in other precisions, by name ("fp16", "int8").
         verified: the comparison with torch.
         evaluation: figures measured when the model was trained.
@@ -234,7 +242,8 @@ class Manifest(Entry):
     subspaces: tuple[SubspaceEntry, ...] = ()
     merge: Literal["min", "score"] = "min"
     rescorer: RescorerEntry | None = None
-    encoder: FileName = "encoder.onnx"
+    encoder: FileName | None = "encoder.onnx"
+    split: SplitEntry | None = None
     variants: dict[str, Variant] = {}
     verified: Verified
     evaluation: dict[str, float] | None = None
@@ -243,14 +252,16 @@ class Manifest(Entry):
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
+        if (self.encoder is None) == (self.split is None):
+            raise ValueError("a bundle has either an 'encoder' of one graph or a 'split' one")
+        if self.split is not None and self.input.kind != "image":
+            raise ValueError("an encoder of features has no backbone to be split off")
         if self.rescorer is not None and self.code is None:
             raise ValueError("a bundle with a rescorer needs 'code', the width of its codes")
         if not self.distance.exact and self.rescorer is None and not self.subspaces:
             raise ValueError(f"distance '{self.distance.name}' is not exact, so the bundle needs a rescorer")
         if self.distance.measure == "inner" and (self.subspaces or self.rescorer is not None):
-            raise ValueError(
-                "distance measure 'inner' is of whole vectors: it has no sub-spaces and no rescorer"
-            )
+            raise ValueError("distance measure 'inner' is of whole vectors, without sub-spaces or rescorer")
         names = [space.name for space in self.subspaces]
         if len(set(names)) != len(names):
             raise ValueError("two sub-spaces have the same name")
@@ -260,11 +271,21 @@ class Manifest(Entry):
         return self
 
     def graphs(self) -> dict[str, str]:
-        """Return what each ONNX file is for: name → "encoder", "rescorer" or "variant 'int8'"."""
-        graphs = {self.encoder: "encoder"}
+        """Return what each ONNX file is for: name → "encoder", "backbone", "head", "rescorer" or "variant 'int8'"."""
+        graphs = {self.encoder: "encoder"} if self.encoder is not None else {}
+        if self.split is not None:
+            graphs |= {self.split.backbone: "backbone", self.split.head: "head"}
         if self.rescorer is not None:
             graphs[self.rescorer.file] = "rescorer"
         return graphs | {variant.file: f"variant '{name}'" for name, variant in self.variants.items()}
+
+    @property
+    def backbone_sha256(self) -> str | None:
+        """`checksum_of` {"graph": the SHA-256 of the backbone's file, "input": …}; None where the encoder is one graph."""
+        if self.split is None:
+            return None
+        graph = self.files[self.split.backbone].sha256
+        return checksum_of({"graph": graph, "input": self.input.model_dump(mode="json")})
 
 
 def sha256_of(path: Path) -> str:
@@ -300,9 +321,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         if name not in files:
             raise BundleError(f"The bundle's {purpose}, {folder / name}, was not written.")
     manifest = manifest.model_copy(update={"files": files, "checksum": None})
-    checksum = checksum_of(json.loads(manifest.model_dump_json()))
+    left_out = {"split"} if manifest.split is None else None  # so that versions without splits open it
+    checksum = checksum_of(json.loads(manifest.model_dump_json(exclude=left_out)))
     manifest = manifest.model_copy(update={"checksum": checksum})
-    write_text(folder / FILE, manifest.model_dump_json(indent=2) + "\n")
+    write_text(folder / FILE, manifest.model_dump_json(indent=2, exclude=left_out) + "\n")
     return manifest
 
 

@@ -89,6 +89,26 @@ class Graph:
 
 
 @dataclass(frozen=True)
+class Split:
+    """An encoder of two graphs, one run after the other.
+
+    Attributes:
+        backbone: "input" → "features".
+        head: "input", the features → "vector" and what else the manifest says.
+    """
+
+    backbone: Graph
+    head: Graph
+
+    def __call__(
+        self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any = None
+    ) -> list[Any]:
+        """Run both, as an encoder of one graph is run."""
+        (features,) = self.backbone(["features"], feeds, options)
+        return self.head(outputs, {"input": features}, options)
+
+
+@dataclass(frozen=True)
 class Sessions:
     """The graphs of a bundle that run.
 
@@ -98,9 +118,14 @@ class Sessions:
         device: "cpu" or "cuda".
     """
 
-    encoder: Graph
+    encoder: Graph | Split
     rescorer: Graph | None
     device: str
+
+    @property
+    def split(self) -> Split | None:
+        """The encoder, where it is split."""
+        return self.encoder if isinstance(self.encoder, Split) else None
 
     @classmethod
     def open(
@@ -140,16 +165,31 @@ class Sessions:
                 ) from fault
             return Graph(folder / name, session)
 
-        encoder = load(manifest.encoder if variant is None else manifest.variants[variant].file)
         outputs = ["vector"]
         if manifest.query_vectors:
             outputs.append("query")
         if manifest.rescorer is not None:
             outputs.append("code")
         widths = {"vector": manifest.vector, "query": manifest.vector, "code": manifest.code or 0}
-        _check_graph(encoder, ["input"], outputs, {"input": manifest.input.shape, **widths})
-        item = np.zeros((1, *manifest.input.shape), manifest.input.dtype)
-        encoder.try_once({"input": item}, {name: (1, widths[name]) for name in outputs})
+        given = {name: widths[name] for name in outputs}
+
+        def tried(name: str, dtype: str, shape: tuple[int, ...], wanted: Mapping[str, int]) -> Graph:
+            graph = load(name)
+            _check_graph(graph, ["input"], list(wanted), {"input": shape, **wanted})
+            item = np.zeros((1, *shape), dtype)
+            graph.try_once({"input": item}, {each: (1, width) for each, width in wanted.items()})
+            return graph
+
+        taken = manifest.input
+        file = manifest.encoder if variant is None else manifest.variants[variant].file
+        encoder: Graph | Split
+        if file is not None:
+            first = encoder = tried(file, taken.dtype, taken.shape, given)
+        else:
+            assert manifest.split is not None
+            said = manifest.split
+            first = tried(said.backbone, taken.dtype, taken.shape, {"features": said.features})
+            encoder = Split(first, tried(said.head, "float32", (said.features,), given))
         rescorer = None
         if manifest.rescorer is not None:
             rescorer = load(manifest.rescorer.file)
@@ -157,7 +197,7 @@ class Sessions:
             _check_graph(rescorer, ["query", "items"], ["distance"], {"query": width, "items": width})
             codes = np.zeros((2, width), np.float32)
             rescorer.try_once({"query": codes[:1], "items": codes}, {"distance": (1, 2)})
-        used = "cuda" if "CUDAExecutionProvider" in encoder.session.get_providers() else "cpu"
+        used = "cuda" if "CUDAExecutionProvider" in first.session.get_providers() else "cpu"
         if device == "cuda" and used != "cuda":
             raise BundleError(
                 "ONNX Runtime could not start on the CUDA device. Use the CPU, or check the driver."
