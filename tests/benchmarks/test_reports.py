@@ -33,6 +33,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "fashion": ("fashion", lambda script, raw: script.render(raw)),
     "oahu_sensitivity": ("oahu_sensitivity", lambda script, raw: script.render()),
     "oahu_warm": ("oahu_warm", lambda script, raw: script.report(raw)),
+    "whitening": ("whitening", lambda script, raw: script.render(raw)),
     "split": ("split", lambda script, raw: script.render(raw)),
     "training": ("training", lambda script, raw: script.render(raw)),
 }
