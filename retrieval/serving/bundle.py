@@ -218,8 +218,8 @@ class Bundle:
 
     @property
     def backbone_sha256(self) -> str | None:
-        """A SHA-256 of a split encoder's backbone: its graph and weights, and the preprocessing before it. Bundles with the same one give
-        the same features of an image. None where the encoder is one graph, and for variants.
+        """SHA-256 of a split encoder's backbone (graph, weights, preprocessing): the same one gives the same features. None without a
+        split, and for variants.
         """
         return None if self._sessions.split is None else self.manifest.backbone_sha256
 
@@ -237,8 +237,7 @@ class Bundle:
         inputs = checked_inputs(inputs, self.manifest.input, self.path)
         if self.manifest.input.kind == "features":
             return inputs
-        backbone, width, _ = self._split()
-        parts = parts_of(inputs, at_least_one("batch", batch))
+        (backbone, width, _), parts = self._split(), parts_of(inputs, at_least_one("batch", batch))
         return run_batches(backbone, {"features": width}, parts, len(inputs), "backbone")["features"]
 
     def encode_features(self, features: NDArray[Any], *, batch: int = 32) -> Encoded:
@@ -263,12 +262,12 @@ class Bundle:
 
     def _split(self) -> tuple[Runs, int, Runs]:
         """Return the backbone, the width of its features, and the head."""
-        sessions, said = self._sessions.split, self.manifest.split
-        if sessions is None or said is None:
+        split, said = self._sessions.split, self.manifest.split
+        if split is None or said is None:
             why = f"runs its variant '{self.variant}'" if said else "has an encoder of one graph"
             advice = "Open it without a variant." if said else "Export it with --split."
             raise BundleError(f"The bundle {self.path} {why}: features are not to be had. {advice}")
-        return sessions.backbone, said.features, sessions.head
+        return split.backbone, said.features, split.head
 
     def encode_image(self, image: ImageLike) -> Encoded:
         """Decode, preprocess and encode one image.
@@ -328,7 +327,8 @@ class Bundle:
         Raises:
             DataError: see `encode_images`.
         """
-        batch = at_least_one("batch", batch)
+        if batch < 1:
+            raise DataError(f"A batch has at least 1 image, not {batch}.")
 
         def pixels(image: ImageLike) -> NDArray[np.uint8]:
             if not is_image(image):
