@@ -55,6 +55,7 @@ class Graphs:
     """One model's graphs, each compared with torch.
 
     Attributes:
+        items: raw inputs.
         outputs: torch's, for all items.
         worst: the largest difference of the graph that was made last.
     """
@@ -69,7 +70,7 @@ class Graphs:
         steps: Steps,
     ) -> None:
         self._module = Encoder(model).eval()
-        self._items = items
+        self.items = items
         self._tolerance = tolerance
         self._opset = opset
         self._exporters: Sequence[Exporter] = ("dynamo", "torchscript") if exporter == "auto" else (exporter,)
@@ -83,7 +84,7 @@ class Graphs:
         Raises:
             BundleError: the model disagrees with itself, or with its combiner.
         """
-        check_repeatable(self._module, self._items, self.outputs, self._tolerance)
+        check_repeatable(self._module, self.items, self.outputs, self._tolerance)
         vector = self.outputs["vector"]
         combiner = self._module.model.combiner
         if combiner is not None:
@@ -94,7 +95,7 @@ class Graphs:
 
     def encoder(self) -> bytes:
         """Return the encoder's graph."""
-        return self._encoder(self._module, self._items, self.outputs, "encoder")
+        return self._encoder(self._module, self.items, self.outputs, "encoder")
 
     def split(self) -> tuple[bytes, bytes, int]:
         """Return the encoder as two graphs, backbone and head, and the width of the features between them.
@@ -103,12 +104,12 @@ class Graphs:
         """
         model = self._module.model
         backbone, head = FeatureEncoder(model).eval(), head_encoder(model).eval()
-        features = torch_outputs(backbone, self._items)
-        first = self._encoder(backbone, self._items, features, "backbone")
+        features = torch_outputs(backbone, self.items)
+        first = self._encoder(backbone, self.items, features, "backbone")
         largest = self.worst
         second = self._encoder(head, features["features"], self.outputs, "head")
         largest = max(largest, self.worst, key=lambda each: each.value)
-        self.worst = compare_encoder(self.outputs, InSequence(first, second), self._items)
+        self.worst = compare_encoder(self.outputs, InSequence(first, second), self.items)
         if self.worst.value > self._tolerance:
             raise BundleError(f"The encoder cannot be split. {self._disagreement('encoder')}")
         self.worst = max(largest, self.worst, key=lambda each: each.value)
@@ -154,10 +155,10 @@ class Graphs:
         if "code" in self.outputs:
             return self.outputs["code"]
         parts = [
-            self._module.model(torch.from_numpy(np.ascontiguousarray(self._items[start : start + 64])))[
+            self._module.model(torch.from_numpy(np.ascontiguousarray(self.items[start : start + 64])))[
                 1
             ].float()
-            for start in range(0, len(self._items), 64)
+            for start in range(0, len(self.items), 64)
         ]
         return torch.cat(parts).numpy()
 

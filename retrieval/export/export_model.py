@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -45,6 +46,7 @@ from retrieval.serving.manifest import (
     RescorerEntry,
     SplitEntry,
     SubspaceEntry,
+    Variant,
     Verified,
     write_manifest,
 )
@@ -129,21 +131,8 @@ def export_model(
         if model.combiner is not None and not exact:
             rescore, entry = _write_rescorer(folder, export, model.combiner, codes)
             largest = max(largest, export.worst.value)
-        subspaces = () if model.combiner is None else model.combiner.subspaces
-        merge = "min" if model.combiner is None else model.combiner.merge
-        made = {}
-        for variant in dict.fromkeys(variants):
-            steps.next(f"making the {variant} variant")
-            content, graphs = make_variant(variant, encoder, calibration, folder)
-            before, *afters = (
-                onnx_outputs(session(graph), list(export.outputs), items)
-                for graph in (encoder, content, *graphs)
-            )
-            file = f"encoder_{variant}.onnx"
-            made[variant] = measure(file, before, afters, labels, rescore, subspaces, merge)
-            if not allow_drift:
-                check_drift(variant, made[variant])
-            (folder / file).write_bytes(content)
+        drift = _Drift(labels, rescore, model.combiner, allow_drift)
+        made = _write_variants(folder, export, encoder, dict.fromkeys(variants), calibration, drift, steps)
         steps.next("opening the bundle")
         return _seal(
             folder,
@@ -186,6 +175,44 @@ def _checked(
     if labels is not None and len(labels) != len(items):
         raise BundleError(f"There are {len(labels)} labels for {len(items)} items.")
     return items, calibration
+
+
+@dataclass(frozen=True)
+class _Drift:
+    """What a variant's drift is measured by, and whether any is allowed."""
+
+    labels: NDArray[Any] | None
+    rescore: Callable[[Floats, Floats], Floats] | None
+    combiner: Combiner | None
+    allowed: bool
+
+
+def _write_variants(
+    folder: Path,
+    export: Graphs,
+    encoder: bytes,
+    variants: Iterable[VariantName],
+    calibration: NDArray[Any] | None,
+    drift: _Drift,
+    steps: Steps,
+) -> dict[str, Variant]:
+    """Write the encoder in other precisions; return what the manifest says of each."""
+    subspaces = () if drift.combiner is None else drift.combiner.subspaces
+    merge = "min" if drift.combiner is None else drift.combiner.merge
+    made: dict[str, Variant] = {}
+    for variant in variants:
+        steps.next(f"making the {variant} variant")
+        content, graphs = make_variant(variant, encoder, calibration, folder)
+        before, *afters = (
+            onnx_outputs(session(graph), list(export.outputs), export.items)
+            for graph in (encoder, content, *graphs)
+        )
+        file = f"encoder_{variant}.onnx"
+        made[variant] = measure(file, before, afters, drift.labels, drift.rescore, subspaces, merge)
+        if not drift.allowed:
+            check_drift(variant, made[variant])
+        (folder / file).write_bytes(content)
+    return made
 
 
 def _write_split(folder: Path, export: Graphs) -> SplitEntry:
