@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.serving.index.contract import Floats, Rows
+from retrieval.serving.local.compact import Compact
 from retrieval.serving.runtime import load_faiss
 
 Doubles = NDArray[np.float64]
@@ -39,6 +40,8 @@ _WINDOW = 1 << 18
 _DENSE_FEW, _DENSE = 0.35, 0.75
 _MANY = 4  # times k: if more rows of a block are near, their k nearest are measured first
 _BOUNDED = 32  # queries at a time
+# If more than this part of the pairs remains after the companion, to measure those costs more than reading the vectors.
+_WORTH_FEW, _WORTH = 1 / 16, 1 / 64
 _SAMPLE = 256
 _OFFSET = 16.0
 _LARGEST = 2.0**120
@@ -62,6 +65,7 @@ def nearest(
     keep: NDArray[np.bool_] | None = None,
     span: tuple[int, int] | None = None,
     norms: Floats | None = None,
+    compact: Compact | None = None,
     threads: int = 1,
 ) -> tuple[Doubles, Rows]:
     """Return the k nearest rows of each query by Euclidean distance, exactly; equal distances by row.
@@ -75,6 +79,7 @@ def nearest(
         keep: (N,), which rows may be found; None is all.
         span: first column and the one past the last to compare; None is all.
         norms: (N,) what `squared_norms` gave for these rows, within the span if there is one; saves a tenth of the time of many queries.
+        compact: the companion of these vectors, which is read in their place; not with a span.
         threads: how many threads read ranges of the rows.
 
     Returns:
@@ -83,22 +88,19 @@ def nearest(
     Raises:
         ValueError: arguments that do not fit each other.
     """
-    _check(queries, vectors, k, keep, span, norms, threads)
+    _check(queries, vectors, k, keep, span, norms, compact, threads)
     columns = slice(None) if span is None else slice(*span)
     squared = np.full((len(queries), k), np.inf)
     rows = np.full((len(queries), k), -1, np.int64)
     if not len(queries) or not len(vectors):
         return squared, rows
     given = np.ascontiguousarray(queries[:, columns], np.float32)
-    frame = _frame(vectors, columns)
+    task = _Task(vectors, columns, k, keep, norms, _frame(vectors, columns), compact)
     count = -(-len(vectors) // threads)
     ranges = [(start, min(start + count, len(vectors))) for start in range(0, len(vectors), count)]
     for first in range(0, len(given), _MOST_QUERIES):
         group = slice(first, first + _MOST_QUERIES)
-        searches = [
-            _Search(given[group], vectors, columns, k, keep, norms, frame, start, stop)
-            for start, stop in ranges
-        ]
+        searches = [_Search(task, given[group], start, stop) for start, stop in ranges]
         if len(searches) > 1:
             with ThreadPoolExecutor(len(searches), thread_name_prefix="exact") as pool:
                 list(pool.map(_Search.run, searches))
@@ -117,6 +119,7 @@ def _check(
     keep: NDArray[np.bool_] | None,
     span: tuple[int, int] | None,
     norms: Floats | None,
+    compact: Compact | None,
     threads: int,
 ) -> None:
     """Refuse arguments that do not fit each other."""
@@ -133,6 +136,12 @@ def _check(
         raise ValueError(f"keep must be bool ({count},), not {keep.dtype} {keep.shape}.")
     if norms is not None and (norms.shape != (count,) or norms.dtype != np.float32):
         raise ValueError(f"norms must be float32 ({count},), not {norms.dtype} {norms.shape}.")
+    if compact is not None and (len(compact.table), len(compact.mean)) != (count, width):
+        raise ValueError(
+            f"The companion of {len(compact.table)} × {len(compact.mean)} is not of vectors {vectors.shape}."
+        )
+    if compact is not None and span is not None:
+        raise ValueError("A companion is of whole vectors: it cannot be read within a span.")
     if span is not None and not 0 <= span[0] < span[1] <= width:
         raise ValueError(f"span {span} is not within {width} columns.")
 
@@ -167,93 +176,114 @@ def _frame(vectors: Floats, columns: slice) -> _Frame | None:
     return _Frame(centre.astype(np.float32), np.float32(2.0 ** -max(-126, min(126, exponent))))
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What all ranges and groups of queries of a search share: `nearest`'s arguments."""
+
+    vectors: Floats
+    columns: slice
+    k: int
+    keep: NDArray[np.bool_] | None
+    norms: Floats | None
+    frame: _Frame | None
+    compact: Compact | None
+
+
 class _Search:
     """The nearest of a group of queries among a range of rows.
 
-    Args:
-        queries: (Q, P) of the columns compared.
-        vectors: (N, all columns).
-        columns: those compared.
-        k: how many.
-        keep: see `nearest`, as for norms.
-        norms: see `nearest`.
-        frame: moves and scales both sides.
-        start: the first row.
-        stop: the row past the last.
+    Reads the compact companion if there is one, and goes over to the vectors where it tells too little apart.
     """
 
-    def __init__(
-        self,
-        queries: Floats,
-        vectors: Floats,
-        columns: slice,
-        k: int,
-        keep: NDArray[np.bool_] | None,
-        norms: Floats | None,
-        frame: _Frame | None,
-        start: int,
-        stop: int,
-    ) -> None:
-        self.vectors, self.columns, self.k, self.keep = vectors, columns, k, keep
-        self.start, self.stop = start, stop
-        self.frame, self.norms = frame, norms if frame is None else None
+    def __init__(self, task: _Task, queries: Floats, start: int, stop: int) -> None:
+        self.task, self.queries, self.start, self.stop = task, queries, start, stop
         self.exact = queries.astype(np.float64)
-        self.near = queries if frame is None else frame.moved(queries)
-        self.one_by_one = len(queries) <= _FEW_QUERIES and frame is None
-        terms = queries.shape[1] + 16
+        self.squared = np.full((len(queries), task.k), np.inf)
+        self.rows = np.full((len(queries), task.k), -1, np.int64)
+        self.compared = self.remained = 0
+        self._scan(task.compact)
+
+    def _scan(self, compact: Compact | None) -> None:
+        """Read the companion from here on, or with None the vectors."""
+        self.compact, task = compact, self.task
+        if compact is None:
+            self.table, self.columns, self.frame = task.vectors, task.columns, task.frame
+            self.near, self.slack = self.queries, np.zeros(len(self.queries))
+            self.norms = task.norms if task.frame is None else None
+        else:
+            self.table, self.columns, self.frame, self.norms = compact.table, slice(None), None, None
+            self.near, lost = compact.project(self.queries)
+            self.slack = lost + compact.error
+        if self.frame is not None:
+            self.near = self.frame.moved(self.near)
+        count, width = self.near.shape
+        self.one_by_one = count <= _FEW_QUERIES and self.frame is None
+        terms = width + 16
         self.gamma = terms * _UNIT / (1 - terms * _UNIT)
-        self.tiny = queries.shape[1] * _TINY
+        self.tiny = width * _TINY
         self.own = np.square(self.near.astype(np.float64)).sum(1)
         self.beyond = np.flatnonzero(~(self.own < _LARGEST))
         self.twice = np.ascontiguousarray(self.near.T) * np.float32(-2)
-        self.squared = np.full((len(queries), k), np.inf)
-        self.rows = np.full((len(queries), k), -1, np.int64)
 
     def run(self) -> None:
         """Read the rows."""
+        start: int | None = self.start
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            for rows, masked in self._blocks():
-                self._read(rows, masked)
+            while start is not None:
+                blocks = self._blocks(start)
+                start = next(
+                    (int(_first(rows)) for rows, masked in blocks if not self._read(rows, masked)), None
+                )
 
     def join(self, other: _Search) -> None:
         """Take over what was found in another range."""
         query, place = np.nonzero(other.rows >= 0)
         self._enter(query, other.rows[query, place], other.squared[query, place])
 
-    def _blocks(self) -> Iterator[tuple[slice | Rows, bool]]:
+    def _blocks(self, first: int) -> Iterator[tuple[slice | Rows, bool]]:
         """Yield rows to compare: a slice, or those kept; and whether some of them are not to be found."""
-        count, width = self.exact.shape
+        (count, width), keep = self.near.shape, self.task.keep
         size = max(1, min(_BLOCK_NUMBERS // width, _BLOCK_PAIRS // count))
-        if self.keep is None:
-            for start in range(self.start, self.stop, size):
+        if keep is None:
+            for start in range(first, self.stop, size):
                 yield slice(start, min(start + size, self.stop)), False
             return
         dense = _DENSE_FEW if self.one_by_one else _DENSE
-        for begin in range(self.start, self.stop, _WINDOW):
+        for begin in range(first, self.stop, _WINDOW):
             end = min(begin + _WINDOW, self.stop)
-            kept = int(np.count_nonzero(self.keep[begin:end]))
+            kept = int(np.count_nonzero(keep[begin:end]))
             if kept > dense * (end - begin):
                 for start in range(begin, end, size):
                     yield slice(start, min(start + size, end)), kept < end - begin
             elif kept:
-                rows = np.flatnonzero(self.keep[begin:end]) + begin
+                rows = np.flatnonzero(keep[begin:end]) + begin
                 for start in range(0, kept, size):
                     yield rows[start : start + size], False
 
-    def _read(self, rows: slice | Rows, masked: bool) -> None:
-        """Compare a block of rows with all queries, and enter those that are among the nearest so far."""
-        block = np.ascontiguousarray(self.vectors[rows, self.columns])
+    def _read(self, rows: slice | Rows, masked: bool) -> bool:
+        """Compare a block of rows with all queries, and enter those that are among the nearest so far.
+
+        Returns:
+            False if the companion told too little apart: the vectors are to be read from this block on.
+        """
+        block = np.ascontiguousarray(self.table[rows, self.columns])
         values = self._loop(block) if self.one_by_one else self._product(block, rows)
-        first = rows.start if isinstance(rows, slice) else 0
-        dropped = ~self.keep[rows] if masked and self.keep is not None else None
+        dropped = ~self.task.keep[rows] if masked and self.task.keep is not None else None
         near = self._within(values, self._limits(self.squared[:, -1]), dropped)
-        if np.count_nonzero(near) > _MANY * self.k * len(self.exact):
-            bounds = self._bounds(values, block, near.sum(0), dropped)
+        if np.count_nonzero(near) > _MANY * self.task.k * len(self.exact):
+            bounds = self._bounds(values, rows, near.sum(0), dropped)
             near = self._within(values, self._limits(bounds), dropped)
-        row, query = np.divmod(np.flatnonzero(near), len(self.exact))
-        if len(row):
-            number = row + first if isinstance(rows, slice) else rows[row]
-            self._enter(query, number, self._measure(query, block, row))
+        places = np.flatnonzero(near)
+        if self.compact is not None:
+            self.compared, self.remained = self.compared + near.size, self.remained + len(places)
+            if self.remained > (_WORTH_FEW if self.one_by_one else _WORTH) * self.compared:
+                self._scan(None)
+                return False
+        if len(places):
+            row, query = np.divmod(places, len(self.exact))
+            number = _numbers(rows, row)
+            self._enter(query, number, self._measure(query, number))
+        return True
 
     @staticmethod
     def _within(values: Floats, limits: Floats, dropped: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
@@ -285,6 +315,8 @@ class _Search:
 
     def _limits(self, squared: Doubles) -> Floats:
         """Return what a row's value must not be above (Q,), for its squared distance to be at most the given one."""
+        if self.compact is not None:
+            squared = np.square(np.sqrt(squared) + self.slack) * (1 + 2.0**-40)
         if self.one_by_one:
             limits = squared * (1 + 2 * self.gamma) + self.tiny
         else:
@@ -294,32 +326,31 @@ class _Search:
         return rounded
 
     def _bounds(
-        self, values: Floats, block: Floats, counts: Rows, dropped: NDArray[np.bool_] | None
+        self, values: Floats, rows: slice | Rows, counts: Rows, dropped: NDArray[np.bool_] | None
     ) -> Doubles:
         """Return for each query a squared distance (Q,) within which k rows lie, of this block where it has many near."""
         bounds: Doubles = self.squared[:, -1].copy()
-        many = np.flatnonzero(counts > _MANY * self.k)
+        many = np.flatnonzero(counts > _MANY * self.task.k)
         for start in range(0, len(many), _BOUNDED):
             part = many[start : start + _BOUNDED]
             some = values[:, part]
             if dropped is not None:
                 some[dropped] = np.inf
-            row = np.argpartition(some, self.k - 1, axis=0)[: self.k]
-            squared = self._measure(np.broadcast_to(part, row.shape).ravel(), block, row.ravel()).reshape(
-                row.shape
-            )
+            row = np.argpartition(some, self.task.k - 1, axis=0)[: self.task.k]
+            squared = self._measure(np.broadcast_to(part, row.shape).ravel(), _numbers(rows, row.ravel()))
+            squared = squared.reshape(row.shape)
             if dropped is not None:
                 squared[dropped[row]] = np.inf
             bounds[part] = np.minimum(bounds[part], squared.max(0))
         return bounds
 
-    def _measure(self, query: Rows, block: Floats, row: Rows) -> Doubles:
-        """Return |q − x|² of pairs in double precision."""
-        squared = np.empty(len(row))
-        step = max(1, _PAIR_NUMBERS // block.shape[1])
-        for start in range(0, len(row), step):
+    def _measure(self, query: Rows, number: Rows) -> Doubles:
+        """Return |q − x|² of pairs of a query and a row of the vectors, in double precision."""
+        squared = np.empty(len(number))
+        step = max(1, _PAIR_NUMBERS // self.task.vectors.shape[1])
+        for start in range(0, len(number), step):
             pairs = slice(start, start + step)
-            apart = block[row[pairs]] - self.exact[query[pairs]]
+            apart = self.task.vectors[number[pairs]][:, self.task.columns] - self.exact[query[pairs]]
             squared[pairs] = np.einsum("ij,ij->i", apart, apart)
         return squared
 
@@ -327,12 +358,12 @@ class _Search:
         """Put measured rows among the nearest, each once."""
         query, row, squared = _chosen(squared <= self.squared[query, -1], query, row, squared)
         touched = np.unique(query)
-        query = np.concatenate([query, np.repeat(touched, self.k)])
+        query = np.concatenate([query, np.repeat(touched, self.task.k)])
         row = np.concatenate([row, self.rows[touched].ravel()])
         squared = np.concatenate([squared, self.squared[touched].ravel()])
         order = np.lexsort((row, squared, query))
         starts = np.searchsorted(query[order], touched)
-        best = order[starts[:, None] + np.arange(self.k)]
+        best = order[starts[:, None] + np.arange(self.task.k)]
         self.rows[touched], self.squared[touched] = row[best], squared[best]
 
 
@@ -342,6 +373,16 @@ def _norms(block: Floats) -> Floats:
     norms = np.empty(len(block), np.float32)
     faiss.fvec_norms_L2sqr(faiss.swig_ptr(norms), faiss.swig_ptr(block), block.shape[1], len(block))
     return norms
+
+
+def _first(rows: slice | Rows) -> Any:
+    """Return a block's first row."""
+    return rows.start if isinstance(rows, slice) else rows[0]
+
+
+def _numbers(rows: slice | Rows, row: Rows) -> Rows:
+    """Return rows of the table by their places in a block of it."""
+    return row + rows.start if isinstance(rows, slice) else rows[row]
 
 
 def _chosen(mask: NDArray[np.bool_], *arrays: Any) -> tuple[Any, ...]:
