@@ -6,7 +6,7 @@
 
 Up to 512 numbers the recipe models/fashion-mnist is trained with that many and a lighter network (labels of 5 classes), exported, and run
 by ONNX Runtime. 1280 is
-EfficientNet-Lite0 with ImageNet's weights, on images enlarged to 64 pixels. The first 60,000 rows are the training images as they are; each
+EfficientNet-Lite0 with ImageNet's weights, on images enlarged to 32 pixels. The first 60,000 rows are the training images as they are; each
 next 60,000 the same ones, each mirrored or not, turned by up to 15° and shifted by up to 3 pixels. Queries are the 10,000 test images as they
 are: none of them is in the gallery. Goes on where it stopped; what is there already is only opened. Another benchmark writes
 `from image_vectors import image_vectors`.
@@ -34,7 +34,7 @@ NETWORK = ("backbone.depth=4", "backbone.layers=1", "train.precision=no", "train
 """A lighter network than the recipe's, with at least as many features as the vectors have numbers: a linear head adds no rank."""
 WIDEST_TRAINED = 512
 PRETRAINED = 1280
-PIXELS = 64
+PIXELS = 32
 STEP = 5000
 Pixels = NDArray[np.uint8]
 Encoder = Callable[[Pixels], NDArray[np.float32]]

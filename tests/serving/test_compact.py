@@ -97,6 +97,12 @@ def test_there_is_none_of_what_has_no_directions(vectors: Any) -> None:
     assert compact.build(vectors) is None
 
 
+def test_queries_beyond_float32s_squares() -> None:
+    vectors = flat(600)
+    for count in (1, 9):
+        same(np.full((count, 24), 3e38, np.float32) * np.sign(vectors[:count]), vectors, 5, built(vectors))
+
+
 def test_another_matrix_is_refused() -> None:
     vectors = flat(500)
     companion = built(vectors)

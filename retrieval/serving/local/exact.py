@@ -215,7 +215,8 @@ class _Search:
             self.near, lost = compact.project(self.queries)
             self.slack = lost + compact.error
         if self.frame is not None:
-            self.near = self.frame.moved(self.near)
+            with np.errstate(over="ignore", under="ignore"):
+                self.near = self.frame.moved(self.near)
         count, width = self.near.shape
         self.one_by_one = count <= _FEW_QUERIES and self.frame is None
         terms = width + 16
@@ -223,7 +224,8 @@ class _Search:
         self.tiny = width * _TINY
         self.own = np.square(self.near.astype(np.float64)).sum(1)
         self.beyond = np.flatnonzero(~(self.own < _LARGEST))
-        self.twice = np.ascontiguousarray(self.near.T) * np.float32(-2)
+        with np.errstate(over="ignore"):
+            self.twice = np.ascontiguousarray(self.near.T) * np.float32(-2)
 
     def run(self) -> None:
         """Read the rows."""
