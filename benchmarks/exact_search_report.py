@@ -21,17 +21,32 @@ def render(kept: dict[str, Any]) -> str:
         "# Exact search",
         "",
         "`python benchmarks/exact_search.py --cache FOLDER`. Vectors and queries are of images (`benchmarks/image_vectors.py`): Fashion-MNIST's training images, "
-        "shifted, turned and mirrored, and as queries its test images; 64 and 128 numbers by a net trained here, 1,280 by EfficientNet-Lite0. The ten nearest of each "
+        "shifted, turned and mirrored, and as queries its test images; 64 and 128 numbers by a net trained here, 1,280 the pixels themselves, enlarged. The ten nearest of each "
         "query, one thread, least CPU milliseconds of a call of so many queries; contestants took turns in one process. Recall@10 is against Σ (q − x)² of "
-        "every row in double precision, for up to 32 of the queries. The number after a contestant's time is how many times faster than `IndexFlatL2` as it comes it was in that run.",
+        "every row in double precision, for up to 8 of the queries. The number after a contestant's time is how many times faster than `IndexFlatL2` as it comes it was in that run.",
         "",
         f"Machine: {first['machine']}; {first['versions']}. Other work shared its cores and memory, which disturbs CPU time too: trust ratios of a column, and no absolute time.",
     ]
+    lines += ["", *(_summary(shape, told["rows"]) for shape, told in kept.items())]
     for shape, told in kept.items():
         lines += ["", *_shape(shape, told)]
         if "filtered" in told:
             lines += ["", *_filtered(told["filtered"])]
     return "\n".join(lines) + "\n"
+
+
+def _summary(shape: str, rows: list[dict[str, Any]]) -> str:
+    """Return a line: how many times faster than FAISS's index, for one query and for 32."""
+    cells = {(row["contestant"], row["batch"]): row["cpu"] for row in rows}
+    said = []
+    for name in (OURS, NORMS, COMPACT):
+        found = [
+            f"{cells[INDEX, batch] / cells[name, batch]:.1f} × for {'one query' if batch == 1 else '32 queries'}"
+            for batch in (1, 32)
+            if (name, batch) in cells
+        ]
+        said += [f"{name} {' and '.join(found)}"] if found else []
+    return f"- {_name(shape)}, speed by that of `IndexFlatL2` as it comes: {'; '.join(said)}."
 
 
 def _name(shape: str) -> str:

@@ -33,6 +33,7 @@ _WIDEST = 1 << 20
 _FEW_QUERIES = 4  # up to here a loop over queries is faster than a matrix product and the rows' norms
 _MOST_QUERIES = 256  # at a time
 _BLOCK_NUMBERS = 1 << 20  # 4 MB of vectors a block
+_ONE = 4  # times as many for one query, which reads them once: no cache is of use
 _BLOCK_PAIRS = 1 << 20
 _PAIR_NUMBERS = 1 << 18  # measured again at a time
 _WINDOW = 1 << 18
@@ -95,6 +96,7 @@ def nearest(
     if not len(queries) or not len(vectors):
         return squared, rows
     given = np.ascontiguousarray(queries[:, columns], np.float32)
+    vectors = np.asarray(vectors)  # no np.memmap, whose slices cost more
     task = _Task(vectors, columns, k, keep, norms, _frame(vectors, columns), compact)
     count = -(-len(vectors) // threads)
     ranges = [(start, min(start + count, len(vectors))) for start in range(0, len(vectors), count)]
@@ -218,12 +220,12 @@ class _Search:
             with np.errstate(over="ignore", under="ignore"):
                 self.near = self.frame.moved(self.near)
         count, width = self.near.shape
-        self.one_by_one = count <= _FEW_QUERIES and self.frame is None
         terms = width + 16
         self.gamma = terms * _UNIT / (1 - terms * _UNIT)
         self.tiny = width * _TINY
         self.own = np.square(self.near.astype(np.float64)).sum(1)
         self.beyond = np.flatnonzero(~(self.own < _LARGEST))
+        self.one_by_one = count <= _FEW_QUERIES and self.frame is None and not len(self.beyond)
         with np.errstate(over="ignore"):
             self.twice = np.ascontiguousarray(self.near.T) * np.float32(-2)
 
@@ -245,7 +247,8 @@ class _Search:
     def _blocks(self, first: int) -> Iterator[tuple[slice | Rows, bool]]:
         """Yield rows to compare: a slice, or those kept; and whether some of them are not to be found."""
         (count, width), keep = self.near.shape, self.task.keep
-        size = max(1, min(_BLOCK_NUMBERS // width, _BLOCK_PAIRS // count))
+        numbers = _BLOCK_NUMBERS * (_ONE if count == 1 else 1)
+        size = max(1, min(numbers // width, _BLOCK_PAIRS // count))
         if keep is None:
             for start in range(first, self.stop, size):
                 yield slice(start, min(start + size, self.stop)), False
@@ -292,7 +295,7 @@ class _Search:
         """Return which values (B, Q) are not above their query's limit, of rows that may be found."""
         near: NDArray[np.bool_] = values <= limits
         if dropped is not None:
-            near[dropped] = False
+            near &= ~dropped[:, None]
         return near
 
     def _loop(self, block: Floats) -> Floats:
@@ -324,6 +327,7 @@ class _Search:
         else:
             scale = 1.0 if self.frame is None else float(self.frame.scale)
             limits = squared * (scale * scale * (1 + 2.0**-40)) - self.own * (1 - self.gamma) + self.tiny
+            limits[self.beyond] = np.inf
         rounded: Floats = np.nextafter(limits.astype(np.float32), np.float32(np.inf))
         return rounded
 
