@@ -16,3 +16,9 @@ _spec.loader.exec_module(_makers)
 def plain_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of images, vectors of 16, without a rescorer. Not to be changed."""
     return _makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle")
+
+
+@pytest.fixture(scope="session")
+def other_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another one, whose vectors are as wide. Not to be changed."""
+    return _makers.make_bundle(tmp_path_factory.mktemp("other") / "bundle", seed=1)

@@ -49,17 +49,23 @@ def add_generation(connection: apsw.Connection, bundle: Bundle, widths: Mapping[
     return int(value(connection, sql, values))
 
 
-def keep_bundle(bundle: Bundle, folder: Path) -> None:
-    """Copy a bundle into an index, unless it is there.
+def keep_bundle(bundle: Bundle, folder: Path, *, known: bool = False) -> None:
+    """Copy a bundle into an index.
+
+    Args:
+        bundle: which one.
+        folder: of the index.
+        known: a generation of the record has it, so that it is there. A folder that none has may be the rest of a bundle that was being
+            deleted, and gives way.
 
     Raises:
         StoreError: the disk refuses.
     """
     target = folder / BUNDLES / bundle.sha256[:16]
-    if target.is_dir():
+    if known:
         return
     try:
-        with whole_folder(target, replace=False, taken=StoreError(f"{target} is there.")) as fresh:
+        with whole_folder(target, replace=True, taken=StoreError(f"{target} is there.")) as fresh:
             bundle.copy(fresh)
     except OSError as fault:
         raise StoreError(

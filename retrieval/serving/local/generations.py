@@ -15,7 +15,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.local.generation_table import BUNDLES, add_generation, all_of, keep_bundle
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.rows import COLUMNS
-from retrieval.serving.local.writer import Writer, remove_files
+from retrieval.serving.local.writer import Writer, files_of, remove_files
 from retrieval.serving.stores.contract import Generation, Item
 
 
@@ -39,14 +39,15 @@ class Generations:
         with writer.turn:
             writer.hold()
             with writer.record.reading() as connection:
-                for known in all_of(connection):
+                there = all_of(connection)
+                for known in there:
                     if (known.bundle, known.variant, dict(known.widths)) == (
                         bundle.sha256,
                         bundle.variant,
                         dict(widths),
                     ):
                         return known
-            keep_bundle(bundle, writer.folder)
+            keep_bundle(bundle, writer.folder, known=any(one.bundle == bundle.sha256 for one in there))
             with writer.transaction() as (connection, _):
                 number = add_generation(connection, bundle, widths, "building")
                 return next(one for one in all_of(connection) if one.number == number)
@@ -108,9 +109,7 @@ class Generations:
                     raise StoreError("The generation that is served cannot be dropped.")
                 files = []
                 for file, structure in ask(connection, "select file, structure from segments where g = ?", (generation.number,)):  # fmt: skip
-                    files += (
-                        [file, *(name for name, _ in json.loads(structure)["files"])] if structure else [file]
-                    )
+                    files += files_of(file, structure)
                 for table in ("segments", "fresh", "left_out", "generations"):
                     connection.execute(f"delete from {table} where g = ?", (generation.number,))
                 others = {one.bundle for one in all_of(connection)}

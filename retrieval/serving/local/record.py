@@ -41,7 +41,7 @@ SCHEMA = {
     "originals": "create table originals (n integer primary key, content blob not null) strict",
     "fields": "create table fields (name text primary key) strict, without rowid",
     "fresh": """create table fresh (
-        k integer primary key, g integer not null, n integer not null, vector blob, code blob, features blob) strict""",
+        k integer primary key autoincrement, g integer not null, n integer not null, vector blob, code blob, features blob) strict""",
     "fresh_item": "create unique index fresh_item on fresh (g, n)",
     "segments": """create table segments (
         s integer primary key autoincrement, g integer not null, file text not null, sum text not null, count integer not null,

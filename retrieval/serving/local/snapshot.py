@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from retrieval.host.files import whole_folder
 from retrieval.serving.local.generation_table import BUNDLES, all_of
 from retrieval.serving.local.record import FILE, Record, ask, backup
 from retrieval.serving.local.view import SEGMENTS
+from retrieval.serving.local.writer import files_of
 
 INDEX = "index.json"
 _TRIES = 20
@@ -47,7 +47,7 @@ def _copy(connection: apsw.Connection, folder: Path, fresh: Path) -> None:
     for inner in (SEGMENTS, BUNDLES):
         (fresh / inner).mkdir()
     for file, structure in ask(connection, "select file, structure from segments"):
-        for name in [file, *(name for name, _ in json.loads(structure)["files"])] if structure else [file]:
+        for name in files_of(file, structure):
             shutil.copyfile(folder / SEGMENTS / name, fresh / SEGMENTS / name)
     for name in {one.bundle[:16] for one in all_of(connection)}:
         shutil.copytree(folder / BUNDLES / name, fresh / BUNDLES / name)

@@ -81,7 +81,7 @@ class LocalStore(Store):
 
     def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
         """Merge all segments of every generation into one each, drop what was deleted, and give the room back."""
-        Upkeep(self.home, self.writer, thread=False).compact(report)
+        (self._upkeep or Upkeep(self.home, self.writer, thread=False)).compact(report)
 
     # Reading
 
@@ -125,9 +125,9 @@ class LocalStore(Store):
                     f"The index {self.folder} is served with another bundle by now. Encode the query again."
                 )
             refuse_unknown(connection, where)
-            view.verify()
             if not view.count:
                 return [[] for _ in queries]
+            view.verify()
             found = self._found(connection, view, queries, min(count, view.count), where)
             numbers = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
             sql = f"select {COLUMNS} from items where n in (select value from json_each(?)) order by n"
@@ -173,8 +173,11 @@ class LocalStore(Store):
     def _items(rows: Sequence[Any], view: View | None, names: Sequence[str]) -> list[Item]:
         items = [from_row(row) for row in rows]
         if view is not None and items:
-            arrays = view.rows(np.array([row[0] for row in rows], np.int64), names)
+            view.verify()
+            arrays, there = view.rows(np.array([row[0] for row in rows], np.int64), names)
             for at, item in enumerate(items):
+                if not there[at]:
+                    continue
                 object.__setattr__(item, "arrays", {name: array[at] for name, array in arrays.items()})
         return items
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from retrieval.errors import RetrievalError
+from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.local.generation_table import all_of
 from retrieval.serving.local.home import Home
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.segment import Segment, write_segment
 from retrieval.serving.local.structures import Structure, build_structure, sha256_of
-from retrieval.serving.local.view import ARRAYS, SEGMENTS, View, positions
-from retrieval.serving.local.writer import FLUSH_BYTES, FLUSH_ROWS, Writer, remove_files
+from retrieval.serving.local.view import ARRAYS, SEGMENTS, View, damaged, positions
+from retrieval.serving.local.writer import FLUSH_BYTES, FLUSH_ROWS, Writer, files_of, remove_files
 from retrieval.serving.stores.contract import VECTOR, Floats, Generation
 
 log = logging.getLogger("retrieval.serving.local")
@@ -70,6 +70,9 @@ class Upkeep:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._background = thread
+        self._turn = (
+            threading.Lock()
+        )  # one step at a time: two merges of the same segments would write one file
         self._looked: set[str] = set()  # structures whose files are what was written
 
     def wake(self) -> None:
@@ -104,6 +107,10 @@ class Upkeep:
 
     def step(self) -> bool:
         """Do what is most needed; return whether there was anything."""
+        with self._turn:
+            return self._step()
+
+    def _step(self) -> bool:
         for generation in self._generations():
             if self._flush(generation):
                 return True
@@ -122,6 +129,13 @@ class Upkeep:
 
     def compact(self, report: Callable[[int, int], object]) -> None:
         """Make one segment of each generation's, without deleted items, and give the room back."""
+        try:
+            with self._turn:
+                self._compact(report)
+        except _Stopped:
+            raise StoreError(f"The index {self._home.folder} was closed. Open it again.") from None
+
+    def _compact(self, report: Callable[[int, int], object]) -> None:
         for generation in self._generations():
             self._flush(generation, least=1)
             parts = self._parts(generation)
@@ -182,7 +196,13 @@ class Upkeep:
         for piece in view.pieces if view else ():
             if piece.segment.path.name == file:
                 return piece.segment
-        return Segment(self._home.folder / SEGMENTS / file, sum_)
+        path = self._home.folder / SEGMENTS / file
+        try:
+            return Segment(path, sum_)
+        except FileNotFoundError:
+            raise damaged(path, StoreError("is missing")) from None
+        except StoreError as fault:
+            raise damaged(path, fault) from None
 
     def _merge(
         self,
@@ -193,7 +213,10 @@ class Upkeep:
     ) -> None:
         """Make one segment of several. Items that are deleted meanwhile stay masked in it."""
         for part in parts:
-            part.segment.verify()
+            try:
+                part.segment.verify()
+            except StoreError as fault:
+                raise damaged(part.segment.path, fault) from None
         with self._home.record.reading() as connection:
             removed = np.array([n for (n,) in ask(connection, "select n from removed order by n")], np.int64)
         held = [part.segment for part in parts]
@@ -214,13 +237,7 @@ class Upkeep:
             written = Segment(path, sum_)
             structure = self._structure(written, generation, total, report)
             self._home.wrote(file, written)
-        files = []
-        for part in parts:
-            files += (
-                [part.file, *(name for name, _ in json.loads(part.structure)["files"])]
-                if part.structure
-                else [part.file]
-            )
+        files = [name for part in parts for name in files_of(part.file, part.structure)]
         with self._writer.turn, self._writer.transaction(segments=True) as (connection, _):
             text = json.dumps([part.number for part in parts])
             there = value(
@@ -229,7 +246,9 @@ class Upkeep:
                 (text,),
             )
             if there != len(parts):  # the generation was dropped meanwhile
-                remove_files(self._home.folder, [file])
+                remove_files(
+                    self._home.folder, files_of(file, None if structure is None else structure.text())
+                )
                 return
             connection.execute("delete from segments where s in (select value from json_each(?))", (text,))
             if sum_ is not None:
@@ -291,8 +310,10 @@ class Upkeep:
                 connection.execute(
                     "update segments set structure = ? where s = ?", (made and made.text(), part.number)
                 )
-            old = [name for name, _ in said.files] if said else []
-            remove_files(self._home.folder, set(old) - {name for name, _ in made.files} if made else old)
+                there = connection.changes() > 0  # the generation may have been dropped meanwhile
+            old = {name for name, _ in said.files} if said else set()
+            new = {name for name, _ in made.files} if made else set()
+            remove_files(self._home.folder, old - new if there else new)
             return True
         return False
 

@@ -152,19 +152,21 @@ class View:
                 found[number].append(row)
         return [np.unique(np.concatenate(one)) for one in found]
 
-    def rows(self, numbers: Numbers, names: Iterable[str]) -> dict[str, Floats]:
-        """Return arrays (n, width) of items by number, all of which are here."""
+    def rows(self, numbers: Numbers, names: Iterable[str]) -> tuple[dict[str, Floats], Mask]:
+        """Return arrays (n, width) of items by number, and which of the items have them (n,): what a generation leaves out has none."""
         names = [name for name in names if name in self.generation.widths]
         out = {name: np.empty((len(numbers), self.generation.widths[name]), np.float32) for name in names}
+        there = np.zeros(len(numbers), bool)
         for held, arrays in [*((piece.segment.numbers, piece.segment.arrays) for piece in self.pieces), (self.numbers, self.arrays)]:  # fmt: skip
             if not len(held):
                 continue
             at = np.minimum(np.searchsorted(held, numbers), len(held) - 1)
             here = held[at] == numbers
+            there |= here
             for name in names:
                 if here.any():
                     out[name][here] = arrays[name][at[here]]
-        return out
+        return out, there
 
     def verify(self) -> None:
         """Compare what is mapped with its checksums, where that was not done before.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +17,7 @@ from retrieval.errors import StoreError
 from retrieval.serving.files.locks import hold
 from retrieval.serving.filters import Filter
 from retrieval.serving.local.conditions import condition_of, refuse_unknown
-from retrieval.serving.local.generation_table import served
+from retrieval.serving.local.generation_table import BUNDLES, all_of, served
 from retrieval.serving.local.home import Home
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.rows import checked, to_row
@@ -57,18 +58,23 @@ class Writer:
                 return
             if self.home.read_only:
                 raise StoreError(f"The index {self.folder} is read-only here, and cannot be written to.")
-            self._held.enter_context(hold(self.folder, "writing to this index", StoreError))
+            with ExitStack() as held:
+                held.enter_context(hold(self.folder, "writing to this index", StoreError))
+                with self.record.faults("written"):
+                    self.clean()
+                self._held = held.pop_all()
             self._holding = True
-            self.clean()
 
     def clean(self) -> None:
-        """Remove files of segments that the record does not name: an interrupted merge left them."""
+        """Remove files of segments, and bundles, that the record does not name: an interrupted call left them."""
         with self.record.reading() as connection:
             named: set[str] = set()
             for file, structure in ask(connection, "select file, structure from segments"):
-                named |= (
-                    {file, *(name for name, _ in json.loads(structure)["files"])} if structure else {file}
-                )
+                named |= set(files_of(file, structure))
+            bundles = {one.bundle[:16] for one in all_of(connection)}
+        for path in (self.folder / BUNDLES).iterdir():
+            if path.name not in bundles:
+                shutil.rmtree(path, ignore_errors=True)
         for path in (self.folder / SEGMENTS).iterdir():
             if path.name not in named:
                 path.unlink(missing_ok=True)

@@ -1,0 +1,167 @@
+"""What must hold of the local store when calls overlap, are cut short, or find something damaged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from retrieval.errors import StoreError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.local import structures, upkeep
+from retrieval.serving.local.create import create_local
+from retrieval.serving.local.store import LocalStore
+from retrieval.serving.local.structures import Wanted
+from retrieval.serving.stores.contract import Item, widths_of
+
+VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
+
+
+@pytest.fixture
+def bundle(plain_bundle: Path) -> Bundle:
+    return Bundle.open(plain_bundle, threads=1)
+
+
+@pytest.fixture
+def other(other_bundle: Path) -> Bundle:
+    return Bundle.open(other_bundle, threads=1)
+
+
+@pytest.fixture
+def store(tmp_path: Path, bundle: Bundle) -> Iterator[LocalStore]:
+    create_local(tmp_path / "i", bundle, widths_of(bundle))
+    with LocalStore(tmp_path / "i", upkeep=False) as opened:
+        yield opened
+
+
+def items(numbers: range) -> list[Item]:
+    return [Item(f"id{n}", str(n % 10), {"price": n}, arrays={"vector": VECTORS[n]}) for n in numbers]
+
+
+def test_an_item_that_changes_again_and_again_is_found(store: LocalStore, bundle: Bundle) -> None:
+    for number in range(5):
+        store.upsert([Item("same", arrays={"vector": VECTORS[number]})], bundle.sha256)
+        ((found,),) = store.search(VECTORS[:1], 5, bundle.sha256)
+        assert np.array_equal(found.vector, VECTORS[number])
+        assert np.array_equal(store.get(["same"], arrays=True)["same"].vector, VECTORS[number])
+
+
+def test_an_item_that_was_left_out_has_no_arrays(store: LocalStore, bundle: Bundle, other: Bundle) -> None:
+    store.upsert(items(range(3)), bundle.sha256)
+    generation = store.begin(other, widths_of(other))
+    pending = store.pending(generation, 10)
+    store.embed(
+        generation,
+        [Item(item.id, arrays={"vector": VECTORS[7]}) for item in pending if item.id != "id1"],
+        left_out=["id1"],
+    )
+    assert store.switch(generation)
+    found = store.get(["id0", "id1", "id2"], arrays=True)
+    assert {id: list(item.arrays) for id, item in found.items()} == {
+        "id0": ["vector"],
+        "id1": [],
+        "id2": ["vector"],
+    }
+    assert {item.id for item in store.search(VECTORS[:1], 5, other.sha256)[0]} == {"id0", "id2"}
+
+
+def test_altered_arrays_are_not_given(store: LocalStore, bundle: Bundle, tmp_path: Path) -> None:
+    store.upsert(items(range(5000)), bundle.sha256)
+    store.close()
+    (segment,) = (tmp_path / "i" / "segments").iterdir()
+    content = bytearray(segment.read_bytes())
+    content[4096 + 5000 * 8 + 4096 + 100] ^= 1
+    segment.write_bytes(content)
+    with LocalStore(tmp_path / "i") as opened:
+        assert opened.get(["id5"])["id5"].label == "5" and opened.count() == 5000
+        for ask in (
+            lambda: opened.get(["id5"], arrays=True),
+            lambda: opened.search(VECTORS[:1], 5, bundle.sha256),
+            lambda: (opened.delete(["id1"]), opened.compact()),
+        ):
+            with pytest.raises(
+                StoreError, match=r"The index .* is damaged: segments/1-1.segment was altered"
+            ):
+                ask()
+    segment.unlink()
+    with LocalStore(tmp_path / "i", upkeep=False) as opened, pytest.raises(StoreError, match="is missing"):
+        opened.compact()
+
+
+def test_compact_waits_for_the_merge_that_runs(
+    tmp_path: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_local(tmp_path / "i", bundle, widths_of(bundle))
+    monkeypatch.setattr(upkeep, "FLUSH_ROWS", 100)
+    began, go = threading.Event(), threading.Event()
+    write = upkeep.write_segment
+
+    def slow(path: Path, *rest: object) -> str:
+        if threading.current_thread().name == "upkeep" and "merged" in path.name:
+            began.set()
+            go.wait(20)
+        return write(path, *rest)
+
+    monkeypatch.setattr(upkeep, "write_segment", slow)
+    monkeypatch.setattr("retrieval.serving.local.writer.FLUSH_ROWS", 100)
+    with LocalStore(tmp_path / "i") as store:
+        for start in range(0, 800, 200):
+            store.upsert(items(range(start, start + 200)), bundle.sha256)
+        assert began.wait(20)
+        compacting = threading.Thread(target=store.compact)
+        compacting.start()
+        compacting.join(0.5)  # what happens in it must not depend on how long the merge takes
+        go.set()
+        compacting.join(60)
+        assert len(store.search(VECTORS[:1], 800, bundle.sha256)[0]) == 800
+    with LocalStore(tmp_path / "i") as store:
+        assert len(store.search(VECTORS[:1], 800, bundle.sha256)[0]) == 800
+
+
+def test_the_rest_of_a_bundle_that_was_being_deleted_is_not_taken_for_one(
+    store: LocalStore, bundle: Bundle, other: Bundle, tmp_path: Path
+) -> None:
+    kept = tmp_path / "i" / "bundles" / other.sha256[:16]
+    store.upsert(items(range(3)), bundle.sha256)
+    kept.mkdir()  # all that a kill left of it
+    generation = store.begin(other, widths_of(other))
+    assert Bundle.open(store.bundle(generation), threads=1).sha256 == other.sha256
+    store.drop(generation)
+    store.close()
+    kept.mkdir()
+    (kept.parent / f".{other.sha256[:16]}.abcdefgh.part").mkdir()
+    with LocalStore(tmp_path / "i") as again:
+        again.delete(["id0"])
+        assert [path.name for path in kept.parent.iterdir()] == [bundle.sha256[:16]]
+
+
+def test_a_structure_of_a_generation_that_was_dropped_meanwhile_leaves_no_file(
+    tmp_path: Path, bundle: Bundle, other: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structures, "LEAST", 100)
+    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted("hnsw"))
+    with LocalStore(tmp_path / "i", upkeep=False) as store:
+        store.upsert(items(range(5000)), bundle.sha256)
+        generation = store.begin(other, widths_of(other))
+        assert len(store.pending(generation, 5000)) == 5000
+        store.embed(generation, items(range(5000)))
+        assert store.switch(generation)
+        old = store.generations()[0]
+        build = upkeep.build_structure
+
+        def dropped(path: Path, *rest: object) -> object:
+            made = build(path, *rest)
+            if path.name.startswith("1-"):
+                store.drop(old)
+            return made
+
+        monkeypatch.setattr(upkeep, "build_structure", dropped)
+        tending = upkeep.Upkeep(store.home, store.writer, thread=False)
+        while tending.step():
+            pass
+        assert sorted(path.name for path in (tmp_path / "i" / "segments").iterdir()) == [
+            "2-2.0.hnsw",
+            "2-2.segment",
+        ]
