@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.local import structures, upkeep
+from retrieval.serving.local import snapshot, structures, upkeep
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.structures import Wanted
@@ -165,3 +165,21 @@ def test_a_structure_of_a_generation_that_was_dropped_meanwhile_leaves_no_file(
             "2-2.0.hnsw",
             "2-2.segment",
         ]
+
+
+def test_a_snapshot_is_of_one_moment(
+    store: LocalStore, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.upsert(items(range(50)), bundle.sha256)
+    store.writer.close()
+    real = snapshot.backup
+
+    def meanwhile(*arguments: object) -> None:
+        real(*arguments)
+        with LocalStore(tmp_path / "i", upkeep=False) as other:
+            other.compact()
+
+    monkeypatch.setattr(snapshot, "backup", meanwhile)
+    store.snapshot(tmp_path / "copy")
+    with LocalStore(tmp_path / "copy") as copy:
+        assert len(copy.search(VECTORS[:1], 50, bundle.sha256)[0]) == 50

@@ -43,6 +43,9 @@ def write_snapshot(record: Record, folder: Path, target: Path) -> None:
 
 
 def _copy(connection: apsw.Connection, folder: Path, fresh: Path) -> None:
+    all_of(
+        connection
+    )  # the moment begins with what is read first, and that must not be the backup, which lets go of it at its end
     backup(connection, fresh / FILE)
     for inner in (SEGMENTS, BUNDLES):
         (fresh / inner).mkdir()
