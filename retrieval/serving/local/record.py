@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +24,7 @@ FILE = "items.sqlite"
 _VFS = "cksmvfs"  # SQLite's own: eight bytes of each page are its checksum, compared whenever it is read
 _RESERVED = 8
 _BUSY = 10_000  # milliseconds
+_PATIENCE = 500  # the same, of a checkpoint with readers
 _ROW_BYTES = 200_000_000
 _SECONDS = 60.0  # for one reading, which takes milliseconds
 _CHECKPOINT = 4000  # pages
@@ -193,9 +194,15 @@ class Record:
             raise StoreError(f"The index {self.folder} cannot be {doing}: {_reason(fault, doing)}") from fault
 
     def checkpoint(self) -> None:
-        """Move what was written ahead into the file itself."""
+        """Move what was written ahead into the file itself; what a reader still needs where it is, the next one moves."""
         with self.faults("written"):
-            self._connection().wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+            connection = self._connection()
+            connection.set_busy_timeout(_PATIENCE)
+            try:
+                with suppress(apsw.BusyError):
+                    connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+            finally:
+                connection.set_busy_timeout(_BUSY)
 
     def close(self) -> None:
         """Close every thread's connection."""
