@@ -227,7 +227,7 @@ def differences(store: LocalStore, state: State, bundles: list[Bundle], seed: in
     bundle, left_out, _ = state.generations[number]
     found = [(one.number, one.bundle, one.state) for one in store.generations()]
     if found != [(n, bundles[b].sha256, s) for n, (b, _, s) in sorted(state.generations.items())]:
-        wrong.append(f"generations {found}")
+        return [f"generations {found}"]
     expected = {id: item_of(id, one, bundle) for id, one in state.items.items()}
     scanned, after = [], None
     while page := store.scan(after=after, limit=100):

@@ -16,6 +16,8 @@ from retrieval.serving.local.writer import files_of
 
 INDEX = "index.json"
 _TRIES = 20
+_WHOLE = 3  # tries, before a structure's missing files are no reason for another one
+_SECONDS = 7 * 86_400.0  # files of any size are copied within one moment
 
 
 def write_snapshot(record: Record, folder: Path, target: Path) -> None:
@@ -28,30 +30,37 @@ def write_snapshot(record: Record, folder: Path, target: Path) -> None:
         raise StoreError(f"{target} exists already. Choose another name for the snapshot.")
     if not target.parent.is_dir():
         raise StoreError(f"{target} cannot be written: there is no folder {target.parent}.")
-    for _ in range(_TRIES):
+    missing: str | None = None
+    for attempt in range(_TRIES):
         taken = StoreError(f"{target} exists already. Choose another name for the snapshot.")
         try:
-            with record.reading() as connection, whole_folder(target, replace=False, taken=taken) as fresh:
-                _copy(connection, folder, fresh)
+            with (
+                record.reading(seconds=_SECONDS) as connection,
+                whole_folder(target, replace=False, taken=taken) as fresh,
+            ):
+                _copy(connection, folder, fresh, whole=attempt < _WHOLE)
             return
-        except FileNotFoundError:  # merged away just now
-            continue
+        except FileNotFoundError as fault:  # merged away just now
+            missing = fault.filename
         except StoreError as fault:
             if not isinstance(fault.__cause__, FileNotFoundError):
                 raise
-    raise StoreError(f"The index {folder} is damaged: a file that its record names is missing.")
+            missing = fault.__cause__.filename
+    raise StoreError(
+        f"The index {folder} is damaged: a file that its record names is missing: {missing}. Restore a snapshot."
+    )
 
 
-def _copy(connection: apsw.Connection, folder: Path, fresh: Path) -> None:
-    all_of(
-        connection
-    )  # the moment begins with what is read first, and that must not be the backup, which lets go of it at its end
+def _copy(connection: apsw.Connection, folder: Path, fresh: Path, *, whole: bool) -> None:
+    """Copy what a moment names; a structure that is not `whole` goes without its missing files, and is built again by the copy's writer."""
+    all_of(connection)  # begins the moment; a backup would let go of one that it began itself
     backup(connection, fresh / FILE)
     for inner in (SEGMENTS, BUNDLES):
         (fresh / inner).mkdir()
     for file, structure in ask(connection, "select file, structure from segments"):
         for name in files_of(file, structure):
-            shutil.copyfile(folder / SEGMENTS / name, fresh / SEGMENTS / name)
+            if name == file or whole or (folder / SEGMENTS / name).is_file():
+                shutil.copyfile(folder / SEGMENTS / name, fresh / SEGMENTS / name)
     for name in {one.bundle[:16] for one in all_of(connection)}:
         shutil.copytree(folder / BUNDLES / name, fresh / BUNDLES / name)
     shutil.copyfile(folder / INDEX, fresh / INDEX)

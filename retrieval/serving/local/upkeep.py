@@ -92,6 +92,8 @@ class Upkeep:
             except _Stopped:
                 return
             except RetrievalError as fault:
+                if self._stop.is_set():
+                    return
                 log.warning("Segments could not be merged, and are left as they are: %s", fault)
                 self._stop.wait(_PAUSE)
             except Exception:
@@ -166,6 +168,8 @@ class Upkeep:
         with self._writer.turn, self._writer.transaction(segments=True) as (connection, _):
             names = [name for name in ARRAYS if name in generation.widths]
             rows = ask(connection, f"select n, {', '.join(names)} from fresh where g = ? order by n", (generation.number,))  # fmt: skip
+            if not rows:  # deleted meanwhile
+                return False
             numbers = np.array([row[0] for row in rows], np.int64)
             arrays: dict[str, list[Floats]] = {
                 name: [np.frombuffer(b"".join(row[at] for row in rows), "<f4").reshape(len(rows), -1)]
