@@ -21,6 +21,7 @@ from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
     import retrieval.evaluation.plot as plot
+    import retrieval.serving.testing as testing
     from retrieval.errors import (
         BundleError,
         DataError,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from retrieval.serving.index.build import build_index
     from retrieval.serving.index.contract import IndexBackend
     from retrieval.serving.index.open import open_index
+    from retrieval.serving.stores.contract import Item, Store
     from retrieval.training.train import train
 
     __version__: str
@@ -75,6 +77,7 @@ __all__ = [
     "Generator",
     "Index",
     "IndexBackend",
+    "Item",
     "Learner",
     "LinearMap",
     "Loss",
@@ -88,6 +91,7 @@ __all__ = [
     "RecipeError",
     "RetrievalError",
     "Run",
+    "Store",
     "StoreError",
     "Subspace",
     "TripletIndices",
@@ -106,6 +110,7 @@ __all__ = [
     "plot",
     "read_recipe",
     "serve",
+    "testing",
     "train",
     "traits",
     "verify_run",
@@ -153,6 +158,7 @@ _load, _ = lazy(
         "retrieval.serving.index.contract": ["IndexBackend"],
         "retrieval.serving.index.base": ["Index"],
         "retrieval.serving.index.open": ["open_index"],
+        "retrieval.serving.stores.contract": ["Item", "Store"],
         "retrieval.training.train": ["train"],
     },
 )
@@ -169,6 +175,10 @@ if not TYPE_CHECKING:  # else a type checker would take a name that there is not
             from retrieval.evaluation import plot
 
             return plot
+        if name == "testing":
+            from retrieval.serving import testing
+
+            return testing
         return _load(name)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from retrieval.errors import DataError
+from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
 from retrieval.serving.local.create import create_local
+from retrieval.serving.local.view import View
 from retrieval.serving.stores.contract import Item, widths_of
 
 COUNT = 12_000
@@ -121,3 +124,39 @@ def test_an_item_that_takes_the_place_of_the_newest_is_found(living: LivingIndex
     living.delete("id1")
     living.upsert([item(3)])
     assert [hit.id for hit in living.search(VECTORS[1], 5)] == ["id3"]
+
+
+def test_closing_waits_for_the_search_that_runs(living: LivingIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    living.upsert([item(number) for number in range(50)])
+    running, go = threading.Event(), threading.Event()
+    search = View.search
+
+    def slow(*arguments: object) -> object:
+        running.set()
+        assert go.wait(30)
+        return search(*arguments)
+
+    monkeypatch.setattr(View, "search", slow)
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(living.search, VECTORS[3], 1)
+        assert running.wait(30)
+        closed = pool.submit(living.close)
+        with pytest.raises(TimeoutError):
+            closed.result(0.2)
+        go.set()
+        assert [hit.id for hit in answer.result(30)] == ["id3"]
+        closed.result(30)
+    with pytest.raises(StoreError, match="closed"):
+        living.search(VECTORS[3], 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux shows them")
+def test_threads_that_end_leave_no_open_files(living: LivingIndex) -> None:
+    living.upsert([item(1)])
+    counts = []
+    for _ in range(60):
+        thread = threading.Thread(target=living.count)
+        thread.start()
+        thread.join()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert counts[-1] <= counts[0]

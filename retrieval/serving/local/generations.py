@@ -10,11 +10,11 @@ from typing import Any
 import apsw
 import numpy as np
 
-from retrieval.errors import StoreError, listed
+from retrieval.errors import DataError, StoreError, listed
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.local.generation_table import BUNDLES, add_generation, all_of, keep_bundle
 from retrieval.serving.local.record import ask, value
-from retrieval.serving.local.rows import COLUMNS
+from retrieval.serving.local.rows import COLUMNS, checked
 from retrieval.serving.local.writer import Writer, files_of, remove_files
 from retrieval.serving.stores.contract import Generation, Item
 
@@ -65,9 +65,14 @@ class Generations:
 
     def embed(self, generation: Generation, items: Sequence[Item], left_out: Sequence[str]) -> None:
         """See `Store.embed`."""
-        numbers = self._pending.pop(generation.number, {})
-        if unknown := [item.id for item in items if item.id not in numbers]:
-            raise StoreError(listed("What was embedded", [f"{id} was not pending." for id in unknown]))
+        self._writer.record.require_open()
+        numbers = self._pending.get(generation.number, {})
+        checked(items, generation.widths)
+        given = {item.id for item in items}
+        faults = [f"{id} was not pending." for id in given if id not in numbers]
+        faults += [f"{id} is neither embedded nor left out." for id in numbers.keys() - given - set(left_out)]
+        if faults:
+            raise DataError(listed("What was embedded", sorted(faults)))
         if not numbers:
             return
         with self._writer.turn, self._writer.transaction(segments=True) as (connection, _):
@@ -84,6 +89,7 @@ class Generations:
             out = [(generation.number, numbers[id]) for id in left_out if numbers.get(id) in alive]
             connection.executemany("insert or ignore into left_out values (?, ?)", out)
             connection.execute("update generations set upto = ? where g = ?", (max(numbers.values()), generation.number))  # fmt: skip
+        self._pending.pop(generation.number, None)
 
     def switch(self, generation: Generation) -> bool:
         """See `Store.switch`."""
@@ -121,5 +127,10 @@ class Generations:
     def _state(connection: apsw.Connection, generation: Generation) -> str:
         state = value(connection, "select state from generations where g = ?", (generation.number,))
         if state is None:
-            raise StoreError("This generation is not there any more.")
+            raise gone()
         return str(state)
+
+
+def gone() -> StoreError:
+    """Return the error for a generation that was dropped."""
+    return StoreError("This generation is not there any more.")

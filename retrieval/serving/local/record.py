@@ -29,6 +29,7 @@ _ROW_BYTES = 200_000_000
 _SECONDS = 60.0  # for one reading, which takes milliseconds
 _CHECKPOINT = 4000  # pages
 _CACHE = -65_536  # KiB
+_IDLE = 16  # connections that wait for the next question
 
 SCHEMA = {
     "state": "create table state (key text primary key, value any) strict, without rowid",
@@ -64,7 +65,7 @@ def _register() -> None:
 
 
 class Record:
-    """The SQLite file of one index folder. Each thread has a connection of its own.
+    """The SQLite file of one index folder. Whoever reads or writes has a connection to itself for that long.
 
     Args:
         folder: of the index.
@@ -78,9 +79,9 @@ class Record:
         self.folder = folder
         self.path = folder / FILE
         self.read_only = read_only
-        self._own = threading.local()
-        self._all: list[apsw.Connection] = []
-        self._lock = threading.Lock()
+        self._turn = threading.Condition()
+        self._idle: list[apsw.Connection] = []
+        self._lent = 0
         self._closed = False
         _register()
         if not self.path.is_file():
@@ -121,16 +122,33 @@ class Record:
         if not checked:
             raise StoreError(f"{self.path} is not the record of an index: its pages have no checksums.")
 
-    def _connection(self) -> apsw.Connection:
-        connection: apsw.Connection | None = getattr(self._own, "connection", None)
-        if connection is None:
-            with self._lock:
-                if self._closed:
-                    raise StoreError(f"The index {self.folder} was closed. Open it again.")
-                connection = self._open()
-                self._all.append(connection)
-            self._own.connection = connection
-        return connection
+    def require_open(self) -> None:
+        """Raise a `StoreError` once the record is closed."""
+        if self._closed:
+            raise StoreError(f"The index {self.folder} was closed. Open it again.")
+
+    @contextmanager
+    def connection(self) -> Iterator[apsw.Connection]:
+        """Lend a connection; a new one where all are lent.
+
+        Raises:
+            StoreError: the record is closed.
+        """
+        with self._turn:
+            self.require_open()
+            connection = self._idle.pop() if self._idle else None
+            self._lent += 1
+        try:
+            connection = connection or self._open()
+            yield connection
+        finally:
+            with self._turn:
+                if connection is not None and len(self._idle) < _IDLE:
+                    self._idle.append(connection)
+                elif connection is not None:
+                    connection.close()
+                self._lent -= 1
+                self._turn.notify_all()
 
     def _open(self) -> apsw.Connection:
         waiting = self.path.with_name(f"{FILE}-wal")
@@ -152,8 +170,7 @@ class Record:
         Raises:
             StoreError: damaged, or a question takes longer than `seconds`.
         """
-        with self.faults("read"):
-            connection = self._connection()
+        with self.faults("read"), self.connection() as connection:
             end = time.monotonic() + seconds
             connection.set_progress_handler(lambda: time.monotonic() > end, 100_000)
             connection.execute("begin")
@@ -171,8 +188,7 @@ class Record:
         Raises:
             StoreError: damaged, the disk refuses, or another process writes.
         """
-        with self.faults("written"):
-            connection = self._connection()
+        with self.faults("written"), self.connection() as connection:
             connection.execute("begin immediate")
             try:
                 yield connection
@@ -195,8 +211,7 @@ class Record:
 
     def checkpoint(self) -> None:
         """Move what was written ahead into the file itself; what a reader still needs where it is, the next one moves."""
-        with self.faults("written"):
-            connection = self._connection()
+        with self.faults("written"), self.connection() as connection:
             connection.set_busy_timeout(_PATIENCE)
             try:
                 with suppress(apsw.BusyError):
@@ -205,12 +220,12 @@ class Record:
                 connection.set_busy_timeout(_BUSY)
 
     def close(self) -> None:
-        """Close every thread's connection."""
-        with self._lock:
+        """Lend no connection any more, and close them once all are back."""
+        with self._turn:
             self._closed = True
-            for connection in self._all:
-                connection.close()
-            self._all.clear()
+            self._turn.wait_for(lambda: not self._lent)
+            while self._idle:
+                self._idle.pop().close()
 
 
 def _connect(path: Path | str, flags: int) -> apsw.Connection:

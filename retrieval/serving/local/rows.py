@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,6 +25,7 @@ Row = tuple[Any, ...]
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _SCALARS = frozenset([str, float, bool, type(None)])
 _EXACT = 1 << 53
+_SIZE = 1 << 63
 _TOGETHER = 8192  # arrays that are looked at together
 
 
@@ -39,9 +40,10 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
     unsure = {name: width for name, width in widths.items() if name not in arrays}
     for number, item in enumerate(items):
         text, faults = _problems(item, unsure)
-        if item.id in seen:
-            faults.append("has an id that an earlier item of this call has")
-        seen.add(item.id)
+        if isinstance(item.id, str):
+            if item.id in seen:
+                faults.append("has an id that an earlier item of this call has")
+            seen.add(item.id)
         if faults:
             name = f"item {number}" + (f" ({printable(item.id)[:80]!r})" if isinstance(item.id, str) else "")
             problems += [f"{name} {fault}." for fault in faults]
@@ -76,6 +78,11 @@ def check_id(id: object) -> str | None:
     return f"has an id that {fault}" if (fault := _unusable(id)) else None
 
 
+def usable(ids: Iterable[object]) -> list[str]:
+    """Return those ids that an item can have; the record is not asked for others, since SQLite would cut one at NUL."""
+    return [id for id in ids if isinstance(id, str) and not _unusable(id)]
+
+
 def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
     faults = [fault] if (fault := check_id(item.id)) else []
     if item.label is not None and not isinstance(item.label, str):
@@ -85,9 +92,11 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
     text = ""
     try:
         text = _encode(dict(item.metadata)) if _simple(item.metadata) else metadata_text(item.metadata)
+        if "\\u0000" in text:
+            metadata_text(item.metadata)  # says where, if that is NUL and no backslash of the text's own
         if fault := _unusable(text):
             faults.append(f"has metadata whose text {fault}")
-    except (DataError, TypeError, ValueError) as fault:
+    except (DataError, TypeError, ValueError, AttributeError) as fault:
         faults.append(f"has metadata that cannot be kept: {str(fault).rstrip('.')}")
     if (
         4 * (len(text) + len(str(item.label))) > TEXT_BYTES
@@ -96,8 +105,7 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
         faults.append(f"has more than {TEXT_BYTES:,} bytes of label and metadata")
     if item.keep not in get_args(Keep):
         faults.append(f"keeps '{item.keep}', which is none of {', '.join(get_args(Keep))}")
-    if item.original is not None and len(item.original) > ORIGINAL_BYTES:
-        faults.append(f"has an original of more than {ORIGINAL_BYTES:,} bytes")
+    faults += _file_problems(item)
     for name, width in widths.items():
         array = item.arrays.get(name)
         if array is None:
@@ -110,6 +118,23 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
             if not finite:
                 faults.append(f"has a {name} with NaN, infinity or a number beyond float32")
     return text, faults
+
+
+def _file_problems(item: Item) -> list[str]:
+    """Return what is wrong with what an item says of its original."""
+    faults = []
+    if item.original is not None and not isinstance(item.original, bytes):
+        faults.append(f"has an original that is not bytes, but {type(item.original).__name__}")
+    elif item.original is not None and len(item.original) > ORIGINAL_BYTES:
+        faults.append(f"has an original of more than {ORIGINAL_BYTES:,} bytes")
+    if item.path is not None and (not isinstance(item.path, Path) or "\0" in str(item.path)):
+        faults.append("has a path that no file can have")
+    if item.stamp is not None and (not isinstance(item.stamp, str) or _unusable(item.stamp)):
+        faults.append("has a stamp that is not text")
+    for name, size in (("bytes", item.bytes), ("width", item.width), ("height", item.height)):
+        if size is not None and not (isinstance(size, int) and 0 <= size < _SIZE):
+            faults.append(f"has a number of {name} that is not a whole number from 0 to 2⁶³ - 1")
+    return faults
 
 
 def _simple(metadata: Mapping[str, Any]) -> bool:

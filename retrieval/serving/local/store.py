@@ -10,16 +10,16 @@ from typing import Any
 import apsw
 import numpy as np
 
-from retrieval.errors import StoreError
+from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import Filter, matches
 from retrieval.serving.index.recall import recall_at_10
 from retrieval.serving.local.conditions import condition_of, refuse_unknown
 from retrieval.serving.local.generation_table import BUNDLES, all_of
-from retrieval.serving.local.generations import Generations
+from retrieval.serving.local.generations import Generations, gone
 from retrieval.serving.local.home import Home
 from retrieval.serving.local.record import ask, value
-from retrieval.serving.local.rows import COLUMNS, from_row
+from retrieval.serving.local.rows import COLUMNS, from_row, usable
 from retrieval.serving.local.segment import Numbers
 from retrieval.serving.local.snapshot import write_snapshot
 from retrieval.serving.local.structures import Structure, Wanted
@@ -87,7 +87,7 @@ class LocalStore(Store):
 
     def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
         """Return items by id; see `Store`."""
-        wanted = json.dumps([id for id in ids if isinstance(id, str) and _storable(id)], ensure_ascii=False)
+        wanted = json.dumps(usable(ids), ensure_ascii=False)
         sql = f"select {COLUMNS} from items where id in (select value from json_each(?))"
         with self.home.moment(arrays) as (connection, view):
             rows = ask(connection, sql, (wanted,))
@@ -96,8 +96,9 @@ class LocalStore(Store):
     def original(self, id: str) -> bytes | None:
         """Return the bytes that are kept; see `Store`."""
         with self.home.record.reading() as connection:
-            found = value(connection, "select content from originals where n = (select n from items where id = ?)", (id,))  # fmt: skip
-        return None if found is None else bytes(found)
+            sql = "select content from originals where n = (select n from items where id = ?)"
+            found = [value(connection, sql, (one,)) for one in usable([id])]
+        return bytes(found[0]) if found and found[0] is not None else None
 
     def scan(self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
         """Return a page of items; see `Store`."""
@@ -124,6 +125,7 @@ class LocalStore(Store):
                 raise Superseded(
                     f"The index {self.folder} is served with another bundle by now. Encode the query again."
                 )
+            _check_queries(queries, view.generation)
             refuse_unknown(connection, where)
             if not view.count:
                 return [[] for _ in queries]
@@ -190,6 +192,8 @@ class LocalStore(Store):
 
     def bundle(self, generation: Generation) -> Path:
         """Return the folder of a generation's bundle."""
+        if generation.number not in {one.number for one in self.generations()}:
+            raise gone()
         return self.folder / BUNDLES / generation.bundle[:16]
 
     def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
@@ -276,9 +280,10 @@ class LocalStore(Store):
         self.home.close()
 
 
-def _storable(id: str) -> bool:
-    try:
-        id.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _check_queries(queries: Floats, generation: Generation) -> None:
+    """Refuse queries that are not vectors of a generation."""
+    width = generation.widths[VECTOR]
+    if queries.ndim != 2 or queries.shape[1] != width:
+        raise DataError(f"Queries of this index are (Q, {width}), not {queries.shape}.")
+    if not np.isfinite(queries).all():
+        raise DataError("A query vector holds NaN or infinity.")

@@ -153,9 +153,11 @@ class Upkeep:
                 self._merge(generation, parts, total, more)
             self._build(generation, self._parts(generation))
         self._writer.hold()
-        with self._writer.turn, self._home.record.faults("written"):
-            self._home.record._connection().execute("vacuum")
-            self._home.record.checkpoint()
+        record = self._home.record
+        with self._writer.turn, record.faults("written"):
+            with record.connection() as connection:
+                connection.execute("vacuum")
+            record.checkpoint()
 
     def _flush(self, generation: Generation, least: int | None = None) -> bool:
         """Make a segment of a generation's fresh items, where there are many."""

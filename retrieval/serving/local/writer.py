@@ -20,7 +20,7 @@ from retrieval.serving.local.conditions import condition_of, refuse_unknown
 from retrieval.serving.local.generation_table import BUNDLES, all_of, served
 from retrieval.serving.local.home import Home
 from retrieval.serving.local.record import ask, value
-from retrieval.serving.local.rows import checked, to_row
+from retrieval.serving.local.rows import checked, to_row, usable
 from retrieval.serving.local.segment import Numbers, Segment, write_segment
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.local.view import ARRAYS, SEGMENTS
@@ -54,6 +54,7 @@ class Writer:
             StoreError: another holds it (which one, since when), or it is read-only.
         """
         with self.turn:
+            self.record.require_open()
             if self._holding:
                 return
             if self.home.read_only:
@@ -174,7 +175,7 @@ class Writer:
         with self.turn:
             self.hold()
             with self.transaction() as (connection, seq):
-                found = _numbers_of(connection, [id for id in ids if isinstance(id, str)])
+                found = _numbers_of(connection, ids)
                 if where is not None:
                     refuse_unknown(connection, where)
                     condition, values = condition_of(where)
@@ -216,7 +217,7 @@ def _large(count: int, generation: Generation) -> bool:
 
 
 def _numbers_of(connection: apsw.Connection, ids: Sequence[str]) -> list[int]:
-    text = json.dumps([id for id in ids if "\0" not in id], ensure_ascii=False)
+    text = json.dumps(usable(ids), ensure_ascii=False)
     return [
         n
         for (n,) in ask(

@@ -125,7 +125,8 @@ class Store(ABC):
 
     All methods may be called from several threads at a time; writes take
     turns. **When a method that writes returns, what it wrote survives a power cut, and every search that begins afterwards sees it.**
-    One call is one transaction: all of it is visible, or nothing. What is refused changes nothing.
+    One call is one transaction: all of it is visible, or nothing. What is refused changes nothing. A store that is closed refuses every call
+    with a `StoreError` but `close`.
     """
 
     # Writing
@@ -163,7 +164,7 @@ class Store(ABC):
 
         Args:
             ids: which.
-            arrays: with the served generation's arrays.
+            arrays: with the served generation's arrays; an item that it was made without has none.
         """
 
     @abstractmethod
@@ -194,7 +195,7 @@ class Store(ABC):
 
         Raises:
             Superseded: another bundle is served.
-            DataError: no item has a field that `where` names.
+            DataError: no item has a field that `where` names, or queries of another width or with NaN.
             StoreError: what is kept is damaged.
         """
 
@@ -206,7 +207,11 @@ class Store(ABC):
 
     @abstractmethod
     def bundle(self, generation: Generation) -> Path:
-        """Return the folder of a generation's bundle."""
+        """Return the folder of a generation's bundle.
+
+        Raises:
+            StoreError: the generation was dropped.
+        """
 
     @abstractmethod
     def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
@@ -228,7 +233,12 @@ class Store(ABC):
         Args:
             generation: which one.
             items: as `pending` gave them, with the generation's arrays.
-            left_out: ids of items that cannot be embedded; the generation does without them.
+            left_out: ids of items that cannot be embedded; the generation does without them. An item that `pending` returned last is
+                in `items` or here.
+
+        Raises:
+            DataError: arrays that `upsert` would refuse, an item that was not pending, or one that is missing.
+            StoreError: the generation was dropped.
         """
 
     @abstractmethod

@@ -1,0 +1,28 @@
+"""What the author of a store tests it with: `retrieval.testing`.
+
+`StoreSuite` holds every case that the contract of a store (`retrieval.Store`) promises. A class of one's own says how a store is made:
+
+    from retrieval import testing
+
+    class TestMine(testing.StoreSuite):
+        def create(self, place, bundle, widths):
+            return MyStore.create(place, bundle, widths)
+
+        def reopen(self, place):
+            return MyStore(place)
+
+pytest runs it; nothing else is needed but `onnx`, of which the small bundles are made.
+"""
+
+from retrieval.serving.testing.bundles import make_bundle
+from retrieval.serving.testing.generations import GenerationCases
+from retrieval.serving.testing.items import ItemCases
+from retrieval.serving.testing.refusals import RefusalCases
+from retrieval.serving.testing.searches import SearchCases
+from retrieval.serving.testing.whole import WholeCases
+
+__all__ = ["StoreSuite", "make_bundle"]
+
+
+class StoreSuite(ItemCases, SearchCases, RefusalCases, GenerationCases, WholeCases):
+    """Every case of the contract of a store. A subclass, whose name pytest collects, overrides `create` and `reopen`."""

@@ -1,0 +1,146 @@
+"""Small real bundles, made when a test asks for them."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrieval.errors import MissingDependency
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.manifest import (
+    DistanceEntry,
+    Input,
+    Manifest,
+    RescorerEntry,
+    SubspaceEntry,
+    Verified,
+    write_manifest,
+)
+
+FEATURES = 8
+WIDTH = 12
+
+
+def make_bundle(
+    folder: Path,
+    *,
+    width: int = WIDTH,
+    features: int = FEATURES,
+    rescorer: bool = False,
+    subspaces: bool = False,
+    seed: int = 0,
+) -> Path:
+    """Write a bundle that takes features and gives a random projection of them; return its folder.
+
+    Args:
+        folder: must not exist.
+        width: numbers of a vector.
+        features: numbers that its encoder takes.
+        rescorer: whether it has codes, of as many numbers, and orders candidates by the sum of their absolute differences.
+        subspaces: whether the vector has two sub-spaces.
+        seed: bundles of different seeds are different.
+
+    Raises:
+        MissingDependency: onnx is not installed.
+    """
+    folder.mkdir(parents=True)
+    helper, proto = _onnx()
+    projection = np.random.default_rng(seed).normal(size=(features, width)).astype(np.float32)
+    nodes = [helper.make_node("MatMul", ["input", "projection"], ["vector"])]
+    names = ["vector"]
+    if rescorer:
+        nodes.append(helper.make_node("Identity", ["vector"], ["code"]))
+        names.append("code")
+        _write_rescorer(folder / "rescorer.onnx", width)
+    given = helper.make_tensor_value_info("input", proto.FLOAT, ["N", features])
+    outputs = [helper.make_tensor_value_info(name, proto.FLOAT, ["N", width]) for name in names]
+    _save(folder / "encoder.onnx", nodes, [given], outputs, {"projection": projection})
+    middle = width // 3
+    spaces = (
+        SubspaceEntry(name="left", start=0, stop=middle),
+        SubspaceEntry(name="right", start=middle, stop=width),
+    )
+    write_manifest(
+        folder,
+        Manifest(
+            name=f"test {seed}",
+            created="2025-01-01T00:00:00+00:00",
+            versions={},
+            opset=17,
+            input=Input(kind="features", dtype="float32", shape=(features,), preprocessing=None),
+            vector=width,
+            code=width if rescorer else None,
+            query_vectors=False,
+            normalized=False,
+            distance=DistanceEntry(
+                name="manhattan" if rescorer else "euclidean",
+                exact=not (rescorer or subspaces),
+                measure="euclidean",
+            ),
+            subspaces=spaces if subspaces else (),
+            rescorer=RescorerEntry(file="rescorer.onnx", candidates=50) if rescorer else None,
+            variants={},
+            verified=Verified(tolerance=1e-4, largest_difference=0.0, items=1),
+        ),
+    )
+    return folder
+
+
+@cache
+def opened(**options: Any) -> Bundle:
+    """Return an opened bundle that all tests of this process share; see `make_bundle`."""
+    folder = _home() / f"bundle-{len(list(_home().iterdir()))}"
+    return Bundle.open(make_bundle(folder, **options), threads=1, device="cpu")
+
+
+@cache
+def _home() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="bundles-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _onnx() -> tuple[Any, Any]:
+    try:
+        from onnx import TensorProto, helper
+    except ImportError:
+        raise MissingDependency(
+            "The tests of a store make their bundles with onnx, which is not installed. Install it with: pip install onnx"
+        ) from None
+    return helper, TensorProto
+
+
+def _write_rescorer(path: Path, width: int) -> None:
+    helper, proto = _onnx()
+    query = helper.make_tensor_value_info("query", proto.FLOAT, ["Q", width])
+    items = helper.make_tensor_value_info("items", proto.FLOAT, ["N", width])
+    distance = helper.make_tensor_value_info("distance", proto.FLOAT, ["Q", "N"])
+    nodes = [
+        helper.make_node("Unsqueeze", ["query", "one"], ["q"]),
+        helper.make_node("Unsqueeze", ["items", "zero"], ["i"]),
+        helper.make_node("Sub", ["q", "i"], ["difference"]),
+        helper.make_node("Abs", ["difference"], ["absolute"]),
+        helper.make_node("ReduceSum", ["absolute", "two"], ["distance"], keepdims=0),
+    ]
+    axes = {name: np.array([axis], dtype=np.int64) for name, axis in (("zero", 0), ("one", 1), ("two", 2))}
+    _save(path, nodes, [query, items], [distance], axes)
+
+
+def _save(
+    path: Path, nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], constants: dict[str, Any]
+) -> None:
+    import onnx
+    from onnx import helper, numpy_helper
+
+    initialisers = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "graph", inputs, outputs, initialisers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.checker.check_model(model)
+    onnx.save(model, str(path))

@@ -1,0 +1,111 @@
+"""The suite finds a store that breaks its contract: each fault fails the case that is about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from retrieval.errors import DataError
+from retrieval.serving.filters import Filter
+from retrieval.serving.local.create import create_local
+from retrieval.serving.local.store import LocalStore
+from retrieval.serving.stores.contract import Item
+from retrieval.serving.testing import StoreSuite
+
+
+class Forgets(LocalStore):
+    """Says that it wrote the last item of a call, and did not."""
+
+    def upsert(self, items: Sequence[Item], bundle: str) -> int:
+        return super().upsert(items[:-1] if len(items) > 3 else items, bundle)
+
+
+class InParts(LocalStore):
+    """Writes one item after the other, so that a call is seen in parts, and one that is refused has changed something."""
+
+    def upsert(self, items: Sequence[Item], bundle: str) -> int:
+        return sum(super(InParts, self).upsert([item], bundle) for item in items)
+
+
+class Misses(LocalStore):
+    """Never proposes the nearest."""
+
+    def search(self, queries: Any, count: int, bundle: str, *, where: Filter | None = None) -> Any:
+        found = super().search(queries, count + 1, bundle, where=where)
+        return [
+            sorted(one, key=lambda item: float(np.square(item.vector - query).sum()))[1:]
+            for query, one in zip(queries, found, strict=True)
+        ]
+
+
+class FiltersLate(LocalStore):
+    """Filters what it proposes, and not before."""
+
+    def search(self, queries: Any, count: int, bundle: str, *, where: Filter | None = None) -> Any:
+        found = super().search(queries, count, bundle)
+        kept = set() if where is None else {item.id for item in self.scan(where, limit=100_000)}
+        return [[item for item in one if where is None or item.id in kept] for one in found]
+
+
+class Takes(LocalStore):
+    """Takes the good items of a call, and leaves the bad ones out."""
+
+    def upsert(self, items: Sequence[Item], bundle: str) -> int:
+        try:
+            return super().upsert(items, bundle)
+        except DataError:
+            return super().upsert([item for item in items if item.id in ("new", "newer")], bundle)
+
+
+class Folds(LocalStore):
+    """Does not tell capital letters apart."""
+
+    def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
+        return super().get([*(ids := list(ids)), *(id.lower() for id in ids)], arrays=arrays)
+
+
+class Hurries(LocalStore):
+    """Switches to a generation that is not complete."""
+
+    def switch(self, generation: Any) -> bool:
+        while items := self.pending(generation, 100):
+            self.embed(generation, [], [item.id for item in items])
+        return super().switch(generation)
+
+
+@pytest.fixture
+def suite(request: pytest.FixtureRequest) -> Iterator[StoreSuite]:
+    class Suite(StoreSuite):
+        def create(self, place: Path, bundle: Any, widths: Any) -> LocalStore:
+            create_local(place / "index", bundle, widths)
+            return self.reopen(place)
+
+        def reopen(self, place: Path) -> LocalStore:
+            made: LocalStore = request.param(place / "index")
+            return made
+
+    suite = Suite()
+    suite.setup_method()
+    yield suite
+    suite.teardown_method()
+
+
+@pytest.mark.parametrize(
+    ("suite", "case"),
+    [
+        (Forgets, "test_items_come_change_and_go"),
+        (InParts, "test_one_call_is_seen_whole_or_not_at_all"),
+        (Misses, "test_items_come_change_and_go"),
+        (FiltersLate, "test_filters"),
+        (Takes, "test_what_cannot_be_kept"),
+        (Folds, "test_ids_are_looked_up_exactly"),
+        (Hurries, "test_a_generation_follows"),
+    ],
+    indirect=["suite"],
+)
+def test_a_fault_is_found(suite: StoreSuite, case: str) -> None:
+    with pytest.raises(AssertionError):
+        getattr(suite, case)()
