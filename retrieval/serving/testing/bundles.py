@@ -37,7 +37,7 @@ def make_bundle(
     subspaces: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Write a bundle that takes features and gives a random projection of them; return its folder.
+    """Write a bundle that takes features and gives a random projection of them, of whole numbers, so that those of whole numbers are exact.
 
     Args:
         folder: must not exist.
@@ -47,12 +47,15 @@ def make_bundle(
         subspaces: whether the vector has two sub-spaces.
         seed: bundles of different seeds are different.
 
+    Returns:
+        The folder.
+
     Raises:
         MissingDependency: onnx is not installed.
     """
     folder.mkdir(parents=True)
     helper, proto = _onnx()
-    projection = np.random.default_rng(seed).normal(size=(features, width)).astype(np.float32)
+    projection = np.random.default_rng(seed).integers(-9, 10, (features, width)).astype(np.float32)
     nodes = [helper.make_node("MatMul", ["input", "projection"], ["vector"])]
     names = ["vector"]
     if rescorer:

@@ -1,0 +1,337 @@
+"""Recorded histories: threads and processes read a living index while another thread writes to it; every answer is compared.
+
+    python benchmarks/histories.py --seconds 60 --seeds 3        # writes results/histories.md
+
+One writer adds, changes and deletes items, compacts, and serves another bundle now and then; segments are so small that merges go on
+all the while. Its operations are numbered. A reader notes the last operation that was acknowledged before it asked, and the last one that had
+begun when it was answered: its answer must be, in every digit, that of one state between these two (the history is linearizable:
+M. Herlihy and J. Wing, Linearizability, ACM TOPLAS 12(3), 1990; with one writer, whose operations are in order, this is all there is to look for).
+
+Vectors are of whole numbers, so that every distance is exact and the expected answer has no rounding of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.open import open_index
+from retrieval.serving.local import upkeep, writer
+from retrieval.serving.local.create import create_local
+from retrieval.serving.stores.contract import FEATURES, VECTOR, Item, widths_of
+from retrieval.serving.testing import make_bundle
+
+RESULTS = Path(__file__).parent / "results"
+IDS, NUMBERS, K = 400, 8, 10
+CHEAP = "price < 3"
+QUERIES = np.random.default_rng(77).integers(-9, 10, (12, NUMBERS)).astype(np.float32)
+SMALL = 24  # items of which a segment is made
+Change = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a reader was told.
+
+    Attributes:
+        after: the last operation that was acknowledged before it asked.
+        until: the last operation that had begun when it was answered.
+        kind: what was asked.
+        about: which query, or which ids.
+        answer: as plain values.
+    """
+
+    after: int
+    until: int
+    kind: str
+    about: Any
+    answer: Any
+
+
+class Counts:
+    """Two numbers in a file that all processes map: operations begun, operations acknowledged; and whether to stop."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            path.write_bytes(bytes(24))
+        self.numbers = np.memmap(path, np.int64, "r+", shape=(3,))
+
+
+@dataclass
+class State:
+    """What the index should hold after so many operations."""
+
+    bundle: int = 0
+    items: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)  # features, price
+
+    def apply(self, change: Change) -> None:
+        """Take an operation in."""
+        kind, what = change
+        if kind == "upsert":
+            self.items.update(what)
+        elif kind == "delete":
+            for id in what:
+                self.items.pop(id, None)
+        elif kind == "cheap":
+            self.items = {id: one for id, one in self.items.items() if one[1] >= what}
+        elif kind == "migrate":
+            self.bundle = what
+
+    def answer(self, kind: str, about: Any, maps: list[Any]) -> Any:
+        """Return what a reader should be told."""
+        if kind == "get":
+            return {id: self.items[id][1] for id in about if id in self.items}
+        cheap = {id: one for id, one in self.items.items() if one[1] < 3}
+        if kind == "count":
+            return len(self.items)
+        if kind == "count cheap":
+            return len(cheap)
+        chosen = cheap if kind == "search cheap" else self.items
+        if not chosen:
+            return []
+        ids = sorted(chosen)
+        vectors = np.array([chosen[id][0] for id in ids], float) @ maps[self.bundle]
+        distances = np.sqrt(np.square(vectors - QUERIES[about] @ maps[self.bundle]).sum(1))
+        order = np.argsort(distances, kind="stable")[:K]
+        return [(ids[at], float(distances[at]), chosen[ids[at]][1]) for at in order]
+
+
+def read(index: LivingIndex, counts: Counts, seed: int) -> list[Answer]:
+    """Ask until told to stop; return what was answered."""
+    random = np.random.default_rng(seed)
+    kinds = ["search", "search", "search cheap", "count", "count cheap", "get"]
+    started, acknowledged, stop = range(3)
+    answers = []
+    while not counts.numbers[stop]:
+        kind = kinds[random.integers(len(kinds))]
+        about: Any = None
+        after = int(counts.numbers[acknowledged])
+        if kind == "get":
+            about = [f"id {number}" for number in random.integers(0, IDS, 5)]
+            found: Any = {id: item.metadata["price"] for id, item in index.get(about).items()}
+        elif kind.startswith("count"):
+            found = index.count(CHEAP if "cheap" in kind else None)
+        else:
+            about = int(random.integers(len(QUERIES)))
+            hits = index.search(QUERIES[about], K, where=CHEAP if "cheap" in kind else None)
+            found = [(hit.id, hit.distance, hit.metadata["price"]) for hit in hits]
+        answers.append(Answer(after, int(counts.numbers[started]), kind, about, found))
+    return answers
+
+
+def write(
+    index: LivingIndex, counts: Counts, bundles: list[Path], seconds: float, seed: int, history: list[Change]
+) -> None:
+    """Write until the time is over; operations go into the history, number 1 first."""
+    random = np.random.default_rng(seed)
+    end, served = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        draw = random.random()
+        numbers = random.integers(0, IDS, int(random.integers(1, 60)) if draw < 0.9 else 1)
+        ids = sorted({f"id {number}" for number in numbers})
+        change: Change
+        if draw < 0.6:
+            items = {id: (tuple(random.integers(-9, 10, NUMBERS).tolist()), int(random.integers(20))) for id in ids}  # fmt: skip
+            change = ("upsert", items)
+        elif draw < 0.85:
+            change = ("delete", ids[:10])
+        elif draw < 0.93:
+            change = ("cheap", 1)
+        elif draw < 0.97:
+            change = ("compact", None)
+        else:
+            change = ("migrate", 1 - served)
+        counts.numbers[0] = len(history) + 1
+        _do(index, change, bundles)
+        served = change[1] if change[0] == "migrate" else served
+        history.append(change)
+        counts.numbers[1] = len(history)
+
+
+def _do(index: LivingIndex, change: Change, bundles: list[Path]) -> None:
+    kind, what = change
+    if kind == "upsert":
+        features = np.array([one for one, _ in what.values()], np.float32)
+        vectors = index.bundle.encode(features).vector
+        index.upsert(
+            [
+                Item(id, metadata={"price": price}, arrays={VECTOR: vectors[at], FEATURES: features[at]})
+                for at, (id, (_, price)) in enumerate(what.items())
+            ]
+        )
+    elif kind == "delete":
+        index.delete(what)
+    elif kind == "cheap":
+        if index.count():
+            index.delete(where=f"price < {what}")
+    elif kind == "compact":
+        index.store.compact()  # type: ignore[attr-defined]
+    else:
+        _serve(index, Bundle.open(bundles[what], threads=1))
+
+
+def _serve(index: LivingIndex, bundle: Bundle) -> None:
+    """Embed all items with another bundle, keep their features for the next one, serve that, and drop the one before."""
+    store = index.store
+    generation = store.begin(bundle, widths_of(bundle, features=NUMBERS))
+    while not store.switch(generation):
+        if items := store.pending(generation, 100):
+            vectors = bundle.encode(np.stack([item.arrays[FEATURES] for item in items])).vector
+            store.embed(
+                generation,
+                [
+                    replace(item, arrays={VECTOR: vectors[at], FEATURES: item.arrays[FEATURES]})
+                    for at, item in enumerate(items)
+                ],
+            )
+    index.follow()
+    index.drop_old()
+
+
+def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list[Answer]:
+    """Return the answers that are of no state between their asking and their answering."""
+    state, at, bad = State(), 0, []
+    for answer in sorted(answers, key=lambda one: one.after):
+        while at < answer.after:
+            state.apply(history[at])
+            at += 1
+        then = State(state.bundle, dict(state.items))
+        for number in range(at, answer.until + 1):
+            if number > at:
+                then.apply(history[number - 1])
+            if then.answer(answer.kind, answer.about, maps) == answer.answer:
+                break
+        else:
+            bad.append(answer)
+    return bad
+
+
+@contextmanager
+def small_segments() -> Iterator[None]:
+    """Have segments made of so few items that merges go on all the while."""
+    before = writer.FLUSH_ROWS
+    writer.FLUSH_ROWS = upkeep.FLUSH_ROWS = SMALL
+    try:
+        yield
+    finally:
+        writer.FLUSH_ROWS = upkeep.FLUSH_ROWS = before
+
+
+def run(folder: Path, seconds: float, seed: int, threads: int = 8, processes: int = 2) -> dict[str, Any]:
+    """Record one history and compare it; return what there was, and each answer that is wrong."""
+    bundles = [make_bundle(folder / f"bundle {number}", seed=number) for number in range(2)]
+    opened = [Bundle.open(bundle, threads=1) for bundle in bundles]
+    maps = [one.encode(np.eye(NUMBERS, dtype=np.float32)).vector.astype(float) for one in opened]
+    create_local(folder / "index", opened[0], widths_of(opened[0], features=NUMBERS))
+    counts = Counts(folder / "counts")
+    with small_segments(), open_index(folder / "index", threads=1) as index:
+        assert isinstance(index, LivingIndex)
+        history: list[Change] = [
+            ("upsert", {"id 0": ((0,) * NUMBERS, 19)})
+        ]  # so that the field price is known
+        _do(index, history[0], bundles)
+        counts.numbers[:2] = 1
+        others = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--reader", str(folder), str(seed * 1000 + 500 + number)]
+            )
+            for number in range(processes)
+        ]
+        with ThreadPoolExecutor(threads + 1) as pool:
+            for number in range(processes):  # they begin when all can
+                while not (folder / f"ready {seed * 1000 + 500 + number}").exists():
+                    time.sleep(0.05)
+            reading = [pool.submit(read, index, counts, seed * 1000 + number) for number in range(threads)]
+            try:
+                write(index, counts, bundles, seconds, seed, history)
+            finally:
+                counts.numbers[2] = 1
+            answers = [answer for one in reading for answer in one.result()]
+        own = len(answers)
+        for number, other in enumerate(others):
+            assert other.wait(120) == 0, "a process that read has failed"
+            told = pickle.loads((folder / f"answers {seed * 1000 + 500 + number}").read_bytes())
+            answers += [Answer(**one) for one in told]
+        merges = index.stats().details["transactions"] - len(history)
+    bad = wrong(history, answers, maps)
+    return {
+        "seed": seed, "seconds": seconds, "operations": dict(Counter(kind for kind, _ in history)), "upkeep": merges,
+        "threads": threads, "processes": processes, "from threads": own, "from processes": len(answers) - own,
+        "kinds": dict(Counter(one.kind for one in answers)),
+        "several": sum(one.until > one.after for one in answers), "wrong": [repr(one) for one in bad],
+    }  # fmt: skip
+
+
+def render(kept: list[dict[str, Any]]) -> str:
+    """Return the page."""
+    total = sum(one["from threads"] + one["from processes"] for one in kept)
+    wrong_ones = sum(len(one["wrong"]) for one in kept)
+    lines = [
+        "# Answers while an index changes",
+        "",
+        f"`python benchmarks/histories.py`. One thread writes, {kept[0]['threads']} threads and {kept[0]['processes']} processes read. Each answer (the ids, distances and "
+        "metadata of the ten nearest, with a filter or without; counts; items by id) is compared with the exact one of every state that the index had "
+        f"between question and answer. Segments are made of {SMALL} items, so that merges go on all the while.",
+        "",
+        f"**{total:,} answers, {wrong_ones} of them wrong.**",
+        "",
+        "| seed | seconds | operations | transactions of upkeep and of generations | answers to threads | to processes | with an operation under way | wrong |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in kept:
+        said = ", ".join(f"{count} {kind}" for kind, count in sorted(one["operations"].items()))
+        lines.append(
+            f"| {one['seed']} | {one['seconds']:g} | {said} | {one['upkeep']:,} | {one['from threads']:,} | {one['from processes']:,} | {one['several']:,} | {len(one['wrong'])} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _reader(folder: Path, seed: int) -> None:
+    with open_index(folder / "index", threads=1) as index:
+        assert isinstance(index, LivingIndex)
+        (folder / f"ready {seed}").touch()
+        answers = read(index, Counts(folder / "counts"), seed)
+    (folder / f"answers {seed}").write_bytes(pickle.dumps([vars(one) for one in answers]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--reader", nargs=2, metavar=("FOLDER", "SEED"), help=argparse.SUPPRESS)
+    said = parser.parse_args()
+    if said.reader:
+        _reader(Path(said.reader[0]), int(said.reader[1]))
+        return
+    kept = []
+    for seed in range(said.seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            kept.append(run(Path(folder), said.seconds, seed, said.threads, said.processes))
+        print(json.dumps(kept[-1])[:2000], flush=True)
+    (RESULTS / "raw" / "histories.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / "histories.md").write_text(render(kept), encoding="utf-8")
+    if any(one["wrong"] for one in kept):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

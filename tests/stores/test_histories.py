@@ -1,0 +1,85 @@
+"""Answers while an index changes: recorded, and compared with the states that the index had meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def histories(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import histories
+
+    return histories
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_answer_is_of_a_state_between_its_question_and_itself(
+    histories: ModuleType, tmp_path: Path, seed: int
+) -> None:
+    found = histories.run(tmp_path, 7, seed, threads=8, processes=2)
+    assert found["wrong"] == []
+    assert found["from threads"] > 100 and found["from processes"] > 100
+    assert found["operations"]["upsert"] > 3 and found["several"] > 50
+
+
+def answers(histories: ModuleType, state: Any, maps: list[Any], after: int, until: int) -> list[Any]:
+    about = {
+        "search": 3,
+        "search cheap": 3,
+        "get": ["id 1", "id 2", "id 3"],
+        "count": None,
+        "count cheap": None,
+    }
+    return [
+        histories.Answer(after, until, kind, what, state.answer(kind, what, maps))
+        for kind, what in about.items()
+    ]
+
+
+def test_an_answer_of_another_state_is_found(histories: ModuleType) -> None:
+    """Too old, too new, of a part of an operation, or of the other bundle."""
+    random = np.random.default_rng(0)
+    maps = [random.integers(-9, 10, (histories.NUMBERS, 12)).astype(float) for _ in range(2)]
+
+    def items(*numbers: int) -> dict[str, Any]:
+        return {
+            f"id {n}": (tuple(random.integers(-9, 10, histories.NUMBERS).tolist()), n % 5) for n in numbers
+        }
+
+    history = [
+        ("upsert", items(*range(30))),
+        ("upsert", items(1, 2, 40)),
+        ("delete", ["id 2", "id 5", "id 6"]),
+        ("compact", None),
+        ("cheap", 1),
+        ("migrate", 1),
+    ]
+    states = [histories.State()]
+    for change in history:
+        states.append(histories.State(states[-1].bundle, dict(states[-1].items)))
+        states[-1].apply(change)
+    for number, state in enumerate(states):
+        asked = answers(histories, state, maps, number, number)
+        assert histories.wrong(history, asked, maps) == []
+        around = answers(histories, state, maps, max(0, number - 2), min(6, number + 1))
+        assert histories.wrong(history, around, maps) == []
+    for kept, asked, kinds in (
+        (1, 2, {"search", "search cheap", "count", "count cheap", "get"}),  # too old
+        (3, 2, {"search", "search cheap", "count", "count cheap", "get"}),  # too new
+        (3, 5, {"search", "search cheap", "count", "count cheap", "get"}),
+        (5, 6, {"search", "search cheap"}),  # of the other bundle
+    ):
+        bad = histories.wrong(history, answers(histories, states[kept], maps, asked, asked), maps)
+        assert {one.kind for one in bad} <= kinds and {"search"} <= {one.kind for one in bad}, (kept, asked)
+    half = histories.State(0, dict(states[1].items))
+    half.apply(("delete", ["id 2"]))
+    bad = histories.wrong(history, answers(histories, half, maps, 1, 3), maps)
+    assert "count" in {one.kind for one in bad}
