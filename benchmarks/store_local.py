@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Local(System):
             create_local(
                 self.folder / "index", bundle, {"vector": self.width}, structure=Wanted(self.structure)
             )
-        self.store = LocalStore(self.folder / "index")
+        self.store: Any = LocalStore(self.folder / "index")
         self.bundle = self.store.generations()[0].bundle
 
     def add(self, ids: Numbers, vectors: Floats) -> None:
@@ -65,6 +65,10 @@ class Local(System):
     def count(self) -> int:
         return self.store.count()
 
+    def begin_load(self) -> None:
+        self.store.close()
+        self.store = type(self.store)(self.folder / "index", upkeep=False)  # `loaded` merges all at once
+
     def loaded(self) -> None:
         self.store.compact()
 
@@ -81,6 +85,6 @@ class LocalHNSW(Local):
 
     def tune(self, ef: int) -> None:
         self.search(np.zeros((1, self.width), np.float32), 1, None)  # loads what is searched
-        view = self.store._view
+        view = self.store.home.view
         for structure in (made for piece in view.pieces if view for made in piece.structure or ()):
             structure.ef_search = ef

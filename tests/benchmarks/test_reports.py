@@ -33,6 +33,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "daml_weights": ("daml_weights", lambda script, raw: script.render()),
     "fashion": ("fashion", lambda script, raw: script.render(raw)),
     "oahu_sensitivity": ("oahu_sensitivity", lambda script, raw: script.render()),
+    "store": ("store_report", lambda script, raw: script.render(raw)),
     "oahu_warm": ("oahu_warm", lambda script, raw: script.report(raw)),
     "whitening": ("whitening", lambda script, raw: script.render(raw)),
     "split": ("split", lambda script, raw: script.render(raw)),
