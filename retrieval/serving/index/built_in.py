@@ -7,7 +7,7 @@ from retrieval.host.hookspecs import Factories, hookimpl
 
 @hookimpl
 def retrieval_indexes() -> Factories:
-    """FAISS: exact, a graph, and inverted lists."""
-    from retrieval.serving.index.faiss_backends import Flat, Hnsw, Ivf
+    """FAISS: exact, a graph, inverted lists, and lists or tables of vectors in fewer bytes."""
+    from retrieval.serving.index.faiss_backends import Flat, Hnsw, Ivf, IvfPq, Sq8
 
-    return {"flat": Flat, "hnsw": Hnsw, "ivf": Ivf}
+    return {"flat": Flat, "hnsw": Hnsw, "ivf": Ivf, "ivfpq": IvfPq, "sq8": Sq8}

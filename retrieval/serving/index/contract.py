@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,11 @@ class IndexBackend(ABC):
         Returns:
             Euclidean distances (Q, k) and row numbers (Q, k), int64; -1 where fewer were found.
         """
+
+    @property
+    def expand(self) -> int:
+        """How many times as many candidates as are wanted a living index asks for: those of coarse vectors come in another order."""
+        return 1
 
     @property
     def selective(self) -> bool:
@@ -117,14 +123,33 @@ def checked_search(backend: IndexBackend, name: str, queries: Floats, k: int, co
     with using(name, "search"):
         _, found = backend.search(np.ascontiguousarray(queries, dtype=np.float32), k)
         rows = np.asarray(found)
+    return _checked(rows, name, len(queries), k, count)
+
+
+def checked_selection(
+    backend: IndexBackend, name: str, queries: Floats, k: int, keep: NDArray[np.bool_]
+) -> Rows:
+    """Search among some of the vectors; see `checked_search`."""
+    with using(name, "search"):
+        _, found = backend.search_selected(np.ascontiguousarray(queries, dtype=np.float32), k, keep)
+        rows = np.asarray(found)
+    rows = _checked(rows, name, len(queries), k, len(keep))
+    if not keep[rows[rows >= 0]].all():
+        raise StoreError(
+            f"The index back end '{name}' found vectors that it was not to find. Report it to the back end's author."
+        )
+    return rows
+
+
+def _checked(rows: NDArray[Any], name: str, queries: int, k: int, count: int) -> Rows:
     if (
-        rows.shape != (len(queries), k)
+        rows.shape != (queries, k)
         or rows.dtype.kind != "i"
         or rows.min(initial=0) < -1
         or rows.max(initial=0) >= count
     ):
         raise StoreError(
-            f"The index back end '{name}' answered with {rows.dtype} rows of shape {rows.shape} for {len(queries)} "
+            f"The index back end '{name}' answered with {rows.dtype} rows of shape {rows.shape} for {queries} "
             f"queries and k = {k}, or with rows beyond the {count:,} items. Report it to the back end's author."
         )
     return rows.astype(np.int64, copy=False)

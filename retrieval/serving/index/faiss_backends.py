@@ -206,11 +206,7 @@ class Ivf(FaissBackend):
         lists = min(lists, count)
         self._index = faiss.IndexIVFFlat(faiss.IndexFlatL2(width), width, lists)
         self._index.cp.min_points_per_centroid = 1  # asked for by name: no warning on standard output
-        sample = vectors
-        if count > 256 * lists:
-            rows = np.sort(np.random.default_rng(0).choice(count, 256 * lists, replace=False))
-            sample = np.ascontiguousarray(vectors[rows])
-        self._index.train(sample)
+        self._index.train(sample_of(vectors, 256 * lists))
         self._add(vectors, report)
 
     def _look(self, index: Any) -> None:
@@ -225,6 +221,99 @@ class Ivf(FaissBackend):
     def _parameters(self, k: int) -> Any:
         lists = self._index.nlist
         return load_faiss().SearchParametersIVF(nprobe=min(lists, self.probes or max(8, lists // 16)))
+
+
+class IvfPq(FaissBackend):
+    """Approximate search in inverted lists of product codes (Jégou, Douze and Schmid 2011): some bytes a vector.
+
+    Args:
+        lists: number of clusters; 0 takes four times the square root of the number of vectors, at least 39 a cluster.
+        probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
+        bytes: of a vector's code, at most its numbers; it divides them, or the next number that does is taken.
+    """
+
+    kinds = ("IndexIVFPQ",)
+
+    def __init__(
+        self,
+        lists: Annotated[int, Field(ge=0)] = 0,
+        probes: Annotated[int, Field(ge=0)] = 0,
+        bytes: Annotated[int, Field(ge=1, le=4096)] = 32,
+    ) -> None:
+        super().__init__()
+        self.lists, self.probes, self.bytes = lists, probes, bytes
+
+    @property
+    def expand(self) -> int:
+        """8."""
+        return 8
+
+    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
+        """Cluster a sample of the vectors, learn the codes on it, then sort all of them into the lists."""
+        faiss = load_faiss()
+        count, width = vectors.shape
+        lists = min(self.lists or max(1, min(int(4 * count**0.5), count // 39)), count)
+        codes = next(size for size in range(min(self.bytes, width), 0, -1) if width % size == 0)
+        bits = 8 if count >= 39 * 256 else 4
+        self._index = faiss.IndexIVFPQ(faiss.IndexFlatL2(width), width, lists, codes, bits)
+        self._index.cp.min_points_per_centroid = self._index.pq.cp.min_points_per_centroid = 1
+        self._index.train(sample_of(vectors, max(256 * lists, 65_536)))
+        self._add(vectors, report)
+
+    def _look(self, index: Any) -> None:
+        faiss = load_faiss()
+        lists = faiss.downcast_InvertedLists(index.invlists)
+        _check_flat(index.quantizer, index.nlist, index.d)
+        if type(lists).__name__ != "ArrayInvertedLists" or lists.code_size != index.pq.code_size:
+            raise StoreError("its lists are not ones that this back end writes")
+        if index.pq.d != index.d or index.pq.M * index.pq.dsub != index.d or not index.by_residual:
+            raise StoreError("its codes are not of its vectors")
+        if index.pq.centroids.size() != index.pq.ksub * index.d or index.pq.nbits not in (4, 8):
+            raise StoreError("its codes are not ones that this back end writes")
+        if lists.nlist != index.nlist or lists.compute_ntotal() != index.ntotal:
+            raise StoreError("its lists do not hold its vectors")
+
+    def _parameters(self, k: int) -> Any:
+        lists = self._index.nlist
+        return load_faiss().SearchParametersIVF(nprobe=min(lists, self.probes or max(8, lists // 16)))
+
+
+class Sq8(FaissBackend):
+    """Search in a table of vectors of one byte a number: a quarter of the memory, and nearly exact."""
+
+    on_gpu = False
+    kinds = ("IndexScalarQuantizer",)
+
+    @property
+    def expand(self) -> int:
+        """2."""
+        return 2
+
+    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
+        """Learn each number's range on a sample, then round all of them."""
+        faiss = load_faiss()
+        self._index = faiss.IndexScalarQuantizer(vectors.shape[1], faiss.ScalarQuantizer.QT_8bit)
+        self._index.train(sample_of(vectors, 65_536))
+        self._add(vectors, report)
+
+    def _look(self, index: Any) -> None:
+        faiss = load_faiss()
+        quantizer = index.sq
+        if quantizer.qtype != faiss.ScalarQuantizer.QT_8bit or quantizer.d != index.d:
+            raise StoreError("its table is not one that this back end writes")
+        if quantizer.trained.size() != 2 * index.d or index.codes.size() != index.ntotal * index.d:
+            raise StoreError("its table does not hold its vectors")
+
+    def _parameters(self, k: int) -> Any:
+        return None
+
+
+def sample_of(vectors: Floats, most: int) -> Floats:
+    """Return at most so many of the vectors, chosen with a fixed seed."""
+    if len(vectors) <= most:
+        return vectors
+    rows = np.sort(np.random.default_rng(0).choice(len(vectors), most, replace=False))
+    return np.ascontiguousarray(vectors[rows])
 
 
 def _check_flat(index: Any, count: int, width: int) -> None:

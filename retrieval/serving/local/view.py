@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import RetrievalError, StoreError
-from retrieval.serving.index.contract import IndexBackend
+from retrieval.serving.index.contract import IndexBackend, checked_search, checked_selection
 from retrieval.serving.local.exact import nearest
 from retrieval.serving.local.record import ask
 from retrieval.serving.local.segment import Numbers, Segment
@@ -28,6 +28,9 @@ SEGMENTS = "segments"
 ARRAYS = (VECTOR, CODE, FEATURES)
 _MARGIN = 16  # beyond what is asked of a structure: for deleted items
 _MOST = 4096  # asked of a structure at once, before the segment is searched exactly
+_RARE = (
+    0.02  # share of a segment that matches a filter, up to which exact search among the matches is the faster
+)
 
 
 @dataclass(frozen=True)
@@ -229,26 +232,53 @@ def _in_piece(
 ) -> tuple[Any, Numbers]:
     """Return squared distances and rows of a piece's nearest."""
     segment = piece.segment
-    if piece.structure is not None:
-        backend = piece.structure[space]
-        own = np.ascontiguousarray(queries[:, span[0] : span[1]])
-        if keep is None:
-            distances, rows = backend.search(own, min(count, len(segment)))
-            return distances**2, rows
-        if filtered and backend.selective:
-            distances, rows = backend.search_selected(own, min(count, len(segment)), keep)
-            return distances**2, rows
-        wanted = count + _MARGIN
-        while not filtered and wanted <= min(_MOST, len(segment)):
-            distances, rows = backend.search(own, wanted)
-            good = (rows >= 0) & keep[rows]
-            if good.sum(axis=1).min() >= count:
-                return np.where(good, distances**2, np.inf), np.where(good, rows, -1)
-            wanted *= 4
+    rows = None if piece.structure is None else _proposed(piece, space, queries, span, count, keep, filtered)
+    if rows is not None:
+        return _measured(segment.arrays[VECTOR], queries, span, rows), rows
     distances, _, rows = _exact(
         segment.numbers, segment.arrays[VECTOR], queries, span, count, keep, segment.norms()
     )
     return distances, rows
+
+
+def _proposed(
+    piece: Piece,
+    space: int,
+    queries: Floats,
+    span: tuple[int, int],
+    count: int,
+    keep: Mask | None,
+    filtered: bool,
+) -> Numbers | None:
+    """Return rows (Q, k) that a piece's structure proposes, -1 for none; None where exact search is the better way."""
+    assert piece.structure is not None
+    backend, size = piece.structure[space], len(piece.segment)
+    name = "" if piece.said is None else json.loads(piece.said)["backend"]
+    own = np.ascontiguousarray(queries[:, span[0] : span[1]])
+    wanted = min(count * backend.expand, size)
+    if keep is None:
+        return checked_search(backend, name, own, wanted, size)
+    if filtered:
+        few = int(keep.sum()) <= max(_MOST, _RARE * size)
+        return None if few or not backend.selective else checked_selection(backend, name, own, wanted, keep)
+    wanted += _MARGIN
+    while wanted <= min(_MOST, size):
+        rows = checked_search(backend, name, own, wanted, size)
+        rows = np.where((rows >= 0) & keep[rows], rows, -1)
+        if (rows >= 0).sum(axis=1).min() >= count:
+            return rows
+        wanted *= 4
+    return None
+
+
+def _measured(vectors: Floats, queries: Floats, span: tuple[int, int], rows: Numbers) -> NDArray[np.float64]:
+    """Return squared distances (Q, k) of proposed rows, from the vectors themselves; infinity where there is none."""
+    out = np.full(rows.shape, np.inf)
+    columns = slice(*span)
+    for at, (query, own) in enumerate(zip(queries, rows, strict=True)):
+        there = own >= 0
+        out[at, there] = ((vectors[own[there], columns].astype(np.float64) - query[columns]) ** 2).sum(axis=1)
+    return out
 
 
 def positions(numbers: Numbers, wanted: Numbers) -> NDArray[np.int64]:
