@@ -10,11 +10,11 @@ import numpy as np
 from retrieval.errors import RetrievalError, StoreError, listed
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.local.generation_table import BUNDLES, all_of
+from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.record import FILE, Record, ask
 from retrieval.serving.local.segment import Numbers, Segment
 from retrieval.serving.local.snapshot import write_snapshot
 from retrieval.serving.local.structures import Structure, sha256_of
-from retrieval.serving.local.view import SEGMENTS
 from retrieval.serving.progress import Meter
 
 

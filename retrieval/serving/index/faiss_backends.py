@@ -28,6 +28,8 @@ class FaissBackend(IndexBackend):
     """What the FAISS back ends have in common: files, GPU, searching with parameters of its own."""
 
     on_gpu = True
+    room = 1 << 20
+    """Bytes that FAISS may take for one thing, at least, when it reads a file; no more than the file where that is larger."""
     kinds: tuple[str, ...] = ()
     """FAISS's classes that `save` writes."""
 
@@ -98,7 +100,7 @@ class FaissBackend(IndexBackend):
         faiss = load_faiss()
         with _loading, path.open("rb") as file:
             # A damaged length must not make FAISS ask for terabytes: no vector is longer than its file.
-            faiss.set_deserialization_vector_byte_limit(max(path.stat().st_size, 1 << 20))
+            faiss.set_deserialization_vector_byte_limit(max(path.stat().st_size, self.room))
             try:
                 reader = faiss.PyCallbackIOReader(file.read, _PIECE_BYTES)
                 index = faiss.read_index(reader, faiss.IO_FLAG_ONDISK_SAME_DIR)
@@ -233,6 +235,7 @@ class IvfPq(FaissBackend):
     """
 
     kinds = ("IndexIVFPQ",)
+    room = 1 << 31  # FAISS's own limit on the tables that it computes beforehand
 
     def __init__(
         self,

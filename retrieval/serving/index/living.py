@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
+from retrieval.serving.filters import as_filter
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, add_sources
+from retrieval.serving.index.alike import Alike, Cluster, clusters, duplicates
+from retrieval.serving.index.base import Where
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.migrating import Migrated, migrate, rollback
-from retrieval.serving.progress import Progress
+from retrieval.serving.index.tuning import Tuned, tune, wanted_of
+from retrieval.serving.local.store import LocalStore
+from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.stores.contract import Keep
 
 
@@ -80,3 +86,65 @@ class LivingIndex(Collection):
         for one in others:
             self.store.drop(one)
         return len(others)
+
+    def duplicates(self, within: float, *, where: Where = None, progress: Progress = True) -> list[Alike]:
+        """Return groups of items within a distance of one another, directly or through others; the largest group first.
+
+        Args:
+            within: the distance, as searches give it.
+            where: only among items that match.
+            progress: True shows a bar, False nothing; a function is told (what, done, total).
+        """
+        with showing(progress):
+            return duplicates(self, within, where=as_filter(where))
+
+    def clusters(self, count: int, *, where: Where = None, progress: Progress = True) -> list[Cluster]:
+        """Return clusters of items by k-means on their vectors, the largest first.
+
+        Args:
+            count: how many.
+            where: only items that match.
+            progress: True shows a bar, False nothing; a function is told (what, done, total).
+
+        Raises:
+            DataError: there are fewer items.
+        """
+        with showing(progress):
+            return clusters(self, count, where=as_filter(where))
+
+    def tune(
+        self,
+        *,
+        recall: float = 0.95,
+        memory: int | None = None,
+        most: int = 200_000,
+        apply: bool = True,
+        progress: Progress = True,
+    ) -> Tuned:
+        """Measure which structure finds fastest what it must, on this index's own vectors, and take it.
+
+        200 vectors are held out as queries; structures are built over the others, at most `most` of them.
+
+        Args:
+            recall: share of the ten nearest that must be found.
+            memory: bytes of the vectors and the structure together; None for no limit.
+            most: vectors that structures are built over, taken at random where there are more.
+            apply: whether to build the chosen one for the index's segments now.
+            progress: True shows a bar, False nothing; a function is told (what, done, total).
+
+        Raises:
+            DataError: limits that are none, or too few items.
+            StoreError: the store chooses structures itself, or the index cannot be written to.
+        """
+        store = self.store
+        if not isinstance(store, LocalStore):
+            raise StoreError(
+                f"The store of {self.path} chooses its structures itself; only a local index is tuned."
+            )
+        with showing(progress):
+            tuned = tune(self, store.home.make, recall=recall, memory=memory, most=most)
+            if apply and tuned.chosen is not None:
+                store.restructure(wanted_of(tuned.chosen))
+                with Meter("indexing", len(self), "items") as meter:
+                    store.compact(lambda done, total: meter.reach(done, total, "indexing"))
+        return tuned

@@ -14,10 +14,10 @@ from retrieval.errors import StoreError
 from retrieval.host.files import whole_folder
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.local.generation_table import BUNDLES, add_generation, keep_bundle
+from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.record import Record
 from retrieval.serving.local.snapshot import INDEX
 from retrieval.serving.local.structures import Wanted
-from retrieval.serving.local.view import SEGMENTS
 from retrieval.serving.stores.contract import Keep
 
 FORMAT = 2

@@ -10,8 +10,8 @@ import apsw
 from retrieval.errors import StoreError
 from retrieval.host.files import whole_folder
 from retrieval.serving.local.generation_table import BUNDLES, all_of
+from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.record import FILE, Record, ask, backup
-from retrieval.serving.local.view import SEGMENTS
 from retrieval.serving.local.writer import files_of
 
 INDEX = "index.json"

@@ -258,9 +258,7 @@ class LocalStore(Store):
                         "file": piece.segment.path.name,
                         "items": len(piece.segment),
                         "deleted": piece.dead,
-                        "structure": None
-                        if piece.structure is None
-                        else type(piece.structure[0]).__name__.lower(),
+                        "structure": None if piece.said is None else json.loads(piece.said)["backend"],
                     }
                     for piece in view.pieces
                 ],

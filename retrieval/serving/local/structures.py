@@ -15,8 +15,13 @@ from retrieval.errors import StoreError
 from retrieval.host.files import whole_file
 from retrieval.serving.index.backends import choose, short_name
 from retrieval.serving.index.contract import IndexBackend, using
+from retrieval.serving.local.compact import Compact
+from retrieval.serving.local.compact import build as build_compact
 from retrieval.serving.stores.contract import Floats
 
+COMPACT = "compact"
+COMPACT_LEAST = 200_000
+"""Vectors from which exact search of a segment reads a companion: of fewer, many queries at once are slower with it."""
 LEAST = 20_000
 """Vectors from which a segment gets a structure: fewer are searched exactly in a moment."""
 
@@ -60,10 +65,15 @@ class Wanted:
     backend: str = "auto"
     options: Mapping[str, Any] | None = None
 
-    def of(self, count: int, total: int, width: int) -> tuple[str, Mapping[str, Any]] | None:
-        """Return the back end of a segment of `count` vectors in an index of `total`; None: exact search needs none."""
+    def of(self, count: int, total: int, width: int, spaces: int = 1) -> tuple[str, Mapping[str, Any]] | None:
+        """Return the back end of a segment of `count` vectors in an index of `total`; None: exact search needs none.
+
+        Exact search of a large segment has a compact companion of the vectors; see `retrieval.serving.local.compact`.
+        """
         name = choose(total, width) if self.backend == "auto" else short_name(self.backend)
-        return None if name == "flat" or count < LEAST else (name, dict(self.options or {}))
+        if name == "flat":
+            return (COMPACT, {}) if spaces == 1 and count >= COMPACT_LEAST else None
+        return None if count < LEAST else (name, dict(self.options or {}))
 
 
 def build_structure(
@@ -81,18 +91,40 @@ def build_structure(
         PluginError: the back end fails.
         OSError: the disk refuses.
     """
+    if name == COMPACT:
+        made = build_compact(vectors)
+        return Structure(
+            name, {}, () if made is None else (_saved(path.with_name(f"{path.stem}.compact"), made),)
+        )
     files = []
     for number, (start, stop) in enumerate(spans):
-        made = make(name, options)
+        backend = make(name, options)
         with using(name, "build"):
-            made.build(np.ascontiguousarray(vectors[:, start:stop]), report)
-        file = path.with_name(f"{path.stem}.{number}.{name.replace('/', '-')}")
-        with whole_file(file) as temporary:
-            temporary.unlink()
-            with using(name, "save"):
-                made.save(temporary)
-        files.append((file.name, sha256_of(file)))
+            backend.build(np.ascontiguousarray(vectors[:, start:stop]), report)
+        with using(name, "save"):
+            files.append(_saved(path.with_name(f"{path.stem}.{number}.{name.replace('/', '-')}"), backend))
     return Structure(name, dict(options), tuple(files))
+
+
+def _saved(file: Path, made: IndexBackend | Compact) -> tuple[str, str]:
+    """Write a file whole; return its name and SHA-256."""
+    with whole_file(file) as temporary:
+        temporary.unlink()
+        made.save(temporary)
+    return file.name, sha256_of(file)
+
+
+def load_companion(folder: Path, said: Structure, count: int, width: int) -> Compact | None:
+    """Load the companion of a segment that is searched exactly, compared with the record; None where it has none.
+
+    Raises:
+        StoreError: it is missing or was altered.
+    """
+    for file, expected in said.files:
+        if not (folder / file).is_file() or sha256_of(folder / file) != expected:
+            raise StoreError(f"{file} is missing or was altered.")
+        return Compact.load(folder / file, count, width)
+    return None
 
 
 def load_structure(

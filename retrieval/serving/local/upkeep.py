@@ -14,10 +14,11 @@ import numpy as np
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.local.generation_table import all_of
 from retrieval.serving.local.home import Home
+from retrieval.serving.local.piece import SEGMENTS, positions
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.segment import Segment, write_segment
 from retrieval.serving.local.structures import Structure, build_structure, sha256_of
-from retrieval.serving.local.view import ARRAYS, SEGMENTS, View, damaged, positions
+from retrieval.serving.local.view import ARRAYS, View, damaged
 from retrieval.serving.local.writer import FLUSH_BYTES, FLUSH_ROWS, Writer, files_of, remove_files
 from retrieval.serving.stores.contract import VECTOR, Floats, Generation
 
@@ -283,7 +284,7 @@ class Upkeep:
     ) -> Structure | None:
         vectors = segment.arrays[VECTOR]
         widest = max(stop - start for start, stop in generation.spans)
-        wanted = self._home.structure().of(len(vectors), total, widest)
+        wanted = self._home.structure().of(len(vectors), total, widest, len(generation.spans))
         if wanted is None:
             return None
 
@@ -304,7 +305,7 @@ class Upkeep:
         wanted = self._home.structure()
         for part in parts:
             said = Structure.parse(part.structure)
-            want = wanted.of(part.count, total, widest)
+            want = wanted.of(part.count, total, widest, len(generation.spans))
             if (said and (said.backend, said.options)) == want and (said is None or self._sound(said)):
                 continue
             if want is None and wanted.backend == "auto":

@@ -19,11 +19,12 @@ from retrieval.serving.filters import Filter
 from retrieval.serving.local.conditions import condition_of, refuse_unknown
 from retrieval.serving.local.generation_table import BUNDLES, all_of, served
 from retrieval.serving.local.home import Home
+from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.rows import checked, to_row, usable
 from retrieval.serving.local.segment import Numbers, Segment, write_segment
 from retrieval.serving.local.structures import Wanted
-from retrieval.serving.local.view import ARRAYS, SEGMENTS
+from retrieval.serving.local.view import ARRAYS
 from retrieval.serving.stores.contract import Floats, Generation, Item, Superseded
 
 _ROWS = 8192

@@ -1,0 +1,108 @@
+"""`retrieval index tune`, `duplicates` and `clusters`: what the vectors of an index say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from retrieval.cli import say, say_json
+from retrieval.cli.index_common import INDEX, JSON, WHERE, opened_index
+from retrieval.cli.types import Bytes
+from retrieval.errors import DataError
+
+
+@click.command("tune")
+@INDEX
+@click.option(
+    "--recall",
+    default=0.95,
+    show_default=True,
+    type=float,
+    help="Share of the ten nearest that must be found.",
+)
+@click.option("--memory", type=Bytes(), help="Of the vectors and the structure together, such as 2GB.")
+@click.option(
+    "--most", default=200_000, show_default=True, type=click.IntRange(2000), help="Vectors that are tried."
+)
+@click.option("--dry-run", is_flag=True, help="Measure only; leave the index as it is.")
+@JSON
+def tune(path: Path, recall: float, memory: int | None, most: int, dry_run: bool, as_json: bool) -> None:
+    """Measure which structure finds fastest what it must, on the vectors of INDEX itself, and take it.
+
+    Flat, HNSW, inverted lists, product codes and one byte a number are built and searched with 200 held-out vectors.
+    """
+    with opened_index(path) as opened:
+        tuned = opened.tune(recall=recall, memory=memory, most=most, apply=not dry_run)
+    if as_json:
+        say_json(
+            {
+                "vectors": tuned.count,
+                "trials": [vars(one) | {"options": dict(one.options)} for one in tuned.trials],
+                "chosen": None if tuned.chosen is None else tuned.trials.index(tuned.chosen),
+            }
+        )
+        return
+    say(f"{'':2}{'structure':46}{'recall@10':>10}{'ms a query':>12}{'MB':>10}{'built in s':>12}")
+    for one in tuned.trials:
+        name = " ".join([one.backend, *(f"{key}={value}" for key, value in one.options.items())])
+        mark = "* " if one is tuned.chosen else "  "
+        say(
+            f"{mark}{name:46}{one.recall:10.3f}{one.milliseconds:12.3f}{one.bytes / 1e6:10.1f}{one.seconds:12.1f}"
+        )
+    if tuned.chosen is None:
+        raise DataError(
+            "No structure meets both limits; the index is as it was. Ask for less recall, or allow more memory."
+        )
+    options = f" {json.dumps(dict(tuned.chosen.options))}" if tuned.chosen.options else ""
+    done = "would be taken" if dry_run else "is taken"
+    say(
+        f"Measured over {tuned.count:,} vectors. The fastest that meets what was asked {done}: {tuned.chosen.backend}{options}."
+    )
+
+
+@click.command("duplicates")
+@INDEX
+@click.option("--within", required=True, type=click.FloatRange(0), help="The distance, as searches give it.")
+@WHERE
+@JSON
+def duplicates(path: Path, within: float, where: str | None, as_json: bool) -> None:
+    """List groups of items of INDEX within a distance of one another, directly or through others."""
+    with opened_index(path) as opened:
+        groups = opened.duplicates(within, where=where)
+    if as_json:
+        say_json([{"ids": list(group.ids), "largest": group.largest} for group in groups])
+        return
+    for group in groups:
+        say(f"{len(group.ids)} items within {group.largest:.4f}: {'  '.join(group.ids)}")
+    extra = sum(len(group.ids) - 1 for group in groups)
+    say(f"{len(groups):,} groups; {extra:,} items would go if one of each stayed.", err=True)
+
+
+@click.command("clusters")
+@INDEX
+@click.option("--count", default=20, show_default=True, type=click.IntRange(1), help="How many.")
+@WHERE
+@JSON
+def clusters(path: Path, count: int, where: str | None, as_json: bool) -> None:
+    """Group the items of INDEX by their vectors, and show what each group holds."""
+    with opened_index(path) as opened:
+        found = opened.clusters(count, where=where)
+    if as_json:
+        say_json(
+            [
+                {
+                    "count": one.count,
+                    "typical": list(one.typical),
+                    "labels": [{"label": label, "count": number} for label, number in one.labels],
+                }
+                for one in found
+            ]
+        )
+        return
+    for one in found:
+        labels = ", ".join(
+            f"{'no label' if label is None else label} {number:,}" for label, number in one.labels
+        )
+        say(f"{one.count:,} items ({labels}): {'  '.join(one.typical)}")

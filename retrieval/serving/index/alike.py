@@ -1,0 +1,167 @@
+"""Items that are alike: near-duplicates, and clusters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import DataError, at_least_one
+from retrieval.serving.filters import Filter
+from retrieval.serving.index.base import measured
+from retrieval.serving.index.collection import Collection
+from retrieval.serving.index.contract import Floats
+from retrieval.serving.progress import Meter
+from retrieval.serving.runtime import load_faiss
+from retrieval.serving.stores.contract import CODE, Item
+
+_PAGE = 256
+_FIRST, _MOST = 8, 1024
+_SAMPLE = 256  # vectors for each cluster
+_ITERATIONS = 20
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Items that are within some distance of one another, directly or through others.
+
+    Attributes:
+        ids: in order.
+        largest: distance of those pairs that join them.
+    """
+
+    ids: tuple[str, ...]
+    largest: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Items that are nearest to one centre.
+
+    Attributes:
+        count: how many there are.
+        typical: ids of those nearest to the centre, nearest first.
+        labels: the most frequent labels, with how many items have them.
+    """
+
+    count: int
+    typical: tuple[str, ...]
+    labels: tuple[tuple[str | None, int], ...]
+
+
+def duplicates(index: Collection, within: float, *, where: Filter | None = None) -> list[Alike]:
+    """Return groups of items within a distance of each other, largest group first; see `LivingIndex.duplicates`."""
+    if not within >= 0:
+        raise DataError(f"The distance of duplicates is a number from 0 on, not {within}.")
+    parent: dict[str, str] = {}
+    largest: dict[str, float] = {}
+
+    def root(id: str) -> str:
+        while parent.setdefault(id, id) != id:
+            parent[id] = id = parent[parent[id]]
+        return id
+
+    with Meter("comparing", index.store.count(where), "items") as meter:
+        for page in pages(index, where):
+            for item, pairs in zip(page, _near(index, page, within, where), strict=True):
+                for id, distance in pairs:
+                    one, other = root(item.id), root(id)
+                    parent[max(one, other)] = min(one, other)
+                    first = min(one, other)
+                    largest[first] = max(largest.get(one, 0.0), largest.get(other, 0.0), distance)
+            meter.update(len(page))
+    groups: dict[str, list[str]] = {}
+    for id in sorted(parent):
+        groups.setdefault(root(id), []).append(id)
+    found = [Alike(tuple(ids), largest[first]) for first, ids in groups.items() if len(ids) > 1]
+    return sorted(found, key=lambda group: (-len(group.ids), group.ids))
+
+
+def _near(
+    index: Collection, items: Sequence[Item], within: float, where: Filter | None
+) -> list[list[tuple[str, float]]]:
+    """Return for each item the others within a distance of it, as the bundle measures."""
+    bundle = index.bundle
+    out: list[list[tuple[str, float]]] = [[] for _ in items]
+    open_, count = list(range(len(items))), _FIRST
+    while open_:
+        queries = np.stack([items[at].vector for at in open_])
+        found = index.store.search(queries, count, bundle.sha256, where=where)
+        still = []
+        for at, candidates in zip(open_, found, strict=True):
+            code = items[at].arrays.get(CODE)
+            codes = None if code is None else np.stack([one.arrays[CODE] for one in candidates])
+            vectors = np.stack([one.vector for one in candidates])
+            distances = measured(bundle, items[at].vector, code, vectors, codes, len(candidates))
+            near = [
+                (one.id, float(distance))
+                for one, distance in zip(candidates, distances, strict=True)
+                if distance <= within
+            ]
+            if len(near) == len(candidates) and count <= len(candidates) and count < _MOST:
+                still.append(at)  # there may be more
+            out[at] = [pair for pair in near if pair[0] != items[at].id]
+        open_, count = still, 4 * count
+    return out
+
+
+def clusters(
+    index: Collection, count: int, *, where: Filter | None = None, typical: int = 5
+) -> list[Cluster]:
+    """Return clusters of items, largest first; see `LivingIndex.clusters`."""
+    count = at_least_one("The number of clusters", count)
+    total = index.store.count(where)
+    if total < count:
+        raise DataError(f"{total:,} items cannot make {count:,} clusters. Ask for fewer.")
+    rng = np.random.default_rng(0)
+    chance = min(1.0, 2 * _SAMPLE * count / total)
+    sample: list[Floats] = []
+    with Meter("clustering", 2 * total, "items") as meter:
+        for page in pages(index, where):
+            sample += [item.vector for item in page if chance == 1 or rng.random() < chance]
+            meter.update(len(page))
+        faiss = load_faiss()
+        vectors = np.stack(sample)
+        if len(vectors) < count:
+            raise DataError(f"{len(vectors):,} vectors cannot make {count:,} clusters. Ask for fewer.")
+        kmeans = faiss.Kmeans(
+            vectors.shape[1],
+            count,
+            niter=_ITERATIONS,
+            seed=1,
+            min_points_per_centroid=1,
+            max_points_per_centroid=_SAMPLE,
+        )
+        kmeans.train(vectors)
+        centres: NDArray[np.float32] = kmeans.centroids
+        sizes: Counter[int] = Counter()
+        labels: list[Counter[str | None]] = [Counter() for _ in range(count)]
+        nearest: list[list[tuple[float, str]]] = [[] for _ in range(count)]
+        for page in pages(index, where):
+            squared, own = faiss.knn(np.stack([item.vector for item in page]), centres, 1)
+            for item, distance, at in zip(page, squared[:, 0].tolist(), own[:, 0].tolist(), strict=True):
+                sizes[at] += 1
+                labels[at][item.label] += 1
+                nearest[at] = sorted([*nearest[at], (distance, item.id)])[:typical]
+            meter.update(len(page))
+    made = [
+        Cluster(sizes[at], tuple(id for _, id in nearest[at]), tuple(labels[at].most_common(3)))
+        for at in range(count)
+        if sizes[at]
+    ]
+    return sorted(made, key=lambda cluster: (-cluster.count, cluster.typical))
+
+
+def pages(index: Collection, where: Filter | None = None, size: int = _PAGE) -> Iterator[list[Item]]:
+    """Give all items that match, with arrays, some at a time."""
+    after = None
+    while page := index.store.scan(where, after=after, limit=size):
+        after = page[-1].id
+        whole = index.store.get(
+            [item.id for item in page], arrays=True
+        )  # one may have been deleted meanwhile
+        if whole:
+            yield list(whole.values())

@@ -1,0 +1,116 @@
+"""Structures of segments: what they find is measured on the vectors, and exact search stands in wherever they cannot be used."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.open import open_index
+from retrieval.serving.local import structures
+from retrieval.serving.local.create import create_local
+from retrieval.serving.local.structures import Wanted
+from retrieval.serving.stores.contract import Item, widths_of
+
+COUNT = 6_000
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structures, "LEAST", 1000)
+    monkeypatch.setattr(structures, "COMPACT_LEAST", 1000)
+
+
+@pytest.fixture(scope="module")
+def vectors() -> np.ndarray:
+    """Few directions, as features of images have: a companion is worthwhile."""
+    rng = np.random.default_rng(0)
+    low = rng.normal(size=(COUNT, 4)) @ rng.normal(size=(4, 16))
+    return (low + 0.05 * rng.normal(size=(COUNT, 16))).astype(np.float32)
+
+
+def made(folder: Path, bundle: Path, vectors: np.ndarray, wanted: Wanted) -> LivingIndex:
+    opened = Bundle.open(bundle, threads=1)
+    create_local(folder, opened, widths_of(opened), structure=wanted)
+    index = open_index(folder, threads=1)
+    assert isinstance(index, LivingIndex)
+    index.upsert(
+        [
+            Item(str(n), str(n % 10), {"price": n % 100}, arrays={"vector": vectors[n]})
+            for n in range(len(vectors))
+        ]
+    )
+    index.store.compact()
+    index.delete([str(n) for n in range(0, COUNT, 7)])
+    return index
+
+
+def recall(index: LivingIndex, vectors: np.ndarray, where: str | None, keep: np.ndarray) -> float:
+    ids = np.flatnonzero(keep & (np.arange(COUNT) % 7 > 0))
+    found = 0
+    for query in vectors[1::300]:
+        distances = ((vectors[ids].astype(np.float64) - query) ** 2).sum(axis=1)
+        nearest = set(map(str, ids[np.argsort(distances, kind="stable")[:10]]))
+        hits = index.search(query, 10, where=where)
+        assert [hit.distance for hit in hits] == sorted(hit.distance for hit in hits) and len(hits) == 10
+        true = {
+            str(n): np.sqrt(((vectors[n].astype(np.float64) - query) ** 2).sum())
+            for n in map(int, (h.id for h in hits))
+        }
+        assert all(abs(true[hit.id] - hit.distance) < 1e-6 for hit in hits)
+        found += len(nearest & {hit.id for hit in hits})
+    return found / (10 * len(vectors[1::300]))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept", "least"),
+    [
+        (Wanted("flat"), "compact", 1.0),
+        (Wanted("hnsw"), "hnsw", 0.95),
+        (Wanted("ivf", {"probes": 64}), "ivf", 0.95),
+        (Wanted("sq8"), "sq8", 0.99),
+        (Wanted("ivfpq", {"probes": 64, "bytes": 8}), "ivfpq", 0.95),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_structure_finds(
+    wanted: Wanted, kept: str, least: float, tmp_path: Path, plain_bundle: Path, vectors: np.ndarray
+) -> None:
+    prices = np.arange(COUNT) % 100
+    with made(tmp_path / "i", plain_bundle, vectors, wanted) as index:
+        assert [piece["structure"] for piece in index.stats().details["segments"]] == [kept]
+        for where, keep in [(None, prices >= 0), ("price < 50", prices < 50), ("price = 3", prices == 3)]:
+            assert recall(index, vectors, where, keep) >= least
+    with open_index(tmp_path / "i", threads=1) as again:
+        assert recall(again, vectors, None, prices >= 0) >= least
+
+
+@pytest.mark.parametrize("wanted", [Wanted("flat"), Wanted("hnsw")], ids=["compact", "hnsw"])
+def test_a_damaged_structure_is_told_and_built_again(
+    wanted: Wanted, tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, caplog: pytest.LogCaptureFixture
+) -> None:
+    made(tmp_path / "i", plain_bundle, vectors, wanted).close()
+    (file,) = [path for path in (tmp_path / "i" / "segments").iterdir() if path.suffix != ".segment"]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    everything = np.ones(COUNT, bool)
+    with open_index(tmp_path / "i", threads=1) as index, caplog.at_level(logging.WARNING):
+        assert recall(index, vectors, None, everything) == 1.0
+        assert "missing or was altered" in caplog.text
+        index.store.compact()
+        caplog.clear()
+    with open_index(tmp_path / "i", threads=1) as index:
+        assert recall(index, vectors, None, everything) >= 0.95 and not caplog.text
+
+
+def test_compacting_waits_for_the_background(tmp_path: Path, plain_bundle: Path, vectors: np.ndarray) -> None:
+    """Both build the same files; a second builder once found its own gone."""
+    with made(tmp_path / "i", plain_bundle, vectors, Wanted("hnsw")) as index:
+        for start in range(0, 2000, 500):
+            index.upsert([Item(f"n{n}", arrays={"vector": vectors[n]}) for n in range(start, start + 500)])
+            index.store.compact()
+        assert len(index.stats().details["segments"]) == 1
