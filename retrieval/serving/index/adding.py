@@ -80,7 +80,7 @@ def add_sources(
         total = Added(repeated=found.repeated, left_out=found.left_out)
         for attempt in range(_TRIES):
             work, there = _changes(index, found)
-            sink = _Sink(index, index.bundle, keep, work.items)
+            sink = _Sink(index, index.bundle, keep, work.items, whole)
             encoding = Encoding(
                 index.bundle,
                 work,
@@ -188,6 +188,7 @@ class _Sink:
     bundle: Bundle
     keep: Keep
     items: Sequence[Source]
+    whole: bool = False
     faults: list[str] = field(default_factory=list)
     added: int = 0
     changed: int = 0
@@ -204,6 +205,9 @@ class _Sink:
         except KeyboardInterrupt:
             self.sync()
             raise
+        except DataError:
+            if self.whole or len(self.faults) < len(self.items):
+                raise
 
     def append(self, entries: Sequence[Done], arrays: dict[str, NDArray[np.float32]]) -> None:
         """Take entries in the order of the items, and the arrays of those without a fault."""

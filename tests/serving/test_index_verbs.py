@@ -1,0 +1,170 @@
+"""`retrieval index` and its verbs, as an operator types them, on handwritten digits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from retrieval.serving.index.build import write_index
+
+
+@pytest.fixture
+def photos(tmp_path, makers, bundle_path, cli):
+    """An index `d.index` of sixty digits in `digits/`, made by the command."""
+    makers.write_digits(tmp_path / "digits", 60)
+    made = cli("index", "create", tmp_path / "d.index", tmp_path / "digits", "--bundle", bundle_path)
+    assert made.code == 0 and "Indexed 60 items" in made.out, made.err
+    return tmp_path
+
+
+def ids(cli, index: Path, *words: str) -> list[str]:
+    said = json.loads(cli("index", "list", index, "--limit", "1000", "--json", *words).out)
+    assert said["count"] == len(said["items"])
+    return [item["id"] for item in said["items"]]
+
+
+def test_items_come_change_and_go(photos, cli, makers):
+    index, folder = photos / "d.index", photos / "digits"
+    assert len(ids(cli, index)) == 60
+    again = cli("index", "add", index, folder)
+    assert again.code == 0 and "0 added, 60 unchanged" in again.out
+    gone = sorted(folder.rglob("*.png"))[0]
+    gone.unlink()
+    changed = sorted(folder.rglob("*.png"))[0]
+    changed.write_bytes(sorted(folder.rglob("*.png"))[-1].read_bytes())
+    synced = json.loads(cli("index", "add", index, folder, "--sync", "--json").out)
+    assert (synced["added"], synced["changed"], synced["unchanged"], synced["removed"]) == (0, 1, 58, 1)
+    threes = ids(cli, index, "--where", "label = '3'")
+    assert threes and all(id.startswith("3/") for id in threes)
+    item = json.loads(cli("index", "show", index, threes[0], "--json").out)
+    assert item["label"] == "3" and len(item["vector"]) == 16 and item["keep"] == "reference"
+    assert f"{len(threes)} deleted" in cli("index", "delete", index, "--where", "label = '3'").out
+    assert ids(cli, index, "--where", "label = '3'") == []
+    assert "1 deleted" in cli("index", "delete", index, ids(cli, index)[0], "nobody").out
+    found = cli("search", index, changed, "-k", "2", "--where", "label != '3'", "--json")
+    assert json.loads(found.out)[0]["results"][0]["distance"] == pytest.approx(0, abs=1e-3)
+
+
+def test_a_bad_image_is_named_and_the_others_are_added(photos, cli):
+    index, folder = photos / "d.index", photos / "digits"
+    (folder / "3" / "bad.png").write_bytes(b"no image")
+    (folder / "3" / "good.png").write_bytes(sorted((folder / "3").glob("0*.png"))[0].read_bytes())
+    told = cli("index", "add", index, folder)
+    assert told.code == 2 and "1 of 62 items cannot be used" in told.err and "bad.png" in told.err
+    assert "All others are in the index" in told.err and "3/good.png" in ids(cli, index)
+    assert cli("index", "add", index, folder, "--skip-bad").code == 0
+    twice = photos / "twice.csv"
+    twice.write_text("path,key\n" + "".join(f"{path},same\n" for path in sorted(folder.rglob("0*.png"))[:2]))
+    told = cli("index", "add", index, twice)
+    assert told.code == 2 and "'same' is the id of 2 items" in told.err
+
+
+def test_a_new_bundle_and_back(photos, cli, makers):
+    index = photos / "d.index"
+    other = makers.make_bundle(photos / "other", seed=5)
+    assert "60 items embedded; generation 2 is served" in cli("index", "migrate", index, other).out
+    cli("index", "delete", index, "--where", "label = '4'")
+    makers.write_digits(photos / "more", 10)
+    assert "1 added, 9 changed" in cli("index", "add", index, photos / "more").out
+    back = cli("index", "rollback", index)
+    assert "generation 1 is served again" in back.out, back.err
+    shown = json.loads(cli("index", "show", index, "--json").out)
+    assert [one["state"] for one in shown["generations"]] == ["served", "kept"]
+    assert "1 older generations deleted" in cli("index", "migrate", index, "--drop-old").out
+    assert "keeps no older generation" in cli("index", "rollback", index).err
+    assert cli("index", "check", index).out == f"{index} is whole.\n"
+
+
+def test_missing_originals_stop_a_migration_and_change_nothing(photos, cli, makers):
+    index = photos / "d.index"
+    other = makers.make_bundle(photos / "other", seed=5)
+    first = sorted((photos / "digits").rglob("*.png"))[0]
+    first.unlink()
+    told = cli("index", "migrate", index, other)
+    assert told.code == 2 and "is gone" in told.err and "--skip-bad" in told.err
+    assert json.loads(cli("index", "show", index, "--json").out)["generations"][0]["state"] == "served"
+    done = cli("index", "migrate", index, other, "--skip-bad")
+    assert done.code == 0 and "59 items embedded" in done.out and "skipped" in done.err
+    assert cli("index", "check", index).code == 0
+
+
+@pytest.mark.parametrize("keep", ["copy", "thumbnail", "nothing"])
+def test_what_is_kept_of_originals(keep, tmp_path, cli, makers, bundle_path):
+    makers.write_digits(tmp_path / "digits", 20)
+    index = tmp_path / "i"
+    assert (
+        cli("index", "create", index, tmp_path / "digits", "--bundle", bundle_path, "--keep", keep).code == 0
+    )
+    for path in (tmp_path / "digits").rglob("*.png"):
+        path.unlink()
+    done = cli("index", "migrate", index, makers.make_bundle(tmp_path / "other", seed=5))
+    assert (done.code == 0) == (keep == "copy"), done.err
+
+
+def test_copies_of_one_moment(photos, cli):
+    index = photos / "d.index"
+    assert cli("index", "snapshot", index, photos / "s").code == 0
+    assert "exists already" in cli("index", "snapshot", index, photos / "s").err
+    cli("index", "delete", index, "--where", "label = '1'")
+    assert "MB now" in cli("index", "compact", index).out
+    assert cli("index", "restore", photos / "s", photos / "r").code == 0
+    assert len(ids(cli, photos / "r")) == 60 > len(ids(cli, index))
+    (segment,) = (photos / "s" / "segments").glob("*.segment")
+    content = bytearray(segment.read_bytes())
+    content[5000] ^= 4
+    segment.write_bytes(content)
+    told = cli("index", "check", photos / "s")
+    assert told.code == 2 and "was altered" in told.err
+    assert cli("index", "restore", photos / "s", photos / "x").code == 2 and not (photos / "x").exists()
+
+
+def test_looking_through(photos, cli):
+    index = photos / "d.index"
+    (photos / "digits" / "3" / "same.png").write_bytes(
+        sorted((photos / "digits" / "3").glob("*.png"))[0].read_bytes()
+    )
+    cli("index", "add", index, photos / "digits")
+    (group,) = json.loads(cli("index", "duplicates", index, "--within", "0", "--json").out)
+    assert "3/same.png" in group["ids"] and group["largest"] == 0
+    found = json.loads(cli("index", "clusters", index, "--count", "5", "--json").out)
+    assert sum(cluster["count"] for cluster in found) == 61
+    assert "nothing to tune below" in cli("index", "tune", index).err
+
+
+def test_an_index_of_format_1_is_lifted(tmp_path, cli, photos, bundle_path):
+    old = tmp_path / "old"
+    write_index(bundle_path, [photos / "digits"], old, progress=False)
+    query = sorted((photos / "digits").rglob("*.png"))[7]
+    before = json.loads(cli("search", old, query, "--json").out)[0]["results"]
+    assert "format 1" in cli("index", "add", old, photos / "digits").err
+    assert "format 1" in cli("search", old, query, "--where", "label = '1'").err
+    assert "60 items are in the living format now" in cli("index", "migrate", old).out
+    after = json.loads(cli("search", old, query, "--json").out)[0]["results"]
+    assert [(hit["key"], hit["distance"]) for hit in after] == [
+        (hit["key"], hit["distance"]) for hit in before
+    ]
+    assert cli("index", "check", old).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["shwo", "d.index"], "Did you mean 'show'?"),
+        (["show", "nowhere"], "nowhere is not an index"),
+        (["show", "d.index", "nobody"], "has no item 'nobody'"),
+        (["list", "d.index", "--where", "prise <"], "expected a value"),
+        (["list", "d.index", "--where", "prise < 3"], "No item of this index has a field 'prise'"),
+        (["delete", "d.index"], "either ids or --where"),
+        (["create", "d.index", "digits", "--bundle", "digits"], "exists already"),
+        (["create", "x", "digits"], "either --bundle BUNDLE or --model NAME"),
+        (["migrate", "d.index"], "Name the bundle to migrate to"),
+        (["migrate", "d.index", "digits"], "is not a bundle"),
+        (["duplicates", "d.index", "--within", "-1"], "--within"),
+        (["clusters", "d.index", "--count", "100"], "60 items cannot make 100 clusters"),
+    ],
+)
+def test_mistakes_are_sentences(words, says, photos, cli, monkeypatch):
+    monkeypatch.chdir(photos)
+    told = cli("index", *words)
+    assert told.code == 2 and says in told.err and "Traceback" not in told.err

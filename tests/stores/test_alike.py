@@ -1,0 +1,103 @@
+"""Near-duplicates, clusters and tuning, on handwritten digits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from retrieval.errors import DataError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.open import open_index
+from retrieval.serving.local import structures
+from retrieval.serving.local.create import create_local
+from retrieval.serving.stores.contract import Item, widths_of
+from sklearn.datasets import load_digits
+
+
+@pytest.fixture
+def digits(tmp_path: Path, plain_bundle: Path) -> Iterator[tuple[LivingIndex, np.ndarray]]:
+    """1,797 digits by the bundle's own vectors, the first twenty of them twice, and once more a little apart."""
+    images, labels = load_digits(return_X_y=True)
+    bundle = Bundle.open(plain_bundle, threads=1)
+    pixels = (images.reshape(-1, 1, 8, 8) * 15.9).astype(np.uint8)
+    vectors = bundle.encode(pixels).vector
+    create_local(tmp_path / "i", bundle, widths_of(bundle))
+    with open_index(tmp_path / "i", threads=1) as index:
+        assert isinstance(index, LivingIndex)
+        index.upsert(
+            [Item(f"{n:04}", str(labels[n]), arrays={"vector": vectors[n]}) for n in range(len(vectors))]
+        )
+        index.upsert(
+            [Item(f"{n:04}-again", str(labels[n]), arrays={"vector": vectors[n]}) for n in range(20)]
+        )
+        apart = vectors[:20].copy()
+        apart[:, 0] += 1e-3
+        index.upsert([Item(f"{n:04}-apart", str(labels[n]), arrays={"vector": apart[n]}) for n in range(20)])
+        yield index, vectors
+
+
+def test_duplicates_are_all_found(digits: tuple[LivingIndex, np.ndarray]) -> None:
+    index, vectors = digits
+    limit = 0.002
+    squared = ((vectors[:, None, :] - vectors[None, :20, :]) ** 2).sum(-1)
+    assert (squared > limit**2).sum() == squared.size - 20  # no two different digits are that near
+    found = index.duplicates(limit, progress=False)
+    assert [group.ids for group in found] == [
+        (f"{n:04}", f"{n:04}-again", f"{n:04}-apart") for n in range(20)
+    ]
+    assert all(group.largest == pytest.approx(1e-3, rel=1e-3) for group in found)
+    exact = index.duplicates(0, progress=False)
+    assert [group.ids for group in exact] == [(f"{n:04}", f"{n:04}-again") for n in range(20)]
+    only = index.duplicates(limit, where="label = '3'", progress=False)
+    assert len(only) == 2 and all(group.ids[0] in ("0003", "0013") for group in only)
+
+
+def test_chains_join_and_many_equal_ones_are_one_group(digits: tuple[LivingIndex, np.ndarray]) -> None:
+    index, vectors = digits
+    chain = np.repeat(10 + vectors[:1], 60, axis=0)
+    chain[:, 0] += np.arange(60) * 0.01
+    index.upsert([Item(f"chain-{n:02}", arrays={"vector": chain[n]}) for n in range(60)])
+    index.upsert([Item(f"equal-{n:02}", arrays={"vector": vectors[0] - 10}) for n in range(40)])
+    groups = {group.ids[0]: group for group in index.duplicates(0.0101, progress=False)}
+    assert len(groups["chain-00"].ids) == 60 and groups["chain-00"].largest == pytest.approx(0.01, rel=1e-3)
+    assert len(groups["equal-00"].ids) == 40 and groups["equal-00"].largest == 0
+
+
+def test_clusters_hold_every_item_once(digits: tuple[LivingIndex, np.ndarray]) -> None:
+    index, _ = digits
+    found = index.clusters(10, progress=False)
+    assert sum(cluster.count for cluster in found) == len(index)
+    assert [cluster.count for cluster in found] == sorted((cluster.count for cluster in found), reverse=True)
+    main = sum(cluster.labels[0][1] for cluster in found)
+    assert main > 0.5 * len(index)  # a tenth, were they drawn at random
+    assert found == index.clusters(10, progress=False)
+    with pytest.raises(DataError, match="cannot make 5,000 clusters"):
+        index.clusters(5000, progress=False)
+
+
+def test_tuning_takes_what_meets_both_limits(
+    digits: tuple[LivingIndex, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, _ = digits
+    monkeypatch.setattr(structures, "LEAST", 1000)
+    tuned = index.tune(recall=0.9, progress=False)
+    assert tuned.chosen is not None and tuned.chosen.recall >= 0.9
+    assert tuned.chosen.milliseconds == min(one.milliseconds for one in tuned.trials if one.recall >= 0.9)
+    assert {one.backend for one in tuned.trials} == {"flat", "sq8", "hnsw", "ivf", "ivfpq"}
+    (segment,) = index.stats().details["segments"]
+    assert segment["structure"] == (None if tuned.chosen.backend == "flat" else tuned.chosen.backend)
+    small = index.tune(recall=0.9, memory=1000, apply=False, progress=False)
+    assert small.chosen is None
+    with pytest.raises(DataError, match="above 0 and at most 1"):
+        index.tune(recall=0)
+
+
+def test_there_is_nothing_to_tune_in_a_small_index(tmp_path: Path, plain_bundle: Path) -> None:
+    bundle = Bundle.open(plain_bundle, threads=1)
+    create_local(tmp_path / "i", bundle, widths_of(bundle))
+    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+        with pytest.raises(DataError, match="nothing to tune below"):
+            index.tune(progress=False)
