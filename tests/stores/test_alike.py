@@ -98,6 +98,8 @@ def test_tuning_takes_what_meets_both_limits(
 def test_there_is_nothing_to_tune_in_a_small_index(tmp_path: Path, plain_bundle: Path) -> None:
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle))
-    with LivingIndex.open(tmp_path / "i", threads=1) as index:
-        with pytest.raises(DataError, match="nothing to tune below"):
-            index.tune(progress=False)
+    with (
+        LivingIndex.open(tmp_path / "i", threads=1) as index,
+        pytest.raises(DataError, match="nothing to tune below"),
+    ):
+        index.tune(progress=False)
