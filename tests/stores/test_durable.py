@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,3 +186,39 @@ def test_a_snapshot_is_of_one_moment(
     store.snapshot(tmp_path / "copy")
     with LocalStore(tmp_path / "copy") as copy:
         assert len(copy.search(VECTORS[:1], 50, bundle.sha256)[0]) == 49
+
+
+def test_a_structure_that_is_the_first_work_of_a_writer_is_kept(
+    store: LocalStore, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.upsert(items(range(5000)), bundle.sha256)
+    store.restructure(Wanted("hnsw"))
+    store.close()
+    monkeypatch.setattr(structures, "LEAST", 100)
+    with LocalStore(tmp_path / "i", upkeep=False) as again:
+        again.compact()
+    assert (tmp_path / "i" / "segments" / "1-1.0.hnsw").is_file()
+
+
+@pytest.mark.parametrize("how", ["cut", "gone", "emptied", "altered"])
+def test_a_last_transaction_that_is_lost_from_the_log_is_missed(
+    bundle: Bundle, store: LocalStore, tmp_path: Path, how: str
+) -> None:
+    for number in range(5):
+        store.upsert(items(range(number, number + 1)), bundle.sha256)
+    shutil.copytree(tmp_path / "i", tmp_path / "stopped")  # as a kill leaves it
+    log = tmp_path / "stopped" / "items.sqlite-wal"
+    content = bytearray(log.read_bytes())
+    with LocalStore(tmp_path / "stopped", upkeep=False) as stopped:
+        assert stopped.count() == 5
+    content[-100] ^= how == "altered"
+    if how == "gone":
+        log.unlink(missing_ok=True)
+    shutil.copyfile(tmp_path / "i" / "items.sqlite", tmp_path / "stopped" / "items.sqlite")
+    if how != "gone":
+        log.write_bytes(content[: {"cut": -5000, "emptied": 0, "altered": None}[how]])
+    with pytest.raises(StoreError, match=r"the last \d of \d transactions are missing from its record"):
+        LocalStore(tmp_path / "stopped")
+    (tmp_path / "stopped" / "acknowledged").write_bytes(b"\0" * 20)  # as a power cut may leave it
+    with LocalStore(tmp_path / "stopped") as stopped:
+        assert stopped.count() < 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import uuid
 from collections.abc import Mapping
@@ -14,9 +15,9 @@ from retrieval.errors import StoreError
 from retrieval.host.files import whole_folder
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.local.generation_table import BUNDLES, add_generation, keep_bundle
+from retrieval.serving.local.home import INDEX
 from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.record import Record
-from retrieval.serving.local.snapshot import INDEX
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.stores.contract import Keep
 
@@ -54,10 +55,15 @@ def create_local(
             (fresh / SEGMENTS).mkdir()
             (fresh / BUNDLES).mkdir()
             keep_bundle(bundle, fresh)
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            named = {"retrieval": "index", "format": FORMAT, "id": str(uuid.uuid4()), "created": now}
+            text = json.dumps(named, indent=2) + "\n"
+            (fresh / INDEX).write_bytes(text.encode())
             Record.create(fresh)
             record = Record(fresh)
             with record.writing() as connection:
                 for key, value in {
+                    "index": hashlib.sha256(text.encode()).hexdigest(),
                     "seq": 0,
                     "epoch": 0,
                     "structure": json.dumps({"backend": said.backend, "options": dict(said.options or {})}),
@@ -67,9 +73,6 @@ def create_local(
                 add_generation(connection, bundle, widths, "served")
             record.checkpoint()
             record.close()
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            text = {"retrieval": "index", "format": FORMAT, "id": str(uuid.uuid4()), "created": now}
-            (fresh / INDEX).write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
     except (OSError, apsw.Error) as fault:
         raise StoreError(
             f"The index {folder} cannot be written: {getattr(fault, 'strerror', None) or fault}."

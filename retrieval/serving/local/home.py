@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
@@ -14,13 +15,16 @@ import apsw
 
 from retrieval.errors import StoreError
 from retrieval.serving.index.backends import make_backend
+from retrieval.serving.local.acknowledged import acknowledged
 from retrieval.serving.local.generation_table import served
 from retrieval.serving.local.record import FILE, Record, ask, value
 from retrieval.serving.local.segment import Segment
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.local.view import View, refreshed
 
+INDEX = "index.json"
 _TRIES = 20
+_BYTES = 1_000_000
 
 
 class Home:
@@ -44,6 +48,7 @@ class Home:
         self.folder = folder
         self.plugins = tuple(plugins)
         self.read_only = not os.access(folder, os.W_OK) or not os.access(folder / FILE, os.W_OK)
+        said = acknowledged(folder)  # before the record, which may only be further
         self.record = Record(folder, read_only=self.read_only)
         self.view: View | None = None
         self._refresh = threading.Lock()
@@ -51,6 +56,17 @@ class Home:
         try:
             with self.record.reading() as connection:
                 served(connection)
+                seq = int(value(connection, "select value from state where key = 'seq'"))
+                name = value(connection, "select value from state where key = 'index'")
+            if hashlib.sha256(_content(folder / INDEX)).hexdigest() != name:
+                raise StoreError(
+                    f"The index {folder} is damaged: {INDEX} was altered. Restore it from a snapshot."
+                )
+            if seq < said:
+                raise StoreError(
+                    f"The index {folder} is damaged: the last {said - seq:,} of {said:,} transactions are missing from its record. "
+                    "Restore a snapshot."
+                )
         except StoreError:
             self.record.close()
             raise
@@ -111,3 +127,12 @@ class Home:
         self.view = None
         self._written.clear()
         self.record.close()
+
+
+def _content(path: Path) -> bytes:
+    """Return what a small file holds, at most so much of it that it is seen to be another."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_BYTES)
+    except OSError as fault:
+        raise StoreError(f"{path} cannot be read: {fault.strerror or fault}.") from None

@@ -10,11 +10,11 @@ import apsw
 from retrieval.errors import StoreError
 from retrieval.host.files import whole_folder
 from retrieval.serving.local.generation_table import BUNDLES, all_of
+from retrieval.serving.local.home import INDEX
 from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.record import FILE, Record, ask, backup
 from retrieval.serving.local.writer import files_of
 
-INDEX = "index.json"
 _TRIES = 20
 _WHOLE = 3  # tries, before a structure's missing files are no reason for another one
 _SECONDS = 7 * 86_400.0  # files of any size are copied within one moment

@@ -114,6 +114,7 @@ class Upkeep:
             return self._step()
 
     def _step(self) -> bool:
+        self._writer.hold()  # which clears what nobody names, so before anything is written
         for generation in self._generations():
             if self._flush(generation):
                 return True
@@ -139,6 +140,7 @@ class Upkeep:
             raise StoreError(f"The index {self._home.folder} was closed. Open it again.") from None
 
     def _compact(self, report: Callable[[int, int], object]) -> None:
+        self._writer.hold()
         for generation in self._generations():
             self._flush(generation, least=1)
             parts = self._parts(generation)
@@ -153,7 +155,6 @@ class Upkeep:
 
                 self._merge(generation, parts, total, more)
             self._build(generation, self._parts(generation))
-        self._writer.hold()
         record = self._home.record
         with self._writer.turn, record.faults("written"):
             with record.connection() as connection:
@@ -233,7 +234,6 @@ class Upkeep:
         file = f"{generation.number}-merged-{max(part.number for part in parts)}.segment"
         path = self._home.folder / SEGMENTS / file
         sum_, structure = None, None
-        self._writer.hold()
         if len(numbers):
             arrays = {
                 name: _Rows([segment.arrays[name] for segment in held], alive, order, self._stop)

@@ -16,6 +16,7 @@ import numpy as np
 from retrieval.errors import StoreError
 from retrieval.serving.files.locks import hold
 from retrieval.serving.filters import Filter
+from retrieval.serving.local.acknowledged import Acknowledged
 from retrieval.serving.local.conditions import condition_of, refuse_unknown
 from retrieval.serving.local.generation_table import BUNDLES, all_of, served
 from retrieval.serving.local.home import Home
@@ -47,6 +48,7 @@ class Writer:
         self.turn = threading.RLock()
         self._held = ExitStack()
         self._holding = False
+        self._acknowledged: Acknowledged | None = None
 
     def hold(self) -> None:
         """Hold the index against every other process and store.
@@ -63,6 +65,7 @@ class Writer:
             with ExitStack() as held:
                 held.enter_context(hold(self.folder, "writing to this index", StoreError))
                 with self.record.faults("written"):
+                    self._acknowledged = held.enter_context(Acknowledged(self.folder))
                     self.clean()
                 self._held = held.pop_all()
             self._holding = True
@@ -92,6 +95,8 @@ class Writer:
                 if segments:
                     connection.execute("update state set value = value + 1 where key = 'epoch'")
                 yield connection, seq
+            if self._acknowledged is not None:
+                self._acknowledged.write(seq)
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """See `Store.upsert`."""
@@ -209,6 +214,7 @@ class Writer:
             if self._holding:
                 with suppress(StoreError):  # the next one that opens it does that
                     self.record.checkpoint()
+            self._acknowledged = None
             self._held.close()
             self._holding = False
 
