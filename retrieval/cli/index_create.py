@@ -48,8 +48,9 @@ def create(
     """Create INDEX from IMAGES, with the vectors that a bundle or a pretrained model gives.
 
     IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and 'label', 'key', and
-    any others, kept as metadata), or .npz files with 'features' for a bundle of features; without any, the index is empty. An
-    interrupted run goes on where it stopped when the command is repeated.
+    any others, kept as metadata), or Parquet tables with a column 'path' or 'image' (likewise). For a bundle of features they
+    are .npz files or Parquet tables with 'features'. Without any, the index is empty. An interrupted run goes on where it
+    stopped when the command is repeated.
     """
     if (bundle is None) == (model is None):
         raise click.UsageError("Name what embeds the images: either --bundle BUNDLE or --model NAME.")

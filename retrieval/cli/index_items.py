@@ -24,6 +24,7 @@ _PAGE = 1000
 Examples:
   retrieval index add photos.index new/
   retrieval index add photos.index photos/ --sync
+  retrieval index add photos.index items.parquet --keep copy
 """,
 )
 @INDEX

@@ -232,7 +232,7 @@ def decode(
         content = data
     else:
         name = name or os.fspath(data)
-        content = _read(Path(data), name, limits)
+        content = read_image(data, limits, name)
     if len(content) > limits.bytes:
         raise _too_many_bytes(name, len(content), limits)
     if not content:
@@ -284,8 +284,13 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _read(path: Path, name: str, limits: Limits) -> bytes:
-    """Return a regular file's content; at most one byte more than the limit is read."""
+def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes:
+    """Return a regular file's content; at most one byte more than the limit is read.
+
+    Raises:
+        DataError: it cannot be read, is no regular file, or is too large.
+    """
+    path = Path(path)
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):

@@ -6,28 +6,32 @@ import io
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from retrieval.errors import DataError, at_least_one, listed
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import Limits, decode
+from retrieval.serving.images import Limits
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.encoding import Encoding
 from retrieval.serving.index.journal import Done
-from retrieval.serving.index.sources import Source, Sources, collect
+from retrieval.serving.index.origins import Origin, Source, Sources
+from retrieval.serving.index.readers import contents
+from retrieval.serving.index.sources import collect
 from retrieval.serving.progress import Progress, showing
 from retrieval.serving.stores.contract import CODE, VECTOR, Floats, Item, Keep, Superseded
 
 _PAGE = 1000
 _ROWS = 4096
+_BYTES = 64_000_000
 _SECONDS = 1.0
-"""What was encoded is written after so many items, or so long: a kill costs no more."""
+"""What was encoded is written after so many items, so many bytes of kept originals, or so long: a kill costs no more."""
 _THUMBNAIL = 256
 _TRIES = 5
 
@@ -88,6 +92,7 @@ def add_sources(
                 workers or os.cpu_count() or 1,
                 limits or Limits(),
                 skip_bad or not whole,
+                _KEPT.get(keep),
             )
             try:
                 sink.fill(encoding)
@@ -220,7 +225,7 @@ class _Sink:
                 self.faults.append(entry.fault)
                 continue
             self._waiting.append(self._item(source, entry, dict(zip(names, next(rows), strict=True))))
-        if len(self._waiting) >= _ROWS or time.monotonic() - self._since > _SECONDS:
+        if len(self._waiting) >= _ROWS or self._heavy() or time.monotonic() - self._since > _SECONDS:
             self.sync()
 
     def sync(self) -> None:
@@ -232,43 +237,60 @@ class _Sink:
             self._waiting = []
         self._since = time.monotonic()
 
+    def _heavy(self) -> bool:
+        return sum(len(item.original or b"") for item in self._waiting) > _BYTES
+
     def _item(self, source: Source, entry: Done, arrays: dict[str, Floats]) -> Item:
-        path = None if source.row is not None else source.path
-        original = None
-        if path is not None and self.keep == "copy":
-            original = path.read_bytes()
-        elif path is not None and self.keep == "thumbnail":
-            original = thumbnail(path)
+        place = self.keep != "nothing" and source.row is None
         return Item(
             source.key,
             source.label,
             source.metadata,
-            None if self.keep == "nothing" else path,
+            source.path if place else None,
             entry.stamp,
             self.keep,
-            original,
+            entry.original,
             entry.bytes,
             entry.width,
             entry.height,
             arrays,
+            source.origin.address if place and source.origin else None,
         )
 
 
-def thumbnail(path: Path) -> bytes:
-    """Return a small JPEG of an image file."""
-    image = decode(path).convert("RGB")
-    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+def _thumbnail(_: bytes, image: Image.Image) -> bytes:
+    """Return a small JPEG of a decoded image."""
+    small = image.convert("RGB")
+    small.thumbnail((_THUMBNAIL, _THUMBNAIL))
     out = io.BytesIO()
-    image.save(out, "JPEG", quality=85)
+    small.save(out, "JPEG", quality=85)
     return out.getvalue()
 
 
-def originals(index: Collection, items: Sequence[Item]) -> Iterator[tuple[Item, Path | bytes | None]]:
-    """Give where the original of each item is: its kept bytes, or its file if that is still there."""
-    for item in items:
-        if item.keep == "copy":
+def _copy(content: bytes, _: Image.Image) -> bytes:
+    return content
+
+
+_KEPT: dict[str, Callable[[bytes, Image.Image], bytes]] = {"copy": _copy, "thumbnail": _thumbnail}
+
+
+def originals(
+    index: Collection, items: Sequence[Item], most: int
+) -> Iterator[tuple[Item, Path | bytes | DataError | None]]:
+    """Give the original of each item, of `most` bytes: kept bytes, a file, or why there is none.
+
+    What is neither kept nor a file of its own is read where it was found, if that has not changed since.
+    """
+
+    def origin(item: Item) -> Origin | None:
+        return (
+            None if item.source is None or item.keep == "copy" else Origin.recorded(item.source, item.stamp)
+        )
+
+    for item, content in contents(((item, origin(item)) for item in items), most):
+        if content is not None:
+            yield item, content
+        elif item.keep == "copy":
             yield item, index.store.original(item.id)
-        elif item.path is not None and item.path.is_file():
-            yield item, item.path
         else:
-            yield item, None
+            yield item, item.path if item.path is not None and item.path.is_file() else None

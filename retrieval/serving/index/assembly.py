@@ -17,8 +17,8 @@ from retrieval.serving.index.files import write_sums
 from retrieval.serving.index.items import Item, write_items
 from retrieval.serving.index.journal import Journal
 from retrieval.serving.index.manifest import BackendRecord, BundleRecord, IndexManifest, PartRecord
+from retrieval.serving.index.origins import Sources
 from retrieval.serving.index.recall import recall_at_10
-from retrieval.serving.index.sources import Sources
 from retrieval.serving.progress import Meter
 
 

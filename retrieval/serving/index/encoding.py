@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.images import Limits, decode
+from retrieval.serving.images import Limits, decode, read_image
 from retrieval.serving.index.journal import Done, Journal
-from retrieval.serving.index.sources import Source, Sources
+from retrieval.serving.index.origins import Source, Sources
+from retrieval.serving.index.readers import contents
 from retrieval.serving.progress import Meter
 from retrieval.serving.threads import ahead
 
@@ -57,6 +58,7 @@ class Encoding:
         workers: threads that decode.
         limits: the largest images that are decoded.
         skip_bad: leave out images that cannot be used, instead of refusing all.
+        kept: makes what is kept of an original from its bytes and the decoded image; None keeps nothing.
     """
 
     bundle: Bundle
@@ -65,6 +67,7 @@ class Encoding:
     workers: int
     limits: Limits
     skip_bad: bool
+    kept: Callable[[bytes, Image.Image], bytes] | None = None
 
     def journal(self, folder: Path) -> Journal:
         """Open the journal in a folder, which goes on with what an earlier run of the same work has done."""
@@ -127,31 +130,35 @@ class Encoding:
         if self.sources.features is not None:
             yield from map(self._row, items)
             return
-        yield from ahead(self._image, items, workers=self.workers, most=2 * self.batch)
+        given = contents(((item, item.origin) for item in items), self.limits.bytes)
+        yield from ahead(self._image, given, workers=self.workers, most=2 * self.batch)
 
-    def _image(self, item: Source) -> _Decoded:
+    def _image(self, given: tuple[Source, bytes | DataError | None]) -> _Decoded:
         preprocessing = self.bundle.manifest.input.preprocessing
         assert preprocessing is not None
-        stamp = item.stamp()
-        name = os.fsencode(item.path).decode("utf-8", "backslashreplace")
+        item, content = given
+        stamp, name = item.stamp(), item.name
         try:
-            image = decode(item.path, self.limits, name)
-            size = item.path.stat().st_size
+            if isinstance(content, DataError):
+                raise content
+            if content is None:
+                assert item.path is not None
+                content = read_image(item.path, self.limits, name)
+            image = decode(content, self.limits, name)
             try:
                 pixels = preprocessing(image)
+                original = self.kept(content, image) if self.kept else None
             except DataError as fault:
                 raise DataError(f"{name}: {fault}") from fault
         except DataError as fault:
             return _Decoded(Done(stamp, str(fault)), None)
-        except OSError as fault:
-            return _Decoded(Done(stamp, f"{name} cannot be read: {fault.strerror or fault}."), None)
-        return _Decoded(Done(stamp, None, size, image.width, image.height), pixels)
+        return _Decoded(Done(stamp, None, len(content), image.width, image.height, original), pixels)
 
     def _row(self, item: Source) -> _Decoded:
         assert self.sources.features is not None
         values = self.sources.features[item.row]
         if not np.isfinite(values).all():
-            fault = f"{item.path}: vector {item.key} holds NaN, infinity or a number beyond float32."
+            fault = f"{item.name}: vector {item.key} holds NaN, infinity or a number beyond float32."
             return _Decoded(Done(item.stamp(), fault), None)
         return _Decoded(Done(item.stamp()), values)
 

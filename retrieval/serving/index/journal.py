@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import json
 import os
@@ -33,6 +34,7 @@ class Done:
         bytes: of the original image, as are `width` and `height` in pixels.
         width: see `bytes`.
         height: see `bytes`.
+        original: what a living index keeps of it; never part of a journal.
     """
 
     stamp: str
@@ -40,6 +42,7 @@ class Done:
     bytes: int | None = None
     width: int | None = None
     height: int | None = None
+    original: builtins.bytes | None = None
 
 
 class Journal:
@@ -198,5 +201,6 @@ def _sum(*parts: bytes) -> bytes:
 
 def _line(entry: Done, row: bytes) -> bytes:
     """Return an item's line: itself, the checksum of its numbers, and one of the line."""
-    content = json.dumps({"item": asdict(entry), "numbers": row.hex()})
+    item = {name: value for name, value in asdict(entry).items() if name != "original"}
+    content = json.dumps({"item": item, "numbers": row.hex()})
     return f'{content[:-1]}, "line": "{_sum(content.encode()).hex()}"}}\n'.encode()

@@ -137,8 +137,10 @@ def _pixels(
     preprocessing = bundle.manifest.input.preprocessing
     assert preprocessing is not None
 
-    def one(pair: tuple[Item, Path | bytes | None]) -> tuple[Item, NDArray[np.uint8] | str]:
+    def one(pair: tuple[Item, Path | bytes | DataError | None]) -> tuple[Item, NDArray[np.uint8] | str]:
         item, original = pair
+        if isinstance(original, DataError):
+            return item, f"{item.id}: {original}"
         if original is None:
             where = f"its file {item.path} is gone" if item.path else "the index keeps no original of it"
             return item, f"{item.id}: {where}."
@@ -150,7 +152,7 @@ def _pixels(
             return item, f"{item.id} cannot be read: {fault.strerror or fault}."
 
     workers = os.cpu_count() or 1
-    yield from ahead(one, originals(index, items), workers=workers, most=4 * workers)
+    yield from ahead(one, originals(index, items, limits.bytes), workers=workers, most=4 * workers)
 
 
 def lift(path: Path, *, progress: Progress = True) -> int:

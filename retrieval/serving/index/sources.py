@@ -1,12 +1,13 @@
-"""What is to be indexed, or searched with: files, folders, CSV manifests and `.npz` features."""
+"""Find what is to be indexed, or searched with: files, folders, CSV manifests, Parquet tables and `.npz` features."""
 
 from __future__ import annotations
 
 import csv
 import os
+import tempfile
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,52 +17,12 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError, did_you_mean, listed
 from retrieval.serving.files.columns import typed
 from retrieval.serving.image_files import find_images
+from retrieval.serving.index.locations import Location, shown
+from retrieval.serving.index.origins import Origin, Source, Sources
+from retrieval.serving.index.table_contents import Spooled
+from retrieval.serving.index.tables import Row, Table, is_table
 
 _ROW_CHARACTERS = 1_000_000  # an index gives no longer ones back
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One item to encode: an image file, or a row of the collected features.
-
-    Attributes:
-        key: its name.
-        label: None when none was given.
-        path: the image, or the `.npz` file.
-        metadata: further columns of a CSV manifest, numbers as numbers.
-        row: of `Sources.features`; None for an image.
-    """
-
-    key: str
-    label: str | None
-    path: Path
-    metadata: dict[str, Any] = field(default_factory=dict)
-    row: int | None = None
-
-    def stamp(self) -> str:
-        """Return what changes when the item does: path, row, size and time of its file."""
-        try:
-            status = self.path.stat()
-        except OSError:
-            return f"{os.fsencode(self.path)!r} {self.row} missing"
-        return f"{os.fsencode(self.path)!r} {self.row} {status.st_size} {status.st_mtime_ns}"
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Everything to encode, in order.
-
-    Attributes:
-        items: one an item.
-        features: (N, F) for a bundle of features, else None.
-        repeated: how many files were named more than once; each is taken once.
-        left_out: a sentence on the files of folders that are not images, for each reason.
-    """
-
-    items: list[Source]
-    features: NDArray[np.float32] | None = None
-    repeated: int = 0
-    left_out: tuple[str, ...] = ()
 
 
 def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
@@ -69,7 +30,9 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
 
     A folder is searched for images; an item's label is the first folder below it, or the given folder's own name for
     images directly in it. A `.csv` has the columns `path` (relative to the CSV), optionally `label` and `key`, and
-    any others, kept as metadata (see `retrieval.serving.files.columns`). An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
+    any others, kept as metadata (see `retrieval.serving.files.columns`). A Parquet table has a column `path`, or `image` with
+    the bytes of each (or a struct of `bytes` and `path`), or for features a list `features` or `vector`; optionally `label` and
+    `key` or `id`, and any others, kept as metadata: NaN and infinity as null, times and decimal numbers as text. An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
 
     Args:
         sources: what the user named.
@@ -90,13 +53,15 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     paths = [Path(source) for source in sources]
     for path in paths:
         if not path.exists():
-            raise DataError(f"{_text(path)} does not exist.")
-        if (path.suffix.lower() == ".npz") != (kind == "features"):
+            raise DataError(f"{shown(path)} does not exist.")
+        if (path.suffix.lower() == ".npz") != (kind == "features") and not is_table(path.name):
             if kind == "features":
-                raise DataError(f"{_text(path)} is no .npz file; this bundle takes features, not images.")
-            raise DataError(f"{_text(path)} holds features; this bundle takes images.")
+                raise DataError(
+                    f"{shown(path)} is no .npz file or Parquet table; this bundle takes features, not images."
+                )
+            raise DataError(f"{shown(path)} holds features; this bundle takes images.")
     if kind == "features":
-        return _features(paths)
+        return _spooled(paths) if any(is_table(path.name) for path in paths) else _features(paths)
     folders = [path for path in paths if path.is_dir()]
     items: list[Source] = []
     left_out: list[str] = []
@@ -107,11 +72,15 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
             items += _folder(path, found.images, prefix=len(folders) > 1)
         elif path.suffix.lower() == ".csv":
             items += read_csv(path)
+        elif is_table(path.name):
+            found_items, notes = _read_table(path)
+            items += found_items
+            left_out += notes
         else:
-            items.append(Source(_text(path), None, path.absolute()))
-    once: dict[Path, Source] = {}
+            items.append(Source(shown(path), None, path.absolute()))
+    once: dict[Path | Origin | None, Source] = {}
     for item in items:
-        once.setdefault(item.path, item)
+        once.setdefault(item.path or item.origin, item)
     return Sources(list(once.values()), repeated=len(items) - len(once), left_out=tuple(left_out))
 
 
@@ -121,8 +90,8 @@ def _folder(folder: Path, images: list[Path], prefix: bool) -> list[Source]:
     for path in images:
         inside = path.relative_to(folder)
         label = inside.parts[0] if len(inside.parts) > 1 else own.name
-        key = _text(Path(own.name) / inside if prefix else inside)
-        items.append(Source(key, _text(Path(label)), path.absolute()))
+        key = shown(Path(own.name) / inside if prefix else inside)
+        items.append(Source(key, shown(Path(label)), path.absolute()))
     return items
 
 
@@ -158,7 +127,11 @@ def read_csv(path: Path) -> list[Source]:
         raise DataError(f"{path} is not a CSV file: {fault} (line {reader.line_num}).") from None
     if problems:
         # a missing file alone is an image that cannot be used, and may be skipped
-        problems += [(line, f"{item.path} does not exist.") for line, item in items if not item.path.exists()]
+        problems += [
+            (line, f"{item.path} does not exist.")
+            for line, item in items
+            if item.path and not item.path.exists()
+        ]
         raise DataError(listed(f"{path}", [f"line {line}: {problem}" for line, problem in sorted(problems)]))
     if not items:
         raise DataError(f"{path} lists no item.")
@@ -181,6 +154,63 @@ def _csv_item(path: Path, row: dict[str, str]) -> Source:
     name = row["path"]
     metadata = {column: value for column, value in row.items() if column not in ("path", "label", "key")}
     return Source(row.get("key") or name, row.get("label") or None, (path.parent / name).absolute(), metadata)
+
+
+def _read_table(path: Path) -> tuple[list[Source], tuple[str, ...]]:
+    """Return the items of a Parquet table of images, and notes on columns that are left out."""
+    location = Location(os.fspath(path.absolute()))
+    stamp = location.stamp()
+
+    def source(row: Row) -> Source:
+        if row.path is not None:
+            return Source(row.key, row.label, (path.parent / row.path).absolute(), row.metadata)
+        return Source(row.key, row.label, None, row.metadata, origin=Origin(location, str(row.number), stamp))
+
+    with Table(location, "image") as table:
+        items = [source(row) for row in table.rows()]
+    if not items:
+        raise DataError(f"{location.name} lists no item.")
+    return items, table.left_out
+
+
+def _spooled(paths: list[Path]) -> Sources:
+    """Return the features of Parquet tables, perhaps with `.npz` files among them."""
+    items: list[Source] = []
+    left_out: list[str] = []
+    with tempfile.TemporaryFile() as file:
+        spooled = Spooled(file)
+        for path in dict.fromkeys(paths):
+            if is_table(path.name):
+                found, notes = _feature_rows(path, spooled)
+                left_out += notes
+            else:
+                read = _features([path])
+                assert read.features is not None
+                found = [replace(item, row=spooled.count + at) for at, item in enumerate(read.items)]
+                spooled.add(Location(os.fspath(path)), read.features)
+            items += found
+        if not items:
+            raise DataError(f"{shown(paths[0])} lists no item.")
+        return Sources(items, spooled.array(), len(paths) - len(set(paths)), tuple(left_out))
+
+
+def _feature_rows(path: Path, spooled: Spooled) -> tuple[list[Source], tuple[str, ...]]:
+    """Return the items of a Parquet table of features, and notes on columns that are left out."""
+    location = Location(os.fspath(path.absolute()))
+    stamp, start = location.stamp(), spooled.count
+    with Table(location, "features") as table:
+        items = [
+            Source(
+                row.key,
+                row.label,
+                None,
+                row.metadata,
+                start + row.number,
+                Origin(location, str(row.number), stamp),
+            )
+            for row in table.rows(spooled)
+        ]
+    return items, table.left_out
 
 
 def _features(paths: list[Path]) -> Sources:
@@ -242,8 +272,3 @@ def read_features(path: Path) -> tuple[NDArray[np.float32], list[str], list[str]
     texts = {key: [str(value) for value in values] for key, values in columns.items()}
     with np.errstate(over="ignore"):
         return features.astype(np.float32, copy=False), texts.get("labels", []), texts.get("keys", [])
-
-
-def _text(path: Path) -> str:
-    """Return a path as text that any file can hold: a name that is not UTF-8 shows its bytes."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")

@@ -38,7 +38,7 @@ SCHEMA = {
         state text not null, upto integer not null, created text not null) strict""",
     "items": """create table items (
         n integer primary key autoincrement, id text not null unique, label text, metadata text not null, path blob, stamp text,
-        keep text not null, bytes integer, width integer, height integer) strict""",
+        keep text not null, bytes integer, width integer, height integer, source blob) strict""",
     "items_label": "create index items_label on items (label)",
     "originals": "create table originals (n integer primary key, content blob not null) strict",
     "fields": "create table fields (name text primary key) strict, without rowid",

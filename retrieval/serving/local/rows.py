@@ -18,7 +18,7 @@ from retrieval.serving.stores.contract import Item, Keep
 ID_CHARACTERS = 1000
 TEXT_BYTES = 1_000_000
 ORIGINAL_BYTES = 100_000_000
-COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height"
+COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height, source"
 
 Row = tuple[Any, ...]
 
@@ -169,6 +169,7 @@ def to_row(number: int, item: Item, metadata: str) -> Row:
         item.bytes,
         item.width,
         item.height,
+        None if item.source is None else os.fsencode(item.source),
     )
 
 
@@ -178,10 +179,11 @@ def from_row(row: Row) -> Item:
     Raises:
         StoreError: it is not one that this package writes.
     """
-    _, id, label, metadata, path, stamp, keep, size, width, height = row
+    _, id, label, metadata, path, stamp, keep, size, width, height, source = row
     try:
         content = strict_loads(metadata)
         where = None if path is None else Path(os.fsdecode(path))
+        address = None if source is None else os.fsdecode(source)
     except (ValueError, TypeError) as fault:
         raise StoreError(f"An item of this index is not what an index holds: {fault}.") from fault
-    return Item(id, label, content, where, stamp, keep, None, size, width, height)
+    return Item(id, label, content, where, stamp, keep, None, size, width, height, source=address)

@@ -120,7 +120,7 @@ class Writer:
                 )
                 numbers = range(first, first + len(items))
                 connection.executemany(
-                    "insert into items values (?,?,?,?,?,?,?,?,?,?)", map(to_row, numbers, items, texts)
+                    "insert into items values (?,?,?,?,?,?,?,?,?,?,?)", map(to_row, numbers, items, texts)
                 )
                 kept = (
                     (n, item.original)

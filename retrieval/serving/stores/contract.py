@@ -36,7 +36,7 @@ class Item:
         id: its name, unique in the index: any text of 1 to 1,000 characters.
         label: None when it has none.
         metadata: a JSON object.
-        path: its original file, absolute; None for what came as bytes or features.
+        path: its original file, absolute; None for what came as bytes or features, or has a `source`.
         stamp: what changes when that file does.
         keep: what the index keeps of the original.
         original: the bytes that are kept, when an item is written; `Store.original` reads them.
@@ -44,6 +44,8 @@ class Item:
         width: of the original image, in pixels, upright.
         height: see `width`.
         arrays: float32, by name: "vector" (P,), "code" (C,) where the bundle rescores, "features" (F,) where they are kept.
+        source: where its original is that is no local file of its own, such as `/data/table.parquet#12`. Only whoever owns the index
+            opens it, to embed again: never what a client sends.
     """
 
     id: str
@@ -57,6 +59,7 @@ class Item:
     width: int | None = None
     height: int | None = None
     arrays: Mapping[str, Floats] = field(default_factory=dict)
+    source: str | None = None
 
     @property
     def vector(self) -> Floats:

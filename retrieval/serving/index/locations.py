@@ -1,0 +1,60 @@
+"""Where a file is: on this machine, or at an address that fsspec opens."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from retrieval.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """One file.
+
+    Attributes:
+        text: its absolute path.
+    """
+
+    text: str
+
+    @property
+    def name(self) -> str:
+        """What a person reads: a name that is not UTF-8 shows its bytes."""
+        return shown(self.text)
+
+    @property
+    def file_name(self) -> str:
+        """The last part of the path, which tells the kind of file."""
+        return Path(self.text).name
+
+    @property
+    def stem(self) -> str:
+        """The file's name up to its first dot: what the ids of its items begin with."""
+        return shown(self.file_name).partition(".")[0] or shown(self.file_name)
+
+    def open(self) -> BinaryIO:
+        """Open it for reading.
+
+        Raises:
+            DataError: it cannot be opened.
+        """
+        try:
+            return Path(self.text).open("rb")
+        except OSError as fault:
+            raise DataError(f"{self.name} cannot be read: {fault.strerror or fault}.") from None
+
+    def stamp(self) -> str:
+        """Return what changes when the content does."""
+        try:
+            status = Path(self.text).stat()
+        except OSError:
+            return "missing"
+        return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """Return a path as text that any file can hold: a name that is not UTF-8 shows its bytes."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")

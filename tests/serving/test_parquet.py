@@ -1,0 +1,315 @@
+"""Parquet tables in a living index: images, paths and features; added, changed, embedded again; and tables that mean harm."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import os
+import resource
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.errors import DataError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.build import write_index
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.open import open_index
+
+pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
+
+
+def png(makers, number: int) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(makers.digits()[0][number]).save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.fixture
+def images(makers, tmp_path) -> Path:
+    """A table of 50 images in row groups of 15, with ids, labels and metadata."""
+    path = tmp_path / "images.parquet"
+    columns = {
+        "id": [f"item {number}" for number in range(50)],
+        "image": [{"bytes": png(makers, number), "path": f"{number}.png"} for number in range(50)],
+        "label": [str(number % 10) for number in range(50)],
+        "price": list(range(50)),
+    }
+    pq.write_table(pa.table(columns), path, row_group_size=15)
+    return path
+
+
+def created(path: Path, bundle: Path, sources: list[Path], **given) -> LivingIndex:
+    create_index(path, bundle, sources, progress=False, **given)
+    return open_index(path, threads=1)
+
+
+def test_images_in_a_table_are_indexed_as_the_same_files_are(images, makers, bundle_path, tmp_path):
+    with created(tmp_path / "i", bundle_path, [images]) as index:
+        assert len(index) == 50
+        item = index.get("item 33", arrays=True)["item 33"]
+        assert (item.label, item.metadata, item.path) == ("3", {"price": 33}, None)
+        assert item.source == f"{images}#33"
+        assert (item.width, item.height, item.bytes) == (8, 8, len(png(makers, 33)))
+        pixels = Image.open(io.BytesIO(png(makers, 33)))
+        assert item.vector == pytest.approx(
+            Bundle.open(bundle_path, threads=1).encode_each([pixels]).vector[0]
+        )
+
+
+def test_a_second_run_passes_over_what_is_there_and_sync_follows_the_table(images, bundle_path, tmp_path):
+    with created(tmp_path / "i", bundle_path, [images]) as index:
+        again = index.add(images, progress=False)
+        assert (again.added, again.changed, again.unchanged) == (0, 0, 50)
+        table = pq.read_table(images)
+        pq.write_table(table.slice(0, 20), images)
+        less = index.add(images, sync=True, progress=False)
+        assert (less.added, less.changed, less.removed, len(index)) == (0, 20, 30, 20)
+
+
+@pytest.mark.parametrize("keep", ["reference", "copy", "thumbnail"])
+def test_a_migration_embeds_from_the_table_again(keep, images, makers, bundle_path, tmp_path):
+    other = makers.make_bundle(tmp_path / "other", seed=5)
+    with created(tmp_path / "i", bundle_path, [images], keep=keep) as index:
+        kept = index.store.original("item 40")
+        if keep == "copy":
+            assert kept == png(makers, 40)
+            images.unlink()
+        elif keep == "thumbnail":
+            assert Image.open(io.BytesIO(kept)).format == "JPEG"
+        else:
+            assert kept is None
+        assert index.migrate(other, progress=False).embedded == 50
+        fresh = write_index(other, [images], tmp_path / "f", progress=False) if keep != "copy" else None
+        if fresh:
+            with open_index(tmp_path / "f", threads=1) as frozen:
+                assert index.vector("item 40") == pytest.approx(frozen.vector(40))
+
+
+def test_a_table_that_has_changed_is_not_embedded_from(images, makers, bundle_path, tmp_path):
+    other = makers.make_bundle(tmp_path / "other", seed=5)
+    with created(tmp_path / "i", bundle_path, [images]) as index:
+        pq.write_table(pq.read_table(images).slice(1), images)
+        with pytest.raises(DataError, match=r"has changed since its items were found\. Add it again"):
+            index.migrate(other, progress=False)
+        assert index.generation.number == 1
+
+
+def test_paths_are_relative_to_the_table(photos, bundle_path, tmp_path):
+    paths = sorted(photos.rglob("*.png"))[:4]
+    table = tmp_path / "items.parquet"
+    shown = [str(paths[0]), *(os.path.relpath(path, tmp_path) for path in paths[1:])]
+    pq.write_table(pa.table({"path": shown, "label": [1, 2, None, 4]}), table)
+    with created(tmp_path / "i", bundle_path, [table]) as index:
+        item = index.get(shown[1])[shown[1]]
+        assert item.path.samefile(paths[1])
+        assert (item.label, item.source) == ("2", None)
+        assert index.get(shown[2])[shown[2]].label is None
+
+
+def test_images_beside_a_table_of_a_struct_without_bytes(photos, bundle_path, tmp_path):
+    paths = sorted(photos.rglob("*.png"))[:4]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    column = pa.array([{"bytes": None, "path": str(path)} for path in paths], kind)
+    pq.write_table(pa.table({"image": column}), tmp_path / "items.parquet")
+    with created(tmp_path / "i", bundle_path, [tmp_path / "items.parquet"]) as index:
+        assert index.get(str(paths[3]))[str(paths[3])].path == paths[3]
+
+
+def test_values_of_every_type_are_json(makers, bundle_path, tmp_path):
+    when = datetime.datetime(2024, 5, 6, 7, 8, 9, tzinfo=datetime.UTC)
+    columns = {
+        "key": [7],
+        "image": [png(makers, 0)],
+        "whole": [2**40],
+        "float": [1.5],
+        "nan": [float("nan")],
+        "infinite": [float("inf")],
+        "truth": [True],
+        "nothing": pa.nulls(1),
+        "list": [[1, 2, None]],
+        "nested": [{"a": {"b": [{"c": float("nan")}]}}],
+        "when": pa.array([when], pa.timestamp("ns", "Europe/Paris")),
+        "times": pa.array([[1]], pa.list_(pa.timestamp("ns"))),
+        "day": [datetime.date(2024, 5, 6)],
+        "took": pa.array([1_500_000_000], pa.duration("ns")),
+        "price": [Decimal("12.30")],
+        "kind": pa.array(["red"]).dictionary_encode(),
+        "raw": [b"\0\1"],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    with open_index(tmp_path / "i", threads=1) as index:
+        added = index.add(tmp_path / "t.parquet", progress=False)
+        assert added.left_out == (
+            f"{tmp_path}/t.parquet: the column 'raw' is left out, being binary, which is no JSON.",
+        )
+        assert index.get("7")["7"].metadata == {
+            "whole": 2**40,
+            "float": 1.5,
+            "nan": None,
+            "infinite": None,
+            "truth": True,
+            "nothing": None,
+            "list": [1, 2, None],
+            "nested": {"a": {"b": [{"c": None}]}},
+            "when": "2024-05-06T07:08:09+00:00",
+            "times": ["1970-01-01T00:00:00"],
+            "day": "2024-05-06",
+            "took": "0:00:01.500000",
+            "price": "12.30",
+            "kind": "red",
+        }
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_features_are_added_and_searched(fixed, makers, tmp_path):
+    bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False, features=20)
+    features = np.random.default_rng(0).normal(size=(1300, 20)).astype(np.float32)
+    kind = pa.list_(pa.float32(), 20) if fixed else pa.list_(pa.float64())
+    for name, rows in (("one", slice(0, 700)), ("two", slice(700, 1300))):
+        column = pa.array(features[rows].tolist(), kind)
+        table = pa.table({"vector": column, "label": [row % 3 for row in range(len(column))]})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=300)
+    np.savez(tmp_path / "three.npz", features=features[:5])
+    sources = [tmp_path / "one.parquet", tmp_path / "three.npz", tmp_path / "two.parquet"]
+    with created(tmp_path / "i", bundle, sources) as index:
+        assert len(index) == 1305
+        for key, row in (("one/0", 0), ("one/699", 699), ("three/4", 4), ("two/1", 701), ("two/599", 1299)):
+            assert index.vector(key) == pytest.approx(
+                index.bundle.encode(features[row : row + 1]).vector[0], abs=1e-5
+            )
+        assert index.get("two/1")["two/1"].label == "1"
+        assert index.add(sources, progress=False).unchanged == 1305
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"file": ["a.png"]}, r"needs a column 'path', or 'image' \(bytes.* \(it has: file\)"),
+        ({"pahts": ["a.png"]}, "Did you mean"),
+        ({"image": ["a.png"]}, "needs a column 'path', or 'image'"),
+        ({"path": ["a.png", None]}, "row 1: 'path' is empty"),
+        ({"path": ["a.png", "b\0"]}, "row 1: 'path' is empty or is not a path"),
+        ({"path": ["a.png"], "id": [None]}, "row 0: 'id' is empty"),
+        ({"path": ["a.png"], "id": [1.5]}, "row 0: 'id' is neither text nor a whole number"),
+        ({"path": ["a.png"], "id": ["x" * 1001]}, "row 0: has an id of 1,001 characters"),
+        ({"path": ["a.png"], "label": [["x"]]}, "row 0: 'label' is neither text nor a number"),
+        ({"path": ["a.png"], "note": ["x" * 1_000_001]}, "row 0: has more than 1,000,000 characters"),
+        ({"path": ["a.png"], "note": ["x" * 9_000_000]}, "a text in 'note' has more than 1,000,000"),
+        ({"path": ["a.png"], "note": ["a\0b"]}, "row 0: metadata.note has a NUL character"),
+        ({"path": ["a.png", "b.png"], "id": ["x", "x"]}, "'x' is the id of 2 items"),
+        ({"path": pa.array([], pa.string())}, "lists no item"),
+        ({"image": [None, b""]}, r"row 0, holds no image"),
+        ({"image": [b"x" * 2000]}, "row 0, has 2,000 bytes; the limit is 1,000"),
+    ],
+)
+def test_bad_tables_are_sentences(columns, says, bundle_path, tmp_path):
+    from retrieval.serving.images import Limits
+
+    if columns.get("image") == [None, b""]:
+        columns = {"image": pa.array(columns["image"], pa.binary())}
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=says):
+        create_index(
+            tmp_path / "i",
+            bundle_path,
+            tmp_path / "t.parquet",
+            limits=Limits(1_000_000, 1000),
+            progress=False,
+        )
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["t.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("vectors", "says"),
+    [
+        (pa.array([[1.0] * 20, None]), "row 1 has no vector"),
+        (pa.array([[1.0] * 20, [1.0] * 19]), "row 1 has a vector of 19 numbers, the first has 20"),
+        (pa.array(["a"]), "'features' must be a list of numbers, not string"),
+        (pa.array([[1.0] * 19]), r"takes inputs of shape \(N, 20\)"),
+        (pa.array([[1.0] * 20, [1.0] * 19 + [None]]), r"t\.parquet#1: vector t/1 holds NaN"),
+    ],
+)
+def test_bad_features_are_sentences(vectors, says, makers, tmp_path):
+    bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False, features=20)
+    pq.write_table(pa.table({"features": vectors}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=says):
+        create_index(tmp_path / "i", bundle, tmp_path / "t.parquet", progress=False)
+
+
+def test_damaged_tables_are_sentences(images, bundle_path, tmp_path):
+    """Bytes that are cut off, turned over, or no table at all: a sentence, or the items; never anything else."""
+    whole = images.read_bytes()
+    random = np.random.default_rng(0)
+    kinds, told = set(), {True}
+    for number in range(60):
+        spoilt = bytearray(whole)
+        if number < 20:
+            spoilt = spoilt[: random.integers(len(whole))]
+        else:
+            for at in random.integers(len(whole), size=1 + number % 5):
+                spoilt[at] ^= 1 << random.integers(8)
+        images.write_bytes(spoilt)
+        try:
+            write_index(bundle_path, [images], tmp_path / "i", replace=True, progress=False)
+            kinds.add("items")
+        except DataError as fault:
+            kinds.add("sentence")
+            told.add("images.parquet" in str(fault))
+    assert "sentence" in kinds
+    assert told == {True}
+
+
+BOMB = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
+from retrieval.errors import DataError
+from retrieval.serving.index.sources import collect
+try:
+    print(len(collect([sys.argv[1]], sys.argv[3]).items))
+except DataError as fault:
+    print(fault)
+"""
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="the system has no limit on memory")
+def test_a_small_table_of_huge_texts_takes_little_memory(tmp_path):
+    text = "x" * 3_000_000  # 60 GB in 20,000 rows, and some kB in the file
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 20_000, pa.int32()), [text])
+    table = pa.table({"path": [f"{row}.png" for row in range(20_000)], "note": column})
+    pq.write_table(table, tmp_path / "t.parquet", compression="zstd")
+    assert (tmp_path / "t.parquet").stat().st_size < 1_000_000
+    done = subprocess.run(
+        [sys.executable, "-c", BOMB, str(tmp_path / "t.parquet"), str(4 << 30), "image"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"},
+    )
+    assert "row 0: has more than 1,000,000 characters" in done.stdout, done.stderr[-500:]
+
+
+def test_without_pyarrow_there_is_a_sentence(tmp_path):
+    (tmp_path / "t.parquet").write_bytes(b"PAR1")
+    code = (
+        "import sys; sys.modules['pyarrow'] = None\n"
+        "from retrieval.errors import MissingDependency\n"
+        "from retrieval.serving.index.sources import collect\n"
+        "try:\n    collect([sys.argv[1]], 'image')\nexcept MissingDependency as fault:\n    print(fault)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "t.parquet")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+    )
+    assert "pip install 'embedding-retrieval[parquet]'" in done.stdout, done.stderr
