@@ -150,10 +150,18 @@ def show(path: Path, id: str | None, as_json: bool) -> None:
         if isinstance(value, list) and name != "vector":
             say(f"{name}:")
             for one in value:
-                say(f"  {', '.join(f'{key} {part}' for key, part in one.items() if part is not None)}")
+                parts = (f"{key} {_shown(part)}" for key, part in one.items() if part is not None)
+                say(f"  {', '.join(parts)}")
         else:
             text = f"{len(value)} numbers" if name == "vector" else value
-            say(f"{name}: {text:,}" if isinstance(text, int) else f"{name}: {text}")
+            say(f"{name}: {_shown(text)}")
+
+
+def _shown(value: Any) -> str:
+    """Return a value for people: thousands with a comma, an object as JSON."""
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _plain(item: Item) -> dict[str, Any]:

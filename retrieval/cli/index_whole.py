@@ -81,7 +81,8 @@ def migrate(path: Path, bundle: Path | None, skip_bad: bool, drop_old: bool) -> 
                 say(f"skipped: {fault}", err=True)
             say(f"{path}: {done.embedded:,} items embedded; generation {done.generation.number} is served.")
         if drop_old:
-            say(f"{path}: {opened.drop_old():,} older generations deleted.")
+            count = opened.drop_old()
+            say(f"{path}: {count:,} older generation{'' if count == 1 else 's'} deleted.")
 
 
 @click.command("rollback")

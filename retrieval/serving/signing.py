@@ -8,11 +8,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from retrieval.errors import RetrievalError
+from retrieval.errors import RetrievalError, StoreError
 from retrieval.host.files import write_bytes
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.snapshot import Snapshot, Unusable
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.open import format_of, open_index
+from retrieval.serving.local.create import FORMAT
 from retrieval.serving.signatures import COVERED, ENDING, ed25519, message, read_key, serialization
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ def sign(folder: Path, key: Path) -> Path:
         MissingDependency: the extra `sign` is not installed.
     """
     private = _private(key)
+    if format_of(folder) == FORMAT:
+        raise StoreError(
+            f"{folder} is a living index: what is in it changes, so no signature covers it. Sign the bundle that it is made with."
+        )
     kind = "index" if (folder / COVERED["index"][0]).is_file() else "bundle"
     name, error = COVERED[kind]
     if kind == "index":

@@ -1,0 +1,53 @@
+"""The living index's page: its commands run in order, and print what it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+VARIES = re.compile(r"\d+\.\d+|[0-9a-f]{64}|(?<=bytes: )[\d,]+|(?<=transactions: )\d+|^…$", re.M)
+"""Times, sizes, distances and hashes; `…` stands for lines that the page leaves out."""
+
+
+def same(shown: str, printed: str) -> bool:
+    """Whether a page's output is what came, but for what differs from machine to machine."""
+    parts = [re.escape(part) for part in VARIES.split(shown)]
+    tokens = [r"(?s:.*)" if token == "…" else r"[0-9a-f.,]+" for token in VARIES.findall(shown)]
+    pattern = parts[0] + "".join(token + part for token, part in zip(tokens, parts[1:], strict=True))
+    return re.fullmatch(pattern, printed) is not None
+
+
+def test_another_output_is_noticed() -> None:
+    assert same("1 added in 0.1 s.\n", "1 added in 12.3 s.\n") and same("…\nb 1\n", "a\na\nb 1\n")
+    assert not same("1 added in 0.1 s.\n", "2 added in 0.1 s.\n") and not same("…\nb 1\n", "a\nb 2\n")
+
+
+def test_living_shows_what_its_commands_print(
+    after_tutorial: Any, root: Path, blocks: Callable[..., Any]
+) -> None:
+    printed, compared = "", 0
+    with contextlib.chdir(after_tutorial.folder):
+        for block in blocks(root / "docs" / "living.md"):
+            if block.language == "sh":
+                lines = block.body.splitlines()
+                printed = "".join(after_tutorial.call(shlex.split(line)[1:], str(block)) for line in lines)
+            elif block.language == "python":
+                out = io.StringIO()
+                with contextlib.redirect_stdout(out):
+                    exec(compile(block.body, str(block), "exec"), {})
+                printed = out.getvalue()
+            elif block.file:
+                after_tutorial.do(block)
+            elif not block.body.startswith("gallery.index/"):  # a tree of files
+                assert same(block.body, printed), f"{block}:\n{block.body}\n{printed}"
+                compared += 1
+        names = {path.name for path in Path("gallery.index").iterdir()} - {
+            "items.sqlite-wal",
+            "items.sqlite-shm",
+        }
+    assert names == {"index.json", "items.sqlite", "segments", "bundles"} and compared == 9
