@@ -70,7 +70,14 @@ def add(
     say(f"{path}: {', '.join(parts)} in {added.seconds:.1f} s.")
 
 
-@click.command("delete")
+@click.command(
+    "delete",
+    epilog="""\b
+Examples:
+  retrieval index delete photos.index "dogs/7.jpg"
+  retrieval index delete photos.index --where "price > 100"
+""",
+)
 @INDEX
 @click.argument("ids", nargs=-1)
 @WHERE
@@ -87,7 +94,13 @@ def delete(path: Path, ids: tuple[str, ...], where: str | None, as_json: bool) -
         say(f"{path}: {count:,} deleted.")
 
 
-@click.command("list")
+@click.command(
+    "list",
+    epilog="""\b
+Example:
+  retrieval index list photos.index --where "label = 'dogs'" --limit 20
+""",
+)
 @INDEX
 @WHERE
 @click.option("--after", metavar="ID", help="Begin behind this id.")
@@ -114,7 +127,14 @@ def list_items(path: Path, where: str | None, after: str | None, limit: int, as_
         say(f"{len(items):,} of {total:,} items.", err=True)
 
 
-@click.command("show")
+@click.command(
+    "show",
+    epilog="""\b
+Examples:
+  retrieval index show photos.index
+  retrieval index show photos.index "dogs/7.jpg" --json
+""",
+)
 @INDEX
 @click.argument("id", required=False)
 @JSON

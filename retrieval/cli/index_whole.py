@@ -11,7 +11,13 @@ from retrieval.cli.index_common import INDEX, JSON, living, opened_index, quiet_
 from retrieval.errors import StoreError, listed
 
 
-@click.command("check")
+@click.command(
+    "check",
+    epilog="""\b
+Example:
+  retrieval index check photos.index
+""",
+)
 @INDEX
 @JSON
 def check(path: Path, as_json: bool) -> None:
@@ -34,7 +40,13 @@ def check(path: Path, as_json: bool) -> None:
     say(f"{path} is whole.")
 
 
-@click.command("compact")
+@click.command(
+    "compact",
+    epilog="""\b
+Example:
+  retrieval index compact photos.index
+""",
+)
 @INDEX
 def compact(path: Path) -> None:
     """Merge the segments of INDEX, drop what was deleted, and give the room back."""
@@ -52,7 +64,14 @@ def compact(path: Path) -> None:
     say(f"{path}: {before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now.")
 
 
-@click.command("migrate")
+@click.command(
+    "migrate",
+    epilog="""\b
+Examples:
+  retrieval index migrate photos.index better.bundle
+  retrieval index migrate photos.index --drop-old
+""",
+)
 @INDEX
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @click.option("--skip-bad", is_flag=True, help="Leave out items whose original is gone or cannot be used.")
@@ -85,7 +104,13 @@ def migrate(path: Path, bundle: Path | None, skip_bad: bool, drop_old: bool) -> 
             say(f"{path}: {count:,} older generation{'' if count == 1 else 's'} deleted.")
 
 
-@click.command("rollback")
+@click.command(
+    "rollback",
+    epilog="""\b
+Example:
+  retrieval index rollback photos.index
+""",
+)
 @INDEX
 def rollback(path: Path) -> None:
     """Serve the generation of INDEX that was served before the last migration; items that came since are embedded for it first."""
@@ -97,7 +122,13 @@ def rollback(path: Path) -> None:
     )
 
 
-@click.command("snapshot")
+@click.command(
+    "snapshot",
+    epilog="""\b
+Example:
+  retrieval index snapshot photos.index monday.index
+""",
+)
 @INDEX
 @click.argument("target", type=click.Path(path_type=Path))
 def snapshot(path: Path, target: Path) -> None:
@@ -107,7 +138,13 @@ def snapshot(path: Path, target: Path) -> None:
     say(f"Wrote {target}")
 
 
-@click.command("restore")
+@click.command(
+    "restore",
+    epilog="""\b
+Example:
+  retrieval index restore monday.index photos.index
+""",
+)
 @click.argument("source", metavar="SNAPSHOT", type=click.Path(path_type=Path))
 @INDEX
 def restore(source: Path, path: Path) -> None:

@@ -11,8 +11,13 @@ from typing import Any
 import click
 import pytest
 from retrieval.cli.app import COMMANDS, app
+from retrieval.cli.index import COMMANDS as VERBS
 
-LEAVES = [*(name for name in COMMANDS if name != "plugins"), "plugins list", "plugins show", "plugins new"]
+LEAVES = [
+    *(name for name in COMMANDS if name not in ("plugins", "index")),
+    *("plugins list", "plugins show", "plugins new"),
+    *(f"index {verb}" for verb in VERBS),
+]
 
 
 def parse(arguments: list[str]) -> click.Context:
@@ -71,6 +76,11 @@ def test_help_shows_an_example_that_parses(
     assert any(example.startswith(f"{name} ") for example in examples), f"no example of {name}: {text}"
     for example in examples:
         assert parse(shlex.split(example)).command is leaf(" ".join(example.split()[: len(name.split())]))
+
+
+def test_the_help_of_index_shows_examples_that_parse(commands_in: Callable[[str], list[str]]) -> None:
+    examples = list(in_example(leaf("index").epilog or "", commands_in))
+    assert [parse(shlex.split(each)).info_name for each in examples] == ["create", "add", "migrate"]
 
 
 def leaf(name: str) -> click.Command:
