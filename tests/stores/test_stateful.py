@@ -1,0 +1,232 @@
+"""A living index against a dictionary and brute force, whatever is done to it in whatever order."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from retrieval.errors import StoreError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.filters import matches, parse_filter
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.local import upkeep, writer
+from retrieval.serving.local.create import create_local
+from retrieval.serving.local.store import LocalStore
+from retrieval.serving.local.upkeep import Upkeep
+from retrieval.serving.stores.contract import FEATURES, VECTOR, Generation, Item, Superseded, widths_of
+from retrieval.serving.testing import make_bundle
+
+NUMBERS, K = 8, 6
+FILTERS = ["price < 3", "label = 'a' or price = 7", "not exists(label)"]
+ids = st.integers(0, 25).map("id {}".format)
+features = st.integers(0, 10_000).map(
+    lambda seed: np.random.default_rng(seed).integers(-9, 10, NUMBERS).astype(np.float32)
+)
+given = st.tuples(features, st.sampled_from([None, "a", "b"]), st.integers(0, 9))
+
+
+class Machine(RuleBasedStateMachine):
+    """What is in the index is in `items`, by id: features, label, price. Merges happen when a rule says so, not beside it."""
+
+    opened: list[Bundle]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="stateful-"))
+        self.items: dict[str, tuple[Any, str | None, int]] = {}
+        self.served = 0
+        self.next: Generation | None = None
+        self.left: dict[int, set[str]] = {}  # ids that a generation was made without
+        self.copies = 0
+        create_local(self.folder / "index", self.opened[0], widths_of(self.opened[0], features=NUMBERS))
+        self.open()
+
+    def open(self) -> None:
+        self.store = LocalStore(self.folder / "index", upkeep=False)
+        self.index = LivingIndex(self.folder / "index", self.store, threads=1)
+
+    def teardown(self) -> None:
+        self.same(self.index)
+        self.index.close()
+        shutil.rmtree(self.folder)
+
+    def arrays(self, one: Any, number: int) -> dict[str, Any]:
+        return {VECTOR: self.opened[number].encode(one[None]).vector[0], FEATURES: one}
+
+    @rule(new=st.dictionaries(ids, given, min_size=1, max_size=25))
+    def upsert(self, new: dict[str, Any]) -> None:
+        replaced = self.index.upsert(
+            [
+                Item(id, label, {"price": price}, arrays=self.arrays(one, self.served))
+                for id, (one, label, price) in new.items()
+            ]
+        )
+        assert replaced == len(new.keys() & self.items.keys())
+        self.items.update(new)
+        for left in self.left.values():
+            left -= new.keys()
+
+    @rule(gone=st.sets(ids))
+    def delete(self, gone: set[str]) -> None:
+        assert self.index.delete(gone) == len(gone & self.items.keys())
+        self.forget(gone)
+
+    @precondition(lambda self: self.items)
+    @rule(where=st.sampled_from(FILTERS[::2]))
+    def delete_where(self, where: str) -> None:
+        gone = self.matching(where)
+        assert self.index.delete(where=where) == len(gone)
+        self.forget(gone)
+
+    def forget(self, gone: set[str]) -> None:
+        for id in gone:
+            self.items.pop(id, None)
+        for left in self.left.values():
+            left -= gone
+
+    @rule()
+    def tend(self) -> None:
+        Upkeep(self.store.home, self.store.writer, thread=False).step()
+
+    @rule()
+    def compact(self) -> None:
+        self.store.compact()
+        assert all(not piece["deleted"] for piece in self.store.stats().details["segments"])
+
+    @rule()
+    def reopen(self) -> None:
+        self.index.close()
+        self.open()
+
+    @rule()
+    def snapshot(self) -> None:
+        self.copies += 1
+        target = self.index.snapshot(self.folder / f"copy {self.copies}")
+        with LivingIndex.open(target, threads=1) as copy:
+            self.same(copy)
+            for where in FILTERS:
+                self.same(copy, where)
+
+    @precondition(lambda self: self.next is None)
+    @rule()
+    def begin(self) -> None:
+        other = self.opened[1 - self.served]
+        known = {one.number for one in self.store.generations()}
+        self.next = self.store.begin(other, widths_of(other, features=NUMBERS))
+        if self.next.number not in known:
+            self.left[self.next.number] = set()
+
+    @precondition(lambda self: self.next is not None)
+    @rule(limit=st.integers(1, 40), out=st.booleans())
+    def embed(self, limit: int, out: bool) -> None:
+        """Embed some of what is pending; leave the first of them out, sometimes."""
+        items = self.store.pending(self.next, limit)
+        for item in items:
+            assert item.id in self.items
+        without = [item.id for item in items[:1]] if out else []
+        made = [
+            replace(item, arrays=self.arrays(self.items[item.id][0], 1 - self.served))
+            for item in items
+            if item.id not in without
+        ]
+        self.store.embed(self.next, made, without)
+        self.left[self.next.number] |= set(without)
+
+    @precondition(lambda self: self.next is not None)
+    @rule()
+    def switch(self) -> None:
+        assert self.next is not None
+        complete = not self.store.pending(self.next, 1)
+        old = self.opened[self.served].sha256
+        before = next(one.number for one in self.store.generations() if one.state == "served")
+        assert self.store.switch(self.next) == complete
+        if complete:
+            self.left.setdefault(before, set())
+            self.served, self.next = 1 - self.served, None
+            with pytest.raises(Superseded):
+                self.store.upsert([], old)
+            self.index.follow()
+
+    @rule()
+    def drop(self) -> None:
+        for one in self.store.generations():
+            if one.state == "served":
+                with pytest.raises(StoreError):
+                    self.store.drop(one)
+            else:
+                self.store.drop(one)
+                self.left.pop(one.number, None)
+        self.next = None
+
+    def matching(self, where: str | None) -> set[str]:
+        chosen = None if where is None else parse_filter(where)
+        return {
+            id
+            for id, (_, label, price) in self.items.items()
+            if chosen is None or matches(chosen, id, label, {"price": price})
+        }
+
+    @rule(where=st.sampled_from(FILTERS))
+    def filtered(self, where: str) -> None:
+        if self.items:
+            self.same(self.index, where)
+
+    @invariant()
+    def all_is_there(self) -> None:
+        self.same(self.index)
+
+    def same(self, index: LivingIndex, where: str | None = None) -> None:
+        if where is not None and not self.items:
+            return
+        assert [one.id for one in index.scan(where)] == sorted(self.matching(where))
+        assert index.count(where) == len(self.matching(where))
+        served = next(one.number for one in index.store.generations() if one.state == "served")
+        found = sorted(self.matching(where) - self.left.get(served, set()))
+        read = index.get(self.items, arrays=True)
+        for id, (one, label, price) in self.items.items():
+            assert (read[id].label, read[id].metadata) == (label, {"price": price})
+            if id not in self.left.get(served, set()):
+                assert np.array_equal(read[id].arrays[FEATURES], one)
+        bundle = self.opened[self.served]
+        for seed in (1, 2):
+            query = np.random.default_rng(seed).integers(-9, 10, NUMBERS).astype(np.float32)
+            expected = []
+            if found:
+                vectors = bundle.encode(np.stack([self.items[id][0] for id in found])).vector.astype(float)
+                distances = np.sqrt(np.square(vectors - bundle.encode(query[None]).vector[0]).sum(1))
+                order = np.argsort(distances, kind="stable")[:K]
+                expected = [(found[at], float(distances[at])) for at in order]
+            hits = index.search(query, K, where=where)
+            assert [(hit.id, hit.distance) for hit in hits] == expected
+
+
+def test_whatever_is_done_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "FLUSH_ROWS", 16)
+    monkeypatch.setattr(upkeep, "FLUSH_ROWS", 16)
+    paths = [make_bundle(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    monkeypatch.setattr(Machine, "opened", [Bundle.open(path, threads=1) for path in paths], raising=False)
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=15,
+            stateful_step_count=25,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
