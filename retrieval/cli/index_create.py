@@ -48,7 +48,8 @@ def create(
     """Create INDEX from IMAGES, with the vectors that a bundle or a pretrained model gives.
 
     IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and 'label', 'key', and
-    any others, kept as metadata), or Parquet tables with a column 'path' or 'image' (likewise). For a bundle of features they
+    any others, kept as metadata), Parquet tables with a column 'path' or 'image' (likewise), or tar shards (a.jpg, a.json, a.cls
+    make one item). For a bundle of features they
     are .npz files or Parquet tables with 'features'. Without any, the index is empty. An interrupted run goes on where it
     stopped when the command is repeated.
     """

@@ -56,7 +56,7 @@ def create_index(
     Args:
         output: the folder; its parent must exist.
         bundle: a bundle, or its folder.
-        sources: one or more files, folders, CSV manifests, Parquet tables, or `.npz` features; none makes an empty index.
+        sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or `.npz` features; none makes an empty index.
         backend: structure of large segments: "auto" (by size), "flat", "hnsw", "ivf", or a plugin's `PLUGIN.name`.
         options: the back end's parameters.
         plugins: files or modules to load as plugins besides the installed ones.

@@ -40,7 +40,7 @@ class LivingIndex(Collection):
         What was added is on the disk from second to second: after a kill the same call goes on.
 
         Args:
-            sources: one or more files, folders, CSV manifests, Parquet tables, or `.npz` features; see `retrieval.serving.index.sources.collect`.
+            sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or `.npz` features; see `retrieval.serving.index.sources.collect`.
             keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
             sync: make the index equal to the sources: items that they do not name are deleted.
             skip_bad: pass over images that cannot be used; without it they are all named in the error, and the others are added.

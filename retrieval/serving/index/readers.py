@@ -9,6 +9,7 @@ from typing import TypeVar
 from retrieval.errors import DataError
 from retrieval.serving.index.locations import Location
 from retrieval.serving.index.origins import Container, Origin
+from retrieval.serving.index.shards import ShardImages, is_shard
 from retrieval.serving.index.table_contents import TableImages
 from retrieval.serving.index.tables import is_table
 
@@ -46,6 +47,8 @@ class Readers:
 def _container(location: Location) -> Container:
     if is_table(location.file_name):
         return TableImages(location)
+    if is_shard(location.file_name):
+        return ShardImages(location)
     raise DataError(f"{location.name} is no file that holds images.")
 
 

@@ -1,4 +1,4 @@
-"""Find what is to be indexed, or searched with: files, folders, CSV manifests, Parquet tables and `.npz` features."""
+"""Find what is to be indexed, or searched with: files, folders, CSV manifests, Parquet tables, tar shards and `.npz` features."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from retrieval.serving.files.columns import typed
 from retrieval.serving.image_files import find_images
 from retrieval.serving.index.locations import Location, shown
 from retrieval.serving.index.origins import Origin, Source, Sources
+from retrieval.serving.index.shards import is_shard, read_shard
 from retrieval.serving.index.table_contents import Spooled
 from retrieval.serving.index.tables import Row, Table, is_table
 
@@ -32,7 +33,8 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     images directly in it. A `.csv` has the columns `path` (relative to the CSV), optionally `label` and `key`, and
     any others, kept as metadata (see `retrieval.serving.files.columns`). A Parquet table has a column `path`, or `image` with
     the bytes of each (or a struct of `bytes` and `path`), or for features a list `features` or `vector`; optionally `label` and
-    `key` or `id`, and any others, kept as metadata: NaN and infinity as null, times and decimal numbers as text. An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
+    `key` or `id`, and any others, kept as metadata: NaN and infinity as null, times and decimal numbers as text. A `.tar`, `.tar.gz` or `.tgz` has the
+    layout of WebDataset (see `retrieval.serving.index.shards.read_shard`). An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
 
     Args:
         sources: what the user named.
@@ -76,6 +78,10 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
             found_items, notes = _read_table(path)
             items += found_items
             left_out += notes
+        elif is_shard(path.name):
+            found_items, further = read_shard(Location(os.fspath(path.absolute())))
+            items += found_items
+            left_out += further
         else:
             items.append(Source(shown(path), None, path.absolute()))
     once: dict[Path | Origin | None, Source] = {}
