@@ -36,3 +36,11 @@ def test_what_is_lost_is_seen(tmp_path: Path) -> None:
     ):
         found = model.check(tmp_path / "index", [held.after(call)], {}, bundles, 0)
         assert found["which"] is None and found["wrong"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_damaged_file_never_gives_a_wrong_answer_in_silence(tmp_path: Path) -> None:
+    script: Any = importlib.import_module("damage")
+    rows = script.cases(100, 3, tmp_path, lambda done: None)
+    assert [row for row in rows if row["how"] in ("silent", "crash")] == []
+    assert len(rows) == 100 and {row["how"] for row in rows} == {"right", "refused"}
