@@ -30,6 +30,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "anml_projected": ("anml_projected", lambda script, raw: script.render(raw)),
     "anml_table2": ("anml_table2", lambda script, raw: script.table(raw)),
     "daml_real": ("daml_real", lambda script, raw: script.render(raw)),
+    "damage": ("damage", lambda script, raw: script.render(raw)),
     "daml_weights": ("daml_weights", lambda script, raw: script.render()),
     "histories": ("histories", lambda script, raw: script.render(raw)),
     "fashion": ("fashion", lambda script, raw: script.render(raw)),
