@@ -84,6 +84,11 @@ def creating(command: Callable[..., Any]) -> Callable[..., Any]:
             ),
             PLUGIN_OPTION,
             click.option("--variant", help="Encode with this variant of the bundle's encoder, such as int8."),
+            click.option(
+                "--keep-features",
+                is_flag=True,
+                help="Keep the backbone's features too: another head then takes seconds (index migrate). For bundles of export --split.",
+            ),
             click.option("--replace", is_flag=True, help="Put the new index in the place of an older one."),
             SIGNED,
             click.option(

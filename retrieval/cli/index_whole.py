@@ -81,6 +81,8 @@ Examples:
 def migrate(path: Path, bundle: Path | None, skip_bad: bool, drop_old: bool) -> None:
     """Embed the items of INDEX with another BUNDLE, then serve that. Without BUNDLE: lift a folder of format 1.
 
+    An index that was created with --keep-features needs no originals where only the head is another, and takes seconds.
+
     Searches go on with the old vectors until all new ones are there; old and new never mix. The old generation is kept for
     'retrieval index rollback' until --drop-old. After an interruption or a kill the same command goes on.
     """
@@ -98,7 +100,10 @@ def migrate(path: Path, bundle: Path | None, skip_bad: bool, drop_old: bool) -> 
             done = opened.migrate(bundle, skip_bad=skip_bad)
             for fault in done.skipped:
                 say(f"skipped: {fault}", err=True)
-            say(f"{path}: {done.embedded:,} items embedded; generation {done.generation.number} is served.")
+            kept = f", {done.from_features:,} from features that were kept" if done.from_features else ""
+            say(
+                f"{path}: {done.embedded:,} items embedded{kept}; generation {done.generation.number} is served."
+            )
         if drop_old:
             count = opened.drop_old()
             say(f"{path}: {count:,} older generation{'' if count == 1 else 's'} deleted.")

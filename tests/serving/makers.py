@@ -21,10 +21,12 @@ from retrieval.serving.manifest import (
     Input,
     Manifest,
     RescorerEntry,
+    SplitEntry,
     SubspaceEntry,
     Variant,
     Verified,
     checksum_of,
+    read_manifest,
     write_manifest,
 )
 from sklearn.datasets import load_digits
@@ -148,6 +150,35 @@ def make_bundle(
         ),
     )
     return folder
+
+
+def cut_in_two(path: Path) -> Path:
+    """Split the encoder of a bundle of images where its pixels are features."""
+    graph = onnx.load(path / "encoder.onnx").graph
+    end = 1 + next(i for i, node in enumerate(graph.node) if "flat" in node.output)
+    for name, nodes, renamed in (
+        ("backbone", graph.node[:end], "features"),
+        ("head", graph.node[end:], "input"),
+    ):
+        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+        for node in copies:
+            node.input[:] = [renamed if each == "flat" else each for each in node.input]
+            node.output[:] = [renamed if each == "flat" else each for each in node.output]
+        vector = helper.make_tensor_value_info(renamed, TensorProto.FLOAT, ["N", 64])
+        needed = {each for node in copies for each in node.input}
+        made = helper.make_graph(
+            copies,
+            name,
+            [graph.input[0]] if name == "backbone" else [vector],
+            [vector] if name == "backbone" else list(graph.output),
+            [each for each in graph.initializer if each.name in needed],
+        )
+        model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+        onnx.save(model, path / f"{name}.onnx")
+    (path / "encoder.onnx").unlink()
+    entry = SplitEntry(backbone="backbone.onnx", head="head.onnx", features=64)
+    write_manifest(path, read_manifest(path).model_copy(update={"encoder": None, "split": entry}))
+    return path
 
 
 def _manhattan(path: Path) -> None:

@@ -13,37 +13,9 @@ from retrieval.errors import BundleError, DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.build import write_index
 from retrieval.serving.index.open import open_index
-from retrieval.serving.manifest import SplitEntry, checksum_of, read_manifest, write_manifest
+from retrieval.serving.manifest import checksum_of, read_manifest, write_manifest
 
 KINDS = [{}, {"rescorer": True}, {"query_vectors": True}, {"normalized": False, "variant": True}]
-
-
-def cut_in_two(path):
-    """Split the encoder of a bundle of images where its pixels are features."""
-    graph = onnx.load(path / "encoder.onnx").graph
-    end = 1 + next(i for i, node in enumerate(graph.node) if "flat" in node.output)
-    for name, nodes, renamed in (
-        ("backbone", graph.node[:end], "features"),
-        ("head", graph.node[end:], "input"),
-    ):
-        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        for node in copies:
-            node.input[:] = [renamed if each == "flat" else each for each in node.input]
-            node.output[:] = [renamed if each == "flat" else each for each in node.output]
-        vector = helper.make_tensor_value_info(renamed, TensorProto.FLOAT, ["N", 64])
-        needed = {each for node in copies for each in node.input}
-        made = helper.make_graph(
-            copies,
-            name,
-            [graph.input[0]] if name == "backbone" else [vector],
-            [vector] if name == "backbone" else list(graph.output),
-            [each for each in graph.initializer if each.name in needed],
-        )
-        save(path / f"{name}.onnx", made)
-    (path / "encoder.onnx").unlink()
-    entry = SplitEntry(backbone="backbone.onnx", head="head.onnx", features=64)
-    write_manifest(path, read_manifest(path).model_copy(update={"encoder": None, "split": entry}))
-    return path
 
 
 def save(path, graph):
@@ -65,7 +37,7 @@ def two(makers, tmp_path):
 
     def make(**options):
         whole = makers.make_bundle(tmp_path / "whole", **options)
-        split = cut_in_two(shutil.copytree(whole, tmp_path / "split"))
+        split = makers.cut_in_two(shutil.copytree(whole, tmp_path / "split"))
         return Bundle.open(whole, threads=1), Bundle.open(split, threads=1)
 
     return make
@@ -73,7 +45,7 @@ def two(makers, tmp_path):
 
 @pytest.fixture
 def split_path(makers, tmp_path):
-    return cut_in_two(makers.make_bundle(tmp_path / "b"))
+    return makers.cut_in_two(makers.make_bundle(tmp_path / "b"))
 
 
 def pixels(makers, count=70):
@@ -101,7 +73,7 @@ def test_a_split_encoder_gives_what_the_whole_one_gives(options, two, makers):
 
 def test_another_head_is_applied_to_features_that_were_kept(makers, tmp_path):
     old, new = (
-        Bundle.open(cut_in_two(makers.make_bundle(tmp_path / str(seed), seed=seed)), threads=1)
+        Bundle.open(makers.cut_in_two(makers.make_bundle(tmp_path / str(seed), seed=seed)), threads=1)
         for seed in (0, 1)
     )
     assert old.sha256 != new.sha256 and old.backbone_sha256 == new.backbone_sha256
@@ -121,7 +93,7 @@ def test_a_bundle_of_features_is_a_head_as_a_whole(makers, tmp_path, split_path)
 
 
 def test_a_backbone_is_another_one_when_anything_of_its_features_is(makers, tmp_path):
-    path = cut_in_two(makers.make_bundle(tmp_path / "b"))
+    path = makers.cut_in_two(makers.make_bundle(tmp_path / "b"))
     names = {Bundle.open(path, threads=1).backbone_sha256}
     content = json.loads((path / "manifest.json").read_text())
     said = {"graph": content["files"]["backbone.onnx"]["sha256"], "input": content["input"]}

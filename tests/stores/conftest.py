@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -22,3 +23,9 @@ def plain_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another one, whose vectors are as wide. Not to be changed."""
     return _makers.make_bundle(tmp_path_factory.mktemp("other") / "bundle", seed=1)
+
+
+@pytest.fixture(scope="session")
+def makers() -> ModuleType:
+    """tests/serving/makers.py: real bundles and images on demand."""
+    return _makers

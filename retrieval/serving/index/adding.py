@@ -25,7 +25,7 @@ from retrieval.serving.index.origins import Origin, Source, Sources
 from retrieval.serving.index.readers import contents
 from retrieval.serving.index.sources import collect
 from retrieval.serving.progress import Progress, showing
-from retrieval.serving.stores.contract import CODE, VECTOR, Floats, Item, Keep, Superseded
+from retrieval.serving.stores.contract import CODE, FEATURES, VECTOR, Floats, Item, Keep, Superseded
 
 _PAGE = 1000
 _ROWS = 4096
@@ -93,6 +93,7 @@ def add_sources(
                 limits or Limits(),
                 skip_bad or not whole,
                 _KEPT.get(keep),
+                FEATURES in index.generation.widths,
             )
             try:
                 sink.fill(encoding)
@@ -217,7 +218,7 @@ class _Sink:
     def append(self, entries: Sequence[Done], arrays: dict[str, NDArray[np.float32]]) -> None:
         """Take entries in the order of the items, and the arrays of those without a fault."""
         rows = iter(zip(*arrays.values(), strict=True))
-        names = [{"vectors": VECTOR, "codes": CODE}[name] for name in arrays]
+        names = [{"vectors": VECTOR, "codes": CODE, "features": FEATURES}[name] for name in arrays]
         for entry in entries:
             source = self.items[self._at]
             self._at += 1

@@ -74,10 +74,10 @@ def _segments(
     for file, sum_, structure in rows:
         try:
             segment = Segment(folder / SEGMENTS / file, sum_)
-            segment.verify()
+            segment.verify(features=True)
             held.append(segment.numbers)
-        except FileNotFoundError:
-            damaged.append(f"{SEGMENTS}/{file} is missing.")
+        except FileNotFoundError as fault:
+            damaged.append(f"{SEGMENTS}/{Path(fault.filename).name} is missing.")
         except RetrievalError as fault:
             damaged.append(f"{SEGMENTS}/{file} {fault}.")
         said = Structure.parse(structure)

@@ -21,6 +21,7 @@ from retrieval.serving.index.backends import make_backend, short_name
 from retrieval.serving.index.built import remember
 from retrieval.serving.index.collection import Collection, identity
 from retrieval.serving.index.files import put_in_place, refuse_existing
+from retrieval.serving.index.heads import features_of
 from retrieval.serving.index.summary import Summary
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.store import LocalStore
@@ -40,6 +41,7 @@ def create_index(
     plugins: Sequence[str] = (),
     variant: str | None = None,
     keep: Keep = "reference",
+    keep_features: bool = False,
     skip_bad: bool = False,
     replace: bool = False,
     batch: int = 32,
@@ -62,6 +64,8 @@ def create_index(
         plugins: files or modules to load as plugins besides the installed ones.
         variant: embed with this variant of the encoder; queries will be, too.
         keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
+        keep_features: keep the backbone's features too, so that another head takes seconds (`LivingIndex.migrate`). The bundle is
+            split, or takes features.
         skip_bad: leave out images that cannot be used, each reported on standard error, instead of refusing all.
         replace: put the new index in the place of one that is there.
         batch: items that go through the encoder at once.
@@ -74,7 +78,7 @@ def create_index(
     Raises:
         DataError: images that cannot be used, or an id twice: all are found, the first ten named.
         StoreError: the output exists, another process is creating it, or it cannot be written.
-        BundleError: the bundle cannot be used.
+        BundleError: the bundle cannot be used, or gives no features that could be kept.
         PluginError: the back end does not exist, or refuses its parameters.
     """
     began = time.monotonic()
@@ -86,6 +90,7 @@ def create_index(
         if isinstance(bundle, Bundle)
         else Bundle.open(bundle, variant=variant, device=device, signed_by=signed_by)
     )
+    widths = widths_of(opened, features=features_of(opened) if keep_features else None)
     adding = {
         "skip_bad": skip_bad,
         "batch": at_least_one("batch", batch),
@@ -96,7 +101,7 @@ def create_index(
         refuse_existing(target, replace)  # again: who held it until now may have made it
         partial = target.with_name(f"{target.name}.partial")
         try:
-            store = _begun(partial, opened, wanted, keep, plugins)
+            store = _begun(partial, opened, widths, wanted, keep, plugins)
             with Collection(partial, store, device=device) as index:
                 summary = _filled(index, store, sources, keep, adding)
             put_in_place(partial, target, replace=replace)
@@ -137,17 +142,25 @@ def _filled(
     )
 
 
-def _begun(partial: Path, bundle: Bundle, wanted: Wanted, keep: Keep, plugins: Sequence[str]) -> LocalStore:
+def _begun(
+    partial: Path,
+    bundle: Bundle,
+    widths: Mapping[str, int],
+    wanted: Wanted,
+    keep: Keep,
+    plugins: Sequence[str],
+) -> LocalStore:
     """Return the store of an interrupted run of the same work, or an empty one."""
     with suppress(StoreError, OSError):
         store = LocalStore(partial, plugins=plugins, upkeep=False)
         served = next(one for one in store.generations() if one.state == "served")
-        if (served.bundle, served.variant, store.home.structure()) == (bundle.sha256, bundle.variant, wanted):
+        begun = (served.bundle, served.variant, dict(served.widths), store.home.structure())
+        if begun == (bundle.sha256, bundle.variant, dict(widths), wanted):
             return store
         store.close()
     if partial.is_dir():
         shutil.rmtree(partial)
     else:
         partial.unlink(missing_ok=True)
-    create_local(partial, bundle, widths_of(bundle), structure=wanted, keep=keep)
+    create_local(partial, bundle, widths, structure=wanted, keep=keep)
     return LocalStore(partial, plugins=plugins, upkeep=False)

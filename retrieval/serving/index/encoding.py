@@ -59,6 +59,7 @@ class Encoding:
         limits: the largest images that are decoded.
         skip_bad: leave out images that cannot be used, instead of refusing all.
         kept: makes what is kept of an original from its bytes and the decoded image; None keeps nothing.
+        features: whether the backbone's features are wanted too.
     """
 
     bundle: Bundle
@@ -68,6 +69,7 @@ class Encoding:
     limits: Limits
     skip_bad: bool
     kept: Callable[[bytes, Image.Image], bytes] | None = None
+    features: bool = False
 
     def journal(self, folder: Path) -> Journal:
         """Open the journal in a folder, which goes on with what an earlier run of the same work has done."""
@@ -168,8 +170,12 @@ class Encoding:
         good = [one.pixels for one in decoded if one.pixels is not None]
         shape = (0, *self.bundle.manifest.input.shape)
         pixels = np.stack(good) if good else np.empty(shape, self.bundle.manifest.input.dtype)
-        encoded = self.bundle.encode(pixels, batch=self.batch)
-        arrays = {"vectors": encoded.vector}
+        if self.features:
+            features = self.bundle.features(pixels, batch=self.batch)
+            encoded = self.bundle.encode_features(features, batch=self.batch)
+        else:
+            encoded = self.bundle.encode(pixels, batch=self.batch)
+        arrays = {"vectors": encoded.vector, **({"features": features} if self.features else {})}
         if encoded.code is not None:
             arrays["codes"] = encoded.code
         journal.append([one.done for one in decoded], arrays)

@@ -60,7 +60,11 @@ class LivingIndex(Collection):
     def migrate(
         self, bundle: StrPath | Bundle, *, skip_bad: bool = False, progress: Progress = True
     ) -> Migrated:
-        """Embed all items with another bundle, from their originals, then serve that; searches and writes go on meanwhile.
+        """Embed all items with another bundle, then serve that; searches and writes go on meanwhile.
+
+        Where the index keeps features and the bundle's backbone is theirs (`Bundle.backbone_sha256`), its head is applied to them: no
+        original is opened. So is a bundle of features of their width: then it is served behind the index's own backbone, and images are
+        queries as before; that these features are the ones it was learned on is for you to know. Otherwise originals are embedded again.
 
         An answer is of one bundle, always. The old generation is kept for `rollback` until it is dropped. After a kill the same
         call goes on.
@@ -72,6 +76,7 @@ class LivingIndex(Collection):
 
         Raises:
             DataError: an item's original is gone or cannot be used.
+            BundleError: the bundle takes features, and the index keeps none, or of another width.
             StoreError: read-only, another writer holds the index, or the disk refuses.
         """
         return migrate(self, bundle, skip_bad=skip_bad, progress=progress)

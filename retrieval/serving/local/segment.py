@@ -6,21 +6,31 @@ import hashlib
 import json
 import mmap
 import os
+import shutil
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import StoreError
-from retrieval.host.files import whole_file
+from retrieval.host.files import sync, whole_file
 from retrieval.serving.local.exact import squared_norms
-from retrieval.serving.stores.contract import VECTOR, Floats
+from retrieval.serving.stores.contract import FEATURES, VECTOR, Floats
 
 Numbers = NDArray[np.int64]
+
+
+class Pieces(Protocol):
+    """The rows of an array, a piece after the other; the first one tells the width."""
+
+    def __getitem__(self, at: int, /) -> Floats: ...
+
+    def __iter__(self) -> Iterator[Floats]: ...
+
 
 _MAGIC = b"retrieval segment 1\n"
 _PAGE = 4096
@@ -34,6 +44,9 @@ class Segment:
     Opening compares the head with the record. The pieces are compared with their checksums by `verify`, once: after an unclean stop,
     too, a file that was synced before the record spoke of it is what it was, but a disk may have altered it since.
 
+    Features lie in a companion, a segment of its own beside the file: no search reads them, and generations share one where their items
+    are the same.
+
     Args:
         path: the file.
         expected: SHA-256 of its head, as the record has it.
@@ -42,8 +55,10 @@ class Segment:
         StoreError: missing, cut off, or altered: the end of a sentence.
 
     Attributes:
+        head_sum: SHA-256 of its head.
         numbers: (N,), int64, ascending.
         arrays: (N, width), float32, by name.
+        companion: holds the features; None where none are kept.
     """
 
     def __init__(self, path: Path, expected: str) -> None:
@@ -68,6 +83,13 @@ class Segment:
             name: np.frombuffer(self._map, "<f4", count * width, start).reshape(count, width)
             for name, (width, start) in said["arrays"].items()
         }
+        self.head_sum = expected
+        self.companion: Segment | None = None
+        if beside := said.get("companion"):
+            self.companion = Segment(companion_of(path), beside)
+            self.arrays |= self.companion.arrays
+        self._places = {name: start for name, (_, start) in said["arrays"].items()}
+        self._seen: set[int] = set()
         self._sums = np.frombuffer(self._map, "<u4", said["pieces"], said["sums"])
         self._body = (_PAGE, said["sums"])
         self._sums_sum = said["sums_sum"]
@@ -84,12 +106,14 @@ class Segment:
             self._norms = squared_norms(self.arrays[VECTOR])
         return self._norms
 
-    def verify(self) -> None:
-        """Compare every piece with its checksum, unless that was done before.
+    def verify(self, *, features: bool = False) -> None:
+        """Compare every piece with its checksum, unless that was done before; the companion's pieces only with `features`.
 
         Raises:
             StoreError: altered: the end of a sentence.
         """
+        if features and self.companion is not None:
+            self.companion.verify()
         if self._verified:
             return
         with self._lock:
@@ -102,22 +126,79 @@ class Segment:
                 raise StoreError("was altered")
             self._verified = True
 
+    def verify_rows(self, name: str, rows: Numbers) -> None:
+        """Compare the pieces that hold these rows of an array with their checksums, unless that was done before.
+
+        Raises:
+            StoreError: altered: the end of a sentence.
+        """
+        if self.companion is not None and name in self.companion.arrays:
+            self.companion.verify_rows(name, rows)
+            return
+        if self._verified or not len(rows):
+            return
+        width = self.arrays[name].strides[0]
+        begin = self._places[name] - self._body[0] + rows * width
+        wanted = set(np.unique(np.concatenate([begin // _PIECE, (begin + width - 1) // _PIECE])).tolist())
+        sums_hold = zlib.crc32(self._sums.tobytes()) == self._sums_sum
+        with memoryview(self._map) as view:
+            for piece in wanted - self._seen:
+                at = self._body[0] + piece * _PIECE
+                found = zlib.crc32(view[at : min(at + _PIECE, self._body[1])])
+                if not sums_hold or found != self._sums[piece]:
+                    raise StoreError("was altered")
+        self._seen |= wanted
+
     def trust(self) -> None:
         """Take it as verified: this process has just written it."""
         self._verified = True
+        if self.companion is not None:
+            self.companion.trust()
 
 
-def write_segment(path: Path, numbers: Numbers, arrays: Mapping[str, Sequence[Floats]]) -> str:
+def companion_of(path: Path) -> Path:
+    """Return where a segment's features lie."""
+    return path.with_suffix(".features")
+
+
+def write_segment(
+    path: Path, numbers: Numbers, arrays: Mapping[str, Pieces], *, shared: Segment | None = None
+) -> str:
     """Write a segment, synced, under a temporary name that becomes `path` at the end; return the SHA-256 of its head.
 
     Args:
         path: the file.
         numbers: (N,), ascending.
         arrays: by name: pieces (n, width), N rows together, which may be mapped from other segments.
+        shared: a companion of the same items, whose features these are too: they take no more room.
 
     Raises:
         OSError: the disk refuses.
     """
+    said = {}
+    if shared is not None:
+        _link(shared.path, companion_of(path))
+        said["companion"] = shared.head_sum
+    elif FEATURES in arrays:
+        said["companion"] = _write(companion_of(path), numbers, {FEATURES: arrays[FEATURES]}, {})
+    return _write(path, numbers, {name: one for name, one in arrays.items() if name != FEATURES}, said)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name; where the file system has none, write a second file."""
+    fresh = target.with_name(f"{target.name}.tmp")
+    fresh.unlink(missing_ok=True)
+    try:
+        os.link(source, fresh)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, fresh)
+        sync(fresh)
+    fresh.replace(target)
+
+
+def _write(path: Path, numbers: Numbers, arrays: Mapping[str, Pieces], more: Mapping[str, str]) -> str:
     widths = {name: pieces[0].shape[1] for name, pieces in arrays.items()}
     places, at = {}, _round(_PAGE + 8 * len(numbers))
     for name, width in widths.items():
@@ -147,6 +228,7 @@ def write_segment(path: Path, numbers: Numbers, arrays: Mapping[str, Sequence[Fl
             "sums": at,
             "pieces": pieces,
             "sums_sum": zlib.crc32(sums.tobytes()),
+            **more,
         }
         head = (_MAGIC + json.dumps(said).encode()).ljust(_PAGE, b"\0")
         file.seek(0)

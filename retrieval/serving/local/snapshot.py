@@ -13,7 +13,9 @@ from retrieval.serving.local.generation_table import BUNDLES, all_of
 from retrieval.serving.local.home import INDEX
 from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.record import FILE, Record, ask, backup
+from retrieval.serving.local.segment import companion_of
 from retrieval.serving.local.writer import files_of
+from retrieval.serving.stores.contract import FEATURES
 
 _TRIES = 20
 _WHOLE = 3  # tries, before a structure's missing files are no reason for another one
@@ -57,7 +59,11 @@ def _copy(connection: apsw.Connection, folder: Path, fresh: Path, *, whole: bool
     backup(connection, fresh / FILE)
     for inner in (SEGMENTS, BUNDLES):
         (fresh / inner).mkdir()
-    for file, structure in ask(connection, "select file, structure from segments"):
+    keeping = {one.number for one in all_of(connection) if FEATURES in one.widths}
+    for file, structure, generation in ask(connection, "select file, structure, g from segments"):
+        if generation in keeping:
+            source = companion_of(folder / SEGMENTS / file)
+            shutil.copyfile(source, fresh / SEGMENTS / source.name)
         for name in files_of(file, structure):
             if name == file or whole or (folder / SEGMENTS / name).is_file():
                 shutil.copyfile(folder / SEGMENTS / name, fresh / SEGMENTS / name)

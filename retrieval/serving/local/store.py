@@ -15,6 +15,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import Filter, matches
 from retrieval.serving.index.recall import recall_at_10
 from retrieval.serving.local.conditions import condition_of, refuse_unknown
+from retrieval.serving.local.derive import derive
 from retrieval.serving.local.generation_table import BUNDLES, all_of
 from retrieval.serving.local.generations import Generations, gone
 from retrieval.serving.local.home import Home
@@ -210,6 +211,19 @@ class LocalStore(Store):
         """Give a generation arrays; see `Store`."""
         self._generations.embed(generation, items, left_out)
 
+    def derive(
+        self,
+        source: Generation,
+        generation: Generation,
+        apply: Callable[[Floats], Mapping[str, Floats]],
+        report: Callable[[int], object] = lambda count: None,
+    ) -> int:
+        """Apply a head to features that are kept; see `Store`."""
+        Upkeep(self.home, self.writer, thread=False).flush(source)
+        count = derive(self.home, self.writer, source, generation, apply, report)
+        self._tend()
+        return count
+
     def switch(self, generation: Generation) -> bool:
         """Serve another generation; see `Store`."""
         return self._generations.switch(generation)
@@ -267,7 +281,8 @@ class LocalStore(Store):
             }
             count = int(value(connection, "select count(*) from items"))
             all_ = all_of(connection)
-        size = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        files = [path.stat() for path in self.folder.rglob("*") if path.is_file()]
+        size = sum({(one.st_dev, one.st_ino): one.st_size for one in files}.values())
         return Stats(count, all_, size, details)
 
     def close(self) -> None:

@@ -161,6 +161,10 @@ class Upkeep:
                 connection.execute("vacuum")
             record.checkpoint()
 
+    def flush(self, generation: Generation) -> None:
+        """Make a segment of all fresh items of a generation."""
+        self._flush(generation, least=1)
+
     def _flush(self, generation: Generation, least: int | None = None) -> bool:
         """Make a segment of a generation's fresh items, where there are many."""
         width = 4 * sum(generation.widths.values())
@@ -173,6 +177,8 @@ class Upkeep:
             names = [name for name in ARRAYS if name in generation.widths]
             rows = ask(connection, f"select n, {', '.join(names)} from fresh where g = ? order by n", (generation.number,))  # fmt: skip
             if not rows:  # deleted meanwhile
+                return False
+            if not rows:  # somebody else was faster
                 return False
             numbers = np.array([row[0] for row in rows], np.int64)
             arrays: dict[str, list[Floats]] = {
@@ -222,7 +228,7 @@ class Upkeep:
         """Make one segment of several. Items that are deleted meanwhile stay masked in it."""
         for part in parts:
             try:
-                part.segment.verify()
+                part.segment.verify(features=True)
             except StoreError as fault:
                 raise damaged(part.segment.path, fault) from None
         with self._home.record.reading() as connection:
@@ -240,7 +246,7 @@ class Upkeep:
                 for name in generation.widths
             }
             with self._home.record.faults("written"):
-                sum_ = write_segment(path, numbers if order is None else numbers[order], arrays)  # type: ignore[arg-type]
+                sum_ = write_segment(path, numbers if order is None else numbers[order], arrays)
             written = Segment(path, sum_)
             structure = self._structure(written, generation, total, report)
             self._home.wrote(file, written)

@@ -124,18 +124,22 @@ class View:
 
     def rows(self, numbers: Numbers, names: Iterable[str]) -> tuple[dict[str, Floats], Mask]:
         """Return arrays (n, width) of items by number, and which of the items have them (n,): what a generation leaves out has none."""
-        names = [name for name in names if name in self.generation.widths]
+        names = self.generation.widths.keys() & set(names)
         out = {name: np.empty((len(numbers), self.generation.widths[name]), np.float32) for name in names}
         there = np.zeros(len(numbers), bool)
-        for held, arrays in [*((piece.segment.numbers, piece.segment.arrays) for piece in self.pieces), (self.numbers, self.arrays)]:  # fmt: skip
+        for segment, held, arrays in [*((one.segment, one.segment.numbers, one.segment.arrays) for one in self.pieces), (None, self.numbers, self.arrays)]:  # fmt: skip
             if not len(held):
                 continue
             at = np.minimum(np.searchsorted(held, numbers), len(held) - 1)
             here = held[at] == numbers
             there |= here
-            for name in names:
-                if here.any():
-                    out[name][here] = arrays[name][at[here]]
+            if segment and FEATURES in names:
+                try:
+                    segment.verify_rows(FEATURES, at[here])
+                except StoreError as fault:
+                    raise damaged(segment.path, fault) from None
+            for name in names if here.any() else ():
+                out[name][here] = arrays[name][at[here]]
         return out, there
 
     def verify(self) -> None:
@@ -283,5 +287,4 @@ def _pieces(
 
 def _numbers(connection: apsw.Connection, sql: str, bindings: tuple[Any, ...]) -> Numbers:
     """Return a question's column as ascending numbers."""
-    found = connection.execute(f"select json_group_array(n) from ({sql} order by n)", bindings).get
-    return np.array(json.loads(found), np.int64)
+    return np.array(json.loads(connection.execute(f"select json_group_array(n) from ({sql} order by n)", bindings).get), np.int64)  # fmt: skip

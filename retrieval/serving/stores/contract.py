@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -243,6 +243,29 @@ class Store(ABC):
             DataError: arrays that `upsert` would refuse, an item that was not pending, or one that is missing.
             StoreError: the generation was dropped.
         """
+
+    def derive(
+        self,
+        source: Generation,
+        generation: Generation,
+        apply: Callable[[Floats], Mapping[str, Floats]],
+        report: Callable[[int], object] = lambda count: None,
+    ) -> int:
+        """Give a generation arrays of the items whose features the served one keeps; return how many.
+
+        All of it becomes visible at once. Items that come meanwhile are pending afterwards, and so is every item in a store that has no
+        faster way than `pending` and `embed`, which is this default. What `source` does without, `generation` does without.
+
+        Args:
+            source: the served generation, which keeps features.
+            generation: which one.
+            apply: from features (n, F) to arrays (n, width) by name.
+            report: is told how many items more are done.
+
+        Raises:
+            StoreError: another generation is served by now, what is kept is damaged, or the disk refuses.
+        """
+        return 0
 
     @abstractmethod
     def switch(self, generation: Generation) -> bool:

@@ -1,0 +1,391 @@
+"""An index that keeps features: another head takes no original, and old and new never mix."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from retrieval.cli.app import app
+from retrieval.errors import BundleError, DataError, StoreError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index import migrating
+from retrieval.serving.index.checking import check_index
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.local import derive as derived
+from retrieval.serving.local.store import LocalStore
+from retrieval.serving.manifest import read_manifest
+from retrieval.serving.stores.contract import Item
+
+QUIET: dict[str, Any] = {"progress": False}
+COUNT = 60
+
+
+@pytest.fixture
+def split(makers: ModuleType, tmp_path: Path) -> Callable[..., Path]:
+    """Make a split bundle; of one backbone, whatever the options."""
+
+    def make(name: str, **options: Any) -> Path:
+        path: Path = makers.cut_in_two(makers.make_bundle(tmp_path / name, **options))
+        return path
+
+    return make
+
+
+@pytest.fixture
+def photos(makers: ModuleType, tmp_path: Path) -> Path:
+    makers.write_digits(tmp_path / "photos", COUNT)
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def path(split: Callable[..., Path], photos: Path, tmp_path: Path) -> Path:
+    """An index of photos that keeps features."""
+    create_index(tmp_path / "i", split("old"), photos, keep_features=True, **QUIET)
+    return tmp_path / "i"
+
+
+def opened(path: Path) -> LivingIndex:
+    return LivingIndex.open(path, threads=1)
+
+
+def is_of(index: LivingIndex, bundle: Path, photos: Path, without: set[str] = frozenset()) -> None:
+    """Compare every vector, code and kept feature with those that a bundle gives of the originals."""
+    encoder = Bundle.open(bundle, threads=1)
+    items = index.get([item.id for item in index.scan()], arrays=True)
+    assert len(items) == len(index)
+    images = {f"{image.parent.name}/{image.name}": image for image in photos.glob("*/*.png")}
+    for id, item in items.items():
+        if id in without:
+            assert not item.arrays
+            continue
+        pixels = encoder.preprocess(next(one for name, one in images.items() if id.endswith(name)))[None]
+        encoded = encoder.encode(pixels)
+        assert np.allclose(item.vector, encoded.vector[0], atol=1e-5)
+        if encoded.code is not None:
+            assert np.allclose(item.arrays["code"], encoded.code[0], atol=1e-5)
+        if "features" in index.generation.widths:
+            assert np.allclose(item.arrays["features"], encoder.features(pixels)[0], atol=1e-6)
+    query = next(iter(sorted(photos.glob("*/*.png"))))
+    hit = index.search(query, 1)[0]
+    assert hit.distance == pytest.approx(0, abs=1e-3)
+
+
+def no_originals(photos: Path) -> Path:
+    """Take the originals out of the index's sight; return where they are."""
+    return photos.rename(photos.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("options", [{}, {"rescorer": True}, {"query_vectors": True}, {"subspaces": True}])
+def test_another_head_takes_kept_features_and_no_original(
+    path: Path, split: Callable[..., Path], photos: Path, options: dict[str, Any]
+) -> None:
+    new = split("new", seed=1, **options)
+    with opened(path) as index:
+        assert dict(index.generation.widths) == {"vector": 16, "features": 64}
+        is_of(index, path.parent / "old", photos)
+        away = no_originals(photos)
+        done = index.migrate(new, **QUIET)
+        assert (done.embedded, done.from_features, done.skipped) == (COUNT, COUNT, ())
+        assert index.bundle.sha256 == Bundle.open(new).sha256
+        is_of(index, new, away)
+        assert len(index.search(sorted(away.glob("*/*.png"))[:3], 10)[2]) == 10
+        away.rename(photos)
+        one = sorted(photos.glob("*/*.png"))[0]
+        one.write_bytes(sorted(photos.glob("*/*.png"))[-1].read_bytes())
+        assert index.add(photos, **QUIET).changed == 1
+        is_of(index, new, photos)
+        away = no_originals(photos)
+        back = index.rollback(**QUIET)
+        assert (back.embedded, back.from_features) == (1, 1)
+        is_of(index, path.parent / "old", away)
+    assert check_index(path) == ([], [])
+
+
+def test_features_lie_on_the_disk_once(path: Path, split: Callable[..., Path], photos: Path) -> None:
+    with opened(path) as index:
+        before = index.stats().bytes
+        index.migrate(split("new", seed=1), **QUIET)
+        kept = list((path / "segments").glob("*.features"))
+        assert len(kept) == 2 and len({one.stat().st_ino for one in kept}) == 1
+        added = index.stats().bytes - before
+        assert added < sum(len(one.read_bytes()) for one in path.glob("bundles/*/*")) + 40_000
+        index.drop_old()
+        assert len(list((path / "segments").glob("*.features"))) == 1
+        index.store.compact()
+        index.snapshot(path.parent / "copy")
+    assert check_index(path.parent / "copy") == ([], [])
+    with opened(path.parent / "copy") as copy:
+        is_of(copy, path.parent / "new", photos)
+        assert copy.migrate(path.parent / "old", **QUIET).from_features == COUNT
+
+
+def test_a_bundle_of_features_serves_behind_the_backbone_that_gave_them(
+    path: Path, makers: ModuleType, split: Callable[..., Path], photos: Path, tmp_path: Path
+) -> None:
+    head = makers.make_bundle(tmp_path / "head", kind="features", rescorer=True, variant=True, seed=3)
+    same = split("same", seed=3, rescorer=True)
+    with opened(path) as index:
+        away = no_originals(photos)
+        assert index.migrate(head, **QUIET).from_features == COUNT
+        is_of(index, same, away)
+        served = index.bundle
+        assert served.backbone_sha256 == Bundle.open(path.parent / "old").backbone_sha256
+        assert served.manifest.rescorer is not None and served.sha256 != Bundle.open(head).sha256
+        again = index.migrate(head, **QUIET)
+        assert again.embedded == 0 and len(index.store.generations()) == 2
+        away.rename(photos)
+        (photos / "0" / "more.png").write_bytes(sorted(photos.glob("*/*.png"))[0].read_bytes())
+        assert index.add(photos, **QUIET).added == 1
+        is_of(index, same, photos)
+        wider = makers.make_bundle(tmp_path / "wide", kind="features", features=65)
+        with pytest.raises(BundleError, match=r"takes 65 features, and the index .* keeps 64 of an item"):
+            index.migrate(wider, **QUIET)
+        assert index.rollback(**QUIET).from_features == 1
+        is_of(index, path.parent / "old", photos)
+
+
+def test_an_index_of_features_keeps_them_for_the_next_head(makers: ModuleType, tmp_path: Path) -> None:
+    first, second = (makers.make_bundle(tmp_path / str(seed), kind="features", seed=seed) for seed in (0, 1))
+    features = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
+    np.savez(tmp_path / "f.npz", features=features)
+    create_index(tmp_path / "i", first, tmp_path / "f.npz", keep_features=True, **QUIET)
+    (tmp_path / "f.npz").unlink()
+    with opened(tmp_path / "i") as index:
+        assert index.migrate(second, **QUIET).from_features == 50
+        found = index.get([item.id for item in index.scan()], arrays=True)
+        vectors = Bundle.open(second).encode(features).vector
+        for item in found.values():
+            (row,) = np.flatnonzero((features == item.arrays["features"]).all(axis=1))
+            assert np.allclose(item.vector, vectors[row], atol=1e-6)
+
+
+def test_another_backbone_takes_originals_and_keeps_its_own_features(
+    path: Path, makers: ModuleType, photos: Path, tmp_path: Path
+) -> None:
+    import onnx
+    from onnx import numpy_helper
+    from retrieval.serving.manifest import write_manifest
+
+    new = makers.cut_in_two(makers.make_bundle(tmp_path / "new", seed=1))
+    model = onnx.load(new / "backbone.onnx")
+    full = next(each for each in model.graph.initializer if each.name == "full")
+    full.CopyFrom(numpy_helper.from_array(np.float32(120), "full"))
+    onnx.save(model, new / "backbone.onnx")
+    write_manifest(new, read_manifest(new))
+    whole = makers.make_bundle(tmp_path / "whole", seed=2)
+    with opened(path) as index:
+        done = index.migrate(new, **QUIET)
+        assert (done.embedded, done.from_features) == (COUNT, 0)
+        is_of(index, new, photos)
+        assert index.migrate(whole, **QUIET).from_features == 0
+        assert "features" not in index.generation.widths
+        is_of(index, whole, photos)
+        assert index.rollback(**QUIET).embedded == 0
+        is_of(index, new, photos)
+
+
+def test_an_index_without_features_says_what_is_needed(
+    makers: ModuleType, split: Callable[..., Path], photos: Path, tmp_path: Path
+) -> None:
+    whole = makers.make_bundle(tmp_path / "whole", variant=True)
+    head = makers.make_bundle(tmp_path / "head", kind="features")
+    ran = CliRunner().invoke(
+        app, ["index", "create", str(tmp_path / "i"), str(photos), "--bundle", str(whole), "--keep-features"]
+    )
+    assert ran.exit_code == 2 and "retrieval export … --split" in ran.output
+    assert not (tmp_path / "i").exists() and not (tmp_path / "i.partial").exists()
+    both = split("both", variant=True)
+    with pytest.raises(BundleError, match=r"runs its variant 'fp16'.*Leave the variant out"):
+        create_index(tmp_path / "i", both, photos, variant="fp16", keep_features=True, **QUIET)
+    create_index(tmp_path / "i", both, photos, **QUIET)
+    ran = CliRunner().invoke(app, ["index", "migrate", str(tmp_path / "i"), str(head)])
+    assert ran.exit_code == 2 and "keeps none" in ran.output and "--keep-features" in ran.output
+    with opened(tmp_path / "i") as index:
+        assert len(index.store.generations()) == 1
+
+
+def test_an_item_that_an_older_generation_left_out_stays_out(
+    path: Path, makers: ModuleType, split: Callable[..., Path], photos: Path, tmp_path: Path
+) -> None:
+    gone = sorted(photos.glob("*/*.png"))[3]
+    aside = gone.rename(tmp_path / "aside.png")
+    other = split("other", seed=5)
+    content = read_manifest(other)
+    from retrieval.serving.manifest import write_manifest
+
+    nearest = content.input.preprocessing.__class__(  # another backbone: its preprocessing is another
+        content.input.preprocessing.size, content.input.preprocessing.channels, (0.5,), (1.0,)
+    )
+    write_manifest(
+        other,
+        content.model_copy(update={"input": content.input.model_copy(update={"preprocessing": nearest})}),
+    )
+    with opened(path) as index:
+        with pytest.raises(DataError, match="is gone"):
+            index.migrate(other, **QUIET)
+        assert len(index.migrate(other, skip_bad=True, **QUIET).skipped) == 1
+        out = next(item.id for item in index.scan() if item.path == gone)
+        last = split("last", seed=6)
+        write_manifest(
+            last,
+            read_manifest(last).model_copy(
+                update={"input": content.input.model_copy(update={"preprocessing": nearest})}
+            ),
+        )
+        done = index.migrate(last, **QUIET)
+        assert done.from_features == COUNT - 1
+        aside.rename(gone)
+        is_of(index, last, photos, without={out})
+        assert out not in {hit.id for hit in index.search(gone, COUNT)}
+    assert check_index(path) == ([], [])
+
+
+def test_writes_and_merges_while_a_head_is_applied(
+    path: Path, split: Callable[..., Path], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the segments that are made and the record's word of them: a deleted item, a new one, and a merge."""
+    new = split("new", seed=1)
+    with opened(path) as index:
+        ids = [item.id for item in index.scan()]
+        whole = index.get(ids, arrays=True)
+        index.upsert([replace(item, id=f"{id}-twin") for id, item in list(whole.items())[:7]])
+        made, meant = [], derived._named
+
+        def named(*given: Any) -> bool:
+            if not made:
+                index.delete(ids[:5])
+                index.upsert([replace(whole[ids[9]], id=f"late-{ids[9]}"), whole[ids[10]]])
+                index.store.compact()
+            made.append(1)
+            return meant(*given)
+
+        monkeypatch.setattr(derived, "_named", named)
+        done = index.migrate(new, **QUIET)
+        assert len(made) == 2 and done.embedded == done.from_features
+        monkeypatch.undo()
+        head = Bundle.open(new, threads=1)
+        found = index.get([item.id for item in index.scan()], arrays=True)
+        assert len(found) == COUNT + 7 - 5 + 1
+        for item in found.values():
+            expected = head.encode_features(item.arrays["features"][None]).vector[0]
+            assert np.allclose(item.vector, expected, atol=1e-6)
+        hits = index.search(np.zeros(16, np.float32), 200)
+        assert sorted(hit.id for hit in hits) == sorted(found)
+    assert check_index(path) == ([], [])
+
+
+def test_another_generation_that_is_served_meanwhile_ends_it(
+    path: Path, split: Callable[..., Path], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meant = derived._named
+    with opened(path) as index:
+        other = split("other", seed=4)
+
+        def named(*given: Any) -> bool:
+            monkeypatch.setattr(derived, "_named", meant)
+            migrating.migrate(index, other, **QUIET)
+            return meant(*given)
+
+        monkeypatch.setattr(derived, "_named", named)
+        with pytest.raises(StoreError, match="Another generation is served by now"):
+            index.migrate(split("new", seed=1), **QUIET)
+        is_of(index, other, photos)
+        files = {one.name for one in (path / "segments").iterdir()}
+        assert len(files) == 4  # a segment and a companion of each of the two
+
+
+def test_altered_features_are_not_taken(path: Path, split: Callable[..., Path], photos: Path) -> None:
+    (kept,) = (path / "segments").glob("*.features")
+    content = bytearray(kept.read_bytes())
+    content[3 * 4096 + 70] ^= 4
+    kept.write_bytes(content)
+    new = split("new", seed=1)
+    assert any(".segment was altered" in fault for fault in check_index(path)[0])
+    with opened(path) as index:
+        assert len(index.search(sorted(photos.glob("*/*.png"))[0], 3)) == 3
+        with pytest.raises(StoreError, match="was altered"):
+            index.migrate(new, **QUIET)
+        with pytest.raises(StoreError, match="was altered"):
+            index.get([index.scan()[0].id], arrays=True)
+        assert index.bundle.sha256 == Bundle.open(path.parent / "old").sha256
+    kept.unlink()
+    assert any(".features is missing" in fault for fault in check_index(path)[0])
+
+
+KILLED = """
+import os, signal, sys
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.local import derive, segment
+point = sys.argv[3]
+def die(*given, **more):
+    os.kill(os.getpid(), signal.SIGKILL)
+if point == "link":
+    segment._link = die
+elif point == "written":
+    derive._named = die
+else:
+    from retrieval.serving.local.store import LocalStore
+    LocalStore.switch = die
+with LivingIndex.open(sys.argv[1], threads=1) as index:
+    index.migrate(sys.argv[2], progress=False)
+"""
+
+
+@pytest.mark.parametrize("point", ["link", "written", "switch"])
+def test_after_a_kill_the_same_call_goes_on(
+    path: Path, split: Callable[..., Path], photos: Path, point: str
+) -> None:
+    new = split("new", seed=1)
+    ran = subprocess.run(
+        [sys.executable, "-c", KILLED, str(path), str(new), point],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == -9
+    with opened(path) as index:
+        is_of(index, path.parent / "old", photos)
+        done = index.migrate(new, **QUIET)
+        assert done.embedded == (0 if point == "switch" else COUNT)
+        is_of(index, new, photos)
+        with LocalStore(path) as store:
+            assert [one.state for one in store.generations()] == ["kept", "served"]
+    assert check_index(path) == ([], [])
+    assert len(list((path / "segments").iterdir())) == 4
+
+
+def test_the_backbone_runs_once_for_an_item(
+    photos: Path, split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: dict[str, int] = {"features": 0, "encode": 0}
+    for name in counts:
+        meant = getattr(Bundle, name)
+
+        def counted(self: Bundle, inputs: Any, name: str = name, meant: Any = meant, **more: Any) -> Any:
+            counts[name] += len(inputs)
+            return meant(self, inputs, **more)
+
+        monkeypatch.setattr(Bundle, name, counted)
+    create_index(tmp_path / "i", split("b"), photos, keep_features=True, **QUIET)
+    assert counts == {"features": COUNT, "encode": 0}
+
+
+def test_items_that_are_given_without_features_are_refused(path: Path) -> None:
+    with opened(path) as index, pytest.raises(DataError, match="has no features"):
+        index.upsert([Item("x", arrays={"vector": np.zeros(16, np.float32)})])
+
+
+def test_the_command_says_how_many_features_it_took(path: Path, split: Callable[..., Path]) -> None:
+    ran = CliRunner().invoke(app, ["index", "migrate", str(path), str(split("new", seed=1))])
+    assert ran.exit_code == 0, ran.output
+    assert f"{COUNT} items embedded, {COUNT} from features that were kept" in ran.output
