@@ -77,7 +77,8 @@ def is_of(index: LivingIndex, bundle: Path, photos: Path, without: set[str] = fr
             assert np.allclose(item.arrays["features"], encoder.features(pixels)[0], atol=1e-6)
     query = next(iter(sorted(photos.glob("*/*.png"))))
     hit = index.search(query, 1)[0]
-    assert hit.distance == pytest.approx(0, abs=1e-3)
+    if not encoder.manifest.query_vectors:
+        assert hit.distance == pytest.approx(0, abs=1e-3)
 
 
 def no_originals(photos: Path) -> Path:
@@ -113,12 +114,15 @@ def test_another_head_takes_kept_features_and_no_original(
 
 def test_features_lie_on_the_disk_once(path: Path, split: Callable[..., Path], photos: Path) -> None:
     with opened(path) as index:
-        before = index.stats().bytes
+        before = [one.stat().st_size for one in (path / "segments").iterdir()]
         index.migrate(split("new", seed=1), **QUIET)
         kept = list((path / "segments").glob("*.features"))
         assert len(kept) == 2 and len({one.stat().st_ino for one in kept}) == 1
-        added = index.stats().bytes - before
-        assert added < sum(len(one.read_bytes()) for one in path.glob("bundles/*/*")) + 40_000
+        after = {one.stat().st_ino: one.stat().st_size for one in (path / "segments").iterdir()}
+        vectors = sum(after.values()) - sum(before)
+        assert vectors < kept[0].stat().st_size / 1.5  # 16 numbers of an item and not 80, in whole pages
+        every = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+        assert index.stats().bytes == every - kept[0].stat().st_size
         index.drop_old()
         assert len(list((path / "segments").glob("*.features"))) == 1
         index.store.compact()
@@ -202,14 +206,14 @@ def test_an_index_without_features_says_what_is_needed(
     ran = CliRunner().invoke(
         app, ["index", "create", str(tmp_path / "i"), str(photos), "--bundle", str(whole), "--keep-features"]
     )
-    assert ran.exit_code == 2 and "retrieval export … --split" in ran.output
+    assert isinstance(ran.exception, BundleError) and "retrieval export … --split" in str(ran.exception)
     assert not (tmp_path / "i").exists() and not (tmp_path / "i.partial").exists()
     both = split("both", variant=True)
     with pytest.raises(BundleError, match=r"runs its variant 'fp16'.*Leave the variant out"):
         create_index(tmp_path / "i", both, photos, variant="fp16", keep_features=True, **QUIET)
     create_index(tmp_path / "i", both, photos, **QUIET)
     ran = CliRunner().invoke(app, ["index", "migrate", str(tmp_path / "i"), str(head)])
-    assert ran.exit_code == 2 and "keeps none" in ran.output and "--keep-features" in ran.output
+    assert isinstance(ran.exception, BundleError) and "keeps none" in str(ran.exception)
     with opened(tmp_path / "i") as index:
         assert len(index.store.generations()) == 1
 
