@@ -22,6 +22,7 @@ def kept(name: str) -> Any:
 
 PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "exact_search": ("exact_search_report", lambda script, raw: script.render(raw)),
+    "migrate_head": ("migrate_head", lambda script, raw: script.render(raw)),
     "evaluation": ("evaluation_report", lambda script, raw: script.render(raw)),
     "onnx": ("onnx_report", lambda script, raw: script.render(raw)),
     "aml_algorithm1": ("aml_algorithm1", lambda script, raw: script.render(raw)),

@@ -305,7 +305,7 @@ def test_another_generation_that_is_served_meanwhile_ends_it(
             index.migrate(split("new", seed=1), **QUIET)
         is_of(index, other, photos)
         files = {one.name for one in (path / "segments").iterdir()}
-        assert len(files) == 4  # a segment and a companion of each of the two
+        assert len(files) == 4  # a segment, and one of features, of each of the two
 
 
 def test_altered_features_are_not_taken(path: Path, split: Callable[..., Path], photos: Path) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 from retrieval.errors import StoreError
 from retrieval.serving.local.generation_table import all_of
 from retrieval.serving.local.home import Home
+from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.segment import Numbers, Segment, write_segment
-from retrieval.serving.local.view import SEGMENTS, damaged
+from retrieval.serving.local.view import damaged
 from retrieval.serving.local.writer import Writer, remove_files
 from retrieval.serving.stores.contract import FEATURES, Floats, Generation
 
@@ -114,7 +115,7 @@ def _applied(
         name: _Head(features, rows, name, target.widths[name], apply, report if name == names[0] else _quiet)
         for name in names
     }
-    shared = segment.companion if whole and FEATURES in target.widths else None
+    shared = segment.beside if whole and FEATURES in target.widths else None
     if FEATURES in target.widths and shared is None:
         arrays[FEATURES] = _Head(features, rows, FEATURES, features.shape[1], lambda x: {FEATURES: x}, _quiet)
     file = f"{target.number}-of-{number}.segment"

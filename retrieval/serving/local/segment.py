@@ -44,7 +44,7 @@ class Segment:
     Opening compares the head with the record. The pieces are compared with their checksums by `verify`, once: after an unclean stop,
     too, a file that was synced before the record spoke of it is what it was, but a disk may have altered it since.
 
-    Features lie in a companion, a segment of its own beside the file: no search reads them, and generations share one where their items
+    Features lie in a segment of their own beside the file: no search reads them, and generations share one where their items
     are the same.
 
     Args:
@@ -58,7 +58,7 @@ class Segment:
         head_sum: SHA-256 of its head.
         numbers: (N,), int64, ascending.
         arrays: (N, width), float32, by name.
-        companion: holds the features; None where none are kept.
+        beside: the segment that holds the features; None where none are kept.
     """
 
     def __init__(self, path: Path, expected: str) -> None:
@@ -84,10 +84,10 @@ class Segment:
             for name, (width, start) in said["arrays"].items()
         }
         self.head_sum = expected
-        self.companion: Segment | None = None
-        if beside := said.get("companion"):
-            self.companion = Segment(companion_of(path), beside)
-            self.arrays |= self.companion.arrays
+        self.beside: Segment | None = None
+        if sum_ := said.get("features"):
+            self.beside = Segment(features_file(path), sum_)
+            self.arrays |= self.beside.arrays
         self._places = {name: start for name, (_, start) in said["arrays"].items()}
         self._seen: set[int] = set()
         self._sums = np.frombuffer(self._map, "<u4", said["pieces"], said["sums"])
@@ -107,13 +107,13 @@ class Segment:
         return self._norms
 
     def verify(self, *, features: bool = False) -> None:
-        """Compare every piece with its checksum, unless that was done before; the companion's pieces only with `features`.
+        """Compare every piece with its checksum, unless that was done before; those of features only with `features`.
 
         Raises:
             StoreError: altered: the end of a sentence.
         """
-        if features and self.companion is not None:
-            self.companion.verify()
+        if features and self.beside is not None:
+            self.beside.verify()
         if self._verified:
             return
         with self._lock:
@@ -132,8 +132,8 @@ class Segment:
         Raises:
             StoreError: altered: the end of a sentence.
         """
-        if self.companion is not None and name in self.companion.arrays:
-            self.companion.verify_rows(name, rows)
+        if self.beside is not None and name in self.beside.arrays:
+            self.beside.verify_rows(name, rows)
             return
         if self._verified or not len(rows):
             return
@@ -152,11 +152,11 @@ class Segment:
     def trust(self) -> None:
         """Take it as verified: this process has just written it."""
         self._verified = True
-        if self.companion is not None:
-            self.companion.trust()
+        if self.beside is not None:
+            self.beside.trust()
 
 
-def companion_of(path: Path) -> Path:
+def features_file(path: Path) -> Path:
     """Return where a segment's features lie."""
     return path.with_suffix(".features")
 
@@ -170,17 +170,17 @@ def write_segment(
         path: the file.
         numbers: (N,), ascending.
         arrays: by name: pieces (n, width), N rows together, which may be mapped from other segments.
-        shared: a companion of the same items, whose features these are too: they take no more room.
+        shared: holds the features of exactly these items: they take no more room.
 
     Raises:
         OSError: the disk refuses.
     """
     said = {}
     if shared is not None:
-        _link(shared.path, companion_of(path))
-        said["companion"] = shared.head_sum
+        _link(shared.path, features_file(path))
+        said["features"] = shared.head_sum
     elif FEATURES in arrays:
-        said["companion"] = _write(companion_of(path), numbers, {FEATURES: arrays[FEATURES]}, {})
+        said["features"] = _write(features_file(path), numbers, {FEATURES: arrays[FEATURES]}, {})
     return _write(path, numbers, {name: one for name, one in arrays.items() if name != FEATURES}, said)
 
 

@@ -13,7 +13,7 @@ from retrieval.serving.local.generation_table import BUNDLES, all_of
 from retrieval.serving.local.home import INDEX
 from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.record import FILE, Record, ask, backup
-from retrieval.serving.local.segment import companion_of
+from retrieval.serving.local.segment import features_file
 from retrieval.serving.local.writer import files_of
 from retrieval.serving.stores.contract import FEATURES
 
@@ -62,7 +62,7 @@ def _copy(connection: apsw.Connection, folder: Path, fresh: Path, *, whole: bool
     keeping = {one.number for one in all_of(connection) if FEATURES in one.widths}
     for file, structure, generation in ask(connection, "select file, structure, g from segments"):
         if generation in keeping:
-            source = companion_of(folder / SEGMENTS / file)
+            source = features_file(folder / SEGMENTS / file)
             shutil.copyfile(source, fresh / SEGMENTS / source.name)
         for name in files_of(file, structure):
             if name == file or whole or (folder / SEGMENTS / name).is_file():

@@ -127,7 +127,8 @@ class View:
         names = self.generation.widths.keys() & set(names)
         out = {name: np.empty((len(numbers), self.generation.widths[name]), np.float32) for name in names}
         there = np.zeros(len(numbers), bool)
-        for segment, held, arrays in [*((one.segment, one.segment.numbers, one.segment.arrays) for one in self.pieces), (None, self.numbers, self.arrays)]:  # fmt: skip
+        parts = [(one.segment, one.segment.numbers, one.segment.arrays) for one in self.pieces]
+        for segment, held, arrays in [*parts, (None, self.numbers, self.arrays)]:
             if not len(held):
                 continue
             at = np.minimum(np.searchsorted(held, numbers), len(held) - 1)
@@ -287,4 +288,5 @@ def _pieces(
 
 def _numbers(connection: apsw.Connection, sql: str, bindings: tuple[Any, ...]) -> Numbers:
     """Return a question's column as ascending numbers."""
-    return np.array(json.loads(connection.execute(f"select json_group_array(n) from ({sql} order by n)", bindings).get), np.int64)  # fmt: skip
+    found = connection.execute(f"select json_group_array(n) from ({sql} order by n)", bindings).get
+    return np.array(json.loads(found), np.int64)

@@ -23,7 +23,7 @@ from retrieval.serving.local.home import Home
 from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.rows import checked, to_row, usable
-from retrieval.serving.local.segment import Numbers, Segment, companion_of, write_segment
+from retrieval.serving.local.segment import Numbers, Segment, features_file, write_segment
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.local.view import ARRAYS
 from retrieval.serving.stores.contract import Floats, Generation, Item, Superseded
@@ -81,7 +81,7 @@ class Writer:
             if path.name not in bundles:
                 shutil.rmtree(path, ignore_errors=True)
         for path in (self.folder / SEGMENTS).iterdir():
-            owner = path.with_suffix(".segment") if path == companion_of(path) else path
+            owner = path.with_suffix(".segment") if path == features_file(path) else path
             if owner.name not in named:
                 path.unlink(missing_ok=True)
 
@@ -249,4 +249,4 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
         path = folder / SEGMENTS / name
         path.unlink(missing_ok=True)
         if path.suffix == ".segment":
-            companion_of(path).unlink(missing_ok=True)
+            features_file(path).unlink(missing_ok=True)
