@@ -1,0 +1,96 @@
+"""README's picture of a search without labels: Fashion-MNIST's images, a pretrained backbone, nothing trained.
+
+    python benchmarks/photos_without_labels.py        # writes docs/without_labels.png and results/photos_without_labels.md; some minutes
+
+The first 500 training images are indexed by `retrieval index create --model core.efficientnet_lite0`, without their labels. The queries are the first 40 test
+images; of each class the first is drawn, with its six nearest. Labels only judge what came: they are Fashion-MNIST's own (Debian's package dataset-fashion-mnist).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import retrieval
+from numpy.typing import NDArray
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "photos_without_labels.md"
+PICTURE = ROOT / "docs" / "without_labels.png"
+IMAGES = Path("/usr/share/datasets/fashion-mnist")
+MODEL = "core.efficientnet_lite0"
+GALLERY, QUERIES, NEAREST = 500, 40, 6
+CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
+
+
+def read(name: str, count: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return the first images (count, 28, 28) and labels of a part."""
+    with gzip.open(IMAGES / f"{name}-images-idx3-ubyte.gz") as images:
+        pixels = np.frombuffer(images.read(16 + 784 * count), np.uint8, offset=16).reshape(-1, 28, 28)
+    with gzip.open(IMAGES / f"{name}-labels-idx1-ubyte.gz") as labels:
+        return pixels, np.frombuffer(labels.read(8 + count), np.uint8, offset=8)
+
+
+def main() -> None:
+    """Index, search, draw and count."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    given = parser.parse_args()
+    gallery, labels = read("train", GALLERY)
+    asked, wanted = read("t10k", QUERIES)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "photos").mkdir()
+        for number, pixels in enumerate(gallery):
+            Image.fromarray(pixels).save(folder / "photos" / f"{number:04}.png")
+        command = ["index", "create", "photos.index", "photos/", "--model", MODEL]
+        subprocess.run([sys.executable, "-m", "retrieval.cli", *command], cwd=folder, check=True)
+        with retrieval.open_index(folder / "photos.index") as index:
+            found = index.search([np.asarray(one) for one in asked], k=NEAREST)
+            right = [
+                [labels[int(Path(hit.key).stem)] == truth for hit in hits]
+                for hits, truth in zip(found, wanted, strict=True)
+            ]
+            chosen = [int(np.flatnonzero(wanted == label)[0]) for label in range(10)]
+            shown = [Image.fromarray(asked[number]) for number in chosen]
+            draw([[Image.fromarray(gallery[int(Path(hit.key).stem)]) for hit in found[number]] for number in chosen], shown,
+                 [right[number] for number in chosen], given.picture)  # fmt: skip
+    count, first = int(np.sum(right)), int(np.sum([row[0] for row in right]))
+    text = (
+        "# Photos without labels\n\n"
+        f"`python benchmarks/photos_without_labels.py`, {time.strftime('%Y-%m-%d')}. {GALLERY:,} images of Fashion-MNIST indexed without labels by `retrieval {' '.join(command)}`, "
+        f"nothing trained. Of the first {QUERIES} test images the nearest is of the same class for {first}; of all {NEAREST * QUERIES} answers "
+        f"({NEAREST} each), {count} are, and at random {np.mean(wanted[:, None] == labels[None]) * NEAREST * QUERIES:.0f} would be. EfficientNet-Lite0 was trained on photographs, which small grey "
+        "pictures of clothes are not.\n"
+    )
+    given.output.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def draw(
+    answers: list[list[Image.Image]], queries: list[Image.Image], right: list[list[bool]], path: Path
+) -> None:
+    """Draw two columns of queries, each with its answers: right ones framed in blue, wrong ones in orange."""
+    side, gap, rows = 56, 6, -(-len(queries) // 2)
+    block = (side + gap) * (1 + NEAREST) + 5 * gap
+    sheet = Image.new("RGB", (2 * block + 3 * gap, rows * (side + gap) + gap), "white")
+    for number, (query, found, good) in enumerate(zip(queries, answers, right, strict=True)):
+        left, top = gap + (number // rows) * (block + gap), gap + (number % rows) * (side + gap)
+        sheet.paste(query.resize((side, side)), (left, top))
+        for place, (image, fine) in enumerate(zip(found, good, strict=True), 1):
+            at = left + 2 * gap + place * (side + gap)
+            sheet.paste(Image.new("RGB", (side, side), (31, 119, 180) if fine else (255, 127, 14)), (at, top))
+            sheet.paste(image.resize((side - 6, side - 6)), (at + 3, top + 3))
+    sheet.quantize(32).save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    main()
