@@ -12,6 +12,7 @@ import click
 from retrieval.cli import say
 from retrieval.cli.again import this_command
 from retrieval.cli.index_common import INDEX, creating, embedding, quiet_threads
+from retrieval.cli.types import Place
 
 _LOW_RECALL = 0.9
 
@@ -26,7 +27,7 @@ Examples:
 """,
 )
 @INDEX
-@click.argument("images", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("images", nargs=-1, type=Place())
 @click.option(
     "--bundle",
     type=click.Path(path_type=Path),
@@ -43,13 +44,19 @@ Examples:
 @creating
 @embedding
 def create(
-    path: Path, images: tuple[Path, ...], bundle: Path | None, model: str | None, whiten: bool, **given: Any
+    path: Path,
+    images: tuple[Path | str, ...],
+    bundle: Path | None,
+    model: str | None,
+    whiten: bool,
+    **given: Any,
 ) -> None:
     """Create INDEX from IMAGES, with the vectors that a bundle or a pretrained model gives.
 
     IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and 'label', 'key', and
     any others, kept as metadata), Parquet tables with a column 'path' or 'image' (likewise), or tar shards (a.jpg, a.json, a.cls
-    make one item). For a bundle of features they
+    make one item), or addresses of
+    these (s3://…, hf://…), with fsspec. For a bundle of features they
     are .npz files or Parquet tables with 'features'. Without any, the index is empty. An interrupted run goes on where it
     stopped when the command is repeated.
     """
@@ -64,12 +71,23 @@ def create(
     made = path.absolute().with_name(f".{path.name}.bundle")
     if not made.is_dir():
         from retrieval.export.export_backbone import export_backbone
+        from retrieval.serving.index.shards import is_shard
+        from retrieval.serving.index.tables import is_table
+
+        # others are verified, and whitened, on no photos: the backbone's export reads files only
+        photos = [
+            one for one in images if isinstance(one, Path) and not (is_table(one.name) or is_shard(one.name))
+        ]
+        if whiten and not photos:
+            raise click.UsageError(
+                "Whitening takes image files and folders: name some, or leave out --whiten."
+            )
 
         export_backbone(
             model,
             made,
-            whiten=images if whiten else (),
-            photos=() if whiten else images,
+            whiten=photos if whiten else (),
+            photos=() if whiten else photos,
             plugins=given["extra"],
         )
     _create(path, images, made, **given)
@@ -78,7 +96,7 @@ def create(
 
 @click.command("create", hidden=True)
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("images", nargs=-1, required=True, type=Place())
 @click.option(
     "--output",
     "-o",
@@ -89,14 +107,14 @@ def create(
 )
 @creating
 @embedding
-def earlier(path: Path, images: tuple[Path, ...], bundle: Path, **given: Any) -> None:
+def earlier(path: Path, images: tuple[Path | str, ...], bundle: Path, **given: Any) -> None:
     """Create an index, in the form of the command that it had before: retrieval index BUNDLE IMAGES --output INDEX."""
     _create(path, images, bundle, **given)
 
 
 def _create(
     path: Path,
-    images: tuple[Path, ...],
+    images: tuple[Path | str, ...],
     bundle: Path,
     *,
     options: tuple[str, ...],

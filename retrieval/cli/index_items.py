@@ -10,6 +10,7 @@ import click
 
 from retrieval.cli import say, say_json
 from retrieval.cli.index_common import INDEX, JSON, WHERE, embedding, opened_index
+from retrieval.cli.types import Place
 from retrieval.errors import StoreError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ Examples:
 """,
 )
 @INDEX
-@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("images", nargs=-1, required=True, type=Place())
 @click.option(
     "--sync", is_flag=True, help="Make the index equal to IMAGES: what they do not name is deleted."
 )
@@ -36,7 +37,7 @@ Examples:
 @embedding
 def add(
     path: Path,
-    images: tuple[Path, ...],
+    images: tuple[Path | str, ...],
     sync: bool,
     as_json: bool,
     max_pixels: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,6 +12,19 @@ import click
 from retrieval.errors import did_you_mean
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+class Place(click.Path):
+    """A path, or an address such as `s3://bucket/photos`, which stays text."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a path, or the address."""
+        from retrieval.serving.index.remote import is_address
+
+        return value if is_address(value) else super().convert(value, param, ctx)
 
 
 class Pixels(click.ParamType):  # type: ignore[type-arg]  # older click's is not generic

@@ -277,8 +277,8 @@ _KEPT: dict[str, Callable[[bytes, Image.Image], bytes]] = {"copy": _copy, "thumb
 
 def originals(
     index: Collection, items: Sequence[Item], most: int
-) -> Iterator[tuple[Item, Path | bytes | DataError | None]]:
-    """Give the original of each item, of `most` bytes: kept bytes, a file, or why there is none.
+) -> Iterator[tuple[Item, Path | bytes | Origin | DataError | None]]:
+    """Give the original of each item, of `most` bytes: kept bytes, a file, an address, or why there is none.
 
     What is neither kept nor a file of its own is read where it was found, if that has not changed since.
     """
@@ -291,6 +291,8 @@ def originals(
     for item, content in contents(((item, origin(item)) for item in items), most):
         if content is not None:
             yield item, content
+        elif (whole := origin(item)) is not None:
+            yield item, whole
         elif item.keep == "copy":
             yield item, index.store.original(item.id)
         else:

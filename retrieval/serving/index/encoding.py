@@ -143,7 +143,10 @@ class Encoding:
         try:
             if isinstance(content, DataError):
                 raise content
-            if content is None:
+            if content is None and item.path is None:
+                assert item.origin is not None
+                content = item.origin.read(self.limits.bytes)
+            elif content is None:
                 assert item.path is not None
                 content = read_image(item.path, self.limits, name)
             image = decode(content, self.limits, name)

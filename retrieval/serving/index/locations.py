@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from retrieval.errors import DataError
+from retrieval.serving.index import remote
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +16,18 @@ class Location:
     """One file.
 
     Attributes:
-        text: its absolute path.
+        text: its absolute path, or its address.
     """
 
     text: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is at an address."""
+        return remote.is_address(self.text)
 
     @property
     def name(self) -> str:
@@ -28,7 +37,7 @@ class Location:
     @property
     def file_name(self) -> str:
         """The last part of the path, which tells the kind of file."""
-        return Path(self.text).name
+        return remote.file_name(self.text) if self.remote else Path(self.text).name
 
     @property
     def stem(self) -> str:
@@ -40,7 +49,10 @@ class Location:
 
         Raises:
             DataError: it cannot be opened.
+            MissingDependency: a package that its address needs is not installed.
         """
+        if self.remote:
+            return remote.open_address(self.text)
         try:
             return Path(self.text).open("rb")
         except OSError as fault:
@@ -48,11 +60,17 @@ class Location:
 
     def stamp(self) -> str:
         """Return what changes when the content does."""
+        if self.remote:
+            return remote.stamp(self.text)
         try:
             status = Path(self.text).stat()
         except OSError:
             return "missing"
         return f"{status.st_size} {status.st_mtime_ns}"
+
+    def beside(self, name: str) -> Location:
+        """Return where a file is that this one, a manifest at an address, names; see `retrieval.serving.index.remote.beside`."""
+        return Location(remote.beside(self.text, name))
 
 
 def shown(path: str | os.PathLike[str]) -> str:

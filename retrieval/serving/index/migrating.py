@@ -25,6 +25,7 @@ from retrieval.serving.index.adding import originals
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.frozen import FrozenIndex
 from retrieval.serving.index.heads import applies, behind, features_of, gives_features
+from retrieval.serving.index.origins import Origin
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.structures import Wanted
@@ -216,7 +217,9 @@ def _pixels(
     preprocessing = bundle.manifest.input.preprocessing
     assert preprocessing is not None
 
-    def one(pair: tuple[Item, Path | bytes | DataError | None]) -> tuple[Item, NDArray[np.uint8] | str]:
+    def one(
+        pair: tuple[Item, Path | bytes | Origin | DataError | None],
+    ) -> tuple[Item, NDArray[np.uint8] | str]:
         item, original = pair
         if isinstance(original, DataError):
             return item, f"{item.id}: {original}"
@@ -224,7 +227,8 @@ def _pixels(
             where = f"its file {item.path} is gone" if item.path else "the index keeps no original of it"
             return item, f"{item.id}: {where}."
         try:
-            return item, preprocessing(decode(original, limits, item.id))
+            content = original.read(limits.bytes) if isinstance(original, Origin) else original
+            return item, preprocessing(decode(content, limits, item.id))
         except DataError as fault:
             return item, str(fault)
         except OSError as fault:

@@ -12,6 +12,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieval.errors import DataError
 from retrieval.serving.index.locations import Location, shown
 
 
@@ -41,29 +42,49 @@ class Origin:
 
     Attributes:
         location: the file that holds it.
-        part: which part of that file.
+        part: which part of that file; None for all of it.
         file_stamp: what changes when that file does, as it was when the item was found.
     """
 
     location: Location
-    part: str
+    part: str | None
     file_stamp: str
 
     @property
     def address(self) -> str:
-        """The location and the part as one text, which `recorded` reads; no part holds a '#' in it."""
+        """The location and the part as one text, which `recorded` reads: the last '#' is what they are divided by."""
+        if self.part is None:
+            return f"{self.location.text}#" if "#" in self.location.text else self.location.text
         return f"{self.location.text}#{quote(self.part, safe='/@+ ', errors='surrogateescape')}"
 
     def stamp(self) -> str:
         """Return what changes when the original does."""
         return f"{os.fsencode(self.address)!r} {self.file_stamp}"
 
+    def read(self, most: int) -> bytes:
+        """Return the content of a whole file.
+
+        Raises:
+            DataError: it cannot be read, or has more than `most` bytes.
+        """
+        try:
+            with self.location.open() as file:
+                content = file.read(most + 1)
+        except OSError as fault:
+            raise DataError(f"{self.location}: {str(fault).rstrip('.')}.") from None
+        if len(content) > most:
+            raise DataError(
+                f"{self.location} has more than {most:,} bytes, the limit. Save it smaller, or raise the limit."
+            )
+        return content
+
     @classmethod
     def recorded(cls, address: str, stamp: str | None) -> Origin:
         """Return the origin that an index has recorded, by its address and stamp."""
-        text, _, part = address.rpartition("#")
+        text, sign, part = address.rpartition("#")
         head = f"{os.fsencode(address)!r} "
-        return cls(Location(text), unquote(part, errors="surrogateescape"), (stamp or "").removeprefix(head))
+        inside = unquote(part, errors="surrogateescape") if sign and part else None
+        return cls(Location(text if sign else address), inside, (stamp or "").removeprefix(head))
 
 
 @dataclass(frozen=True, slots=True)

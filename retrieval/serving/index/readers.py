@@ -28,6 +28,8 @@ class Readers:
         Raises:
             DataError: its file has changed since it was found, cannot be read or is damaged; or the original is too large.
         """
+        if origin.part is None:
+            return origin.read(most)
         if self._open is None or self._open[0] != origin.location:
             self.close()
             if origin.location.stamp() != origin.file_stamp:
@@ -55,7 +57,7 @@ def _container(location: Location) -> Container:
 def contents(
     items: Iterable[tuple[T, Origin | None]], most: int
 ) -> Iterator[tuple[T, bytes | DataError | None]]:
-    """Give items with their originals, or why there is none; None for an item without an origin, which others read.
+    """Give items with their originals, or why there is none; None for what is a file of its own, which others read.
 
     Args:
         items: each with its origin; those of one file one after another.
@@ -64,7 +66,7 @@ def contents(
     with closing(Readers()) as readers:
         for item, origin in items:
             content: bytes | DataError | None = None
-            if origin is not None:
+            if origin is not None and origin.part is not None:
                 try:
                     content = readers.read(origin, most)
                 except DataError as fault:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import tempfile
 import zipfile
@@ -17,12 +18,15 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError, did_you_mean, listed
 from retrieval.serving.files.columns import typed
 from retrieval.serving.image_files import find_images
+from retrieval.serving.index import remote
 from retrieval.serving.index.locations import Location, shown
 from retrieval.serving.index.origins import Origin, Source, Sources
 from retrieval.serving.index.shards import is_shard, read_shard
 from retrieval.serving.index.table_contents import Spooled
 from retrieval.serving.index.tables import Row, Table, is_table
+from retrieval.serving.threads import ahead
 
+_ASKED = 16  # files at a time
 _ROW_CHARACTERS = 1_000_000  # an index gives no longer ones back
 
 
@@ -35,9 +39,11 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     the bytes of each (or a struct of `bytes` and `path`), or for features a list `features` or `vector`; optionally `label` and
     `key` or `id`, and any others, kept as metadata: NaN and infinity as null, times and decimal numbers as text. A `.tar`, `.tar.gz` or `.tgz` has the
     layout of WebDataset (see `retrieval.serving.index.shards.read_shard`). An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
+    An address that fsspec opens (`s3://bucket/photos`) stands for a folder, an image, a CSV manifest, a table or a shard, as a path does;
+    a manifest at an address names files below its own folder only.
 
     Args:
-        sources: what the user named.
+        sources: what the user named: paths, and addresses as text.
         kind: "image" or "features", what the bundle takes.
 
     Raises:
@@ -52,8 +58,13 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
             raise DataError(
                 f"What is indexed is named by its path: a file or a folder, not an object of type {type(source).__name__}."
             )
-    paths = [Path(source) for source in sources]
+    paths = [_place(source) for source in sources]
     for path in paths:
+        if isinstance(path, Location):
+            remote.forget(path.text)
+            if kind == "features" and not is_table(path.file_name):
+                raise DataError(f"{path} is no Parquet table; at an address this bundle takes no other.")
+            continue
         if not path.exists():
             raise DataError(f"{shown(path)} does not exist.")
         if (path.suffix.lower() == ".npz") != (kind == "features") and not is_table(path.name):
@@ -63,34 +74,89 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
                 )
             raise DataError(f"{shown(path)} holds features; this bundle takes images.")
     if kind == "features":
-        return _spooled(paths) if any(is_table(path.name) for path in paths) else _features(paths)
-    folders = [path for path in paths if path.is_dir()]
+        local = [path for path in paths if isinstance(path, Path) and not is_table(path.name)]
+        return _features(local) if len(local) == len(paths) else _spooled(paths)
+    folders = {path for path in paths if _is_folder(path)}
     items: list[Source] = []
     left_out: list[str] = []
     for path in paths:
-        if path.is_dir():
-            found = find_images(path)
-            left_out += found.notes(path)
-            items += _folder(path, found.images, prefix=len(folders) > 1)
-        elif path.suffix.lower() == ".csv":
-            items += read_csv(path)
-        elif is_table(path.name):
-            found_items, notes = _read_table(path)
-            items += found_items
-            left_out += notes
-        elif is_shard(path.name):
-            found_items, further = read_shard(Location(os.fspath(path.absolute())))
-            items += found_items
-            left_out += further
+        if path in folders:
+            found_items, notes = _folder(path, prefix=len(folders) > 1)
+        elif _name(path).lower().endswith(".csv"):
+            found_items, notes = read_csv(path), []
+        elif is_table(_name(path)):
+            found_items, notes = _read_table(_location(path))
+        elif is_shard(_name(path)):
+            found_items, notes = read_shard(_location(path))
+        elif isinstance(path, Location):
+            found_items, notes = [Source(path.name, None, None, origin=Origin(path, None, path.stamp()))], []
         else:
-            items.append(Source(shown(path), None, path.absolute()))
+            found_items, notes = [Source(shown(path), None, path.absolute())], []
+        items += found_items
+        left_out += notes
     once: dict[Path | Origin | None, Source] = {}
     for item in items:
         once.setdefault(item.path or item.origin, item)
     return Sources(list(once.values()), repeated=len(items) - len(once), left_out=tuple(left_out))
 
 
-def _folder(folder: Path, images: list[Path], prefix: bool) -> list[Source]:
+def _place(source: str | os.PathLike[str]) -> Path | Location:
+    return Location(str(source)) if remote.is_address(source) else Path(source)
+
+
+def _location(place: Path | Location) -> Location:
+    return place if isinstance(place, Location) else Location(os.fspath(place.absolute()))
+
+
+def _name(place: Path | Location) -> str:
+    return place.file_name if isinstance(place, Location) else place.name
+
+
+def _is_folder(place: Path | Location) -> bool:
+    if isinstance(place, Path):
+        return place.is_dir()
+    name = _name(place)
+    if name.lower().endswith(".csv") or is_table(name) or is_shard(name):
+        return False  # without asking
+    return remote.is_folder(place.text)
+
+
+def _named(manifest: Path | Location, name: str) -> tuple[Path | None, Origin | None]:
+    """Return the file that a manifest names, relative to itself; at an address its stamp is to be asked for yet."""
+    if isinstance(manifest, Path):
+        return (manifest.parent / name).absolute(), None
+    return None, Origin(manifest.beside(name), None, "")
+
+
+def _stamped(items: list[Source]) -> list[Source]:
+    """Return items with the stamps of their files, where these are at addresses; several are asked for at a time."""
+
+    def one(item: Source) -> Source:
+        if item.origin is None or item.origin.file_stamp:
+            return item
+        return replace(item, origin=replace(item.origin, file_stamp=item.origin.location.stamp()))
+
+    if all(item.origin is None for item in items):
+        return items
+    return list(ahead(one, items, workers=_ASKED, most=4 * _ASKED))
+
+
+def _folder(folder: Path | Location, prefix: bool) -> tuple[list[Source], list[str]]:
+    """Return the images of a folder as items, and notes on other files."""
+    if isinstance(folder, Path):
+        found = find_images(folder)
+        return _local_folder(folder, found.images, prefix), found.notes(folder)
+    images, notes = remote.find_images(folder.text)
+    own = remote.file_name(folder.text.rstrip("/")) or "images"
+    items = []
+    for inside, stamp in images:
+        label = inside.partition("/")[0] if "/" in inside else own
+        origin = Origin(Location(remote.below(folder.text, inside)), None, stamp)
+        items.append(Source(f"{own}/{inside}" if prefix else inside, label, None, origin=origin))
+    return items, notes
+
+
+def _local_folder(folder: Path, images: list[Path], prefix: bool) -> list[Source]:
     own = folder.resolve()
     items = []
     for path in images:
@@ -101,7 +167,7 @@ def _folder(folder: Path, images: list[Path], prefix: bool) -> list[Source]:
     return items
 
 
-def read_csv(path: Path) -> list[Source]:
+def read_csv(path: Path | Location) -> list[Source]:
     """Return the items of a CSV manifest.
 
     Raises:
@@ -110,7 +176,8 @@ def read_csv(path: Path) -> list[Source]:
     problems: list[tuple[int, str]] = []
     items: list[tuple[int, Source]] = []
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        raw = path.open("rb") if isinstance(path, Path) else path.open()
+        with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             columns = list(reader.fieldnames or [])
             if "path" not in columns:
@@ -142,7 +209,9 @@ def read_csv(path: Path) -> list[Source]:
     if not items:
         raise DataError(f"{path} lists no item.")
     further = typed([item.metadata for _, item in items])
-    return [replace(item, metadata=metadata) for (_, item), metadata in zip(items, further, strict=True)]
+    return _stamped(
+        [replace(item, metadata=metadata) for (_, item), metadata in zip(items, further, strict=True)]
+    )
 
 
 def _csv_problem(row: dict[Any, Any]) -> str:
@@ -156,38 +225,40 @@ def _csv_problem(row: dict[Any, Any]) -> str:
     return ""
 
 
-def _csv_item(path: Path, row: dict[str, str]) -> Source:
+def _csv_item(path: Path | Location, row: dict[str, str]) -> Source:
     name = row["path"]
     metadata = {column: value for column, value in row.items() if column not in ("path", "label", "key")}
-    return Source(row.get("key") or name, row.get("label") or None, (path.parent / name).absolute(), metadata)
+    local, origin = _named(path, name)
+    return Source(row.get("key") or name, row.get("label") or None, local, metadata, origin=origin)
 
 
-def _read_table(path: Path) -> tuple[list[Source], tuple[str, ...]]:
+def _read_table(location: Location) -> tuple[list[Source], list[str]]:
     """Return the items of a Parquet table of images, and notes on columns that are left out."""
-    location = Location(os.fspath(path.absolute()))
     stamp = location.stamp()
+    manifest = location if location.remote else Path(location.text)
 
     def source(row: Row) -> Source:
         if row.path is not None:
-            return Source(row.key, row.label, (path.parent / row.path).absolute(), row.metadata)
+            local, origin = _named(manifest, row.path)
+            return Source(row.key, row.label, local, row.metadata, origin=origin)
         return Source(row.key, row.label, None, row.metadata, origin=Origin(location, str(row.number), stamp))
 
     with Table(location, "image") as table:
         items = [source(row) for row in table.rows()]
     if not items:
         raise DataError(f"{location.name} lists no item.")
-    return items, table.left_out
+    return _stamped(items), list(table.left_out)
 
 
-def _spooled(paths: list[Path]) -> Sources:
+def _spooled(paths: list[Path | Location]) -> Sources:
     """Return the features of Parquet tables, perhaps with `.npz` files among them."""
     items: list[Source] = []
     left_out: list[str] = []
     with tempfile.TemporaryFile() as file:
         spooled = Spooled(file)
         for path in dict.fromkeys(paths):
-            if is_table(path.name):
-                found, notes = _feature_rows(path, spooled)
+            if isinstance(path, Location) or is_table(path.name):
+                found, notes = _feature_rows(_location(path), spooled)
                 left_out += notes
             else:
                 read = _features([path])
@@ -196,13 +267,12 @@ def _spooled(paths: list[Path]) -> Sources:
                 spooled.add(Location(os.fspath(path)), read.features)
             items += found
         if not items:
-            raise DataError(f"{shown(paths[0])} lists no item.")
+            raise DataError(f"{_location(paths[0])} lists no item.")
         return Sources(items, spooled.array(), len(paths) - len(set(paths)), tuple(left_out))
 
 
-def _feature_rows(path: Path, spooled: Spooled) -> tuple[list[Source], tuple[str, ...]]:
+def _feature_rows(location: Location, spooled: Spooled) -> tuple[list[Source], tuple[str, ...]]:
     """Return the items of a Parquet table of features, and notes on columns that are left out."""
-    location = Location(os.fspath(path.absolute()))
     stamp, start = location.stamp(), spooled.count
     with Table(location, "features") as table:
         items = [

@@ -1,0 +1,153 @@
+"""Sources at addresses that fsspec opens: in memory, in a zip file, and where something is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from retrieval.errors import DataError, MissingDependency
+from retrieval.serving.index import remote
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.open import open_index
+from retrieval.serving.index.sources import collect
+
+fsspec = pytest.importorskip("fsspec", reason="the extra fsspec is not installed")
+
+
+@pytest.fixture
+def memory(photos):
+    """40 images in memory, in folders by class; and the same in a CSV manifest."""
+    system = fsspec.filesystem("memory")
+    paths = sorted(photos.rglob("*.png"))[:40]
+    for path in paths:
+        system.pipe_file(f"/photos/{path.parent.name}/{path.name}", path.read_bytes())
+    lines = [f"photos/{path.parent.name}/{path.name},{number}" for number, path in enumerate(paths)]
+    system.pipe_file("/items.csv", "\n".join(["path,price", *lines]).encode())
+    yield system
+    system.rm("/", recursive=True)
+    system.store.clear()
+
+
+def test_a_folder_is_indexed_followed_and_embedded_again(memory, photos, makers, bundle_path, tmp_path):
+    create_index(tmp_path / "i", bundle_path, "memory://photos", keep="copy", progress=False)
+    other = makers.make_bundle(tmp_path / "other", seed=5)
+    first = sorted(photos.rglob("*.png"))[0]
+    key = f"{first.parent.name}/{first.name}"
+    with open_index(tmp_path / "i", threads=1) as index:
+        item = index.get(key)[key]
+        assert (item.label, item.path) == (first.parent.name, None)
+        assert item.source == f"memory://photos/{key}"
+        assert index.store.original(key) == first.read_bytes()
+        assert index.add("memory://photos", progress=False).unchanged == 40
+        memory.pipe_file(f"/photos/{key}", sorted(photos.rglob("*.png"))[50].read_bytes())
+        memory.rm_file(f"/photos/{sorted(photos.rglob('*.png'))[1].relative_to(photos)}")
+        done = index.add("memory://photos", sync=True, progress=False)
+        assert (done.changed, done.unchanged, done.removed) == (1, 38, 1)
+        index.add("memory://photos", sync=True, progress=False)
+        assert index.migrate(other, progress=False).embedded == 39
+
+
+def test_a_migration_reads_addresses_again(memory, makers, bundle_path, tmp_path):
+    create_index(tmp_path / "i", bundle_path, "memory://photos", progress=False)
+    with open_index(tmp_path / "i", threads=1) as index:
+        assert index.migrate(makers.make_bundle(tmp_path / "b", seed=5), progress=False).embedded == 40
+        memory.rm("/photos", recursive=True)
+        with pytest.raises(DataError, match=r"memory://photos/.* does not exist"):
+            index.migrate(makers.make_bundle(tmp_path / "c", seed=6), progress=False)
+
+
+def test_a_manifest_at_an_address_names_files_below_its_folder(memory, bundle_path, tmp_path):
+    create_index(tmp_path / "i", bundle_path, "memory://items.csv", progress=False)
+    with open_index(tmp_path / "i", threads=1) as index:
+        assert len(index) == 40
+        assert index.add("memory://items.csv", progress=False).unchanged == 40
+        assert {item.metadata["price"] for item in index.scan()} == set(range(40))
+    for name in ("/etc/passwd", "a/../../b.png", "file:///etc/passwd", "simplecache::memory://x"):
+        memory.pipe_file("/evil.csv", f"path\n{name}\n".encode())
+        with pytest.raises(DataError, match="names files below its own folder"):
+            collect(["memory://evil.csv"], "image")
+
+
+def test_tables_and_shards_at_an_address(memory, photos, bundle_path, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import tarfile
+
+    paths = sorted(photos.rglob("*.png"))[:9]
+    pq.write_table(pa.table({"image": [path.read_bytes() for path in paths]}), tmp_path / "t.parquet")
+    with tarfile.open(tmp_path / "s.tar.gz", "w:gz") as archive:
+        for path in paths:
+            archive.add(path, path.name)
+    for name in ("t.parquet", "s.tar.gz"):
+        memory.pipe_file(f"/{name}", (tmp_path / name).read_bytes())
+    sources = ["memory://t.parquet", "memory://s.tar.gz"]
+    create_index(tmp_path / "i", bundle_path, sources, progress=False)
+    with open_index(tmp_path / "i", threads=1) as index:
+        assert len(index) == 18
+        assert index.get("t/3")["t/3"].source == "memory://t.parquet#3"
+        assert index.vector("t/3") == pytest.approx(index.vector(f"s/{paths[3].stem}"))
+        assert index.add(sources, progress=False).unchanged == 18
+
+
+def test_a_zip_file_is_a_folder(photos, bundle_path, tmp_path):
+    paths = sorted(photos.rglob("*.png"))[:9]
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for path in paths:
+            archive.write(path, f"in/{path.name}")
+        archive.writestr("in/read.me", "x")
+    found = collect([f"zip://in::file://{tmp_path}/a.zip"], "image")
+    assert [item.key for item in found.items] == sorted(path.name for path in paths)
+    assert found.items[0].origin.read(10_000) == (photos / paths[0].relative_to(photos)).read_bytes()
+    assert "1 file is left out" in found.left_out[0]
+    with pytest.raises(DataError, match="has more than 10 bytes"):
+        found.items[0].origin.read(10)
+
+
+def test_what_is_not_there_is_a_sentence(memory):
+    for address, error, says in (
+        ("memory://nowhere", DataError, "memory://nowhere does not exist"),
+        ("memory://nowhere.tar", DataError, "does not exist"),
+        ("nonsense://x", DataError, "nonsense://x cannot be read"),
+        ("ftp://me:secret@host/x", DataError, "password would be kept"),
+    ):
+        with pytest.raises(error, match=says):
+            collect([address], "image")
+    with pytest.raises(DataError, match="no Parquet table"):
+        collect(["memory://photos"], "features")
+
+
+def test_a_file_system_may_raise_anything(memory, monkeypatch):
+    def broken(*_, **__):
+        raise type("ClientError", (Exception,), {})("no\x1b[2J credentials")
+
+    monkeypatch.setattr(type(memory), "find", broken)
+    with pytest.raises(DataError, match=r"cannot be read: ClientError: no\\x1b\[2J credentials"):
+        collect(["memory://photos"], "image")
+
+    def missing(*_, **__):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(type(memory), "find", missing)
+    with pytest.raises(MissingDependency, match="Install s3fs"):
+        collect(["memory://photos"], "image")
+
+
+def test_a_stamp_follows_tag_or_time():
+    base = {"size": 3, "ETag": "a", "mtime": 1}
+    assert remote.stamp_of(base) == remote.stamp_of(dict(base))
+    for change in ({"size": 4}, {"ETag": "b"}, {"mtime": 2}):
+        assert remote.stamp_of(base) != remote.stamp_of(base | change)
+
+
+def test_without_fsspec_there_is_a_sentence(tmp_path):
+    code = (
+        "import sys; sys.modules['fsspec'] = None\n"
+        "from retrieval.errors import MissingDependency\n"
+        "from retrieval.serving.index.sources import collect\n"
+        "try:\n    collect(['s3://b/x'], 'image')\nexcept MissingDependency as fault:\n    print(fault)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=tmp_path
+    )
+    assert "pip install 'embedding-retrieval[fsspec]'" in done.stdout, done.stderr
