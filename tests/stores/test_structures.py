@@ -10,7 +10,7 @@ import pytest
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
-from retrieval.serving.local import structures
+from retrieval.serving.local import piece, store, structures
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.stores.contract import Item, widths_of
@@ -81,7 +81,7 @@ def test_every_structure_finds(
 ) -> None:
     prices = np.arange(COUNT) % 100
     with made(tmp_path / "i", plain_bundle, vectors, wanted) as index:
-        assert [piece["structure"] for piece in index.stats().details["segments"]] == [kept]
+        assert [one["structure"] for one in index.stats().details["segments"]] == [kept]
         for where, keep in [(None, prices >= 0), ("price < 50", prices < 50), ("price = 3", prices == 3)]:
             assert recall(index, vectors, where, keep) >= least
     with open_index(tmp_path / "i", threads=1) as again:
@@ -114,3 +114,27 @@ def test_compacting_waits_for_the_background(tmp_path: Path, plain_bundle: Path,
             index.upsert([Item(f"n{n}", arrays={"vector": vectors[n]}) for n in range(start, start + 500)])
             index.store.compact()
         assert len(index.stats().details["segments"]) == 1
+
+
+def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
+    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph's search ends among items that do not match; it once gave seven answers for ten."""
+    monkeypatch.setattr(piece, "_MOST", 0)
+    monkeypatch.setattr(piece, "_RARE", 0.0)
+    monkeypatch.setattr(store, "_SMALL", COUNT)  # the filter is looked up
+    prices = np.arange(COUNT) % 100
+    with made(tmp_path / "i", plain_bundle, vectors, Wanted("hnsw", {"m": 4, "ef_search": 8})) as index:
+        assert recall(index, vectors, "price = 3", prices == 3) > 0.9
+
+
+def test_no_two_segments_ever_have_one_name(tmp_path: Path, plain_bundle: Path, vectors: np.ndarray) -> None:
+    """Whoever gives a merge up removes its file, which must not be another's."""
+    names = set()
+    with made(tmp_path / "i", plain_bundle, vectors, Wanted("flat")) as index:
+        for number in range(5):
+            index.upsert([Item("one", arrays={"vector": vectors[number]})])
+            index.store.compact()
+            (segment,) = index.stats().details["segments"]
+            assert segment["file"] not in names
+            names.add(segment["file"])

@@ -59,8 +59,7 @@ def strict_loads(text: bytes | str, *, finite: bool = True) -> Any:
         text = text.decode(json.detect_encoding(text), "surrogatepass")
     if _deep(text):
         raise ValueError("nested too deeply")
-    numbers: Any = {"parse_constant": _refuse, "parse_float": _finite} if finite else {}
-    return json.loads(text, object_pairs_hook=_once, **numbers)
+    return (_FINITE if finite else _ANY).decode(text)
 
 
 def _deep(text: str) -> bool:
@@ -106,3 +105,8 @@ def problems_of(fault: ValidationError) -> str:
         message = problem["msg"].removeprefix("Value error, ")
         lines.append(f"  - {place + ': ' if place else ''}{message}")
     return "\n".join(lines)
+
+
+# Made once: `json.loads` makes a decoder for every text, which takes longer than a small one does.
+_FINITE = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
+_ANY = json.JSONDecoder(object_pairs_hook=_once)

@@ -129,8 +129,11 @@ def _proposed(
     if keep is None:
         return checked_search(backend, name, own, wanted, size)
     if filtered:
-        few = int(keep.sum()) <= max(_MOST, _RARE * size)
-        return None if few or not backend.selective else checked_selection(backend, name, own, wanted, keep)
+        there = int(keep.sum())
+        if there <= max(_MOST, _RARE * size) or not backend.selective:
+            return None
+        rows = checked_selection(backend, name, own, wanted, keep)
+        return rows if (rows >= 0).sum(axis=1).min() >= min(count, there) else None
     wanted += _MARGIN
     while wanted <= min(_MOST, size):
         rows = checked_search(backend, name, own, wanted, size)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from json.encoder import encode_basestring
+from math import isfinite
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,8 +23,8 @@ COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height, sour
 
 Row = tuple[Any, ...]
 
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-_SCALARS = frozenset([str, float, bool, type(None)])
+_KEEPS = get_args(Keep)
+_WORDS = {None: "null", True: "true", False: "false"}
 _EXACT = 1 << 53
 _SIZE = 1 << 63
 _TOGETHER = 8192  # arrays that are looked at together
@@ -91,7 +92,7 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
         faults.append(f"has a label that {fault}")
     text = ""
     try:
-        text = _encode(dict(item.metadata)) if _simple(item.metadata) else metadata_text(item.metadata)
+        text = _text(item.metadata)
         if "\\u0000" in text:
             metadata_text(item.metadata)  # says where, if that is NUL and no backslash of the text's own
         if fault := _unusable(text):
@@ -103,8 +104,8 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
         and len(f"{text}{item.label}".encode("utf-8", "replace")) > TEXT_BYTES
     ):
         faults.append(f"has more than {TEXT_BYTES:,} bytes of label and metadata")
-    if item.keep not in get_args(Keep):
-        faults.append(f"keeps '{item.keep}', which is none of {', '.join(get_args(Keep))}")
+    if item.keep not in _KEEPS:
+        faults.append(f"keeps '{item.keep}', which is none of {', '.join(_KEEPS)}")
     faults += _file_problems(item)
     for name, width in widths.items():
         array = item.arrays.get(name)
@@ -137,12 +138,23 @@ def _file_problems(item: Item) -> list[str]:
     return faults
 
 
-def _simple(metadata: Mapping[str, Any]) -> bool:
-    """Whether metadata are what most are: texts and numbers by name, which need no closer look."""
-    return all(
-        type(name) is str and (type(one) in _SCALARS or (type(one) is int and -_EXACT < one < _EXACT))
-        for name, one in metadata.items()
-    )
+def _text(metadata: Mapping[str, Any]) -> str:
+    """Return metadata as JSON: by hand what most are, texts and numbers by name."""
+    parts = []
+    for name, one in metadata.items():
+        kind = type(one)
+        if type(name) is not str:
+            return metadata_text(metadata)
+        if kind is str:
+            text = encode_basestring(one)
+        elif (kind is int and -_EXACT < one < _EXACT) or (kind is float and isfinite(one)):
+            text = repr(one)
+        elif one is None or kind is bool:
+            text = _WORDS[one]
+        else:
+            return metadata_text(metadata)
+        parts.append(f"{encode_basestring(name)}: {text}")
+    return f"{{{', '.join(parts)}}}"
 
 
 def _unusable(text: str) -> str | None:

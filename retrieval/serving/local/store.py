@@ -25,7 +25,7 @@ from retrieval.serving.local.segment import Numbers
 from retrieval.serving.local.snapshot import write_snapshot
 from retrieval.serving.local.structures import Structure, Wanted
 from retrieval.serving.local.upkeep import Upkeep
-from retrieval.serving.local.view import ARRAYS, View
+from retrieval.serving.local.view import ARRAYS, Matches, View
 from retrieval.serving.local.writer import Writer
 from retrieval.serving.stores.contract import (
     FEATURES,
@@ -38,7 +38,7 @@ from retrieval.serving.stores.contract import (
     Superseded,
 )
 
-_OVER = 8  # times as many as asked for, before a filter is looked up in the whole record
+_OVER = (8, 128)  # times as many as asked for, before a filter is looked up in the whole record
 _SMALL = 20_000  # items, of which a filter is looked up at once
 _KEPT = 16  # filters whose matches a view keeps
 
@@ -149,9 +149,13 @@ class LocalStore(Store):
         if where is None:
             return view.search(queries, count)
         known = view.matched.get(where)
-        if known is None and view.count > _SMALL and len(view.generation.spans) == 1:
+        for over in (
+            _OVER if known is None and view.count > _SMALL and len(view.generation.spans) == 1 else ()
+        ):
             # The matches among many nearest are the nearest matches, where there are enough: no need to look at all items.
-            found = view.search(queries, _OVER * count)
+            if over * count * len(queries) > min(_SMALL, view.count):
+                break
+            found = view.search(queries, over * count)
             numbers = np.unique(np.concatenate(found))
             sql = "select n, id, label, metadata from items where n in (select value from json_each(?))"
             rows = ask(connection, sql, (json.dumps(numbers.tolist()),))
@@ -166,7 +170,7 @@ class LocalStore(Store):
                 f"select json_group_array(n) from (select n from items where {condition} order by n)",
                 values,
             )
-            known = np.array(json.loads(text), np.int64)
+            known = Matches(np.array(json.loads(text), np.int64))
             while len(view.matched) >= _KEPT:
                 view.matched.pop(next(iter(view.matched)), None)
             view.matched[where] = known

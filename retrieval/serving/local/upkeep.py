@@ -19,7 +19,7 @@ from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.segment import Segment, write_segment
 from retrieval.serving.local.structures import Structure, build_structure, sha256_of
 from retrieval.serving.local.view import ARRAYS, View, damaged
-from retrieval.serving.local.writer import FLUSH_BYTES, FLUSH_ROWS, Writer, files_of, remove_files
+from retrieval.serving.local.writer import FLUSH_BYTES, FLUSH_ROWS, Writer, file_name, files_of, remove_files
 from retrieval.serving.stores.contract import VECTOR, Floats, Generation
 
 log = logging.getLogger("retrieval.serving.local")
@@ -237,7 +237,7 @@ class Upkeep:
         alive = [~np.isin(segment.numbers, removed) for segment in held]
         numbers = np.concatenate([segment.numbers[keep] for segment, keep in zip(held, alive, strict=True)])
         order = None if bool((np.diff(numbers) > 0).all()) else np.argsort(numbers, kind="stable")
-        file = f"{generation.number}-merged-{max(part.number for part in parts)}.segment"
+        file = file_name(generation)
         path = self._home.folder / SEGMENTS / file
         sum_, structure = None, None
         if len(numbers):

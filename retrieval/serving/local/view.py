@@ -63,6 +63,29 @@ class Fresh:
         self.count = end
 
 
+class Matches:
+    """The items of one view that match a filter.
+
+    Args:
+        numbers: of them, ascending.
+    """
+
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers = numbers
+        self._masks: dict[int, Mask] = {}
+
+    def among(self, piece: int, numbers: Numbers, alive: Mask | None) -> Mask:
+        """Return which items of a piece match and are alive; looked up once a piece."""
+        mask = self._masks.get(piece)
+        if mask is None:
+            mask = np.zeros(len(numbers), bool)
+            mask[positions(numbers, self._numbers)] = True
+            if alive is not None:
+                mask &= alive
+            self._masks[piece] = mask
+        return mask
+
+
 @dataclass(frozen=True)
 class View:
     """One moment of a generation.
@@ -76,7 +99,7 @@ class View:
         arrays: (F, width) of them.
         alive: (F,) of them; None where all are alive.
         fresh: what `numbers` and `arrays` are the beginning of.
-        matched: numbers of the items that match a filter, by filter, once they were looked up.
+        matched: the items that match a filter, by filter, once they were looked up.
     """
 
     seq: int
@@ -87,7 +110,7 @@ class View:
     arrays: dict[str, Floats]
     alive: Mask | None
     fresh: Fresh
-    matched: dict[Any, Numbers] = field(default_factory=dict)
+    matched: dict[Any, Matches] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -95,19 +118,23 @@ class View:
         fresh = len(self.numbers) if self.alive is None else int(self.alive.sum())
         return fresh + sum(len(piece.segment) - piece.dead for piece in self.pieces)
 
-    def search(self, queries: Floats, count: int, only: Numbers | None = None) -> list[Numbers]:
+    def search(self, queries: Floats, count: int, only: Matches | None = None) -> list[Numbers]:
         """Return for each query the numbers of the items among its `count` nearest in a sub-space, in no order.
 
         Args:
             queries: (Q, P).
             count: how many in each sub-space.
-            only: the numbers to choose from, ascending; None: all.
+            only: what to choose from; None: all.
         """
         found: list[list[Numbers]] = [[] for _ in queries]
         for space, span in enumerate(self.generation.spans):
             best = _Best(len(queries), count)
             for piece in self.pieces:
-                keep = _both(piece.alive, _mask(piece.segment.numbers, only))
+                keep = (
+                    piece.alive
+                    if only is None
+                    else only.among(piece.number, piece.segment.numbers, piece.alive)
+                )
                 if keep is not None and not keep.any():
                     continue
                 distances, rows = search_piece(
@@ -115,7 +142,7 @@ class View:
                 )
                 best.add(distances, piece.segment.numbers, rows)
             if len(self.numbers):
-                keep = _both(self.alive, _mask(self.numbers, only))
+                keep = self.alive if only is None else only.among(0, self.numbers, self.alive)
                 if keep is None or keep.any():
                     best.add(*search_exact(self.numbers, self.arrays[VECTOR], queries, span, count, keep))
             for number, row in enumerate(best.numbers()):
@@ -174,20 +201,6 @@ class _Best:
             order = np.argpartition(distances, self._count - 1, axis=1)[:, : self._count]
             numbers = np.take_along_axis(numbers, order, axis=1)
         return [row[row >= 0] for row in numbers]
-
-
-def _mask(numbers: Numbers, only: Numbers | None) -> Mask | None:
-    if only is None:
-        return None
-    mask = np.zeros(len(numbers), bool)
-    mask[positions(numbers, only)] = True
-    return mask
-
-
-def _both(one: Mask | None, other: Mask | None) -> Mask | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one & other
 
 
 def damaged(path: Path, fault: Exception) -> StoreError:

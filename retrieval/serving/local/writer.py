@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import secrets
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -166,8 +167,7 @@ class Writer:
         arrays: dict[str, list[Floats]],
     ) -> str:
         """Write a segment and have the record name it; return its file's name."""
-        last = int(value(connection, "select seq from sqlite_sequence where name = 'segments'") or 0)
-        file = f"{generation.number}-{last + 1}.segment"
+        file = file_name(generation)
         path = self.folder / SEGMENTS / file
         sum_ = write_segment(path, numbers, arrays)
         connection.execute(
@@ -236,6 +236,11 @@ def _numbers_of(connection: apsw.Connection, ids: Sequence[str]) -> list[int]:
 
 def _blob(item: Item, name: str) -> bytes:
     return np.ascontiguousarray(item.arrays[name], "<f4").tobytes()
+
+
+def file_name(generation: Generation) -> str:
+    """Return a name for a segment's file that none has had before: whoever gives one up removes only his own."""
+    return f"{generation.number}-{secrets.token_hex(8)}.segment"
 
 
 def files_of(file: str, structure: str | None) -> list[str]:
