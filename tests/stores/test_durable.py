@@ -83,7 +83,7 @@ def test_altered_arrays_are_not_given(store: LocalStore, bundle: Bundle, tmp_pat
             lambda: (opened.delete(["id1"]), opened.compact()),
         ):
             with pytest.raises(
-                StoreError, match=r"The index .* is damaged: segments/1-[0-9a-f]+.segment was altered"
+                StoreError, match=r"The index .* is damaged: segments/1-written-[0-9a-f]+.segment was altered"
             ):
                 ask()
     segment.unlink()

@@ -237,7 +237,7 @@ class Upkeep:
         alive = [~np.isin(segment.numbers, removed) for segment in held]
         numbers = np.concatenate([segment.numbers[keep] for segment, keep in zip(held, alive, strict=True)])
         order = None if bool((np.diff(numbers) > 0).all()) else np.argsort(numbers, kind="stable")
-        file = file_name(generation)
+        file = file_name(generation, "merged")
         path = self._home.folder / SEGMENTS / file
         sum_, structure = None, None
         if len(numbers):

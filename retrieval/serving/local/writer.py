@@ -238,9 +238,9 @@ def _blob(item: Item, name: str) -> bytes:
     return np.ascontiguousarray(item.arrays[name], "<f4").tobytes()
 
 
-def file_name(generation: Generation) -> str:
+def file_name(generation: Generation, how: str = "written") -> str:
     """Return a name for a segment's file that none has had before: whoever gives one up removes only his own."""
-    return f"{generation.number}-{secrets.token_hex(8)}.segment"
+    return f"{generation.number}-{how}-{secrets.token_hex(8)}.segment"
 
 
 def files_of(file: str, structure: str | None) -> list[str]:
