@@ -71,7 +71,7 @@ def test_a_new_bundle_and_back(photos, cli, makers):
     assert "generation 1 is served again" in back.out, back.err
     shown = json.loads(cli("index", "show", index, "--json").out)
     assert [one["state"] for one in shown["generations"]] == ["served", "kept"]
-    assert "1 older generations deleted" in cli("index", "migrate", index, "--drop-old").out
+    assert "1 older generation deleted" in cli("index", "migrate", index, "--drop-old").out
     assert "keeps no older generation" in cli("index", "rollback", index).err
     assert cli("index", "check", index).out == f"{index} is whole.\n"
 

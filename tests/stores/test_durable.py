@@ -162,10 +162,8 @@ def test_a_structure_of_a_generation_that_was_dropped_meanwhile_leaves_no_file(
         tending = upkeep.Upkeep(store.home, store.writer, thread=False)
         while tending.step():
             pass
-        assert sorted(path.name for path in (tmp_path / "i" / "segments").iterdir()) == [
-            "2-2.0.hnsw",
-            "2-2.segment",
-        ]
+        left = sorted(path.name for path in (tmp_path / "i" / "segments").iterdir())
+        assert [(name[:2], name.partition(".")[2]) for name in left] == [("2-", "0.hnsw"), ("2-", "segment")]
 
 
 def test_a_snapshot_is_of_one_moment(
@@ -197,7 +195,7 @@ def test_a_structure_that_is_the_first_work_of_a_writer_is_kept(
     monkeypatch.setattr(structures, "LEAST", 100)
     with LocalStore(tmp_path / "i", upkeep=False) as again:
         again.compact()
-    assert (tmp_path / "i" / "segments" / "1-1.0.hnsw").is_file()
+    assert len(list((tmp_path / "i" / "segments").glob("*.0.hnsw"))) == 1
 
 
 @pytest.mark.parametrize("how", ["cut", "gone", "emptied", "altered"])
