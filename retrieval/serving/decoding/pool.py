@@ -31,7 +31,7 @@ class Decoders:
     """A pool of processes that decode: one at once, the others when they are needed.
 
     Args:
-        preprocessing: what `pixels` gives; None where only `png` is called.
+        preprocessing: what `pixels` gives, unless it is told otherwise; None where only `png` is called.
         workers: images at a time; as many as there are cores by default.
         limits: larger images are refused.
         seconds: that decoding an image may take, by the clock and of CPU time; it may wait as long for its turn.
@@ -57,7 +57,6 @@ class Decoders:
         self._most = workers + self.slow
         self._waiting = 16 * workers if waiting is None else waiting
         self._setting = Setting(
-            asdict(preprocessing) if preprocessing else None,
             asdict(self.limits),
             seconds,
             self.limits.memory if memory is None else memory,
@@ -74,19 +73,28 @@ class Decoders:
         if preprocessing is not None:  # the first image need not wait for a process to start
             self._start_another()
 
-    def pixels(self, content: bytes, *, name: str = "the file", client: str = "") -> Job:
+    def pixels(
+        self,
+        content: bytes,
+        *,
+        name: str = "the file",
+        client: str = "",
+        preprocessing: Preprocessing | None = None,
+    ) -> Job:
         """Decode and preprocess an image; its future is `Decoded`.
 
         Args:
             content: the encoded image.
             name: what to call it in an error.
             client: who sent it: those who wait are served in turn, however many images each has sent.
+            preprocessing: in the place of the pool's own.
 
         Raises:
             Busy: too many are waiting.
         """
-        assert self.preprocessing is not None
-        return self._submit(PIXELS, content, name, client)
+        preprocessing = preprocessing or self.preprocessing
+        assert preprocessing is not None
+        return self._submit(PIXELS, content, name, client, preprocessing)
 
     def png(self, content: bytes, *, name: str = "the file", client: str = "") -> Job:
         """Make a PNG of an image, whatever its format; its future is the PNG's bytes.
@@ -94,7 +102,7 @@ class Decoders:
         Raises:
             Busy: too many are waiting.
         """
-        return self._submit(PNG, content, name, client)
+        return self._submit(PNG, content, name, client, None)
 
     def __enter__(self) -> Decoders:
         return self
@@ -117,8 +125,10 @@ class Decoders:
         for thread in (self._watch, *workers):
             thread.join(1.0)
 
-    def _submit(self, kind: int, content: bytes, name: str, client: str) -> Job:
-        job = Job(kind, content, name, client, time.monotonic() + self.seconds)
+    def _submit(
+        self, kind: int, content: bytes, name: str, client: str, preprocessing: Preprocessing | None
+    ) -> Job:
+        job = Job(kind, content, name, client, time.monotonic() + self.seconds, preprocessing)
         with self._lock:
             if self._closed:
                 raise Busy("The server is stopping.")
@@ -137,7 +147,7 @@ class Decoders:
     def _start_another(self) -> None:
         if len(self._workers) < self._most:
             setting = json.dumps(self._setting)
-            worker = Worker(self.next_for, setting, self.preprocessing, self.limits, self.seconds)
+            worker = Worker(self.next_for, setting, self.limits, self.seconds)
             self._workers.append(worker)
             worker.start()
 

@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from retrieval.errors import DataError
 from retrieval.serving.images import Limits, Preprocessing, decode, to_png
 from retrieval.serving.memory import Memory
 
-REQUEST = struct.Struct(">BIQ")  # kind, bytes of the name, bytes of the image
+REQUEST = struct.Struct(">BIIQ")  # kind, bytes of the name, of the preprocessing as JSON, of the image
 ANSWER = struct.Struct(">BIIQ")  # kind, width and height of the decoded image, bytes that follow
 READY, PIXELS, PNG, SENTENCE = range(4)
 LONGEST_SENTENCE = 4096
@@ -35,13 +36,11 @@ class Setting(NamedTuple):
     """What one process is told when it starts.
 
     Attributes:
-        preprocessing: of `PIXELS`; None where only pictures to show are asked for.
         limits: of an image.
         seconds: of CPU time that one image may take.
         memory: bytes that decoding may take, besides what the process has when it starts.
     """
 
-    preprocessing: dict[str, Any] | None
     limits: dict[str, Any]
     seconds: float
     memory: int
@@ -51,7 +50,6 @@ def main() -> None:
     """Serve requests from standard input until it closes."""
     setting = Setting(*json.loads(sys.argv[1]))
     given, out = os.fdopen(os.dup(0), "rb", BUFFER), os.dup(1)
-    preprocessing = Preprocessing(**setting.preprocessing) if setting.preprocessing else None
     limits = Limits(**setting.limits)
     _warm()
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -62,8 +60,9 @@ def main() -> None:
     write(out, ANSWER.pack(READY, 0, 0, 0))
     allowance = _Allowance(setting.seconds)
     while len(head := given.read(REQUEST.size)) == REQUEST.size:
-        kind, named, size = REQUEST.unpack(head)
-        name, content = given.read(named).decode(), given.read(size)
+        kind, named, told, size = REQUEST.unpack(head)
+        name, preprocessing = given.read(named).decode(), given.read(told)
+        content = given.read(size)
         if len(content) < size:  # the other side is gone
             return
         allowance.renew()
@@ -73,9 +72,7 @@ def main() -> None:
             memory.give_back()
 
 
-def _answer(
-    out: int, kind: int, name: str, content: bytes, preprocessing: Preprocessing | None, limits: Limits
-) -> None:
+def _answer(out: int, kind: int, name: str, content: bytes, preprocessing: bytes, limits: Limits) -> None:
     try:
         if kind == PNG:  # an item's own picture may be larger than what may be uploaded
             limits = replace(limits, bytes=max(limits.bytes, len(content)))
@@ -83,8 +80,7 @@ def _answer(
         if kind == PNG:
             made = memoryview(to_png(image))
         else:
-            assert preprocessing is not None
-            made = memoryview(preprocessing(image).data).cast("B")
+            made = memoryview(_read(preprocessing)(image).data).cast("B")
     except DataError as fault:
         sentence = str(fault).encode("utf-8", "replace")[:LONGEST_SENTENCE]
         write(out, ANSWER.pack(SENTENCE, 0, 0, len(sentence)) + sentence)
@@ -94,6 +90,11 @@ def _answer(
         write(out, ANSWER.pack(SENTENCE, 0, 0, len(sentence)) + sentence)
         return
     write(out, ANSWER.pack(kind, image.width, image.height, len(made)), made)
+
+
+@lru_cache(maxsize=4)
+def _read(preprocessing: bytes) -> Preprocessing:
+    return Preprocessing(**json.loads(preprocessing))
 
 
 def _warm() -> None:

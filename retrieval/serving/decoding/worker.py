@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -69,6 +70,7 @@ class Job:
     """One image on its way.
 
     Attributes:
+        preprocessing: what makes pixels of it; None where a PNG is asked for.
         future: `Decoded`, or a PNG's bytes. Raises `DataError` for what is wrong with the image, `Busy` when its turn
             did not come.
     """
@@ -78,6 +80,7 @@ class Job:
     name: str
     client: str
     expires: float
+    preprocessing: Preprocessing | None = None
     future: Future[Any] = field(default_factory=Future)
     abandoned: bool = False
 
@@ -93,7 +96,6 @@ class Worker(threading.Thread):
     Args:
         rest: called when it has nothing to do: sooner or later `begin` follows.
         setting: what the process is told, a `Setting` as JSON.
-        preprocessing: of the pixels that it gives, which are checked against it.
         limits: of images.
         seconds: that one may take.
 
@@ -105,13 +107,11 @@ class Worker(threading.Thread):
         self,
         rest: Callable[[Worker], None],
         setting: str,
-        preprocessing: Preprocessing | None,
         limits: Limits,
         seconds: float,
     ) -> None:
         super().__init__(name="decode", daemon=True)
         self._rest = rest
-        self._preprocessing = preprocessing
         self._limits = limits
         self._seconds = seconds
         self.inbox: SimpleQueue[Job | None] = SimpleQueue()
@@ -227,9 +227,10 @@ class Worker(threading.Thread):
             ValueError: what it answered cannot be.
         """
         name = job.name.encode("utf-8", "backslashreplace")
+        told = b"" if job.preprocessing is None else json.dumps(asdict(job.preprocessing)).encode()
         assert self._process is not None
         assert self._process.stdin is not None
-        head = REQUEST.pack(job.kind, len(name), len(job.content)) + name
+        head = REQUEST.pack(job.kind, len(name), len(told), len(job.content)) + name + told
         write(self._process.stdin.fileno(), head, job.content)
         kind, width, height, size = ANSWER.unpack(self._read(ANSWER.size))
         if kind == SENTENCE and size <= LONGEST_SENTENCE:
@@ -244,8 +245,8 @@ class Worker(threading.Thread):
             if not content.startswith(_PNG_START):
                 raise ValueError
             return content
-        assert self._preprocessing is not None
-        shape = self._preprocessing.shape
+        assert job.preprocessing is not None
+        shape = job.preprocessing.shape
         if size != np.prod(shape):
             raise ValueError
         return Decoded(np.frombuffer(self._read(size), dtype=np.uint8).reshape(shape), width, height)

@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import ExitStack, asynccontextmanager, suppress
 from importlib.resources import files
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from starlette.applications import Starlette
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -24,8 +26,9 @@ from retrieval.serving.http.errors import Gone, RequestError
 from retrieval.serving.http.guard import Guard
 from retrieval.serving.http.pictures import PIECE, Picture
 from retrieval.serving.http.readiness import Check, Readiness
-from retrieval.serving.http.searcher import Searcher
+from retrieval.serving.http.searcher import Searcher, number_of
 from retrieval.serving.index.base import Hit
+from retrieval.serving.index.frozen import FrozenIndex
 from retrieval.serving.memory import Memory
 
 T = TypeVar("T")
@@ -36,7 +39,6 @@ _PAGE = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-_LONGEST_ID = 18  # digits: what SQLite and Python count with
 _LULL = 1.0  # seconds without a body that has gone
 _SOME, _MUCH = 1_000_000, 16_000_000  # bytes of bodies gone: enough to give back in a lull, and at once
 _SOON = 0.05  # seconds after which a request that is worked on is watched for its client's leaving
@@ -52,7 +54,7 @@ def create_app(searcher: Searcher, checks: Sequence[Check] = ()) -> Starlette:
     handlers = _Handlers(searcher, Readiness(searcher, checks))
     routes = [
         Route("/v1/search", handlers.search, methods=["POST"]),
-        Route("/v1/items/{id}/image", handlers.image),
+        Route("/v1/items/{id:any}/image", handlers.image),
         Route("/v1/index", handlers.about),
         Route("/v1/health/live", handlers.live),
         Route("/v1/health/ready", handlers.ready),
@@ -67,6 +69,15 @@ def create_app(searcher: Searcher, checks: Sequence[Check] = ()) -> Starlette:
     app.router.redirect_slashes = False  # a redirect would repeat the Host that it was sent
     app.state.readiness = handlers.readiness
     return app
+
+
+class _Any(StringConvertor):
+    """An item's id in an address: any characters, slashes and line breaks too."""
+
+    regex = "(?s:.+)"
+
+
+register_url_convertor("any", _Any())
 
 
 class _Handlers:
@@ -96,7 +107,7 @@ class _Handlers:
         body = Body(request.headers, self._settings.max_bytes)
 
         def finish(hits: list[Hit]) -> bytes:
-            return _answer(hits, None if self._searcher.gallery.empty else prefix, began)
+            return _answer(hits, self._searcher.gallery.shows, prefix, began)
 
         async def answer() -> bytes:
             if body.large:
@@ -110,35 +121,29 @@ class _Handlers:
             return Response(await self._in_time(request, answer()), media_type="application/json")
 
     async def image(self, request: Request) -> Response:
-        text = request.path_params["id"]
-        if not (text.isascii() and text.isdecimal() and len(text) <= _LONGEST_ID):
-            raise RequestError(404, "There is no such item.")
-        number = int(text)
-        if number >= len(self._searcher.index):
-            raise RequestError(404, f"There is no item {number}.")
-        tag = f'"{self._searcher.index.sha256[:16]}-{number}"'
-        headers = {"Cache-Control": "no-cache", "ETag": tag}
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers=headers)
-        client = _client(request)
-        picture = await self._in_time(request, self._searcher.picture(number, client))
-        if picture.media_type is None:
-            return await self._shown(request, picture, client, headers)
-        if picture.size <= PIECE:
-            return Response(picture.first, media_type=picture.media_type, headers=headers)
-        return Pieces(self._pieces(picture, client), picture.size, picture.media_type, headers)
-
-    async def _shown(
-        self, request: Request, picture: Picture, client: str, headers: Mapping[str, str]
-    ) -> Response:
-        """Return a PNG of a picture, which counts in the memory of uploads until it is sent."""
+        id, index, client = request.path_params["id"], self._searcher.index, _client(request)
+        frozen = None
+        if isinstance(index, FrozenIndex):  # nothing of it changes, so that its number is enough
+            frozen = f"{index.sha256[:16]}-{number_of(id, index)}"
+        if frozen is not None and _has(request, frozen):
+            return Response(status_code=304, headers=_tagged(frozen))
         with ExitStack() as stack:
             upload = stack.enter_context(self._budget.upload())
             upload.arriving = False
-            self._budget.take(upload, picture.size)
-            content = await self._in_time(request, self._searcher.shown(picture, client))
-            self._budget.take(upload, len(content))
-            return Pieces(_slices(content), len(content), "image/png", headers, stack.pop_all())
+            picture = await self._in_time(request, self._searcher.picture(id, client))
+            tag = frozen or picture.tag
+            if _has(request, tag):
+                return Response(status_code=304, headers=_tagged(tag))
+            if picture.content is not None or picture.media_type is None:
+                self._budget.take(upload, picture.size)  # it is in memory until it is sent
+            if picture.media_type is None:
+                content = await self._in_time(request, self._searcher.shown(picture, client))
+                self._budget.take(upload, len(content))
+                return Pieces(_slices(content), len(content), "image/png", _tagged(tag), stack.pop_all())
+            if picture.size <= PIECE:
+                return Response(picture.first, media_type=picture.media_type, headers=_tagged(tag))
+            pieces = self._pieces(picture, client)
+            return Pieces(pieces, picture.size, picture.media_type, _tagged(tag), stack.pop_all())
 
     async def _pieces(self, picture: Picture, client: str) -> AsyncIterator[bytes]:
         yield picture.first
@@ -176,11 +181,13 @@ class _Handlers:
             left.stop()
 
     async def about(self, request: Request) -> Response:
-        manifest = self._searcher.index.bundle.manifest
+        bundle, count = await self._in_time(request, self._searcher.state(_client(request)))
+        manifest = bundle.manifest
         return JSONResponse(
             {
                 "name": manifest.name,
-                "items": len(self._searcher.index),
+                "items": count,
+                "bundle": bundle.sha256,
                 "input": {"kind": manifest.input.kind, "shape": list(manifest.input.shape)},
                 "distance": manifest.distance.name,
                 "limits": {"bytes": self._settings.max_bytes, "pixels": self._settings.max_pixels},
@@ -193,7 +200,9 @@ class _Handlers:
     async def ready(self, request: Request) -> Response:
         if reason := self.readiness.reason():
             return JSONResponse({"error": reason}, 503, headers={"Retry-After": "1"})
-        return JSONResponse({"status": "ready", "items": len(self._searcher.index)})
+        seen = self.readiness.seen
+        own = {} if isinstance(self._searcher.index, FrozenIndex) else {"bundle": seen.bundle}
+        return JSONResponse({"status": "ready", "items": seen.items, **own})
 
 
 async def give_back(budget: Budget) -> None:
@@ -279,12 +288,13 @@ class _Departure:
             self._watch.cancel()
 
 
-def _answer(hits: list[Hit], prefix: str | None, began: float) -> bytes:
+def _answer(hits: list[Hit], shows: Callable[[Hit], bool], prefix: str, began: float) -> bytes:
     """Return a search's answer as JSON; for a thread.
 
     Args:
         hits: what was found.
-        prefix: of the images' addresses; None where no image is shown.
+        shows: whether an item's image is offered.
+        prefix: of the images' addresses.
         began: when the request came, by `time.perf_counter`.
     """
     results = [
@@ -294,12 +304,20 @@ def _answer(hits: list[Hit], prefix: str | None, began: float) -> bytes:
             "label": hit.label,
             "distance": hit.distance,
             "metadata": dict(hit.metadata),
-            "image_url": None if prefix is None or hit.path is None else f"{prefix}/v1/items/{hit.id}/image",
+            "image_url": f"{prefix}/v1/items/{quote(str(hit.id), safe='')}/image" if shows(hit) else None,
         }
         for hit in hits
     ]
     answer = {"results": results, "took_ms": round((time.perf_counter() - began) * 1000, 2)}
     return json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _tagged(tag: str) -> dict[str, str]:
+    return {"Cache-Control": "no-cache", "ETag": f'"{tag}"'}
+
+
+def _has(request: Request, tag: str) -> bool:
+    return request.headers.get("if-none-match") == f'"{tag}"'
 
 
 def _client(request: Request) -> str:

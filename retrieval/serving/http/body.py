@@ -15,11 +15,15 @@ from numpy.typing import NDArray
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from retrieval.errors import DataError
+from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.http.errors import Gone, RequestError
 
 MAX_K = 1000
+MOST_CONDITIONS, MOST_VALUES = 100, 1000  # of a filter: a tenth of what Python takes
 _ENVELOPE = 65_536  # what a form may weigh besides its image
 _JSON_BYTES = 2_000_000
+_FIELDS = ("image", "k", "where")
 _DRAIN = 4  # times the limit that is read and thrown away, so that the sender gets to see the answer
 _LARGE = 16_384  # bytes
 _STALLED = 1.0  # seconds without a byte after which an upload gives way to another when memory is short
@@ -30,11 +34,12 @@ Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Query:
-    """What is searched for: an encoded image's bytes, or a vector; and how many answers."""
+    """What is searched for: an encoded image's bytes, or a vector; how many answers; and among which items."""
 
     image: bytes | None
     vector: NDArray[np.float64] | None
     k: int
+    where: Filter | None = None
 
 
 @dataclass(eq=False)
@@ -185,7 +190,7 @@ def _form(content_type: str, content: bytes, max_bytes: int) -> Query:
         raise RequestError(400, 'The form needs a file in its field "image".')
     if len(image) > max_bytes:
         raise RequestError(413, f"The image has {len(image):,} bytes; the limit is {max_bytes:,}.")
-    return Query(image, None, _k(k.decode("latin-1")))
+    return Query(image, None, _k(k.decode("latin-1")), _where_of_form(parts.values.get("where")))
 
 
 class _Parts:
@@ -196,7 +201,7 @@ class _Parts:
         files: the names of those that have a file's name.
 
     Raises:
-        RequestError: not a form, or with other fields than `image` and `k`, or one of them twice.
+        RequestError: not a form, or with other fields than `image`, `k` and `where`, or one of them twice.
     """
 
     def __init__(self, content_type: str, content: bytes) -> None:
@@ -248,12 +253,12 @@ class _Parts:
         if kind != b"form-data" or b"name" not in options:
             raise RequestError(400, "The form cannot be read: a part of it does not say which field it is.")
         self._field = options[b"name"].decode("latin-1")
-        if self._field not in ("image", "k"):
+        if self._field not in _FIELDS:
             if b"filename" in options:
                 raise RequestError(
                     400, 'The form needs a file in its field "image", and takes no other file.'
                 )
-            raise RequestError(400, 'The form has an unknown field; it takes "image" and "k".')
+            raise RequestError(400, 'The form has an unknown field; it takes "image", "k" and "where".')
         if self._field in self.values:
             what = "Too many files: give one, in the" if self._field == "image" else "The form repeats its"
             raise RequestError(400, f'{what} field "{self._field}".')
@@ -276,12 +281,16 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _json(body: bytes) -> Query:
-    try:
-        content = json.loads(body, object_pairs_hook=_once)
-    except (ValueError, RecursionError):
-        raise RequestError(400, "The request is not JSON.") from None
-    if not isinstance(content, dict) or not set(content) <= {"vector", "k"} or "vector" not in content:
-        raise RequestError(400, 'JSON must be {"vector": [numbers], "k": 10}; k may be left out.')
+    content = _loads(body, "The request is not JSON.")
+    if (
+        not isinstance(content, dict)
+        or not set(content) <= {"vector", "k", "where"}
+        or "vector" not in content
+    ):
+        raise RequestError(
+            400,
+            'JSON must be {"vector": [numbers], "k": 10, "where": {"label": "shoe"}}; k and where may be left out.',
+        )
     vector = content["vector"]
     plain = isinstance(vector, list) and all(type(value) in (int, float) for value in vector)
     try:
@@ -290,7 +299,40 @@ def _json(body: bytes) -> Query:
         numbers = None
     if numbers is None or not np.isfinite(numbers).all():
         raise RequestError(400, '"vector" must be a list of finite numbers.')
-    return Query(None, numbers, _k(content.get("k", 10)))
+    return Query(None, numbers, _k(content.get("k", 10)), _where(content.get("where")))
+
+
+def _loads(text: bytes, sentence: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError):
+        raise RequestError(400, sentence) from None
+
+
+def _where_of_form(given: bytes | None) -> Filter | None:
+    """Return the filter in a form's field: as text, or as JSON, which begins with a brace."""
+    if given is None or not given.strip():
+        return None
+    if given.lstrip().startswith(b"{"):
+        return _where(_loads(given, 'The filter in "where" is not JSON.'))
+    try:
+        return _where(given.decode())
+    except UnicodeDecodeError:
+        raise RequestError(400, 'The filter in "where" is not UTF-8 text.') from None
+
+
+def _where(given: Any) -> Filter | None:
+    """Return a filter from its text or its JSON form."""
+    try:
+        found = as_filter(given)
+    except DataError as fault:
+        raise RequestError(400, str(fault)) from None
+    if found is not None and (found.size.conditions > MOST_CONDITIONS or found.size.values > MOST_VALUES):
+        raise RequestError(
+            400,
+            f"The filter is too large: the server takes {MOST_CONDITIONS} conditions and {MOST_VALUES:,} values.",
+        )
+    return found
 
 
 def _k(value: object) -> int:

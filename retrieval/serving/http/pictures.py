@@ -1,7 +1,8 @@
-"""The gallery's files, read piece by piece: no file stays open, and a slow client holds one piece."""
+"""The gallery's files, read piece by piece: no file stays open, and a slow client holds one piece. What an index keeps of them is held whole."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from dataclasses import dataclass
@@ -24,44 +25,58 @@ _MEDIA = {
 
 @dataclass(frozen=True)
 class Picture:
-    """An item's original file, every method for a thread: the storage may hang.
+    """An item's original, every method for a thread: the storage may hang.
 
     Attributes:
-        path: where it is.
-        number: the item's.
+        path: where it is; None where the index keeps it.
+        id: the item's.
         size: in bytes.
         stamp: the file's identity, by which a change is noticed between two pieces.
         first: its first piece.
         media_type: None where browsers cannot show it.
+        content: all of it, where the index keeps it.
     """
 
-    path: Path
-    number: int
+    path: Path | None
+    id: str
     size: int
     stamp: tuple[int, int, int]
     first: bytes
     media_type: str | None
+    content: bytes | None = None
+
+    @property
+    def tag(self) -> str:
+        """What changes when the picture does."""
+        said = self.content or repr((self.path, self.stamp)).encode("utf-8", "backslashreplace")
+        return hashlib.sha256(said).hexdigest()[:32]
 
     @classmethod
-    def of(cls, number: int, item: Item | None) -> Picture:
+    def kept(cls, id: str, content: bytes) -> Picture:
+        """Return a picture that the index keeps."""
+        first = content[:PIECE]
+        return cls(None, id, len(content), (0, len(content), 0), first, _media_type(first), content)
+
+    @classmethod
+    def of(cls, id: str, item: Item | None) -> Picture:
         """Read the beginning of the file that an item was indexed from.
 
         Raises:
             RequestError: 404, no such item, or its file is gone, or another one.
         """
         if item is None:
-            raise RequestError(404, f"There is no item {number}.")
+            raise RequestError(404, f"There is no item {id}.")
         if item.path is None:
-            raise RequestError(404, f"Item {number} was indexed from features and has no image.")
+            raise RequestError(
+                404, f"Item {id} was indexed from features, or the index keeps nothing of its image."
+            )
         try:
             known, first = _piece(item.path, 0)
         except (OSError, ValueError):
-            raise RequestError(
-                404, f"The image of item {number} is no longer where it was indexed."
-            ) from None
+            raise RequestError(404, f"The image of item {id} is no longer where it was indexed.") from None
         if item.bytes is not None and known.st_size != item.bytes:
-            raise _changed(number)
-        return cls(item.path, number, known.st_size, _stamp(known), first, _media_type(first))
+            raise _changed(id)
+        return cls(item.path, id, known.st_size, _stamp(known), first, _media_type(first))
 
     def piece(self, offset: int) -> bytes:
         """Return the bytes from `offset` on, at most `PIECE` of them.
@@ -69,22 +84,27 @@ class Picture:
         Raises:
             RequestError: 404, the file was changed meanwhile.
         """
+        if self.content is not None:
+            return self.content[offset : offset + PIECE]
+        assert self.path is not None
         try:
             known, content = _piece(self.path, offset)
         except OSError:
-            raise _changed(self.number) from None
+            raise _changed(self.id) from None
         if _stamp(known) != self.stamp or not content:
-            raise _changed(self.number)
+            raise _changed(self.id)
         return content
 
-    def content(self, limit: int) -> bytes:
-        """Return the whole file.
+    def whole(self, limit: int) -> bytes:
+        """Return all of it.
 
         Raises:
             RequestError: 404, it is larger than `limit`, or was changed meanwhile.
         """
         if self.size > limit:
-            raise RequestError(404, f"The image of item {self.number} is too large to be shown.")
+            raise RequestError(404, f"The image of item {self.id} is too large to be shown.")
+        if self.content is not None:
+            return self.content
         pieces, held = [self.first], len(self.first)
         while held < self.size:
             pieces.append(self.piece(held))
@@ -109,8 +129,8 @@ def _stamp(known: os.stat_result) -> tuple[int, int, int]:
     return known.st_ino, known.st_size, known.st_mtime_ns
 
 
-def _changed(number: int) -> RequestError:
-    return RequestError(404, f"The image of item {number} was changed after it was indexed.")
+def _changed(id: str) -> RequestError:
+    return RequestError(404, f"The image of item {id} was changed after it was indexed.")
 
 
 def _media_type(first: bytes) -> str | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import report
-from retrieval.serving.http.searcher import Searcher
+from retrieval.serving.http.searcher import DAMAGED, Searcher
 
 log = logging.getLogger("retrieval.serving.http")
 
@@ -16,6 +17,19 @@ _NEW = "The first search has not been run yet."
 
 Check = Callable[[], str | None]
 """Returns why the server is not ready, or None."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a probe found.
+
+    Attributes:
+        items: of the index.
+        bundle: SHA-256 of the one that is served.
+    """
+
+    items: int = 0
+    bundle: str = ""
 
 
 class Readiness:
@@ -27,6 +41,7 @@ class Readiness:
 
     Attributes:
         fault: why the last probe failed; None after one that did not.
+        seen: what the last probe found that did not fail.
     """
 
     def __init__(self, searcher: Searcher, checks: Sequence[Check] = ()) -> None:
@@ -34,14 +49,17 @@ class Readiness:
         self._checks = checks
         self._told = False
         self.fault: str | None = _NEW
+        self.seen = Seen()
 
     def reason(self) -> str | None:
         """Return why the server is not ready, or None when it is."""
-        return self.fault or next(filter(None, (check() for check in self._checks)), None)
+        damaged = DAMAGED if self._searcher.failed is not None else None
+        return self.fault or damaged or next(filter(None, (check() for check in self._checks)), None)
 
     async def probe(self) -> None:
         """Run a search now, look at the index's files, and note what came of it."""
-        fault = await self._searched() or await self._unchanged()
+        fault = await self._searched()
+        fault = await self._unchanged() or fault
         if fault != self.fault and fault is not None:
             log.warning("Not ready. %s", fault)
         elif fault is None and self.fault not in (None, _NEW):
@@ -52,7 +70,10 @@ class Readiness:
         settings = self._searcher.settings
         try:
             async with asyncio.timeout(settings.deadline):
+                bundle, before = await self._searcher.state()
                 found = await self._searcher.search(self._searcher.sample(), lambda hits: bytes(len(hits)))
+                fault = await self._searcher.again()
+                self.seen = Seen(before, bundle.sha256)
         except TimeoutError:
             return f"Searches take longer than {settings.deadline:g} seconds."
         except RequestError as error:
@@ -60,7 +81,7 @@ class Readiness:
         except Exception as error:
             report(error, settings.debug)
             return f"A search of the server's own failed ({type(error).__name__}); the log says why."
-        return None if found else "A search of the server's own found nothing."
+        return fault or (None if found or not before else "A search of the server's own found nothing.")
 
     async def _unchanged(self) -> str | None:
         """Return why the files on the disk are not what is served. What is served is held in memory, and stays right."""
@@ -73,6 +94,7 @@ class Readiness:
         except RequestError:
             return None  # the gallery is busy: asked again soon
         if changed is None:
+            self._told = False
             return None
         if not self._told:
             log.warning("%s", changed)  # its path is for the log only

@@ -4,30 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from retrieval.errors import DataError
+from retrieval.errors import DataError, StoreError
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.decoding.pool import Busy, Decoded, Decoders
 from retrieval.serving.decoding.pool import Job as Decoding
+from retrieval.serving.filters import Filter
 from retrieval.serving.http.body import Query
 from retrieval.serving.http.errors import RequestError
+from retrieval.serving.http.guard import report
 from retrieval.serving.http.pictures import Picture
 from retrieval.serving.http.pool import Job, Pool
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.images import Limits
 from retrieval.serving.index.base import Hit, Index
-from retrieval.serving.index.gallery import Gallery
+from retrieval.serving.index.collection import Collection
+from retrieval.serving.index.gallery import KEPT, Gallery
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.runtime import load_faiss
+from retrieval.serving.stores.contract import Superseded, TooSlow, patience
 
+DAMAGED = "The index cannot be searched: it is damaged, or its disk fails. The server's log says more."
 _PICTURE_THREADS = 4
 _PICTURES_WAITING = 64
+_TRIES = 5
+_LONGEST_NUMBER = 18  # digits: what SQLite and Python count with
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A search that found the index damaged: what was given to the encoder (or the vector), k and the filter."""
+
+    given: NDArray[Any]
+    k: int
+    where: Filter | None
 
 
 class Searcher:
@@ -41,11 +60,16 @@ class Searcher:
         gallery: which originals may be shown.
         searches: the pool for searches.
         pictures: the pool for the gallery's files, whose storage may hang.
+        failed: a search that found the index damaged; None once it has succeeded again.
     """
 
     def __init__(self, index: Index, settings: Settings) -> None:
         self.index = index
         self.gallery = Gallery(index, settings.images)
+        self.failed: _Failed | None = None
+        self._reading = (
+            threading.Lock()
+        )  # of kept originals: one at a time is in memory that nobody has counted yet
         self.settings = settings
         waiting = settings.waiting * settings.workers
         self.searches = Pool("search", settings.workers, waiting)
@@ -68,20 +92,39 @@ class Searcher:
             client: whose query it is; clients take turns.
 
         Raises:
-            DataError: the image or vector cannot be used.
-            RequestError: 503, too many are waiting.
+            DataError: the image or vector cannot be used, or the filter names what no item has.
+            RequestError: 400, this index takes no filters; 503, too many are waiting, or the index is damaged.
         """
-        vector = query.vector
+        if query.where is not None and not isinstance(self.index, Collection):
+            raise RequestError(400, "This index is searched without filters: it is a folder of format 1.")
+        try:
+            for _ in range(_TRIES):
+                try:
+                    return await self._search(query, finish, client)
+                except (
+                    Superseded
+                ):  # another bundle is served since, which may preprocess images in another way
+                    continue
+        except TooSlow:
+            raise RequestError(503, "The filter takes too long here. Ask for less.") from None
+        except StoreError as fault:
+            report(fault, self.settings.debug)
+            raise RequestError(503, DAMAGED) from None
+        raise RequestError(503, "The index changes its bundle again and again. Try again in a moment.")
+
+    async def _search(self, query: Query, finish: Callable[[list[Hit]], bytes], client: str) -> bytes:
+        bundle, vector = self.index.bundle, query.vector
         if vector is not None:
-            return await self.searches.run(lambda job: finish(self._hits(vector, query.k, job)), client)
-        given = self.index.bundle.manifest.input
+            return await self.searches.run(lambda job: finish(self._hits(bundle, vector, query, job)), client)
+        given = bundle.manifest.input
         if given.preprocessing is None:
             raise DataError(f"This index takes vectors of {given.shape[0]} features, not images.")
 
         def work(decoded: Decoded, job: Job[bytes]) -> bytes:
-            return finish(self._hits(decoded.pixels, query.k, job))
+            return finish(self._hits(bundle, decoded.pixels, query, job))
 
-        return await self._decoded(self._decoders.pixels, query.image, client, work)
+        start = partial(self._decoders.pixels, preprocessing=given.preprocessing)
+        return await self._decoded(start, query.image, client, work)
 
     async def _decoded(
         self,
@@ -107,32 +150,109 @@ class Searcher:
         except Busy as fault:
             raise RequestError(503, str(fault)) from None
 
-    def _hits(self, given: NDArray[Any], k: int, job: Job[Any]) -> list[Hit]:
+    def _hits(self, bundle: Bundle, given: NDArray[Any], query: Query | _Failed, job: Job[Any]) -> list[Hit]:
         """Return what is nearest to pixels, features or a vector; for a thread."""
         # Several searches run at a time: FAISS's threads would wait for each other.
         load_faiss().omp_set_num_threads(1)
-        bundle = self.index.bundle
         encoded = encode_vectors(bundle, given[None]) if given.ndim == 1 else bundle.encode(given[None])
         job.check()
-        found: list[list[Hit]] = self.index.search(encoded, k)
+        try:
+            with patience(self.settings.deadline):
+                found: list[list[Hit]] = self.index.search(encoded, query.k, where=query.where)
+        except (Superseded, TooSlow):
+            raise
+        except StoreError:
+            self.failed = self.failed or _Failed(given, query.k, query.where)
+            raise
         return found[0]
 
-    async def picture(self, number: int, client: str = "") -> Picture:
-        """Return the beginning of the file that an item was indexed from.
+    async def again(self) -> str | None:
+        """Repeat the search that found the index damaged; return why it fails still."""
+        failed = self.failed
+        if failed is None:
+            return None
+
+        def work(job: Job[str | None]) -> str | None:
+            try:
+                self._hits(self.index.bundle, failed.given, failed, job)
+            except (StoreError, Superseded) as fault:
+                report(fault, self.settings.debug)
+                return DAMAGED
+            except DataError:  # another bundle is served since, which takes other queries
+                pass
+            self.failed = None
+            return None
+
+        return await self.searches.run(work)
+
+    async def state(self, client: str = "") -> tuple[Bundle, int]:
+        """Return the bundle that is served now, and the number of items.
+
+        Raises:
+            RequestError: 503, too many are waiting, or the index is damaged.
+        """
+
+        index = self.index
+        if not isinstance(index, Collection):
+            return index.bundle, len(index)
+
+        def work(job: Job[tuple[Bundle, int]]) -> tuple[Bundle, int]:
+            with patience(self.settings.deadline):
+                return index.follow(), len(index)
+
+        try:
+            return await self.searches.run(work, client)
+        except StoreError as fault:
+            report(fault, self.settings.debug)
+            raise RequestError(503, "The index cannot be read. The server's log says more.") from None
+
+    async def picture(self, id: str, client: str = "") -> Picture:
+        """Return the beginning of an item's original: what the index keeps of it, or the file that it was indexed from.
 
         Raises:
             RequestError: 404, no such item, or its file may not be shown, is gone or another one; 503, too many are waiting.
         """
-        return await self.pictures.run(lambda job: self._picture(number), client)
+        try:
+            return await self.pictures.run(lambda job: self._picture(id), client)
+        except StoreError as fault:
+            report(fault, self.settings.debug)
+            raise RequestError(503, "The item cannot be read. The server's log says more.") from None
 
-    def _picture(self, number: int) -> Picture:
+    def _picture(self, id: str) -> Picture:
+        if isinstance(self.index, Collection):
+            with patience(self.settings.deadline):
+                return self._living(self.index, id)
+        number = number_of(id, self.index)
         item = self.index.item(number)
         if item is not None and item.path is not None:
             path = self.gallery.original(item.path)
             if path is None:
                 raise RequestError(404, f"The image of item {number} is in no folder that may be shown.")
             item = replace(item, path=path)
-        return Picture.of(number, item)
+        return Picture.of(str(number), item)
+
+    def _living(self, index: Collection, id: str) -> Picture:
+        """Return what is kept of an item's original, or its file; a thumbnail where the file is not to be had."""
+        item = index.get(id).get(id)
+        if item is None:
+            raise RequestError(404, "There is no such item.")
+        if item.keep == "copy" and (kept := self._kept(index, id)):
+            return kept
+        listed = index.listed(item)
+        try:
+            path = None if item.path is None else self.gallery.original(item.path, item.stamp)
+            if item.path is not None and path is None:
+                raise RequestError(404, f"The image of item {id} is in no folder that may be shown.")
+            return Picture.of(id, replace(listed, path=path))
+        except RequestError:
+            if item.keep in KEPT and (kept := self._kept(index, id)):
+                return kept
+            raise
+
+    def _kept(self, index: Collection, id: str) -> Picture | None:
+        with self._reading:
+            content = index.store.original(id)
+        return None if content is None else Picture.kept(id, content)
 
     async def piece(self, picture: Picture, offset: int, client: str = "") -> bytes:
         """Return the file's next bytes."""
@@ -144,11 +264,11 @@ class Searcher:
         Raises:
             RequestError: 404, it cannot be shown; 503, too many are waiting.
         """
-        content = await self.pictures.run(lambda job: picture.content(self.settings.max_bytes), client)
+        content = await self.pictures.run(lambda job: picture.whole(self.settings.max_bytes), client)
         try:
             return await self._decoded(self._decoders.png, content, client, lambda made, job: made)
         except DataError:
-            raise RequestError(404, f"The image of item {picture.number} cannot be shown.") from None
+            raise RequestError(404, f"The image of item {picture.id} cannot be shown.") from None
 
     def sample(self) -> Query:
         """Return a query that goes the whole way of a client's, for readiness."""
@@ -165,3 +285,16 @@ class Searcher:
         """Stop decoding, and let what runs end; return whether it has, within the time."""
         self._decoders.close()
         return self.searches.close(seconds) & self.pictures.close(0.1)
+
+
+def number_of(id: str, index: Index) -> int:
+    """Return the number that an address names an item of a folder of format 1 by.
+
+    Raises:
+        RequestError: 404, no item has it.
+    """
+    if not (id.isascii() and id.isdecimal() and len(id) <= _LONGEST_NUMBER):
+        raise RequestError(404, "There is no such item.")
+    if int(id) >= len(index):
+        raise RequestError(404, f"There is no item {int(id)}.")
+    return int(id)

@@ -121,8 +121,8 @@ def serve(
         opened.require_open()
         searcher = Searcher(opened, settings)
         url = _announce(host, listeners, len(opened), "close() stops it" if beside else "Ctrl-C stops")
-        if opened.bundle.manifest.input.kind == "image" and searcher.gallery.note:
-            print(searcher.gallery.note, file=sys.stderr, flush=True)
+        if opened.bundle.manifest.input.kind == "image" and (note := searcher.gallery.note()):
+            print(note, file=sys.stderr, flush=True)
         running = _Running(searcher, settings, listeners)
         own = opened if opened is not index else None
         closing = stack.pop_all()

@@ -23,6 +23,7 @@ from retrieval.serving.index.encoding import Encoding
 from retrieval.serving.index.journal import Done
 from retrieval.serving.index.origins import Origin, Source, Sources
 from retrieval.serving.index.readers import contents
+from retrieval.serving.index.seals import Seals, plain
 from retrieval.serving.index.sources import collect
 from retrieval.serving.progress import Progress, showing
 from retrieval.serving.stores.contract import CODE, FEATURES, VECTOR, Floats, Item, Keep, Superseded
@@ -81,10 +82,11 @@ def add_sources(
     with showing(progress):
         found = collect(named, index.bundle.manifest.input.kind)
         _refuse_twice(found)
+        seals = Seals(index.sha256, create=True)
         total = Added(repeated=found.repeated, left_out=found.left_out)
         for attempt in range(_TRIES):
             work, there = _changes(index, found)
-            sink = _Sink(index, index.bundle, keep, work.items, whole)
+            sink = _Sink(index, index.bundle, keep, work.items, seals, whole)
             encoding = Encoding(
                 index.bundle,
                 work,
@@ -104,7 +106,7 @@ def add_sources(
                 index.follow()
             finally:
                 total = replace(total, added=total.added + sink.added, changed=total.changed + sink.changed)
-        changed, unchanged = _relabel(index, there)
+        changed, unchanged = _relabel(index, there, seals)
         removed = _remove_others(index, {item.key for item in found.items}) if sync and not sink.faults else 0
     if sink.faults and not skip_bad:
         raise DataError(
@@ -145,12 +147,13 @@ def _changes(index: Collection, found: Sources) -> tuple[Sources, list[Source]]:
         there = index.store.get([item.key for item in page])
         for item in page:
             known = there.get(item.key)
-            (same if known is not None and known.stamp == item.stamp() else new).append(item)
+            (same if known is not None and plain(known.stamp) == item.stamp() else new).append(item)
     return replace(found, items=new), same
 
 
-def _relabel(index: Collection, same: Sequence[Source]) -> tuple[int, int]:
-    """Give items whose files have not changed their new labels and metadata; return how many there were, and how many are as they were."""
+def _relabel(index: Collection, same: Sequence[Source], seals: Seals) -> tuple[int, int]:
+    """Give items whose files have not changed their new labels and metadata, and this user's seal where they came from another's hand;
+    return how many there were, and how many are as they were."""
     changed = 0
     for start in range(0, len(same), _PAGE):
         page = {item.key: item for item in same[start : start + _PAGE]}
@@ -159,6 +162,7 @@ def _relabel(index: Collection, same: Sequence[Source]) -> tuple[int, int]:
             key
             for key, known in there.items()
             if (known.label, dict(known.metadata)) != (page[key].label, page[key].metadata)
+            or (known.path, known.stamp) != _named(page[key], known, seals)
         ]
         if other:
             whole = index.store.get(other, arrays=True)
@@ -167,6 +171,8 @@ def _relabel(index: Collection, same: Sequence[Source]) -> tuple[int, int]:
                     item,
                     label=page[key].label,
                     metadata=page[key].metadata,
+                    path=_named(page[key], item, seals)[0],
+                    stamp=_named(page[key], item, seals)[1],
                     original=index.store.original(key),
                 )
                 for key, item in whole.items()
@@ -174,6 +180,12 @@ def _relabel(index: Collection, same: Sequence[Source]) -> tuple[int, int]:
             changed += len(items)
             index.store.upsert(items, index.bundle.sha256)
     return changed, len(same) - changed
+
+
+def _named(source: Source, known: Item, seals: Seals) -> tuple[Path | None, str | None]:
+    """Return the path and the stamp of an item that is there, as this user names it: the path in the index may be a stranger's word."""
+    path = None if known.path is None or source.row is not None else source.path
+    return path, seals.stamp(source.stamp(), path)
 
 
 def _remove_others(index: Collection, wanted: set[str]) -> int:
@@ -194,6 +206,7 @@ class _Sink:
     bundle: Bundle
     keep: Keep
     items: Sequence[Source]
+    seals: Seals
     whole: bool = False
     faults: list[str] = field(default_factory=list)
     added: int = 0
@@ -243,12 +256,13 @@ class _Sink:
 
     def _item(self, source: Source, entry: Done, arrays: dict[str, Floats]) -> Item:
         place = self.keep != "nothing" and source.row is None
+        path = source.path if place else None
         return Item(
             source.key,
             source.label,
             source.metadata,
-            source.path if place else None,
-            entry.stamp,
+            path,
+            self.seals.stamp(entry.stamp, path),
             self.keep,
             entry.original,
             entry.bytes,

@@ -43,6 +43,8 @@ class Hit:
         distance: to the query.
         metadata: what else is known of it.
         path: the indexed file, None for features.
+        keep: what the index keeps of the original: see `retrieval.serving.stores.contract.Keep`.
+        stamp: of the item, with its seal; None in a folder of format 1.
     """
 
     id: int | str
@@ -51,6 +53,8 @@ class Hit:
     distance: float
     metadata: Mapping[str, Any]
     path: Path | None = None
+    keep: str = "reference"
+    stamp: str | None = None
 
 
 class Index(ABC):

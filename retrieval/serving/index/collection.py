@@ -16,6 +16,7 @@ from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.index.base import Hit, Index, Where, candidates_of, measured
 from retrieval.serving.index.contract import Floats
 from retrieval.serving.index.items import Item as Listed
+from retrieval.serving.index.seals import Seals
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.sessions import Device
 from retrieval.serving.stores.contract import Generation, Item, Stats, Store, Superseded
@@ -38,6 +39,7 @@ class Collection(Index):
         self._lock = threading.Lock()
         self._closed = False
         self._opened: tuple[Generation, Bundle] | None = None
+        self._id = identity(path)
         self.follow()
 
     @classmethod
@@ -91,7 +93,7 @@ class Collection(Index):
     @property
     def sha256(self) -> str:
         """What tells this index from every other: its own id."""
-        return identity(self.path)
+        return self._id
 
     def __len__(self) -> int:
         return self.store.count()
@@ -130,7 +132,16 @@ class Collection(Index):
         distances = measured(bundle, query, code, vectors, codes, min(k, len(items)))
         order = np.argsort(distances, kind="stable")[:k]
         return [
-            Hit(item.id, item.id, item.label, float(distances[at]), item.metadata, item.path)
+            Hit(
+                item.id,
+                item.id,
+                item.label,
+                float(distances[at]),
+                item.metadata,
+                item.path,
+                item.keep,
+                item.stamp,
+            )
             for at, item in ((at, items[at]) for at in order)
         ]
 
@@ -143,6 +154,15 @@ class Collection(Index):
             DataError: an item that cannot be kept; all are named, and none is kept.
             StoreError: read-only, another writer holds the index, or the disk refuses.
         """
+        if files := [item.id for item in items if item.path is not None]:
+            there = self.store.get(files)
+            seals = Seals(self.sha256, create=True)
+            # Who reads an item and writes it back does not name its file: that is still the word of whoever did.
+            other = {id for id, known in there.items() if not seals.hold(known.stamp, known.path)}
+            items = [
+                item if item.id in other and there[item.id].path == item.path else seals.sealed(item)
+                for item in items
+            ]
         return self.store.upsert(items, self.bundle.sha256)
 
     def delete(self, ids: str | Iterable[str] = (), *, where: Where = None) -> int:
@@ -189,11 +209,12 @@ class Collection(Index):
         """Return an item by its id, or None."""
         self.require_open()
         found = self.store.get([str(number)]).get(str(number))
-        if found is None:
-            return None
-        return Listed(
-            found.id, found.label, found.metadata, found.path, found.bytes, found.width, found.height
-        )
+        return None if found is None else self.listed(found)
+
+    @staticmethod
+    def listed(item: Item) -> Listed:
+        """Return an item as an index of either format describes it."""
+        return Listed(item.id, item.label, item.metadata, item.path, item.bytes, item.width, item.height)
 
     def vector(self, number: int | str) -> Floats:
         """Return the stored vector (P,) of an item by its id.
@@ -208,8 +229,8 @@ class Collection(Index):
         return np.array(found.vector)
 
     def changed(self) -> str | None:
-        """None: what changes in a living index is meant to."""
-        return None
+        """Return a sentence when the folder was replaced or removed; what changes within it is meant to."""
+        return self.store.changed()
 
     def require_open(self) -> None:
         """Raise a `StoreError` once the index is closed."""

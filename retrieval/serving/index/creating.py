@@ -18,8 +18,7 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, add_sources
 from retrieval.serving.index.backends import make_backend, short_name
-from retrieval.serving.index.built import remember
-from retrieval.serving.index.collection import Collection, identity
+from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.files import put_in_place, refuse_existing
 from retrieval.serving.index.heads import features_of
 from retrieval.serving.index.summary import Summary
@@ -108,8 +107,6 @@ def create_index(
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        with suppress(OSError):
-            remember(identity(target))
     return dataclasses.replace(summary, path=target, seconds=time.monotonic() - began)
 
 

@@ -22,10 +22,12 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits, decode
 from retrieval.serving.index.adding import originals
-from retrieval.serving.index.collection import Collection
+from retrieval.serving.index.built import built_here
+from retrieval.serving.index.collection import Collection, identity
 from retrieval.serving.index.frozen import FrozenIndex
 from retrieval.serving.index.heads import applies, behind, features_of, gives_features
 from retrieval.serving.index.origins import Origin
+from retrieval.serving.index.seals import Seals
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.structures import Wanted
@@ -255,12 +257,14 @@ def lift(path: Path, *, progress: Progress = True) -> int:
             said = old.manifest.backend
             wanted = Wanted(said.name, said.options) if said.name != "flat" else Wanted()
             create_local(fresh, old.bundle, widths_of(old.bundle), structure=wanted)
+            own = Seals(identity(fresh), create=True) if old.sha256 in built_here() else None
             seen: Counter[str] = Counter()
             with LocalStore(fresh, upkeep=False) as store:
                 for start in range(0, len(old), 8192):
                     items = [
                         _lifted(old, number, seen) for number in range(start, min(start + 8192, len(old)))
                     ]
+                    items = [own.sealed(item) for item in items] if own else items
                     store.upsert(items, old.bundle.sha256)
                     meter.update(len(items))
                 store.compact()

@@ -19,6 +19,7 @@ import apsw.sqlite_extra
 
 from retrieval.errors import StoreError
 from retrieval.serving.local.log import altered
+from retrieval.serving.stores.contract import TooSlow, stop_at
 
 FILE = "items.sqlite"
 _VFS = "cksmvfs"  # SQLite's own: eight bytes of each page are its checksum, compared whenever it is read
@@ -80,12 +81,13 @@ class Record:
         self.path = folder / FILE
         self.read_only = read_only
         self._turn = threading.Condition()
-        self._idle: list[apsw.Connection] = []
+        self._idle: list[tuple[apsw.Connection, object]] = []
         self._lent = 0
         self._closed = False
         _register()
         if not self.path.is_file():
             raise StoreError(f"The index {folder} is damaged: {FILE} is missing. Restore it from a snapshot.")
+        self._file = _file(self.path)
         if fault := altered(self.path.with_name(f"{FILE}-wal")):
             raise StoreError(
                 f"The index {folder} is damaged: {FILE}-wal {fault}. Restore it from a snapshot."
@@ -132,27 +134,51 @@ class Record:
         """Lend a connection; a new one where all are lent.
 
         Raises:
-            StoreError: the record is closed.
+            StoreError: the record is closed, or another one stands in its place.
         """
         with self._turn:
             self.require_open()
-            connection = self._idle.pop() if self._idle else None
+            connection, moment = self._idle.pop() if self._idle else (None, None)
             self._lent += 1
         try:
-            connection = connection or self._open()
+            if connection is not None and moment != self._moment():
+                connection.close()
+                connection = None
+            if connection is None:
+                moment = self._moment()
+                connection = self._open()
             yield connection
         finally:
             with self._turn:
                 if connection is not None and len(self._idle) < _IDLE:
-                    self._idle.append(connection)
+                    self._idle.append((connection, moment))
                 elif connection is not None:
                     connection.close()
                 self._lent -= 1
                 self._turn.notify_all()
 
+    def _moment(self) -> object:
+        """Return what a connection that is read-only is good for: it may look past a log that another user's process has begun since."""
+        if not self.read_only:
+            return None
+        known = self.path.stat()
+        return self._waiting(), known.st_size, known.st_mtime_ns
+
+    def _waiting(self) -> bool:
+        """Whether something was written ahead."""
+        try:
+            return self.path.with_name(f"{FILE}-wal").stat().st_size > 0
+        except OSError:
+            return False
+
+    def replaced(self) -> str | None:
+        """Return a sentence when another file stands where this record stood, or none does."""
+        if _file(self.path) == self._file:
+            return None
+        return f"The index {self.folder} was replaced or removed since it was opened. Open it again."
+
     def _open(self) -> apsw.Connection:
-        waiting = self.path.with_name(f"{FILE}-wal")
-        if self.read_only and not (waiting.is_file() and waiting.stat().st_size):
+        if self.read_only and not self._waiting():
             # nobody writes here: SQLite needs no files beside it for readers to agree
             name = f"file:{quote(os.fsencode(self.path))}?immutable=1"
             connection = _connect(name, apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
@@ -160,18 +186,24 @@ class Record:
             connection = _connect(self.path, apsw.SQLITE_OPEN_READONLY)
         else:
             connection = _connect(self.path, apsw.SQLITE_OPEN_READWRITE)
+        if (
+            fault := self.replaced()
+        ):  # a connection to another index would mix its items with this one's vectors
+            connection.close()
+            raise StoreError(fault)
         connection.execute(f"pragma synchronous = full; pragma wal_autocheckpoint = {_CHECKPOINT}")
         return connection
 
     @contextmanager
     def reading(self, *, seconds: float = _SECONDS) -> Iterator[apsw.Connection]:
-        """Give this thread's connection inside one moment of the record, which no write changes.
+        """Give a connection inside one moment of the record, which no write changes.
 
         Raises:
-            StoreError: damaged, or a question takes longer than `seconds`.
+            TooSlow: a question takes longer than `seconds`, or than `patience` allows.
+            StoreError: damaged.
         """
         with self.faults("read"), self.connection() as connection:
-            end = time.monotonic() + seconds
+            end = min(time.monotonic() + seconds, stop_at())
             connection.set_progress_handler(lambda: time.monotonic() > end, 100_000)
             connection.execute("begin")
             try:
@@ -183,7 +215,7 @@ class Record:
 
     @contextmanager
     def writing(self) -> Iterator[apsw.Connection]:
-        """Give this thread's connection inside a transaction, which is on the disk when this ends, or has changed nothing.
+        """Give a connection inside a transaction, which is on the disk when this ends, or has changed nothing.
 
         Raises:
             StoreError: damaged, the disk refuses, or another process writes.
@@ -206,6 +238,8 @@ class Record:
         """
         try:
             yield
+        except apsw.InterruptError as fault:
+            raise TooSlow(f"The index {self.folder} cannot be {doing}: {_reason(fault, doing)}") from fault
         except (apsw.Error, OSError) as fault:
             raise StoreError(f"The index {self.folder} cannot be {doing}: {_reason(fault, doing)}") from fault
 
@@ -225,7 +259,16 @@ class Record:
             self._closed = True
             self._turn.wait_for(lambda: not self._lent)
             while self._idle:
-                self._idle.pop().close()
+                self._idle.pop()[0].close()
+
+
+def _file(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from every other that is there; None where there is none."""
+    try:
+        known = path.stat()
+    except OSError:
+        return None
+    return known.st_dev, known.st_ino
 
 
 def _connect(path: Path | str, flags: int) -> apsw.Connection:
@@ -251,7 +294,7 @@ def _reason(fault: apsw.Error | OSError, doing: str) -> str:
     if isinstance(fault, apsw.BusyError):
         return "another process is writing to it. Try again."
     if isinstance(fault, apsw.InterruptError):
-        return f"the question took longer than {_SECONDS:g} seconds. Ask for less."
+        return "the question took too long. Ask for less."
     if isinstance(fault, apsw.IOError) and doing == "written" and _no_room(fault):
         return _FULL
     if isinstance(fault, apsw.IOError | apsw.CorruptError | apsw.NotADBError):

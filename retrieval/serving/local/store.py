@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from retrieval.serving.stores.contract import (
     Stats,
     Store,
     Superseded,
+    TooSlow,
+    stop_at,
 )
 
 _OVER = (8, 128)  # times as many as asked for, before a filter is looked up in the whole record
@@ -159,7 +162,7 @@ class LocalStore(Store):
             numbers = np.unique(np.concatenate(found))
             sql = "select n, id, label, metadata from items where n in (select value from json_each(?))"
             rows = ask(connection, sql, (json.dumps(numbers.tolist()),))
-            good = {n for n, id, label, metadata in rows if matches(where, id, label, json.loads(metadata))}
+            good = _matching(rows, where)
             chosen = [one[[n in good for n in one.tolist()]] for one in found]
             if min(map(len, chosen)) >= count:
                 return chosen
@@ -289,6 +292,10 @@ class LocalStore(Store):
         size = sum({(one.st_dev, one.st_ino): one.st_size for one in files}.values())
         return Stats(count, all_, size, details)
 
+    def changed(self) -> str | None:
+        """Return a sentence when the folder was replaced or removed; see `Store`."""
+        return self.home.record.replaced()
+
     def close(self) -> None:
         """Let go of everything; see `Store`."""
         if self._upkeep is not None:
@@ -304,3 +311,18 @@ def _check_queries(queries: Floats, generation: Generation) -> None:
         raise DataError(f"Queries of this index are (Q, {width}), not {queries.shape}.")
     if not np.isfinite(queries).all():
         raise DataError("A query vector holds NaN or infinity.")
+
+
+def _matching(rows: Iterable[tuple[Any, ...]], where: Filter) -> set[int]:
+    """Return the numbers of the rows (number, id, label, metadata) that match.
+
+    Raises:
+        TooSlow: it takes longer than `patience` allows.
+    """
+    good = set()
+    for n, id, label, metadata in rows:
+        if time.monotonic() > stop_at():
+            raise TooSlow("Looking through the items takes too long. Ask for less.")
+        if matches(where, id, label, json.loads(metadata)):
+            good.add(n)
+    return good

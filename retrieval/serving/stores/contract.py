@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +32,28 @@ class Superseded(StoreError):
     """What was asked with one bundle, and the index is served by another by now. Encode again with the one that is served."""
 
 
+class TooSlow(StoreError):
+    """A question took longer than it may. Nothing is damaged: ask for less."""
+
+
+_STOP: ContextVar[float] = ContextVar("stop", default=math.inf)
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Let what a store is asked in this block, in this thread, take no longer than so many seconds together; then it raises `TooSlow`."""
+    token = _STOP.set(min(stop_at(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _STOP.reset(token)
+
+
+def stop_at() -> float:
+    """Return when a store must give up on what it is asked now, by `time.monotonic`; infinity outside of `patience`."""
+    return _STOP.get()
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """What is found.
@@ -37,7 +63,7 @@ class Item:
         label: None when it has none.
         metadata: a JSON object.
         path: its original file, absolute; None for what came as bytes or features, or has a `source`.
-        stamp: what changes when that file does.
+        stamp: what changes when that file does, and the seal of the user who named it: see `retrieval.serving.index.seals`.
         keep: what the index keeps of the original.
         original: the bytes that are kept, when an item is written; `Store.original` reads them.
         bytes: size of the original.
@@ -288,6 +314,10 @@ class Store(ABC):
     @abstractmethod
     def stats(self) -> Stats:
         """Return what the store holds."""
+
+    def changed(self) -> str | None:
+        """Return a sentence when what was opened is not there any more, or another stands in its place; None where that cannot be."""
+        return None
 
     @abstractmethod
     def close(self) -> None:
