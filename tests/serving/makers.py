@@ -77,13 +77,14 @@ def make_bundle(
     variant: bool = False,
     features: int = 64,
     seed: int = 0,
+    side: int = SIDE,
 ) -> Path:
     """Write a bundle whose encoder is a random projection of the pixels (or features), scaled to length 1."""
     folder.mkdir(parents=True)
-    flat = features if kind == "features" else SIDE * SIDE
+    flat = features if kind == "features" else side * side
     constants: dict[str, NDArray] = {"W": weights(seed, flat)}
     if kind == "image":
-        given = helper.make_tensor_value_info("input", TensorProto.UINT8, ["N", 1, SIDE, SIDE])
+        given = helper.make_tensor_value_info("input", TensorProto.UINT8, ["N", 1, side, side])
         constants |= {"full": np.float32(255), "shape": np.array([0, flat], dtype=np.int64)}
         nodes = [
             helper.make_node("Cast", ["input"], ["float"], to=TensorProto.FLOAT),
@@ -113,7 +114,7 @@ def make_bundle(
         _save(folder / "encoder.fp16.onnx", nodes, [given], outputs, constants)
     if rescorer:
         _manhattan(folder / "rescorer.onnx")
-    preprocessing = Preprocessing((SIDE, SIDE), 1, (0.0,), (1.0,)) if kind == "image" else None
+    preprocessing = Preprocessing((side, side), 1, (0.0,), (1.0,)) if kind == "image" else None
     write_manifest(
         folder,
         Manifest(
@@ -124,7 +125,7 @@ def make_bundle(
             input=Input(
                 kind=kind,
                 dtype="uint8" if kind == "image" else "float32",
-                shape=(1, SIDE, SIDE) if kind == "image" else (flat,),
+                shape=(1, side, side) if kind == "image" else (flat,),
                 preprocessing=preprocessing,
             ),
             vector=WIDTH,

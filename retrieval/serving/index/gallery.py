@@ -42,7 +42,7 @@ class Gallery:
             raise StoreError(f"There is no folder {', '.join(missing)}, which --images names.")
         self._folders = [Path(os.path.realpath(folder)) for folder in folders]
         self._index = index
-        self._seals = Seals(index.sha256) if isinstance(index, Collection) else None
+        self._seals = Seals(index.sha256, create=True) if isinstance(index, Collection) else None
         self.own = self._seals is None and index.sha256 in built_here()
 
     def original(self, path: Path, stamp: str | None = None) -> Path | None:

@@ -1,0 +1,360 @@
+"""A living index over HTTP: any id, what it keeps of originals, filters, damage, and a folder that is replaced."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import threading
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.errors import StoreError
+from retrieval.serving.filters import filter_from_json
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.local.store import _matching
+from retrieval.serving.stores.contract import Item, TooSlow, patience
+
+WIDTH = 16
+IDS = [
+    "a/b/image",
+    "100% sure?#&=+",
+    "日本語 🐟",
+    "line\nbreak",
+    "image",
+    "%2e%2e",
+    "x" * 1000,
+    "é" * 900,
+    "a..b/../c",
+]
+
+
+@pytest.fixture
+def living(bundle_path: Path, photos: Path, tmp_path: Path) -> Path:
+    create_index(tmp_path / "i", bundle_path, [photos], progress=False)
+    return tmp_path / "i"
+
+
+def post(server, **content):
+    return server.client.post("/v1/search", json={"vector": [0.0] * WIDTH, **content})
+
+
+def found(server, **content):
+    answer = post(server, **content)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["results"]
+
+
+def until(what, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def not_ready(server):
+    answer = server.client.get("/v1/health/ready")
+    return answer.json()["error"] if answer.status_code == 503 else None
+
+
+def test_an_image_by_any_id(makers, bundle_path, served, tmp_path):
+    paths = makers.write_digits(tmp_path / "photos", len(IDS))
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    server = served(tmp_path / "i")
+    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+        vectors = np.eye(len(IDS), WIDTH, dtype=np.float32)
+        index.upsert([Item(id, path=path, arrays={"vector": vector}) for id, path, vector in zip(IDS, paths, vectors, strict=True)])  # fmt: skip
+        hits = {hit["id"]: hit for hit in found(server, k=20)}
+        assert set(hits) == set(IDS)
+        for id, path in zip(IDS, paths, strict=True):
+            answer = server.client.get(hits[id]["image_url"])
+            assert (answer.status_code, answer.content) == (200, path.read_bytes()), id
+        assert server.client.get("/v1/items/a/b/image/image").content == paths[0].read_bytes()
+        for id in ("no such", "\0", "a", "%ff", "x" * 1001, "\N{REPLACEMENT CHARACTER}"):
+            answer = server.client.get(f"/v1/items/{quote(id, safe='')}/image")
+            assert (answer.status_code, answer.json()) == (404, {"error": "There is no such item."})
+        assert server.client.get("/v1/items/%FF%FE/image").status_code == 404
+
+
+def test_the_tag_changes_with_the_item(makers, bundle_path, served, tmp_path):
+    paths = makers.write_digits(tmp_path / "photos", 3)
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    server = served(tmp_path / "i")
+    vector = {"vector": np.ones(WIDTH, np.float32)}
+
+    def tag(known=None):
+        headers = {} if known is None else {"If-None-Match": known}
+        answer = server.client.get("/v1/items/one/image", headers=headers)
+        return answer.status_code, answer.headers.get("etag")
+
+    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+        states = [
+            Item("one", path=paths[0], arrays=vector),
+            Item("one", path=paths[1], arrays=vector),
+            Item("one", keep="copy", original=paths[0].read_bytes(), arrays=vector),
+            Item("one", keep="copy", original=paths[2].read_bytes(), arrays=vector),
+        ]
+        seen = []
+        for item in states:
+            index.upsert([item])
+            status, now = tag(seen[-1] if seen else None)
+            assert status == 200 and now not in seen
+            assert tag(now) == (304, now)
+            seen.append(now)
+
+
+def test_kept_originals_are_shown_when_the_files_are_gone(makers, bundle_path, served, tmp_path):
+    colours = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    contents = {}
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+        for keep in ("copy", "thumbnail", "reference", "nothing"):
+            folder = tmp_path / keep
+            folder.mkdir()
+            Image.fromarray(colours).save(folder / f"{keep}.png")
+            Image.fromarray(colours).save(folder / f"{keep}.tiff")
+            contents[keep] = (folder / f"{keep}.png").read_bytes()
+            index.add([folder], keep=keep, progress=False)
+    assert len(contents["copy"]) > 262_144  # more than one piece of an answer
+    server = served(tmp_path / "i", "--max-bytes", "1000000")
+
+    def image(name):
+        return server.client.get(f"/v1/items/{name}/image")
+
+    for keep in ("copy", "thumbnail", "reference"):
+        assert image(f"{keep}.png").content == contents[keep]
+        assert image(f"{keep}.tiff").headers["content-type"] == "image/png"
+    for keep in contents:
+        shutil.rmtree(tmp_path / keep)
+    assert image("copy.png").content == contents["copy"]
+    shown = Image.open(io.BytesIO(image("copy.tiff").content))
+    assert np.array_equal(np.asarray(shown), colours)  # decoded in a process of its own, within its limits
+    small = Image.open(io.BytesIO(image("thumbnail.png").content))
+    assert small.format == "JPEG" and max(small.size) == 256
+    assert "no longer where" in image("reference.png").json()["error"]
+    assert image("nothing.png").status_code == 404
+    urls = {hit["id"]: hit["image_url"] for hit in found(server, k=20)}
+    assert urls["nothing.png"] is None and urls["copy.png"] and urls["thumbnail.png"]
+
+
+def test_a_kept_original_that_is_too_much(makers, bundle_path, served, tmp_path):
+    """One that browsers do not show is decoded within the server's limits; bytes wait in the memory that uploads may take."""
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    vector = {"vector": np.ones(WIDTH, np.float32)}
+    bomb = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(bomb, "TIFF", compression="group4")
+    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+        index.upsert(
+            [
+                Item("bomb", keep="copy", original=bomb.getvalue(), arrays=vector),
+                Item("text", keep="copy", original=b"<script>alert(1)</script>", arrays=vector),
+                Item("large", keep="copy", original=b"\x89PNG\r\n\x1a\n" + bytes(3_000_000), arrays=vector),
+                Item("long", keep="copy", original=b"II*\0" + bytes(1_500_000), arrays=vector),
+            ]
+        )
+    server = served(tmp_path / "i", "--max-bytes", "1000000", "--body-memory", "2000000")
+    for id, status, says in (
+        ("bomb", 404, "cannot be shown"),
+        ("text", 404, "cannot be shown"),
+        ("large", 503, "memory"),
+        ("long", 404, "too large to be shown"),
+    ):
+        answer = server.client.get(f"/v1/items/{id}/image")
+        assert (answer.status_code, says in answer.json()["error"]) == (status, True), answer.text
+    assert len(found(server)) == 4
+
+
+def test_filters(living, photos, served):
+    server = served(living)
+    image = next(photos.rglob("*.png")).read_bytes()
+
+    def form(where):
+        return server.client.post("/v1/search", files={"image": ("q", image)}, data={"where": where, "k": "300"})  # fmt: skip
+
+    wanted = sum(1 for path in photos.rglob("*.png") if path.parent.name in "37")
+    for answer in (
+        post(server, where={"label": {"in": ["3", "7"]}}, k=300),
+        post(server, where="label in ('3', '7')", k=300),
+        form("label in ('3', '7')"),
+        form('{"label": {"in": ["3", "7"]}}'),
+    ):
+        hits = answer.json()["results"]
+        assert len(hits) == wanted and {hit["label"] for hit in hits} == {"3", "7"}
+    assert len(form("").json()["results"]) == len(form(" ").json()["results"]) == 200
+    assert len(found(server, where=None, k=300)) == 200
+    for where, status, says in (
+        ("label ==", 400, "filter"),
+        ("label = '3", 400, "filter"),
+        ({}, 400, "empty object"),
+        ([], 400, "A filter is"),
+        (7, 400, "A filter is"),
+        ({"lable": "3"}, 422, "no item of this index has a field 'lable'".capitalize()),
+        ("lable = '3'", 422, "field 'lable'"),
+        ({"label": {"in": list(map(str, range(1001)))}}, 400, "too large"),
+        ({"or": [{"label": str(n)} for n in range(101)]}, 400, "too large"),
+        ("not " * 5000 + "label = '3'", 400, "filter"),
+        ("(" * 9000, 400, "filter"),
+        ("label = '3' or " * 20_000 + "label = '3'", 400, "filter"),
+    ):
+        answer = post(server, where=where)
+        assert answer.status_code == status, (where, answer.text)
+        sentence = answer.json()["error"]
+        assert says in sentence and str(living) not in sentence, sentence
+    for where in ('{"label": "3", "label": "4"}', "{", "{" * 10_000, '{"a":' * 5000, b"\xff", "label = "):
+        assert form(where).status_code == 400, where
+    nested = '{"vector": [' + "0," * 15 + '0], "where": ' + '{"not":' * 50_000 + "1" + "}" * 50_001
+    answer = server.client.post("/v1/search", content=nested, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert len(found(server)) == 10
+
+
+def test_a_folder_of_format_1_takes_no_filter(index_path, served):
+    server = served(index_path)
+    answer = post(server, where={"label": "3"})
+    assert answer.status_code == 400 and "format 1" in answer.json()["error"]
+    assert str(index_path) not in answer.text
+
+
+def test_an_empty_index_is_ready(bundle_path, served, photos, tmp_path):
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    server = served(tmp_path / "i", "--probe-seconds", "0.1")
+    assert found(server) == []
+    ready = server.client.get("/v1/health/ready").json()
+    assert (ready["status"], ready["items"]) == ("ready", 0)
+    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+        index.add([photos / "1"], progress=False)
+        count = len(index)
+        until(lambda: server.client.get("/v1/health/ready").json()["items"] == count)
+        assert server.client.get("/v1/index").json()["items"] == count == len(found(server, k=100))
+        index.delete(hit["id"] for hit in found(server, k=100))
+    assert found(server) == []
+    until(lambda: server.client.get("/v1/health/ready").json()["items"] == 0)
+
+
+def test_damage_is_said_without_a_path(living, served):
+    (segment,) = (living / "segments").glob("*.segment")
+    content = bytearray(segment.read_bytes())
+    content[5000] ^= 1
+    segment.write_bytes(content)
+    process = None
+    with pytest.raises(AssertionError, match="never ready"):
+        process = served(living, "--probe-seconds", "0.1")
+    assert process is None
+
+
+def test_damage_found_while_serving(living, served, photos):
+    server = served(living, "--probe-seconds", "0.1")
+    assert len(found(server)) == 10
+    record = living / "items.sqlite"
+    content = bytearray(record.read_bytes())
+    for page in range(
+        2 * 4096, len(content) - 4096, 4096
+    ):  # all but the first pages, which the probe keeps in memory
+        content[page + 2000] ^= 0xFF
+    with record.open("r+b") as file:
+        file.write(content)
+    answer = post(server, k=200)
+    assert answer.status_code == 503
+    assert "damaged" in answer.json()["error"] and str(living) not in answer.text
+    assert not_ready(server) and str(living) not in not_ready(server)
+    time.sleep(0.5)  # probes of one item succeed or fail: the search that failed is repeated
+    assert not_ready(server)
+    assert server.client.get("/v1/health/live").status_code == 200
+
+
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+def test_a_folder_that_is_replaced_or_removed(how, living, bundle_path, photos, served):
+    server = served(living, "--probe-seconds", "0.1")
+    if how == "replaced":
+        create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
+    else:
+        shutil.rmtree(living)
+    until(lambda: not_ready(server))
+    until(lambda: "Start the server again" in (not_ready(server) or ""))
+    assert str(living) not in not_ready(server)
+
+
+def test_connections_are_lent_and_closing_waits_for_searches(living):
+    index = LivingIndex.open(living, threads=1)
+    record = index.store.home.record
+    barrier = threading.Barrier(24)
+
+    def ask():
+        barrier.wait()
+        for _ in range(5):
+            assert len(index.search(np.zeros(WIDTH), 3)) == 3
+
+    for _ in range(3):
+        threads = [threading.Thread(target=ask) for _ in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(record._idle) <= 8 and record._lent == 0
+    ends = []
+
+    def search_on():
+        try:
+            while True:
+                index.search(np.zeros(WIDTH), 3)
+        except StoreError as fault:
+            ends.append(str(fault))
+
+    threads = [threading.Thread(target=search_on) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    index.close()
+    for thread in threads:
+        thread.join(30)
+    assert len(ends) == 4 and all("was closed" in said for said in ends)
+    assert not record._idle and record._lent == 0
+
+
+def test_a_question_that_takes_too_long_is_stopped(living):
+    where = filter_from_json({"label": "3"})
+    endless = "with recursive n(i) as (select 1 union all select i + 1 from n) select count(*) from n"
+    with LivingIndex.open(living, threads=1) as index:
+        record = index.store.home.record
+        with pytest.raises(TooSlow), patience(0.2), record.reading() as connection:
+            connection.execute(endless).fetchall()
+        with pytest.raises(TooSlow), patience(-1.0):
+            _matching([(1, "a", "3", "{}")], where)
+        assert _matching([(1, "a", "3", "{}"), (2, "b", "4", "{}")], where) == {1}
+        assert index.search(np.zeros(WIDTH), 1)
+
+
+def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(bundle_path, served, tmp_path):
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    tags = {"tags": [f"tag {n}" for n in range(10_000)]}
+    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+        vector = {"vector": np.ones(WIDTH, np.float32)}
+        index.upsert([Item(f"id{n}", metadata=tags, arrays=vector) for n in range(600)])
+    server = served(tmp_path / "i", "--workers", "1", "--deadline", "2")
+    slow = {"or": [{"tags": f"y{n}"} for n in range(100)]}
+    answer = post(server, where=slow, k=1)
+    assert answer.status_code == 503 and "retry-after" in answer.headers
+    until(lambda: post(server, k=1).status_code == 200, 10)
+
+
+def test_a_reader_without_the_right_to_write_sees_what_others_write(living, photos):
+    from retrieval.serving.local.record import Record, value
+
+    reader = Record(living, read_only=True)
+
+    def count():
+        with reader.reading() as connection:
+            return value(connection, "select count(*) from items")
+
+    before = count()
+    with LivingIndex.open(living, threads=1) as index:
+        index.delete([index.scan(limit=1)[0].id])
+        assert count() == before - 1
+        index.delete([index.scan(limit=1)[0].id])
+        assert count() == before - 2
+    assert count() == before - 2  # the log is written back and gone
+    reader.close()
