@@ -294,7 +294,7 @@ def test_connections_are_lent_and_closing_waits_for_searches(living):
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(record._idle) <= 8 and record._lent == 0
+        assert len(record._idle) <= 16 and record._lent == 0
     ends = []
 
     def search_on():
