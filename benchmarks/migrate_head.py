@@ -35,6 +35,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.images import Preprocessing
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.local.create import create_local
+from retrieval.serving.local.structures import Wanted
 from retrieval.serving.manifest import DistanceEntry, Input, Manifest, SplitEntry, Verified, write_manifest
 from retrieval.serving.stores.contract import FEATURES, VECTOR, Item, widths_of
 
@@ -113,7 +114,8 @@ def timed(row: dict[str, float]) -> Iterator[None]:
 
 def filled(path: Path, old: Bundle, count: int, width: int) -> None:
     """Write an index of so many items that keeps features, with the metadata that a shop would have."""
-    create_local(path, old, widths_of(old, features=width))
+    flat = Wanted("flat", {})  # a structure is built afterwards in the background, however long it takes
+    create_local(path, old, widths_of(old, features=width), structure=flat)
     with LivingIndex.open(path, threads=1) as index:
         number = 0
         for block in blocks(count, width):
