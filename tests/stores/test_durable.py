@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -220,3 +222,28 @@ def test_a_last_transaction_that_is_lost_from_the_log_is_missed(
     (tmp_path / "stopped" / "acknowledged").write_bytes(b"\0" * 20)  # as a power cut may leave it
     with LocalStore(tmp_path / "stopped") as stopped:
         assert stopped.count() < 5
+
+
+def test_a_record_that_was_cut_short_beside_its_log_is_refused(
+    store: LocalStore, bundle: Bundle, tmp_path: Path
+) -> None:
+    """SQLite reads zeros beyond the end of its file, without a checksum: originals once came back as other bytes."""
+    kept = [
+        dataclasses.replace(item, original=bytes([n]) * 9000, keep="copy")
+        for n, item in enumerate(items(range(60)))
+    ]
+    store.upsert(kept, bundle.sha256)
+    store.close()
+    with LocalStore(tmp_path / "i", upkeep=False) as running:
+        running.upsert(items(range(100, 101)), bundle.sha256)
+        shutil.copytree(tmp_path / "i", tmp_path / "copy")  # as a process that was killed leaves it
+    with LocalStore(tmp_path / "copy", upkeep=False) as whole:
+        assert whole.original("id59") == kept[59].original and whole.count() == 61
+    shutil.rmtree(tmp_path / "copy")
+    with LocalStore(tmp_path / "i", upkeep=False) as running:
+        running.upsert(items(range(101, 102)), bundle.sha256)
+        shutil.copytree(tmp_path / "i", tmp_path / "copy")
+    record = tmp_path / "copy" / "items.sqlite"
+    os.truncate(record, record.stat().st_size // 2 // 4096 * 4096)
+    with pytest.raises(StoreError, match=r"items.sqlite was cut short"):
+        LocalStore(tmp_path / "copy")

@@ -64,6 +64,22 @@ def _altered(path: Path) -> str | None:
     return "was altered in its midst" if len(ends) and whole[ends[0] + 1 :].any() else None
 
 
+def pages(path: Path) -> set[int]:
+    """Return the numbers of the pages that a write-ahead log holds."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return set()
+    if len(content) <= _HEADER:
+        return set()
+    page = struct.unpack(">I", content[8:12])[0]
+    count = (len(content) - _HEADER) // (_FRAME + page)
+    frames = np.frombuffer(content, np.uint8, count * (_FRAME + page), _HEADER).reshape(count, -1)
+    heads = np.ascontiguousarray(frames[:, :16]).view(">u4")
+    own = (heads[:, 2:] == np.frombuffer(content, ">u4", 2, 16)).all(axis=1)
+    return set(heads[own, 0].tolist())
+
+
 def _sums(words: NDArray[np.uint32], seeds: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Return SQLite's checksums (N, 2) of rows of words (N, 2 × n), each begun with a seed (N, 2).
 

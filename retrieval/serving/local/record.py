@@ -18,7 +18,7 @@ import apsw
 import apsw.sqlite_extra
 
 from retrieval.errors import StoreError
-from retrieval.serving.local.log import altered
+from retrieval.serving.local.log import altered, pages
 from retrieval.serving.stores.contract import TooSlow, stop_at
 
 FILE = "items.sqlite"
@@ -29,6 +29,7 @@ _PATIENCE = 500  # the same, of a checkpoint with readers
 _ROW_BYTES = 200_000_000
 _SECONDS = 60.0  # for one reading, which takes milliseconds
 _CHECKPOINT = 4000  # pages
+_LOOKS, _PAUSE = 5, 0.05  # seconds
 _CACHE = -65_536  # KiB
 _IDLE = 16  # connections that wait for the next question
 
@@ -92,6 +93,7 @@ class Record:
             raise StoreError(
                 f"The index {folder} is damaged: {FILE}-wal {fault}. Restore it from a snapshot."
             )
+        self._check_length()
         self._check_schema()
 
     @staticmethod
@@ -108,6 +110,21 @@ class Record:
                     connection.execute(sql)
         finally:
             connection.close()
+
+    def _check_length(self) -> None:
+        """Refuse a file that was cut short: beyond its end SQLite reads zeros, which have no checksum."""
+        for _ in range(_LOOKS):
+            with self.reading() as connection:
+                count, size = connection.pragma("page_count"), connection.pragma("page_size")
+            there = self.path.stat().st_size // size
+            if count <= there or set(range(there + 1, count + 1)) <= pages(
+                self.path.with_name(f"{FILE}-wal")
+            ):
+                return
+            time.sleep(_PAUSE)  # another process may be moving pages from the log into the file
+        raise StoreError(
+            f"The index {self.folder} is damaged: {FILE} was cut short. Restore it from a snapshot."
+        )
 
     def _check_schema(self) -> None:
         with self.reading() as connection:
