@@ -13,7 +13,13 @@ from retrieval.cli.types import Bytes
 from retrieval.errors import DataError
 
 
-@click.command("tune")
+@click.command(
+    "tune",
+    epilog="""\b
+Example:
+  retrieval index tune photos.index --recall 0.95 --memory 2GB
+""",
+)
 @INDEX
 @click.option(
     "--recall",
@@ -62,7 +68,13 @@ def tune(path: Path, recall: float, memory: int | None, most: int, dry_run: bool
     )
 
 
-@click.command("duplicates")
+@click.command(
+    "duplicates",
+    epilog="""\b
+Example:
+  retrieval index duplicates photos.index --within 0.05
+""",
+)
 @INDEX
 @click.option("--within", required=True, type=click.FloatRange(0), help="The distance, as searches give it.")
 @WHERE
@@ -80,7 +92,13 @@ def duplicates(path: Path, within: float, where: str | None, as_json: bool) -> N
     say(f"{len(groups):,} groups; {extra:,} items would go if one of each stayed.", err=True)
 
 
-@click.command("clusters")
+@click.command(
+    "clusters",
+    epilog="""\b
+Example:
+  retrieval index clusters photos.index --count 20
+""",
+)
 @INDEX
 @click.option("--count", default=20, show_default=True, type=click.IntRange(1), help="How many.")
 @WHERE

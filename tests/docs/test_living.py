@@ -50,4 +50,4 @@ def test_living_shows_what_its_commands_print(
             "items.sqlite-wal",
             "items.sqlite-shm",
         }
-    assert names == {"index.json", "items.sqlite", "segments", "bundles"} and compared == 9
+    assert names == {"index.json", "items.sqlite", "acknowledged", "segments", "bundles"} and compared == 9
