@@ -32,8 +32,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     from retrieval.evaluation.plot import neighbours
     from retrieval.export.export_run import export_run
     from retrieval.recipe.read import read_recipe
-    from retrieval.serving.index.build import write_index
-    from retrieval.serving.index.open import open_index
+    from retrieval.serving.index.build import build_index
     from retrieval.training.trainer import train
 
     if output.exists() and not output.is_dir():
@@ -60,11 +59,9 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
     say("\n4. Indexing …")
     query_files = _write_images(run, output)
-    summary = write_index(output / "bundle", [output / "images"], output / "index", progress=False)
-    say(f"   {summary.count:,} images, back end '{summary.backend}'")
-
-    say("\n5. Searching …")
-    with open_index(output / "index") as index:
+    with build_index(output / "bundle", [output / "images"], output / "index", progress=False) as index:
+        say(f"   {len(index):,} images")
+        say("\n5. Searching …")
         found = index.search(query_files, k=NEIGHBOURS)
         figure = neighbours(index, query_files, NEIGHBOURS, labels=[file.parent.name for file in query_files])
     right = sum(

@@ -24,6 +24,7 @@ Examples:
   retrieval index create photos.index photos/ --bundle demo/bundle
   retrieval index create photos.index photos/ --model core.efficientnet_lite0
   retrieval index create items.index items.csv --bundle demo/bundle --backend hnsw --set m=48 --skip-bad
+  retrieval index create photos.index photos/ --bundle demo/bundle --frozen
 """,
 )
 @INDEX
@@ -40,6 +41,11 @@ Examples:
 )
 @click.option(
     "--whiten/--no-whiten", default=False, help="With --model: whiten its features by the photos themselves."
+)
+@click.option(
+    "--frozen",
+    is_flag=True,
+    help="Write a folder of format 1, which never changes: it can be signed with 'retrieval sign'.",
 )
 @creating
 @embedding
@@ -121,23 +127,32 @@ def _create(
     extra: tuple[str, ...],
     max_pixels: int,
     max_bytes: int,
+    frozen: bool = False,
     **given: Any,
 ) -> None:
+    if frozen and (given["keep"] != "reference" or given["keep_features"]):
+        raise click.UsageError(
+            "A frozen index keeps neither originals nor features: leave --keep and --keep-features out, or --frozen."
+        )
     quiet_threads()
     from retrieval.serving.images import Limits
-    from retrieval.serving.index.creating import create_index
     from retrieval.serving.local.structures import LEAST
 
+    given |= {
+        "options": options_of(options),
+        "plugins": extra,
+        "limits": Limits(max_pixels, max_bytes),
+    }
     try:
-        summary = create_index(
-            path,
-            bundle,
-            images,
-            options=options_of(options),
-            plugins=extra,
-            limits=Limits(max_pixels, max_bytes),
-            **given,
-        )
+        if frozen:
+            from retrieval.serving.index.build import write_index
+
+            del given["keep"], given["keep_features"]
+            summary = write_index(bundle, images, path, **given)
+        else:
+            from retrieval.serving.index.creating import create_index
+
+            summary = create_index(path, bundle, images, **given)
     except KeyboardInterrupt:
         kept = path.with_name(f"{path.name}.partial")
         if kept.exists():
@@ -145,7 +160,7 @@ def _create(
         raise
     notes = [f"back end {summary.backend}"]
     asked = given["backend"].removeprefix("core.")
-    if asked not in ("auto", summary.backend):
+    if not frozen and asked not in ("auto", summary.backend):
         notes[0] += f"; {asked} from {LEAST:,} items in a segment on"
     if summary.recall_at_10 is not None:
         notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")

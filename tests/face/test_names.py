@@ -71,7 +71,8 @@ assert_type(bundle, retrieval.Bundle)
 assert_type(retrieval.export_backbone("core.efficientnet_lite0", "bundle", whiten="photos"), retrieval.Bundle)
 assert_type(retrieval.open_bundle("bundle"), retrieval.Bundle)
 index = retrieval.build_index(bundle, "photos", Path("photos.index"))
-assert_type(index, retrieval.Index)
+opened: retrieval.Index = index
+reveal_type(index)
 assert_type(retrieval.open_index("photos.index"), retrieval.Index)
 assert_type(retrieval.names("loss"), list[str])
 assert_type(retrieval.create("loss", "pml.triplet_margin", margin=0.1), Any)
@@ -99,5 +100,5 @@ def test_a_type_checker_sees_the_types(tmp_path: Path) -> None:
     errors = [line for line in said if ": error:" in line]
     assert len(errors) == 1 and 'Module has no attribute "trian"' in errors[0], done.stdout
     revealed = [line.partition("Revealed type is ")[2] for line in said if "Revealed type" in line]
-    assert len(revealed) == 7 and "Any" not in revealed[4]
-    assert all("def (" in text for text in revealed[:6])
+    assert len(revealed) == 8 and "LivingIndex" in revealed[0] and "Any" not in revealed[5]
+    assert all("def (" in text for text in revealed[1:7])

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 from retrieval.errors import StoreError
 from retrieval.serving.filters import filter_from_json
+from retrieval.serving.index.build import build_index
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.local.store import _matching
@@ -217,6 +218,22 @@ def test_a_folder_of_format_1_takes_no_filter(index_path, served):
     answer = post(server, where={"label": "3"})
     assert answer.status_code == 400 and "format 1" in answer.json()["error"]
     assert str(index_path) not in answer.text
+
+
+def test_a_frozen_index_by_the_command_line_can_be_signed(cli, bundle_path, photos, tmp_path):
+    made = cli("index", "create", tmp_path / "f", photos, "--bundle", bundle_path, "--frozen")
+    assert made.code == 0, made.err
+    assert (tmp_path / "f" / "SHA256SUMS").is_file()
+    assert cli("sign", tmp_path / "f", "--key", tmp_path / "key", "--new-key").code == 0
+    found = cli("search", tmp_path / "f", next(photos.rglob("*.png")), "--require-signature", tmp_path / "key.pub")  # fmt: skip
+    assert found.code == 0, found.err
+    refused = cli("index", "create", tmp_path / "g", photos, "--bundle", bundle_path, "--frozen", "--keep", "copy")  # fmt: skip
+    assert refused.code == 2 and "--keep" in refused.err and not (tmp_path / "g").exists()
+    living = cli("index", "create", tmp_path / "l", photos, "--bundle", bundle_path)
+    assert living.code == 0, living.err
+    with build_index(bundle_path, [photos / "1"], tmp_path / "b", progress=False) as index:
+        assert isinstance(index, LivingIndex) and index.summary.count == len(index)
+        assert index.add([photos / "2"], progress=False).added
 
 
 def test_an_empty_index_is_ready(bundle_path, served, photos, tmp_path):

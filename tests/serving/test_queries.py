@@ -64,13 +64,13 @@ def test_a_list_may_hold_images_in_several_forms(index, paths):
 
 def test_features_are_encoded_where_the_bundle_takes_features(of_features):
     index, rows = of_features
-    assert index.search(rows[7], 3)[0].id == 7
-    assert [hits[0].id for hits in index.search(rows[4:7], 3)] == [4, 5, 6]
-    assert [hits[0].id for hits in index.search([rows[4].tolist(), rows[9]], 3)] == [4, 9]
-    vector = index.vector(7)[None]
+    assert index.search(rows[7], 3)[0].id == "x/7"
+    assert [hits[0].id for hits in index.search(rows[4:7], 3)] == ["x/4", "x/5", "x/6"]
+    assert [hits[0].id for hits in index.search([rows[4].tolist(), rows[9]], 3)] == ["x/4", "x/9"]
+    vector = index.vector("x/7")[None]
     assert index.search(Encoded(vector, vector), 3)[0] == index.search(rows[7], 3)
     with pytest.raises(DataError, match="has 12 features, not 16"):
-        index.search(index.vector(7))
+        index.search(index.vector("x/7"))
     with pytest.raises(DataError, match="takes vectors of 12 features, not images"):
         index.search("query.png")
 

@@ -1,4 +1,4 @@
-"""Build an index folder: encode, index, and put it in place whole."""
+"""Build an index: a living one, or a folder of format 1, in which nothing changes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
 from retrieval.serving.index.assembly import assemble
 from retrieval.serving.index.backends import make_backend
-from retrieval.serving.index.base import Index
 from retrieval.serving.index.built import remember
+from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.encoding import Encoding
 from retrieval.serving.index.files import SUMS, put_in_place, refuse_existing, storage_errors
 from retrieval.serving.index.journal import Journal
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.sources import collect
 from retrieval.serving.index.summary import Summary
 from retrieval.serving.manifest import sha256_of
 from retrieval.serving.progress import Progress, shown
 from retrieval.serving.sessions import Device
+from retrieval.serving.stores.contract import Keep
 
 
 @shown
@@ -48,32 +49,10 @@ def write_index(
     device: Device = "auto",
     signed_by: StrPath | None = None,
 ) -> Summary:
-    """Encode items and write an index folder, whole or not at all.
+    """Encode items and write a folder of format 1, which never changes and can be signed, whole or not at all.
 
-    An interrupted run leaves `<output>.partial`; the same call goes on from there. A failed one leaves nothing.
-
-    Args:
-        bundle: a bundle, or its folder.
-        sources: one or more files, folders, CSV manifests, or `.npz` features; see `retrieval.serving.index.sources.collect`.
-        output: the folder to write; its parent must exist.
-        backend: "auto" (by size), "flat", "hnsw", "ivf", or a plugin's `PLUGIN.name`.
-        options: the back end's parameters.
-        plugins: files or modules to load as plugins besides the installed ones.
-        variant: encode with this variant of the encoder; queries will be, too.
-        skip_bad: leave out images that cannot be used, each reported on standard error, instead of refusing all.
-        replace: put the new index in the place of one that is there.
-        batch: items that go through the encoder at once.
-        workers: threads that decode; as many as there are cores by default.
-        limits: the largest images that are decoded.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
-        device: of the encoder: "auto", "cpu" or "cuda".
-        signed_by: a public key's file; a bundle that its holder did not sign is refused.
-
-    Raises:
-        DataError: no items, or images that cannot be used: all are found, the first ten named.
-        StoreError: the output exists, another process is building it, or it cannot be written.
-        BundleError: the bundle cannot be used.
-        PluginError: the back end does not exist, or refuses its parameters.
+    An interrupted run leaves `<output>.partial`; the same call goes on from there. A failed one leaves nothing. The arguments and
+    errors are those of `build_index`; without any item it is refused.
     """
     began = time.monotonic()
     batch = at_least_one("batch", batch)
@@ -124,6 +103,8 @@ def build_index(
     options: Mapping[str, Any] | None = None,
     plugins: Sequence[str] = (),
     variant: str | None = None,
+    keep: Keep = "reference",
+    keep_features: bool = False,
     skip_bad: bool = False,
     replace: bool = False,
     batch: int = 32,
@@ -132,19 +113,23 @@ def build_index(
     progress: Progress = True,
     device: Device = "auto",
     signed_by: StrPath | None = None,
-) -> Index:
-    """Encode items, write an index folder, whole or not at all, and open it.
+) -> LivingIndex:
+    """Embed items, create a living index of them, whole or not at all, and open it.
 
     An interrupted run leaves `<output>.partial`; the same call goes on from there. A failed one leaves nothing.
 
     Args:
         bundle: a bundle, or its folder.
-        sources: one or more files, folders, CSV manifests, or `.npz` features; see `retrieval.serving.index.sources.collect`.
+        sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or `.npz` features; see `retrieval.serving.index.sources.collect`. An empty
+            list makes an empty index.
         output: the folder to write; its parent must exist.
-        backend: "auto" (by size), "flat", "hnsw", "ivf", or a plugin's `PLUGIN.name`.
+        backend: structure of large segments: "auto" (by size), "flat", "hnsw", "ivf", or a plugin's `PLUGIN.name`.
         options: the back end's parameters.
         plugins: files or modules to load as plugins besides the installed ones.
         variant: encode with this variant of the encoder; queries will be, too.
+        keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
+        keep_features: keep the backbone's features too, so that another head takes seconds (`LivingIndex.migrate`). The bundle is
+            split, or takes features.
         skip_bad: leave out images that cannot be used, each reported on standard error, instead of refusing all.
         replace: put the new index in the place of one that is there.
         batch: items that go through the encoder at once.
@@ -155,22 +140,24 @@ def build_index(
         signed_by: a public key's file; a bundle that its holder did not sign is refused.
 
     Returns:
-        The index. Its `summary` says what was done.
+        The index, to which items can be added. Its `summary` says what was done.
 
     Raises:
-        DataError: no items, or images that cannot be used: all are found, the first ten named.
+        DataError: images that cannot be used, or an id twice: all are found, the first ten named.
         StoreError: the output exists, another process is building it, or it cannot be written.
-        BundleError: the bundle cannot be used.
+        BundleError: the bundle cannot be used, or gives no features that could be kept.
         PluginError: the back end does not exist, or refuses its parameters.
     """
-    summary = write_index(
+    summary = create_index(
+        output,
         bundle,
         sources,
-        output,
         backend=backend,
         options=options,
         plugins=plugins,
         variant=variant,
+        keep=keep,
+        keep_features=keep_features,
         skip_bad=skip_bad,
         replace=replace,
         batch=batch,
@@ -180,7 +167,7 @@ def build_index(
         device=device,
         signed_by=signed_by,
     )
-    index = open_index(summary.path, device=device, plugins=plugins)
+    index = LivingIndex.open(summary.path, device=device, plugins=plugins)
     index.summary = summary
     return index
 

@@ -52,33 +52,8 @@ def create_index(
 ) -> Summary:
     """Create a living index, with what sources name in it, whole or not at all.
 
-    An interrupted run leaves `<output>.partial`; the same call goes on from there. A failed one leaves nothing.
-
-    Args:
-        output: the folder; its parent must exist.
-        bundle: a bundle, or its folder.
-        sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or `.npz` features; none makes an empty index.
-        backend: structure of large segments: "auto" (by size), "flat", "hnsw", "ivf", or a plugin's `PLUGIN.name`.
-        options: the back end's parameters.
-        plugins: files or modules to load as plugins besides the installed ones.
-        variant: embed with this variant of the encoder; queries will be, too.
-        keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
-        keep_features: keep the backbone's features too, so that another head takes seconds (`LivingIndex.migrate`). The bundle is
-            split, or takes features.
-        skip_bad: leave out images that cannot be used, each reported on standard error, instead of refusing all.
-        replace: put the new index in the place of one that is there.
-        batch: items that go through the encoder at once.
-        workers: threads that decode; as many as there are cores by default.
-        limits: the largest images that are decoded.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
-        device: of the encoder: "auto", "cpu" or "cuda".
-        signed_by: a public key's file; a bundle that its holder did not sign is refused.
-
-    Raises:
-        DataError: images that cannot be used, or an id twice: all are found, the first ten named.
-        StoreError: the output exists, another process is creating it, or it cannot be written.
-        BundleError: the bundle cannot be used, or gives no features that could be kept.
-        PluginError: the back end does not exist, or refuses its parameters.
+    An interrupted run leaves `<output>.partial`; the same call goes on from there. A failed one leaves nothing. The arguments
+    and errors are those of `retrieval.build_index`.
     """
     began = time.monotonic()
     target = Path(output).absolute()

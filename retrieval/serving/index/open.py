@@ -45,8 +45,8 @@ def open_index(
         return FrozenIndex.open(folder, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
     if signed_by is not None:
         raise StoreError(
-            f"{folder} is a living index: what is in it changes, so no signature covers it. Serve a signed index of format 1, "
-            "or leave --require-signature out."
+            f"{folder} is a living index: what is in it changes, so no signature covers it. Sign one that "
+            "'retrieval index create --frozen' made, or leave --require-signature out."
         )
     return LivingIndex.open(folder, threads=threads, device=device, plugins=plugins)
 
