@@ -263,15 +263,17 @@ def test_damage_is_said_without_a_path(living, served):
     assert process is None
 
 
-def test_damage_found_while_serving(living, served, photos):
+def test_damage_found_while_serving(bundle_path, served, tmp_path):
+    living = tmp_path / "i"
+    create_index(living, bundle_path, progress=False)
+    with LivingIndex.open(living, threads=1) as index:
+        vectors = np.random.default_rng(0).normal(size=(200, WIDTH)).astype(np.float32)
+        long = {"text": "x" * 20_000}  # pages that a search reads only where it finds the item
+        index.upsert([Item(f"id{n}", None, long, arrays={"vector": v}) for n, v in enumerate(vectors)])
     server = served(living, "--probe-seconds", "0.1")
     assert len(found(server)) == 10
     record = living / "items.sqlite"
-    content = bytearray(record.read_bytes())
-    for page in range(
-        2 * 4096, len(content) - 4096, 4096
-    ):  # all but the first pages, which the probe keeps in memory
-        content[page + 2000] ^= 0xFF
+    content = record.read_bytes().replace(b"x" * 1000, b"y" * 1000)
     with record.open("r+b") as file:
         file.write(content)
     answer = post(server, k=200)
