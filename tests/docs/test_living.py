@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-VARIES = re.compile(r"\d+\.\d+|[0-9a-f]{64}|(?<=bytes: )[\d,]+|(?<=transactions: )\d+|^…$", re.M)
-"""Times, sizes, distances and hashes; `…` stands for lines that the page leaves out."""
+VARIES = re.compile(
+    r"\d+\.\d+|\b[0-9a-f]{64}\b|\b[0-9a-f]{16}\b|(?<=bytes: )[\d,]+|(?<=transactions: )\d+|^…$", re.M
+)
+"""Times, sizes, distances, hashes and names of files; `…` stands for lines that the page leaves out."""
 
 
 def same(shown: str, printed: str) -> bool:
