@@ -67,6 +67,8 @@ class Index(ABC):
 
     path: Path
     summary: Summary | None = None
+    migrates = False
+    """Whether another bundle may be served by the time of a search, so that encoded queries must be this bundle's."""
 
     @property
     @abstractmethod
@@ -169,7 +171,7 @@ class Index(ABC):
         for attempt in range(_TRIES):
             bundle = self.bundle
             encoded, alone = encode_queries(bundle, queries)
-            query, code = _checked(bundle, encoded)
+            query, code = _checked(bundle, encoded, self.migrates)
             try:
                 hits: list[list[Hit]] = []
                 for start in range(0, len(query), _BLOCK):
@@ -185,11 +187,11 @@ class Index(ABC):
         raise AssertionError
 
 
-def _checked(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
+def _checked(bundle: Bundle, queries: Encoded | NDArray[Any], migrates: bool) -> tuple[Floats, Floats | None]:
     """Return query vectors (Q, P), and codes where the bundle rescores."""
     rescores, width = bundle.manifest.rescorer is not None, bundle.manifest.vector
     if isinstance(queries, Encoded):
-        if queries.bundle not in ("", bundle.sha256):
+        if migrates and queries.bundle not in ("", bundle.sha256):
             raise Superseded(
                 "The queries were encoded with another bundle than the one that is served. Encode them again."
             )

@@ -32,6 +32,8 @@ class Collection(Index):
         device: of the encoder.
     """
 
+    migrates = True
+
     def __init__(self, path: Path, store: Store, threads: int | None = None, device: Device = "auto") -> None:
         self.path = path
         self.store = store
