@@ -16,6 +16,7 @@ import numpy as np
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import as_filter
 from retrieval.serving.local import record, structures, upkeep, view, writer
+from retrieval.serving.local.segment import features_file
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.stores.contract import Generation, Item, widths_of
@@ -286,6 +287,7 @@ def leftovers(folder: Path, store: LocalStore) -> list[str]:
     """Return files of an index that its record does not name."""
     with store.home.record.reading() as connection:
         named = {f"{view.SEGMENTS}/{name}" for row in record.ask(connection, "select file, structure from segments") for name in writer.files_of(*row)}  # fmt: skip
+    named |= {features_file(Path(name)).as_posix() for name in named if name.endswith(".segment")}
     named |= {f"bundles/{one.bundle[:16]}/" for one in store.generations()}
     named |= {"index.json", "acknowledged", *(record.FILE + end for end in ("", "-wal", "-shm"))}
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from retrieval.errors import RetrievalError
+from retrieval.serving.files.plain import OPEN
 
 T = TypeVar("T")
 Signature = tuple[int, int, int, int]
@@ -24,7 +25,6 @@ Signature = tuple[int, int, int, int]
 _TRIES = 100  # a folder that is replaced more often while it is read is not read at all
 _PIECE = 1 << 22
 _BESIDE_DIR = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
-_OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class Unusable(Exception):
@@ -369,10 +369,10 @@ def available_memory() -> int:
 
 def _open_plain(folder: Path, name: str, handle: int | None) -> int:
     if handle is not None:
-        return os.open(name, _OPEN, dir_fd=handle)
+        return os.open(name, OPEN, dir_fd=handle)
     if folder.is_symlink() or (folder / name).is_symlink():
         raise OSError(errno.ELOOP, "a link")
-    return os.open(folder / name, _OPEN)
+    return os.open(folder / name, OPEN)
 
 
 def is_plain(name: str) -> bool:

@@ -14,7 +14,7 @@ from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.record import FILE, Record, ask
 from retrieval.serving.local.segment import Numbers, Segment
 from retrieval.serving.local.snapshot import write_snapshot
-from retrieval.serving.local.structures import Structure, sha256_of
+from retrieval.serving.local.structures import Structure, is_whole
 from retrieval.serving.progress import Meter
 
 
@@ -83,7 +83,7 @@ def _segments(
         said = Structure.parse(structure)
         for name, expected in said.files if said else ():
             path = folder / SEGMENTS / name
-            if not path.is_file() or sha256_of(path) != expected:
+            if not is_whole(path, expected):
                 rebuilt.append(
                     f"{SEGMENTS}/{name} is missing or was altered; the next writer builds it again."
                 )

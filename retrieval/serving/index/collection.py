@@ -247,11 +247,14 @@ class Collection(Index):
 
 def identity(folder: Path) -> str:
     """Return the id that an index got when it was created."""
+    from retrieval.serving.files.plain import read_plain
     from retrieval.serving.files.strict_json import parse_json
 
     path = folder / "index.json"
     try:
-        said: Mapping[str, Any] = parse_json(path.read_bytes(), path, "index", StoreError, frozenset({2}))
+        said: Mapping[str, Any] = parse_json(
+            read_plain(path, 1_000_000), path, "index", StoreError, frozenset({2})
+        )
     except OSError as fault:
         raise StoreError(f"{path} cannot be read: {fault.strerror or fault}.") from None
     return str(said["id"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from retrieval.errors import StoreError
 from retrieval.serving.files.places import StrPath
+from retrieval.serving.files.plain import read_plain
 from retrieval.serving.index.base import Index
 from retrieval.serving.index.frozen import FrozenIndex
 from retrieval.serving.index.living import LivingIndex
@@ -54,8 +55,7 @@ def open_index(
 def format_of(folder: Path) -> int | None:
     """Return the format that an `index.json` names; None where it names none."""
     try:
-        with (folder / INDEX).open("rb") as file:
-            said = json.loads(file.read(_BYTES))
+        said = json.loads(read_plain(folder / INDEX, _BYTES))
         return said.get("format") if isinstance(said, dict) else None
     except (OSError, ValueError, RecursionError):
         return None

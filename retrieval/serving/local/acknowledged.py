@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from retrieval.serving.files.plain import read_plain
+
 FILE = "acknowledged"
 _FORM = struct.Struct("<8sQI")
 _MAGIC = b"retriev1"
@@ -49,8 +51,7 @@ class Acknowledged:
 def acknowledged(folder: Path) -> int:
     """Return the number of a transaction that the record of an index must hold; 0 where that is not known."""
     try:
-        with (folder / FILE).open("rb") as file:
-            content = file.read(_FORM.size)
+        content = read_plain(folder / FILE, _FORM.size)
     except OSError:
         return 0
     if len(content) != _FORM.size:

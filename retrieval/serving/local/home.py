@@ -14,6 +14,7 @@ from typing import Any
 import apsw
 
 from retrieval.errors import StoreError
+from retrieval.serving.files.plain import read_plain
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.local.acknowledged import acknowledged
 from retrieval.serving.local.generation_table import served
@@ -132,7 +133,6 @@ class Home:
 def _content(path: Path) -> bytes:
     """Return what a small file holds, at most so much of it that it is seen to be another."""
     try:
-        with path.open("rb") as file:
-            return file.read(_BYTES)
+        return read_plain(path, _BYTES)
     except OSError as fault:
         raise StoreError(f"{path} cannot be read: {fault.strerror or fault}.") from None

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieval.serving.files.plain import read_plain
+
 _HEADER, _FRAME = 32, 24
 _MAGIC = (0x377F0682, 0x377F0683)
 _VERSION = 3_007_000
@@ -36,7 +38,7 @@ def altered(path: Path) -> str | None:
 
 def _altered(path: Path) -> str | None:
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
     except OSError:
         return None
     if len(content) <= _HEADER:
@@ -67,7 +69,7 @@ def _altered(path: Path) -> str | None:
 def pages(path: Path) -> set[int]:
     """Return the numbers of the pages that a write-ahead log holds."""
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
     except OSError:
         return set()
     if len(content) <= _HEADER:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -86,8 +87,11 @@ class Record:
         self._lent = 0
         self._closed = False
         _register()
-        if not self.path.is_file():
+        if not os.path.lexists(self.path):
             raise StoreError(f"The index {folder} is damaged: {FILE} is missing. Restore it from a snapshot.")
+        for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):  # SQLite would wait for a pipe, and follow a link
+            if os.path.lexists(path := folder / name) and not stat.S_ISREG(path.lstat().st_mode):
+                raise StoreError(f"{path} is not a regular file. Restore the index from a snapshot.")
         self._file = _file(self.path)
         if fault := altered(self.path.with_name(f"{FILE}-wal")):
             raise StoreError(

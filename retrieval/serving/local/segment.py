@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from retrieval.errors import StoreError
 from retrieval.host.files import sync, whole_file
+from retrieval.serving.files.plain import open_plain
 from retrieval.serving.local.exact import squared_norms
 from retrieval.serving.stores.contract import FEATURES, VECTOR, Floats
 
@@ -64,7 +65,7 @@ class Segment:
     def __init__(self, path: Path, expected: str) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         except FileNotFoundError:

@@ -13,6 +13,7 @@ import numpy as np
 
 from retrieval.errors import StoreError
 from retrieval.host.files import whole_file
+from retrieval.serving.files.plain import open_plain
 from retrieval.serving.index.backends import choose, short_name
 from retrieval.serving.index.contract import IndexBackend, using
 from retrieval.serving.local.compact import Compact
@@ -121,7 +122,7 @@ def load_companion(folder: Path, said: Structure, count: int, width: int) -> Com
         StoreError: it is missing or was altered.
     """
     for file, expected in said.files:
-        if not (folder / file).is_file() or sha256_of(folder / file) != expected:
+        if not is_whole(folder / file, expected):
             raise StoreError(f"{file} is missing or was altered.")
         return Compact.load(folder / file, count, width)
     return None
@@ -143,7 +144,7 @@ def load_structure(
     backends = []
     for (file, expected), (start, stop) in zip(said.files, spans, strict=True):
         path = folder / file
-        if not path.is_file() or sha256_of(path) != expected:
+        if not is_whole(path, expected):
             raise StoreError(f"{file} is missing or was altered.")
         backend = make(said.backend, said.options)
         with using(said.backend, "load"):
@@ -155,5 +156,13 @@ def load_structure(
 
 def sha256_of(path: Path) -> str:
     """Return a file's SHA-256."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_whole(path: Path, expected: str) -> bool:
+    """Whether a regular file of this SHA-256 lies there."""
+    try:
+        return sha256_of(path) == expected
+    except OSError:
+        return False

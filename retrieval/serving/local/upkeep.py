@@ -17,7 +17,7 @@ from retrieval.serving.local.home import Home
 from retrieval.serving.local.piece import SEGMENTS, positions
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.segment import Segment, write_segment
-from retrieval.serving.local.structures import Structure, build_structure, sha256_of
+from retrieval.serving.local.structures import Structure, build_structure, is_whole
 from retrieval.serving.local.view import ARRAYS, View, damaged
 from retrieval.serving.local.writer import FLUSH_BYTES, FLUSH_ROWS, Writer, file_name, files_of, remove_files
 from retrieval.serving.stores.contract import VECTOR, Floats, Generation
@@ -335,9 +335,7 @@ class Upkeep:
         key = said.text()
         if key not in self._looked:
             folder = self._home.folder / SEGMENTS
-            if any(
-                not (folder / name).is_file() or sha256_of(folder / name) != sum_ for name, sum_ in said.files
-            ):
+            if any(not is_whole(folder / name, sum_) for name, sum_ in said.files):
                 return False
             self._looked.add(key)
         return True

@@ -1,0 +1,36 @@
+"""Open a file that lies in somebody's folder: a regular one, not what a link leads to, not a pipe that would be waited for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def open_plain(path: Path) -> BufferedReader:
+    """Open a regular file for reading.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it is a link, a folder, a pipe or a device, or it cannot be read; `strerror` says which.
+    """
+    try:
+        handle = os.open(path, OPEN)
+    except OSError as fault:
+        if fault.errno in (errno.ELOOP, errno.EMLINK):  # O_NOFOLLOW met a link
+            raise OSError(errno.ELOOP, "it is a link, not a file", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_plain(path: Path, most: int = -1) -> bytes:
+    """Return what a regular file holds, at most so many bytes. Raises what `open_plain` does."""
+    with open_plain(path) as file:
+        return file.read(most)

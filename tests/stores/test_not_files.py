@@ -1,0 +1,81 @@
+"""What lies in an index's folder under a file's name, and is no file, is never waited for, followed or read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from retrieval.errors import BundleError, StoreError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.open import open_index
+from retrieval.serving.local import structures
+from retrieval.serving.local.create import create_local
+from retrieval.serving.local.store import LocalStore
+from retrieval.serving.local.structures import Wanted
+from retrieval.serving.stores.contract import Item, widths_of
+
+VECTORS = np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.parent.parent / "moved")
+
+
+KINDS: tuple[Callable[[Path], None], ...] = (pipe, device, link, Path.mkdir)
+
+
+@pytest.fixture
+def index(tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(structures, "LEAST", 1000)
+    bundle = Bundle.open(plain_bundle, threads=1)
+    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted("hnsw", {}))
+    with LocalStore(tmp_path / "i", upkeep=False) as store:
+        items = [Item(f"id{n}", arrays={"vector": vector}) for n, vector in enumerate(VECTORS)]
+        store.upsert(items, bundle.sha256)
+        store.compact()
+        for left in (tmp_path / "i").glob("items.sqlite-*"):
+            shutil.copy(left, tmp_path / left.name)
+    for name in ("items.sqlite-wal", "items.sqlite-shm"):  # as a killed process leaves them
+        if (tmp_path / name).exists():
+            (tmp_path / name).rename(tmp_path / "i" / name)
+    return tmp_path / "i"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_what_is_no_file_is_not_read(kind: Callable[[Path], None], index: Path, tmp_path: Path) -> None:
+    def answers() -> list[str]:
+        with open_index(index, threads=1) as opened:
+            assert isinstance(opened, LivingIndex)
+            query = opened.store.get(["id7"], arrays=True)["id7"].vector
+            return [hit.id for hit in opened.search(query, 5)]
+
+    before = answers()
+    names = [path.relative_to(index) for path in sorted(index.rglob("*")) if path.is_file()]
+    refused: dict[str, str] = {}
+    assert {name.suffix for name in names} >= {".json", ".sqlite", ".segment"}
+    for name in names:
+        path = index / name
+        path.rename(index.parent / "moved")
+        kind(path)
+        try:
+            assert answers() == before  # what is not needed, or is made again
+        except (BundleError, StoreError) as fault:
+            refused[name.name] = str(fault)
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        (index.parent / "moved").rename(path)
+    assert set(refused) >= {"index.json", "items.sqlite"}
+    assert all(said.endswith(".") and "\n" not in said for said in refused.values())
+    assert answers() == before
