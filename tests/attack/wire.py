@@ -24,7 +24,7 @@ class Answer:
     @property
     def error(self) -> str:
         """The sentence of an answer that is an error."""
-        return str(json.loads(self.body)["error"])
+        return str(json.loads(self.body)["detail"])
 
 
 def connect(port: int, timeout: float = 20.0, source: str = "127.0.0.1") -> socket.socket:

@@ -205,7 +205,7 @@ def documents(text: str) -> Iterator[Any]:
 def shape(value: Any) -> Any:
     """Return what a page shows of an answer whatever the numbers are: keys, types, an error's sentence."""
     if isinstance(value, dict):
-        return {k: v if k in ("error", "status") else shape(v) for k, v in value.items()}
+        return {k: v if k in ("status", "detail") else shape(v) for k, v in value.items()}
     if isinstance(value, list):
         return [shape(v) for v in value]
     return type(value).__name__

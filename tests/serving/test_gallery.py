@@ -49,7 +49,7 @@ def test_a_strangers_index_shows_no_file_of_this_machine(stranger, served, tmp_p
     server = served(stranger)
     answer = server.client.get("/v1/items/0/image")
     assert answer.status_code == 404
-    assert answer.json() == {"error": "The image of item 0 is in no folder that may be shown."}
+    assert answer.json()["detail"] == "The image of item 0 is in no folder that may be shown."
     assert image_urls(server) == {None}
     server.process.send_signal(signal.SIGTERM)
     told = server.process.communicate(timeout=20)[1]
@@ -152,7 +152,7 @@ def test_a_forged_copy_of_ones_own_index_shows_nothing_new(own, private, served,
     server = served(own)
     for id in (first, second, third):
         answer = server.client.get(f"/v1/items/{id}/image")
-        assert answer.status_code == 404 and "no folder that may be shown" in answer.json()["error"]
+        assert answer.status_code == 404 and "no folder that may be shown" in answer.json()["detail"]
     hits = server.client.post("/v1/search", json={"vector": [0.0] * 16, "k": 1000}).json()["results"]
     assert {hit["id"] for hit in hits if hit["image_url"]} == all_ - {first, second, third}
 

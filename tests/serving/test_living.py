@@ -59,7 +59,7 @@ def until(what, seconds=30.0):
 
 def not_ready(server):
     answer = server.client.get("/v1/health/ready")
-    return answer.json()["error"] if answer.status_code == 503 else None
+    return answer.json()["detail"] if answer.status_code == 503 else None
 
 
 def test_an_image_by_any_id(makers, bundle_path, served, tmp_path):
@@ -77,7 +77,7 @@ def test_an_image_by_any_id(makers, bundle_path, served, tmp_path):
         assert server.client.get("/v1/items/a/b/image/image").content == paths[0].read_bytes()
         for id in ("no such", "\0", "a", "%ff", "x" * 1001, "\N{REPLACEMENT CHARACTER}"):
             answer = server.client.get(f"/v1/items/{quote(id, safe='')}/image")
-            assert (answer.status_code, answer.json()) == (404, {"error": "There is no such item."})
+            assert (answer.status_code, answer.json()["detail"]) == (404, "There is no such item.")
         assert server.client.get("/v1/items/%FF%FE/image").status_code == 404
 
 
@@ -136,7 +136,7 @@ def test_kept_originals_are_shown_when_the_files_are_gone(makers, bundle_path, s
     assert np.array_equal(np.asarray(shown), colours)  # decoded in a process of its own, within its limits
     small = Image.open(io.BytesIO(image("thumbnail.png").content))
     assert small.format == "JPEG" and max(small.size) == 256
-    assert "no longer where" in image("reference.png").json()["error"]
+    assert "no longer where" in image("reference.png").json()["detail"]
     assert image("nothing.png").status_code == 404
     urls = {hit["id"]: hit["image_url"] for hit in found(server, k=20)}
     assert urls["nothing.png"] is None and urls["copy.png"] and urls["thumbnail.png"]
@@ -165,7 +165,7 @@ def test_a_kept_original_that_is_too_much(makers, bundle_path, served, tmp_path)
         ("long", 404, "too large to be shown"),
     ):
         answer = server.client.get(f"/v1/items/{id}/image")
-        assert (answer.status_code, says in answer.json()["error"]) == (status, True), answer.text
+        assert (answer.status_code, says in answer.json()["detail"]) == (status, True), answer.text
     assert len(found(server)) == 4
 
 
@@ -203,7 +203,7 @@ def test_filters(living, photos, served):
     ):
         answer = post(server, where=where)
         assert answer.status_code == status, (where, answer.text)
-        sentence = answer.json()["error"]
+        sentence = answer.json()["detail"]
         assert says in sentence and str(living) not in sentence, sentence
     for where in ('{"label": "3", "label": "4"}', "{", "{" * 10_000, '{"a":' * 5000, b"\xff", "label = "):
         assert form(where).status_code == 400, where
@@ -216,7 +216,7 @@ def test_filters(living, photos, served):
 def test_a_folder_of_format_1_takes_no_filter(index_path, served):
     server = served(index_path)
     answer = post(server, where={"label": "3"})
-    assert answer.status_code == 400 and "format 1" in answer.json()["error"]
+    assert answer.status_code == 400 and "format 1" in answer.json()["detail"]
     assert str(index_path) not in answer.text
 
 
@@ -278,7 +278,7 @@ def test_damage_found_while_serving(bundle_path, served, tmp_path):
         file.write(content)
     answer = post(server, k=200)
     assert answer.status_code == 503
-    assert "damaged" in answer.json()["error"] and str(living) not in answer.text
+    assert "damaged" in answer.json()["detail"] and str(living) not in answer.text
     assert not_ready(server) and str(living) not in not_ready(server)
     time.sleep(0.5)  # probes of one item succeed or fail: the search that failed is repeated
     assert not_ready(server)

@@ -97,8 +97,8 @@ def test_bad_images_get_a_sentence_and_the_server_lives(server, photos):
     ):
         answer = post(server, content)
         assert answer.status_code == status, (answer.text, says)
-        assert answer.json().keys() == {"error"}
-        assert any(word in answer.json()["error"] for word in says.split("|"))
+        assert answer.json().keys() == {"type", "title", "status", "detail", "instance"}
+        assert any(word in answer.json()["detail"] for word in says.split("|"))
         assert post(server, good).status_code == 200
 
 
@@ -142,7 +142,7 @@ def test_bad_requests_get_a_sentence(server, photos):
     ):
         answer = server.client.post(url, **request)
         assert answer.status_code == status, (request.keys(), answer.text)
-        assert any(word in answer.json()["error"] for word in says.split("|")), answer.text
+        assert any(word in answer.json()["detail"] for word in says.split("|")), answer.text
     assert server.client.get(url).status_code == 405
     for path in (
         "/nowhere",
@@ -153,7 +153,7 @@ def test_bad_requests_get_a_sentence(server, photos):
     ):
         answer = server.client.get(path)
         assert answer.status_code == 404
-        assert answer.json()["error"].endswith(".")
+        assert answer.json()["detail"].endswith(".")
     assert post(server, good).status_code == 200
 
 
@@ -191,7 +191,7 @@ def test_an_image_that_changed_or_went_is_not_given_out(makers, bundle_path, ser
     for path, says in ((paths[0], "no longer where"), (paths[1], "was changed after")):
         answer = server.client.get(urls[path.relative_to(folder).as_posix()])
         assert answer.status_code == 404
-        assert says in answer.json()["error"]
+        assert says in answer.json()["detail"]
     assert server.client.get(urls[paths[2].relative_to(folder).as_posix()]).status_code == 200
 
 
@@ -210,9 +210,10 @@ def test_features_and_rescorer(makers, served, tmp_path):
     )[1]
     assert answer["results"][1]["id"] == second[1]
     assert answer["results"][1]["distance"] == pytest.approx(second[0], rel=1e-5)
-    assert "not images" in post(server, b"x").json()["error"] or post(server, b"x").status_code == 422
+    assert "not images" in post(server, b"x").json()["detail"] or post(server, b"x").status_code == 422
     assert (
-        "64 features, not 63" in server.client.post("/v1/search", json={"vector": [1.0] * 63}).json()["error"]
+        "64 features, not 63"
+        in server.client.post("/v1/search", json={"vector": [1.0] * 63}).json()["detail"]
     )
     assert server.client.get("/v1/items/3/image").status_code == 404
 
@@ -335,4 +336,4 @@ def test_ready_means_that_a_search_was_run(index_path):
 
     before, after, live = asyncio.run(scenario())
     assert (before.status_code, after.status_code, live.status_code) == (503, 200, 200)
-    assert "has not been run" in json.loads(before.content)["error"]
+    assert "has not been run" in json.loads(before.content)["detail"]

@@ -25,6 +25,7 @@ from retrieval.serving.http.body import Body, Budget
 from retrieval.serving.http.errors import Gone, RequestError
 from retrieval.serving.http.guard import Guard
 from retrieval.serving.http.pictures import PIECE, Picture
+from retrieval.serving.http.problems import problem
 from retrieval.serving.http.readiness import Check, Readiness
 from retrieval.serving.http.searcher import Searcher, number_of
 from retrieval.serving.index.base import Hit
@@ -199,7 +200,7 @@ class _Handlers:
 
     async def ready(self, request: Request) -> Response:
         if reason := self.readiness.reason():
-            return JSONResponse({"error": reason}, 503, headers={"Retry-After": "1"})
+            return problem(request.scope, 503, reason)
         seen = self.readiness.seen
         own = {} if isinstance(self._searcher.index, FrozenIndex) else {"bundle": seen.bundle}
         return JSONResponse({"status": "ready", "items": seen.items, **own})
@@ -340,18 +341,17 @@ async def _http_error(request: Request, fault: Exception) -> Response:
         405: "This method is not possible at this address.",
     }
     sentence = sentences.get(fault.status_code, f"{fault.detail}.")
-    return JSONResponse({"error": sentence}, fault.status_code, headers=fault.headers)
+    return problem(request.scope, fault.status_code, sentence, fault.headers)
 
 
 async def _request_error(request: Request, fault: Exception) -> Response:
     assert isinstance(fault, RequestError)
     fault.__traceback__ = None  # its frames hold the body, and through the job that failed, the fault
-    headers = {"Retry-After": "1"} if fault.status == 503 else None
-    return JSONResponse({"error": str(fault)}, fault.status, headers=headers)
+    return problem(request.scope, fault.status, str(fault))
 
 
 async def _data_error(request: Request, fault: Exception) -> Response:
     """Answer for the image or vector that was sent."""
     fault.__traceback__ = None  # as above
     text = str(fault)
-    return JSONResponse({"error": text[:1].upper() + text[1:]}, 422)
+    return problem(request.scope, 422, text[:1].upper() + text[1:])

@@ -8,9 +8,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from retrieval.serving.http.errors import Gone
+from retrieval.serving.http.problems import problem, request_id
 from retrieval.serving.http.settings import Settings
 
 log = logging.getLogger("retrieval.serving.http")
@@ -46,13 +47,13 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = False
+        started, own = False, [*_HEADERS, (b"x-request-id", request_id(scope).encode())]
 
         async def with_headers(message: Any) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message = {**message, "headers": [*message.get("headers", []), *_HEADERS]}
+                message = {**message, "headers": [*message.get("headers", []), *own]}
             await send(message)
 
         refused = self._refusal(scope)
@@ -62,33 +63,35 @@ class Guard:
             pass
         except asyncio.CancelledError:  # the server's end: its grace is over
             if not started:
-                stopping = _error(503, "The server is stopping. Try again in a moment.")
+                stopping = _error(scope, 503, "The server is stopping. Try again in a moment.")
                 await stopping(scope, receive, with_headers)
         except Exception as fault:
             report(fault, self._settings.debug)
             if started:
                 return  # nothing sensible can be added to half an answer: uvicorn cuts the connection
-            await JSONResponse({"error": "The server failed on this request; its log says why."}, 500)(
-                scope, receive, with_headers
-            )
+            failed = problem(scope, 500, "The server failed on this request; its log says why.")
+            await failed(scope, receive, with_headers)
 
-    def _refusal(self, scope: Any) -> JSONResponse | None:
+    def _refusal(self, scope: Any) -> Response | None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
         if not host and scope.get("http_version") == "1.1":
-            return _error(400, "The request has no Host.")
+            return _error(scope, 400, "The request has no Host.")
         if host and not self._knows(_name(host)):
             return _error(
+                scope,
                 421,
                 "The server does not answer for this host name. Its operator can add names with --allow-host.",
             )
         port = (scope.get("server") or ("", None))[1]
         if port is not None and port == self._settings.health_port and not scope["path"].startswith(_HEALTH):
-            return _error(404, f"This port answers {_HEALTH}live and {_HEALTH}ready.")
+            return _error(scope, 404, f"This port answers {_HEALTH}live and {_HEALTH}ready.")
         if scope["query_string"] and scope["path"].startswith("/v1/"):
-            return _error(400, "The address takes no query string (?…); fields go into the request's body.")
+            return _error(
+                scope, 400, "The address takes no query string (?…); fields go into the request's body."
+            )
         if scope["method"] not in ("GET", "HEAD") and self._is_foreign(headers, host):
-            return _error(403, "The request comes from another site's page.")
+            return _error(scope, 403, "The request comes from another site's page.")
         return None
 
     def _knows(self, name: str) -> bool:
@@ -116,9 +119,8 @@ def report(fault: BaseException, debug: bool) -> None:
     log.error("%s: %s%s", type(fault).__name__, text, where, exc_info=fault if debug else None)
 
 
-def _error(status: int, sentence: str) -> JSONResponse:
-    headers = {"Connection": "close"} | ({"Retry-After": "1"} if status == 503 else {})
-    return JSONResponse({"error": sentence}, status, headers=headers)
+def _error(scope: Any, status: int, sentence: str) -> Response:
+    return problem(scope, status, sentence, {"Connection": "close"})
 
 
 def _name(host: str) -> str:

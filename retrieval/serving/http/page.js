@@ -91,7 +91,7 @@ async function ask(query) {
     }
     const answer = await response.json().catch(() => ({}));
     if (number !== asked) return;
-    if (!response.ok) throw new Error(answer.error || `The server answered with status ${response.status}.`);
+    if (!response.ok) throw new Error(answer.detail || `The server answered with status ${response.status}.`);
     byId("results").replaceChildren(...answer.results.map(card));
     const count = answer.results.length;
     show(`${count} nearest ${count === 1 ? "item" : "items"}, found in ${answer.took_ms.toFixed(1)} ms`, false);
@@ -115,7 +115,7 @@ function searchWithFile(file) {
 async function searchWithItem(hit) {
   try {
     const response = await fetch(hit.image_url);
-    if (!response.ok) throw new Error((await response.json()).error);
+    if (!response.ok) throw new Error((await response.json()).detail);
     searchWithFile(new File([await response.blob()], hit.key));
     window.scrollTo({ top: 0 });
   } catch (fault) {

@@ -7,13 +7,13 @@ nothing, and limits on their number. `tests/serving/test_protocol.py` names what
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from http import HTTPStatus
 from typing import Any
 
-from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from retrieval.serving.http.problems import MEDIA_TYPE, new_request_id, problem, request_id, said
 
 _HEADER_BYTES = 32_768
 _HEADERS = 64
@@ -272,10 +272,12 @@ class Protocol(HttpToolsProtocol):
         self.transport.close()
 
     def _say(self, status: int, sentence: str) -> None:
-        body = json.dumps({"error": sentence}).encode()
+        name = new_request_id()
+        body = said(status, sentence, name)
         head = [
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
-            "content-type: application/json",
+            f"content-type: {MEDIA_TYPE}",
+            f"x-request-id: {name}",
             f"content-length: {len(body)}",
             "x-content-type-options: nosniff",
             "connection: close",
@@ -288,9 +290,12 @@ def refuse(status: int, sentence: str) -> Any:
     """Return an application that answers with a sentence and nothing else."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        answer = JSONResponse({"error": sentence}, status, {"Retry-After": "1"} if status == 503 else None)
-        answer.headers["Connection"] = "close"
-        answer.headers["X-Content-Type-Options"] = "nosniff"
+        headers = {
+            "Connection": "close",
+            "X-Content-Type-Options": "nosniff",
+            "X-Request-Id": request_id(scope),
+        }
+        answer = problem(scope, status, sentence, headers)
         await answer(scope, receive, send)
 
     return app
