@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from retrieval.cli import say, say_json
 from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.cli.types import Bytes, Choice, Pixels
 from retrieval.errors import StoreError
@@ -98,6 +99,14 @@ def creating(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         command = option(command)
     return command
+
+
+def tell(path: Path, as_json: bool, sentence: str, **figures: Any) -> None:
+    """Print what a command did to an index: a sentence, or one JSON object, which begins with the index as it was named."""
+    if as_json:
+        say_json({"index": str(path), **figures})
+    else:
+        say(sentence)
 
 
 def opened_index(path: Path) -> LivingIndex:

@@ -11,7 +11,7 @@ import click
 
 from retrieval.cli import say
 from retrieval.cli.again import this_command
-from retrieval.cli.index_common import INDEX, creating, embedding, quiet_threads
+from retrieval.cli.index_common import INDEX, JSON, creating, embedding, quiet_threads, tell
 from retrieval.cli.types import Place
 
 _LOW_RECALL = 0.9
@@ -49,6 +49,7 @@ Examples:
 )
 @creating
 @embedding
+@JSON
 def create(
     path: Path,
     images: tuple[Path | str, ...],
@@ -113,6 +114,7 @@ def create(
 )
 @creating
 @embedding
+@JSON
 def earlier(path: Path, images: tuple[Path | str, ...], bundle: Path, **given: Any) -> None:
     """Create an index, in the form of the command that it had before: retrieval index BUNDLE IMAGES --output INDEX."""
     _create(path, images, bundle, **given)
@@ -127,6 +129,7 @@ def _create(
     extra: tuple[str, ...],
     max_pixels: int,
     max_bytes: int,
+    as_json: bool,
     frozen: bool = False,
     **given: Any,
 ) -> None:
@@ -177,8 +180,13 @@ def _create(
     for note in summary.left_out:
         say(note, err=True)
     if summary.skipped:
-        notes.append(f"{summary.skipped:,} skipped")
-    say(f"Indexed {summary.count:,} items in {summary.seconds:.1f} s ({', '.join(notes)}): {path}")
+        notes.append(f"{len(summary.skipped):,} skipped")
+    tell(
+        path,
+        as_json,
+        f"Indexed {summary.count:,} items in {summary.seconds:.1f} s ({', '.join(notes)}): {path}",
+        **{name: value for name, value in vars(summary).items() if name != "path"},
+    )
 
 
 def options_of(pairs: tuple[str, ...]) -> dict[str, Any]:

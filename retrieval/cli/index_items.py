@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.index_common import INDEX, JSON, WHERE, embedding, opened_index
+from retrieval.cli.index_common import INDEX, JSON, WHERE, embedding, opened_index, tell
 from retrieval.cli.types import Place
 from retrieval.errors import StoreError
 
@@ -53,13 +53,6 @@ def add(
 
     with opened_index(path) as opened:
         added = opened.add(list(images), sync=sync, limits=Limits(max_pixels, max_bytes), **given)
-    if as_json:
-        figures = {
-            name: getattr(added, name)
-            for name in ("added", "changed", "unchanged", "removed", "repeated", "seconds")
-        }
-        say_json({**figures, "skipped": list(added.skipped), "left_out": list(added.left_out)})
-        return
     for note in added.left_out:
         say(note, err=True)
     parts = [f"{added.added:,} added"]
@@ -68,7 +61,7 @@ def add(
             parts.append(f"{count:,} {name}")
     if added.skipped:
         parts.append(f"{len(added.skipped):,} skipped")
-    say(f"{path}: {', '.join(parts)} in {added.seconds:.1f} s.")
+    tell(path, as_json, f"{path}: {', '.join(parts)} in {added.seconds:.1f} s.", **vars(added))
 
 
 @click.command(
@@ -89,10 +82,7 @@ def delete(path: Path, ids: tuple[str, ...], where: str | None, as_json: bool) -
         raise click.UsageError("Name what to delete: either ids or --where FILTER.")
     with opened_index(path) as opened:
         count = opened.delete(ids, where=where)
-    if as_json:
-        say_json({"deleted": count})
-    else:
-        say(f"{path}: {count:,} deleted.")
+    tell(path, as_json, f"{path}: {count:,} deleted.", deleted=count)
 
 
 @click.command(
@@ -119,7 +109,7 @@ def list_items(path: Path, where: str | None, after: str | None, limit: int, as_
             after = page[-1].id
         total = opened.count(where)
     if as_json:
-        say_json({"count": total, "items": [_plain(item) for item in items]})
+        say_json({"index": str(path), "count": total, "items": [_plain(item) for item in items]})
         return
     for item in items:
         details = f"  {json.dumps(dict(item.metadata), ensure_ascii=False)}" if item.metadata else ""
@@ -146,7 +136,7 @@ def show(path: Path, id: str | None, as_json: bool) -> None:
             item = opened.get(id, arrays=True).get(id)
             if item is None:
                 raise StoreError(f"{path} has no item '{id}'.")
-            found: dict[str, Any] = _plain(item) | {"vector": item.vector.tolist()}
+            found: dict[str, Any] = _plain(item) | {"vector": item.vector.tolist() if item.arrays else None}
         else:
             stats = opened.stats()
             found = {
@@ -165,7 +155,7 @@ def show(path: Path, id: str | None, as_json: bool) -> None:
                 **stats.details,
             }
     if as_json:
-        say_json(found)
+        say_json({"index": str(path), **found})
         return
     for name, value in found.items():
         if isinstance(value, list) and name != "vector":
@@ -174,7 +164,7 @@ def show(path: Path, id: str | None, as_json: bool) -> None:
                 parts = (f"{key} {_shown(part)}" for key, part in one.items() if part is not None)
                 say(f"  {', '.join(parts)}")
         else:
-            text = f"{len(value)} numbers" if name == "vector" else value
+            text = f"{len(value)} numbers" if name == "vector" and value is not None else value
             say(f"{name}: {_shown(text)}")
 
 
@@ -191,6 +181,7 @@ def _plain(item: Item) -> dict[str, Any]:
         "label": item.label,
         "metadata": dict(item.metadata),
         "path": None if item.path is None else str(item.path),
+        "source": item.source,
         "keep": item.keep,
         "bytes": item.bytes,
         "width": item.width,

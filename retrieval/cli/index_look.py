@@ -44,6 +44,7 @@ def tune(path: Path, recall: float, memory: int | None, most: int, dry_run: bool
     if as_json:
         say_json(
             {
+                "index": str(path),
                 "vectors": tuned.count,
                 "trials": [vars(one) | {"options": dict(one.options)} for one in tuned.trials],
                 "chosen": None if tuned.chosen is None else tuned.trials.index(tuned.chosen),
@@ -84,7 +85,8 @@ def duplicates(path: Path, within: float, where: str | None, as_json: bool) -> N
     with opened_index(path) as opened:
         groups = opened.duplicates(within, where=where)
     if as_json:
-        say_json([{"ids": list(group.ids), "largest": group.largest} for group in groups])
+        found = [{"ids": list(group.ids), "largest": group.largest} for group in groups]
+        say_json({"index": str(path), "groups": found})
         return
     for group in groups:
         say(f"{len(group.ids)} items within {group.largest:.4f}: {'  '.join(group.ids)}")
@@ -108,16 +110,15 @@ def clusters(path: Path, count: int, where: str | None, as_json: bool) -> None:
     with opened_index(path) as opened:
         found = opened.clusters(count, where=where)
     if as_json:
-        say_json(
-            [
-                {
-                    "count": one.count,
-                    "typical": list(one.typical),
-                    "labels": [{"label": label, "count": number} for label, number in one.labels],
-                }
-                for one in found
-            ]
-        )
+        plain = [
+            {
+                "count": one.count,
+                "typical": list(one.typical),
+                "labels": [{"label": label, "count": number} for label, number in one.labels],
+            }
+            for one in found
+        ]
+        say_json({"index": str(path), "clusters": plain})
         return
     for one in found:
         labels = ", ".join(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.index_common import INDEX, JSON, living, opened_index, quiet_threads
+from retrieval.cli.index_common import INDEX, JSON, living, opened_index, quiet_threads, tell
 from retrieval.errors import StoreError, listed
+
+if TYPE_CHECKING:
+    from retrieval.serving.index.migrating import Migrated
 
 
 @click.command(
@@ -26,7 +30,7 @@ def check(path: Path, as_json: bool) -> None:
 
     damaged, rebuilt = check_index(path)
     if as_json:
-        say_json({"damaged": damaged, "rebuilt": rebuilt})
+        say_json({"index": str(path), "damaged": damaged, "rebuilt": rebuilt})
         if damaged:
             raise SystemExit(2)
         return
@@ -48,7 +52,8 @@ Example:
 """,
 )
 @INDEX
-def compact(path: Path) -> None:
+@JSON
+def compact(path: Path, as_json: bool) -> None:
     """Merge the segments of INDEX, drop what was deleted, and give the room back."""
     quiet_threads()
     from retrieval.serving.local.store import LocalStore
@@ -61,7 +66,13 @@ def compact(path: Path) -> None:
         before = store.stats().bytes or 0
         store.compact(lambda done, total: meter.reach(done, total, "compacting"))
         after = store.stats().bytes or 0
-    say(f"{path}: {before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now.")
+    tell(
+        path,
+        as_json,
+        f"{path}: {before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now.",
+        bytes_before=before,
+        bytes=after,
+    )
 
 
 @click.command(
@@ -78,7 +89,8 @@ Examples:
 @click.option(
     "--drop-old", is_flag=True, help="Delete generations that are not served; without BUNDLE, only that."
 )
-def migrate(path: Path, bundle: Path | None, skip_bad: bool, drop_old: bool) -> None:
+@JSON
+def migrate(path: Path, bundle: Path | None, skip_bad: bool, drop_old: bool, as_json: bool) -> None:
     """Embed the items of INDEX with another BUNDLE, then serve that. Without BUNDLE: lift a folder of format 1.
 
     An index that was created with --keep-features needs no originals where only the head is another, and takes seconds.
@@ -91,22 +103,27 @@ def migrate(path: Path, bundle: Path | None, skip_bad: bool, drop_old: bool) -> 
     from retrieval.serving.index.open import format_of
 
     if bundle is None and format_of(path) == 1:
-        say(f"{path}: {lift(path):,} items are in the living format now.")
+        count = lift(path)
+        tell(path, as_json, f"{path}: {count:,} items are in the living format now.", lifted=count)
         return
     with opened_index(path) as opened:
         if bundle is None and not drop_old:
             raise click.UsageError("Name the bundle to migrate to.")
-        if bundle is not None:
-            done = opened.migrate(bundle, skip_bad=skip_bad)
+        done = None if bundle is None else opened.migrate(bundle, skip_bad=skip_bad)
+        figures: dict[str, Any] = {}
+        sentences = []
+        if done is not None:
             for fault in done.skipped:
                 say(f"skipped: {fault}", err=True)
             kept = f", {done.from_features:,} from features that were kept" if done.from_features else ""
-            say(
+            sentences.append(
                 f"{path}: {done.embedded:,} items embedded{kept}; generation {done.generation.number} is served."
             )
+            figures = _plain(done)
         if drop_old:
-            count = opened.drop_old()
-            say(f"{path}: {count:,} older generation{'' if count == 1 else 's'} deleted.")
+            figures["dropped"] = count = opened.drop_old()
+            sentences.append(f"{path}: {count:,} older generation{'' if count == 1 else 's'} deleted.")
+    tell(path, as_json, "\n".join(sentences), **figures)
 
 
 @click.command(
@@ -117,14 +134,22 @@ Example:
 """,
 )
 @INDEX
-def rollback(path: Path) -> None:
+@JSON
+def rollback(path: Path, as_json: bool) -> None:
     """Serve the generation of INDEX that was served before the last migration; items that came since are embedded for it first."""
     quiet_threads()
     with opened_index(path) as opened:
         done = opened.rollback()
-    say(
-        f"{path}: generation {done.generation.number} is served again; {done.embedded:,} items were embedded for it."
+    tell(
+        path,
+        as_json,
+        f"{path}: generation {done.generation.number} is served again; {done.embedded:,} items were embedded for it.",
+        **_plain(done),
     )
+
+
+def _plain(done: Migrated) -> dict[str, Any]:
+    return vars(done) | {"generation": done.generation.number}
 
 
 @click.command(
@@ -136,11 +161,12 @@ Example:
 )
 @INDEX
 @click.argument("target", type=click.Path(path_type=Path))
-def snapshot(path: Path, target: Path) -> None:
+@JSON
+def snapshot(path: Path, target: Path, as_json: bool) -> None:
     """Copy one moment of INDEX to the new folder TARGET, while it is searched and written to; TARGET opens as an index."""
     with opened_index(path) as opened:
         opened.snapshot(target)
-    say(f"Wrote {target}")
+    tell(path, as_json, f"Wrote {target}", snapshot=str(target))
 
 
 @click.command(
@@ -152,9 +178,10 @@ Example:
 )
 @click.argument("source", metavar="SNAPSHOT", type=click.Path(path_type=Path))
 @INDEX
-def restore(source: Path, path: Path) -> None:
+@JSON
+def restore(source: Path, path: Path, as_json: bool) -> None:
     """Look through SNAPSHOT, and copy it to the new folder INDEX."""
     from retrieval.serving.index.checking import restore as copy
 
     copy(living(source), path)
-    say(f"Restored {path}")
+    tell(path, as_json, f"Restored {path}", snapshot=str(source))

@@ -125,9 +125,9 @@ def test_looking_through(photos, cli):
         sorted((photos / "digits" / "3").glob("*.png"))[0].read_bytes()
     )
     cli("index", "add", index, photos / "digits")
-    (group,) = json.loads(cli("index", "duplicates", index, "--within", "0", "--json").out)
+    (group,) = json.loads(cli("index", "duplicates", index, "--within", "0", "--json").out)["groups"]
     assert "3/same.png" in group["ids"] and group["largest"] == 0
-    found = json.loads(cli("index", "clusters", index, "--count", "5", "--json").out)
+    found = json.loads(cli("index", "clusters", index, "--count", "5", "--json").out)["clusters"]
     assert sum(cluster["count"] for cluster in found) == 61
     assert "nothing to tune below" in cli("index", "tune", index).err
 

@@ -124,9 +124,9 @@ def clusters(
             sample += [item.vector for item in page if chance == 1 or rng.random() < chance]
             meter.update(len(page))
         faiss = load_faiss()
+        if len(sample) < count:
+            raise DataError(f"{len(sample):,} vectors cannot make {count:,} clusters. Ask for fewer.")
         vectors = np.stack(sample)
-        if len(vectors) < count:
-            raise DataError(f"{len(vectors):,} vectors cannot make {count:,} clusters. Ask for fewer.")
         kmeans = faiss.Kmeans(
             vectors.shape[1],
             count,
@@ -156,12 +156,10 @@ def clusters(
 
 
 def pages(index: Collection, where: Filter | None = None, size: int = _PAGE) -> Iterator[list[Item]]:
-    """Give all items that match, with arrays, some at a time."""
+    """Give all items that match, with arrays, some at a time; without those that the served generation does without."""
     after = None
     while page := index.store.scan(where, after=after, limit=size):
         after = page[-1].id
-        whole = index.store.get(
-            [item.id for item in page], arrays=True
-        )  # one may have been deleted meanwhile
-        if whole:
-            yield list(whole.values())
+        whole = index.store.get([item.id for item in page], arrays=True)
+        if there := [item for item in whole.values() if item.arrays]:
+            yield there

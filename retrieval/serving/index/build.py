@@ -84,7 +84,7 @@ def write_index(
     return Summary(
         target,
         manifest.count,
-        len(found.items) - manifest.count,
+        tuple(done.fault for done in journal.done if done.fault is not None),
         found.repeated,
         resumed,
         manifest.backend.name,

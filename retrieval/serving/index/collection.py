@@ -222,12 +222,17 @@ class Collection(Index):
         """Return the stored vector (P,) of an item by its id.
 
         Raises:
-            DataError: there is no such item.
+            DataError: there is no such item, or the generation that is served does without it.
         """
         self.require_open()
         found = self.store.get([str(number)], arrays=True).get(str(number))
         if found is None:
             raise DataError(f"The index {self.path} has no item '{number}'.")
+        if not found.arrays:
+            raise DataError(
+                f"The generation that is served in {self.path} does without the item '{number}': it could not be embedded when the "
+                "index was migrated. Add it again."
+            )
         return np.array(found.vector)
 
     def changed(self) -> str | None:

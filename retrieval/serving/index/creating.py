@@ -110,7 +110,7 @@ def _filled(
         store.compact(lambda done, total: meter.reach(done, total, "indexing"))
     name, recall = store.recall()
     return Summary(
-        index.path, len(index), len(added.skipped), added.repeated, before, name, recall, 0.0, added.left_out
+        index.path, len(index), added.skipped, added.repeated, before, name, recall, 0.0, added.left_out
     )
 
 

@@ -13,7 +13,7 @@ class Summary:
     Attributes:
         path: the index.
         count: items in it.
-        skipped: images that could not be used.
+        skipped: why an image could not be used, a sentence each.
         repeated: files that were named more than once and taken once.
         left_out: a sentence on the files of folders that are not images, for each reason.
         resumed: items that an interrupted run had done already.
@@ -24,7 +24,7 @@ class Summary:
 
     path: Path
     count: int
-    skipped: int
+    skipped: tuple[str, ...]
     repeated: int
     resumed: int
     backend: str
