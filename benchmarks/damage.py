@@ -27,11 +27,11 @@ from typing import Any
 from retrieval.errors import RetrievalError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import as_filter
-from retrieval.serving.index.collection import identity
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
 from retrieval.serving.local import record
 from retrieval.serving.local.create import create_local
+from retrieval.serving.local.home import identity
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.stores.contract import widths_of

@@ -113,7 +113,11 @@ def _factory(factory: Factory, word: str, example: str) -> Iterator[str]:
         yield ""
     # what is to be filled in is not TOML yet
     language = (
-        "sh" if factory.kind == "indexes" else "text" if " = …" in re.sub("#.*", "", example) else "toml"
+        "sh"
+        if factory.kind in ("indexes", "stores")
+        else "text"
+        if " = …" in re.sub("#.*", "", example)
+        else "toml"
     )
     yield f"```{language}\n{example}\n```\n"
 

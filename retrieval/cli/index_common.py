@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.plugins import PLUGIN_OPTION
-from retrieval.cli.types import Bytes, Choice, Pixels
+from retrieval.cli.plugins import PLUGIN_OPTION, named, plugin_option
+from retrieval.cli.types import Bytes, Choice, IndexArgument, Pixels
 from retrieval.errors import StoreError
 
 if TYPE_CHECKING:
     from retrieval.serving.index.living import LivingIndex
+    from retrieval.serving.stores.address import IndexPlace
+    from retrieval.serving.stores.contract import Store
 
 _DEVICE = Choice(["auto", "cpu", "cuda"])
 _KEEP = Choice(["reference", "copy", "thumbnail", "nothing"])
 
-INDEX = click.argument("path", metavar="INDEX", type=click.Path(path_type=Path))
+PLACE = click.argument("path", metavar="INDEX", type=IndexArgument())
+_PLUGINS = "retrieval.plugins"
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 WHERE = click.option(
     "--where", metavar="FILTER", help="Only items that match: \"price < 20 and label in ('shoe', 'boot')\"."
@@ -31,6 +34,22 @@ SIGNED = click.option(
     metavar="PUBLIC_KEY",
     help="Refuse a bundle that the holder of this key did not sign (retrieval sign).",
 )
+
+
+def INDEX(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the argument INDEX, a folder or an address, and the option that brings the plugin of its store."""
+
+    def keep(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> None:
+        ctx.meta[_PLUGINS] = named(ctx, param, items)
+
+    option: Callable[..., Any] = plugin_option(keep, expose_value=False)(command)
+    return PLACE(option)
+
+
+def plugins_given() -> tuple[str, ...]:
+    """Return what the option of `INDEX` named in this call of the command line."""
+    found: tuple[str, ...] = click.get_current_context().meta.get(_PLUGINS, ())
+    return found
 
 
 def embedding(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,7 +120,7 @@ def creating(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def tell(path: Path, as_json: bool, sentence: str, **figures: Any) -> None:
+def tell(path: IndexPlace, as_json: bool, sentence: str, **figures: Any) -> None:
     """Print what a command did to an index: a sentence, or one JSON object, which begins with the index as it was named."""
     if as_json:
         say_json({"index": str(path), **figures})
@@ -109,7 +128,7 @@ def tell(path: Path, as_json: bool, sentence: str, **figures: Any) -> None:
         say(sentence)
 
 
-def opened_index(path: Path) -> LivingIndex:
+def opened_index(path: IndexPlace) -> LivingIndex:
     """Open a living index.
 
     Raises:
@@ -118,15 +137,25 @@ def opened_index(path: Path) -> LivingIndex:
     quiet_threads()
     from retrieval.serving.index.living import LivingIndex
 
-    return LivingIndex.open(living(path))
+    return LivingIndex.open(living(path), plugins=plugins_given())
 
 
-def living(path: Path) -> Path:
-    """Return the folder of a living index; see `opened_index`."""
+def opened_store(path: IndexPlace) -> Store:
+    """Open the store of a living index alone, without its bundle; see `opened_index`."""
+    quiet_threads()
+    from retrieval.serving.stores.find import store_place
+
+    return store_place(living(path), plugins_given()).open()
+
+
+def living(path: IndexPlace) -> IndexPlace:
+    """Return where a living index is; see `opened_index`."""
     from retrieval.serving.files.places import instead
     from retrieval.serving.index.open import format_of
     from retrieval.serving.local.create import FORMAT
 
+    if not isinstance(path, Path):
+        return path
     found = format_of(path)
     if found == 1:
         raise StoreError(

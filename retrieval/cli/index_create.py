@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from retrieval.cli import say
 from retrieval.cli.again import this_command
-from retrieval.cli.index_common import INDEX, JSON, creating, embedding, quiet_threads, tell
-from retrieval.cli.types import Place
+from retrieval.cli.index_common import JSON, PLACE, creating, embedding, quiet_threads, tell
+from retrieval.cli.types import IndexArgument, Place
+
+if TYPE_CHECKING:
+    from retrieval.serving.stores.address import IndexPlace
 
 _LOW_RECALL = 0.9
 
@@ -27,7 +30,7 @@ Examples:
   retrieval index create photos.index photos/ --bundle demo/bundle --frozen
 """,
 )
-@INDEX
+@PLACE
 @click.argument("images", nargs=-1, type=Place())
 @click.option(
     "--bundle",
@@ -51,14 +54,14 @@ Examples:
 @embedding
 @JSON
 def create(
-    path: Path,
+    path: IndexPlace,
     images: tuple[Path | str, ...],
     bundle: Path | None,
     model: str | None,
     whiten: bool,
     **given: Any,
 ) -> None:
-    """Create INDEX from IMAGES, with the vectors that a bundle or a pretrained model gives.
+    """Create INDEX, a folder or an address, from IMAGES, with the vectors that a bundle or a pretrained model gives.
 
     IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and 'label', 'key', and
     any others, kept as metadata), Parquet tables with a column 'path' or 'image' (likewise), or tar shards (a.jpg, a.json, a.cls
@@ -75,7 +78,9 @@ def create(
         assert bundle is not None
         _create(path, images, bundle, **given)
         return
-    made = path.absolute().with_name(f".{path.name}.bundle")
+    # beside the index, so that an interrupted run need not make it again; of an address in this folder
+    made = Path(path if isinstance(path, Path) else path.name or "index").absolute()
+    made = made.with_name(f".{made.name}.bundle")
     if not made.is_dir():
         from retrieval.export.export_backbone import export_backbone
         from retrieval.serving.index.shards import is_shard
@@ -109,19 +114,19 @@ def create(
     "-o",
     "path",
     required=True,
-    type=click.Path(path_type=Path),
+    type=IndexArgument(),
     help="Folder to write; must not exist.",
 )
 @creating
 @embedding
 @JSON
-def earlier(path: Path, images: tuple[Path | str, ...], bundle: Path, **given: Any) -> None:
+def earlier(path: IndexPlace, images: tuple[Path | str, ...], bundle: Path, **given: Any) -> None:
     """Create an index, in the form of the command that it had before: retrieval index BUNDLE IMAGES --output INDEX."""
     _create(path, images, bundle, **given)
 
 
 def _create(
-    path: Path,
+    path: IndexPlace,
     images: tuple[Path | str, ...],
     bundle: Path,
     *,
@@ -137,6 +142,8 @@ def _create(
         raise click.UsageError(
             "A frozen index keeps neither originals nor features: leave --keep and --keep-features out, or --frozen."
         )
+    if frozen and not isinstance(path, Path):
+        raise click.UsageError("A frozen index is a folder: name one, or leave --frozen out.")
     quiet_threads()
     from retrieval.serving.images import Limits
     from retrieval.serving.local.structures import LEAST
@@ -147,7 +154,7 @@ def _create(
         "limits": Limits(max_pixels, max_bytes),
     }
     try:
-        if frozen:
+        if frozen and isinstance(path, Path):
             from retrieval.serving.index.build import write_index
 
             del given["keep"], given["keep_features"]
@@ -157,6 +164,9 @@ def _create(
 
             summary = create_index(path, bundle, images, **given)
     except KeyboardInterrupt:
+        if not isinstance(path, Path):
+            say(f"What was added is in {path}. Go on with: retrieval index add {path} …", err=True)
+            raise
         kept = path.with_name(f"{path.name}.partial")
         if kept.exists():
             say(f"What was encoded is kept in {kept}. Go on with: {this_command()}", err=True)

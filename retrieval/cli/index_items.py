@@ -14,6 +14,7 @@ from retrieval.cli.types import Place
 from retrieval.errors import StoreError
 
 if TYPE_CHECKING:
+    from retrieval.serving.stores.address import IndexPlace
     from retrieval.serving.stores.contract import Item
 
 _PAGE = 1000
@@ -36,7 +37,7 @@ Examples:
 @JSON
 @embedding
 def add(
-    path: Path,
+    path: IndexPlace,
     images: tuple[Path | str, ...],
     sync: bool,
     as_json: bool,
@@ -76,7 +77,7 @@ Examples:
 @click.argument("ids", nargs=-1)
 @WHERE
 @JSON
-def delete(path: Path, ids: tuple[str, ...], where: str | None, as_json: bool) -> None:
+def delete(path: IndexPlace, ids: tuple[str, ...], where: str | None, as_json: bool) -> None:
     """Delete items of INDEX by id, or all that match a filter."""
     if bool(ids) == (where is not None):
         raise click.UsageError("Name what to delete: either ids or --where FILTER.")
@@ -97,7 +98,7 @@ Example:
 @click.option("--after", metavar="ID", help="Begin behind this id.")
 @click.option("--limit", default=100, show_default=True, type=click.IntRange(1), help="How many at most.")
 @JSON
-def list_items(path: Path, where: str | None, after: str | None, limit: int, as_json: bool) -> None:
+def list_items(path: IndexPlace, where: str | None, after: str | None, limit: int, as_json: bool) -> None:
     """List items of INDEX in the order of their ids."""
     with opened_index(path) as opened:
         items: list[Item] = []
@@ -129,7 +130,7 @@ Examples:
 @INDEX
 @click.argument("id", required=False)
 @JSON
-def show(path: Path, id: str | None, as_json: bool) -> None:
+def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
     """Show what INDEX holds, or one of its items."""
     with opened_index(path) as opened:
         if id is not None:

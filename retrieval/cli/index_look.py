@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +11,9 @@ from retrieval.cli import say, say_json
 from retrieval.cli.index_common import INDEX, JSON, WHERE, opened_index
 from retrieval.cli.types import Bytes
 from retrieval.errors import DataError
+
+if TYPE_CHECKING:
+    from retrieval.serving.stores.address import IndexPlace
 
 
 @click.command(
@@ -34,7 +37,9 @@ Example:
 )
 @click.option("--dry-run", is_flag=True, help="Measure only; leave the index as it is.")
 @JSON
-def tune(path: Path, recall: float, memory: int | None, most: int, dry_run: bool, as_json: bool) -> None:
+def tune(
+    path: IndexPlace, recall: float, memory: int | None, most: int, dry_run: bool, as_json: bool
+) -> None:
     """Measure which structure finds fastest what it must, on the vectors of INDEX itself, and take it.
 
     Flat, HNSW, inverted lists, product codes and one byte a number are built and searched with 200 held-out vectors.
@@ -80,7 +85,7 @@ Example:
 @click.option("--within", required=True, type=click.FloatRange(0), help="The distance, as searches give it.")
 @WHERE
 @JSON
-def duplicates(path: Path, within: float, where: str | None, as_json: bool) -> None:
+def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool) -> None:
     """List groups of items of INDEX within a distance of one another, directly or through others."""
     with opened_index(path) as opened:
         groups = opened.duplicates(within, where=where)
@@ -105,7 +110,7 @@ Example:
 @click.option("--count", default=20, show_default=True, type=click.IntRange(1), help="How many.")
 @WHERE
 @JSON
-def clusters(path: Path, count: int, where: str | None, as_json: bool) -> None:
+def clusters(path: IndexPlace, count: int, where: str | None, as_json: bool) -> None:
     """Group the items of INDEX by their vectors, and show what each group holds."""
     with opened_index(path) as opened:
         found = opened.clusters(count, where=where)

@@ -8,11 +8,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.index_common import INDEX, JSON, living, opened_index, quiet_threads, tell
+from retrieval.cli.index_common import (
+    INDEX,
+    JSON,
+    living,
+    opened_index,
+    opened_store,
+    plugins_given,
+    quiet_threads,
+    tell,
+)
 from retrieval.errors import StoreError, listed
 
 if TYPE_CHECKING:
     from retrieval.serving.index.migrating import Migrated
+    from retrieval.serving.stores.address import IndexPlace
 
 
 @click.command(
@@ -24,11 +34,15 @@ Example:
 )
 @INDEX
 @JSON
-def check(path: Path, as_json: bool) -> None:
-    """Compare every file of INDEX with its checksums, and all parts with each other."""
-    from retrieval.serving.index.checking import check_index
+def check(path: IndexPlace, as_json: bool) -> None:
+    """Compare every file of INDEX with its checksums, and all parts with each other; at an address: read every item and bundle."""
+    from retrieval.serving.index.checking import check_index, check_store
 
-    damaged, rebuilt = check_index(path)
+    if isinstance(path, Path):
+        damaged, rebuilt = check_index(path)
+    else:
+        with opened_store(path) as store:
+            damaged, rebuilt = check_store(store), []
     if as_json:
         say_json({"index": str(path), "damaged": damaged, "rebuilt": rebuilt})
         if damaged:
@@ -53,16 +67,11 @@ Example:
 )
 @INDEX
 @JSON
-def compact(path: Path, as_json: bool) -> None:
+def compact(path: IndexPlace, as_json: bool) -> None:
     """Merge the segments of INDEX, drop what was deleted, and give the room back."""
-    quiet_threads()
-    from retrieval.serving.local.store import LocalStore
     from retrieval.serving.progress import Meter
 
-    with (
-        LocalStore(living(path), upkeep=False) as store,
-        Meter("compacting", store.count(), "items") as meter,
-    ):
+    with opened_store(path) as store, Meter("compacting", store.count(), "items") as meter:
         before = store.stats().bytes or 0
         store.compact(lambda done, total: meter.reach(done, total, "compacting"))
         after = store.stats().bytes or 0
@@ -90,7 +99,7 @@ Examples:
     "--drop-old", is_flag=True, help="Delete generations that are not served; without BUNDLE, only that."
 )
 @JSON
-def migrate(path: Path, bundle: Path | None, skip_bad: bool, drop_old: bool, as_json: bool) -> None:
+def migrate(path: IndexPlace, bundle: Path | None, skip_bad: bool, drop_old: bool, as_json: bool) -> None:
     """Embed the items of INDEX with another BUNDLE, then serve that. Without BUNDLE: lift a folder of format 1.
 
     An index that was created with --keep-features needs no originals where only the head is another, and takes seconds.
@@ -102,7 +111,7 @@ def migrate(path: Path, bundle: Path | None, skip_bad: bool, drop_old: bool, as_
     from retrieval.serving.index.migrating import lift
     from retrieval.serving.index.open import format_of
 
-    if bundle is None and format_of(path) == 1:
+    if bundle is None and isinstance(path, Path) and format_of(path) == 1:
         count = lift(path)
         tell(path, as_json, f"{path}: {count:,} items are in the living format now.", lifted=count)
         return
@@ -135,7 +144,7 @@ Example:
 )
 @INDEX
 @JSON
-def rollback(path: Path, as_json: bool) -> None:
+def rollback(path: IndexPlace, as_json: bool) -> None:
     """Serve the generation of INDEX that was served before the last migration; items that came since are embedded for it first."""
     quiet_threads()
     with opened_index(path) as opened:
@@ -162,7 +171,7 @@ Example:
 @INDEX
 @click.argument("target", type=click.Path(path_type=Path))
 @JSON
-def snapshot(path: Path, target: Path, as_json: bool) -> None:
+def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
     """Copy one moment of INDEX to the new folder TARGET, while it is searched and written to; TARGET opens as an index."""
     with opened_index(path) as opened:
         opened.snapshot(target)
@@ -179,9 +188,12 @@ Example:
 @click.argument("source", metavar="SNAPSHOT", type=click.Path(path_type=Path))
 @INDEX
 @JSON
-def restore(source: Path, path: Path, as_json: bool) -> None:
-    """Look through SNAPSHOT, and copy it to the new folder INDEX."""
-    from retrieval.serving.index.checking import restore as copy
+def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
+    """Look through SNAPSHOT, and copy it to INDEX: a new folder, or an address where no index is."""
+    from retrieval.serving.index.restoring import restore as copy
 
-    copy(living(source), path)
-    tell(path, as_json, f"Restored {path}", snapshot=str(source))
+    living(source)
+    notes = copy(source, path, plugins=plugins_given())
+    for note in notes:
+        say(note, err=True)
+    tell(path, as_json, f"Restored {path}", snapshot=str(source), **({"left_behind": notes} if notes else {}))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,8 +14,8 @@ from retrieval.cli import say
 from retrieval.cli.types import Choice
 
 
-def _named(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> tuple[str, ...]:
-    """What the user names is theirs to run, now and wherever it is found again."""
+def named(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> tuple[str, ...]:
+    """Return plugins that an option named: what the user names is theirs to run, now and wherever it is found again."""
     if items:
         from retrieval.host.trust import name_files
 
@@ -21,14 +23,20 @@ def _named(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -
     return items
 
 
-PLUGIN_OPTION = click.option(
-    "--plugin",
-    "extra",
-    multiple=True,
-    metavar="FILE|MODULE",
-    callback=_named,
-    help="Also load this plugin file or module; repeatable.",
-)
+def plugin_option(callback: Callable[..., Any] = named, **settings: Any) -> Callable[..., Any]:
+    """Return the option that names plugins besides the installed ones."""
+    return click.option(
+        "--plugin",
+        "extra",
+        multiple=True,
+        metavar="FILE|MODULE",
+        callback=callback,
+        help="Also load this plugin file or module; repeatable.",
+        **settings,
+    )
+
+
+PLUGIN_OPTION = plugin_option()
 
 
 def _answer(ctx: click.Context, param: click.Parameter, trusted: bool) -> None:

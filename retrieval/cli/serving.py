@@ -14,11 +14,12 @@ import click
 
 from retrieval.cli import say, say_json
 from retrieval.cli.plugins import PLUGIN_OPTION
-from retrieval.cli.types import Bytes, Choice, Number, Pixels
+from retrieval.cli.types import Bytes, Choice, IndexArgument, Number, Pixels
 from retrieval.serving.http.settings import Settings
 
 if TYPE_CHECKING:
     from retrieval.serving.index.base import Hit
+    from retrieval.serving.stores.address import IndexPlace
 
 _LOW_RECALL = 0.9
 _DAY = 86_400.0  # seconds: no time-out is longer
@@ -40,7 +41,7 @@ Examples:
   retrieval search photos.index a.png b.png -k 5 --json
 """,
 )
-@click.argument("index", type=click.Path(path_type=Path))
+@click.argument("index", type=IndexArgument())
 @click.argument("queries", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("-k", default=10, show_default=True, type=click.IntRange(1), help="How many answers per query.")
 @click.option("--candidates", type=click.IntRange(1), help="How many candidates the rescorer is given.")
@@ -52,7 +53,7 @@ Examples:
 @_SIGNED
 @click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
 def search_command(
-    index: Path,
+    index: IndexPlace,
     queries: tuple[Path, ...],
     k: int,
     candidates: int | None,
@@ -62,7 +63,7 @@ def search_command(
     device: Any,
     signed_by: Path | None,
 ) -> None:
-    """Search INDEX with images (or .npz features) and print the nearest items, nearest first."""
+    """Search INDEX, a folder or an address, with images (or .npz features) and print the nearest items, nearest first."""
     _quiet_threads()
     from retrieval.serving.index.open import open_index
     from retrieval.serving.queries import encode_files
@@ -108,7 +109,7 @@ Examples:
   curl -F image=@query.png -F k=5 http://127.0.0.1:8000/v1/search
 """,
 )
-@click.argument("index", type=click.Path(path_type=Path))
+@click.argument("index", type=IndexArgument())
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option(
     "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one."
@@ -141,7 +142,7 @@ Examples:
 @_SIGNED
 @click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
 def serve_command(
-    index: Path,
+    index: IndexPlace,
     host: str,
     port: int,
     health_port: int | None,
@@ -154,7 +155,7 @@ def serve_command(
     signed_by: Path | None,
     **limits: Any,
 ) -> None:
-    """Serve INDEX over HTTP: a page to search with an image, and the same as JSON at POST /v1/search."""
+    """Serve INDEX, a folder or an address, over HTTP: a page to search with an image, and the same as JSON at POST /v1/search."""
     _quiet_threads()
     from retrieval.serving.http.server import serve
 
@@ -175,13 +176,13 @@ def _quiet_threads() -> None:
     quiet_threads()
 
 
-def _refuse_swapped(index: Path, queries: tuple[Path, ...]) -> None:
+def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:
     """Refuse an image where the index should be, when the index stands among the queries."""
     from retrieval.errors import StoreError
     from retrieval.serving.files.places import kind_of
 
     swapped = next((path for path in queries if kind_of(path) == "index"), None)
-    if swapped is not None and kind_of(index) != "index":
+    if swapped is not None and isinstance(index, Path) and kind_of(index) != "index":
         rest = [str(path) for path in (index, *queries) if path != swapped]
         raise StoreError(
             f"{index} is not an index, and {swapped} is: the index comes first. "

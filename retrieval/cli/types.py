@@ -27,6 +27,20 @@ class Place(click.Path):
         return value if is_address(value) else super().convert(value, param, ctx)
 
 
+class IndexArgument(click.Path):
+    """Where an index is: a folder, or an address such as `milvus://host:19530/photos`."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a path, or the address, read."""
+        from retrieval.serving.stores.address import Address, place_of
+
+        place = place_of(value)
+        return place if isinstance(place, Address) else super().convert(place, param, ctx)
+
+
 class Pixels(click.ParamType):  # type: ignore[type-arg]  # older click's is not generic
     """A whole number, written out or as 20M or 1.5G.
 

@@ -11,7 +11,7 @@ from retrieval.host.factory import Factory
 
 BUILT_IN = "core"
 """The plugin that passes on what the package itself offers."""
-SHORT = ("indexes", "metrics")
+SHORT = ("indexes", "metrics", "stores")
 """The kinds that the package itself offers; their short names will do: `flat` is `core.flat`."""
 
 

@@ -14,8 +14,8 @@ def names(kind: str) -> list[str]:
     """Return the names of all parts of a kind that the installed plugins make, sorted.
 
     Args:
-        kind: "loss", "miner", "backbone", "dataset", "generator", "combiner", "learner", "metric", "index", "distance",
-            "reducer" or "regularizer"; the plural will do.
+        kind: "loss", "miner", "backbone", "dataset", "generator", "combiner", "learner", "metric", "index", "store",
+            "distance", "reducer" or "regularizer"; the plural will do.
 
     Raises:
         PluginError: there is no such kind; the sentence suggests the closest.

@@ -81,7 +81,7 @@ def _one(factory: Factory, plugins: Plugins) -> str:
     return "\n".join(
         [
             *lines,
-            "On the command line" if factory.kind == "indexes" else "In a recipe",
+            "On the command line" if factory.kind in ("indexes", "stores") else "In a recipe",
             *(f"  {line}" for line in shown),
         ]
     )
@@ -108,6 +108,9 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
     if factory.kind == "indexes":
         required = "".join(f" --set {p.name}=…" for p in settable if p.required)
         return f"retrieval index BUNDLE IMAGES --output INDEX --backend {factory.name}{required}"
+    if factory.kind == "stores":
+        options = "&".join(f"{p.name}=…" for p in settable if p.required)
+        return f"retrieval index create {factory.name}://{f'PLACE?{options}' if options else 'PLACE'} IMAGES --bundle BUNDLE"
     if factory.kind not in tables:
         table, owner, place = _owner(factory.kind, plugins)
         return f'[{table}]\nname = "{owner}"\n{place} = {_inline(factory)}'

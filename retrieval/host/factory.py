@@ -35,6 +35,7 @@ KINDS = {
     "learners": "learner",
     "metrics": "metric",
     "indexes": "index",
+    "stores": "store",
     "distances": "distance",
     "reducers": "reducer",
     "regularizers": "regularizer",
@@ -63,6 +64,8 @@ GIVEN = {
     "embedding_size": "width of the codes",
     "classes": "number of training classes",
     "distance": "the recipe's combiner, when it has one",
+    "address": "where an index is, for a store",
+    "plugins": "files and modules that were named as plugins, for a store",
 }
 """What the host gives to a factory that names it."""
 

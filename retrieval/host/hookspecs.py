@@ -69,6 +69,12 @@ def retrieval_indexes() -> Factories:  # type: ignore[empty-body]
 
 
 @hookspec
+def retrieval_stores() -> Factories:  # type: ignore[empty-body]
+    """Called when an index is named by an address, such as `milvus://host:19530/photos`; for a folder no plugin but the package's own is
+    asked. Each factory's name is a scheme, and it gives a `retrieval.stores.StorePlace`."""
+
+
+@hookspec
 def retrieval_distances() -> Factories:  # type: ignore[empty-body]
     """Called when a loss's or miner's `distance` is looked up. Each factory gives a pytorch-metric-learning `BaseDistance`."""
 

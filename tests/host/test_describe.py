@@ -56,7 +56,7 @@ def pasted(factory: Factory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("factory", ALL, ids=[f"{f.kind}-{f.name}" for f in ALL])
 def test_the_snippet_of_every_factory_passes_the_check(factory: Factory) -> None:
-    if factory.kind == "indexes":
+    if factory.kind in ("indexes", "stores"):
         assert snippet(factory, PLUGINS).startswith("retrieval index ") and factory.name in snippet(
             factory, PLUGINS
         )

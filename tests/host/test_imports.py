@@ -57,6 +57,7 @@ INNER = {
     "retrieval.run.weights": {"load_weights"},
     "retrieval.serving.files.columns": {"typed"},
     "retrieval.serving.index.built_in": {"retrieval_indexes"},
+    "retrieval.serving.stores.built_in": {"retrieval_stores"},
     "retrieval.serving.image_files": {"NO_IMAGE", "find_images"},
     "retrieval.serving.images": {"Interpolation"},
     "retrieval.serving.runtime": {"quiet_threads"},

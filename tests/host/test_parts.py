@@ -7,8 +7,14 @@ from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.regularizers import LpRegularizer
 from retrieval.errors import PluginError, RecipeError
 from retrieval.host.plugins import Plugins
+from retrieval.serving.stores.address import Address
 
-GIVEN = {"embedding_size": 8, "classes": 3, "features": 5}
+GIVEN = {
+    "embedding_size": 8,
+    "classes": 3,
+    "features": 5,
+    "address": Address("shelf://here", "shelf", "here"),
+}
 
 
 def test_one_of_every_kind_is_found_checked_and_built(everything: Plugins) -> None:
@@ -23,6 +29,7 @@ def test_one_of_every_kind_is_found_checked_and_built(everything: Plugins) -> No
         ("learners", "centre", {"mode": "median"}),
         ("metrics", "best", {}),
         ("indexes", "scan", {"block": 3}),
+        ("stores", "shelf", {"timeout": 3}),
         ("distances", "euclidean", {"p": 1}),
         ("reducers", "mean", {}),
         ("regularizers", "lp", {"p": 1}),

@@ -24,6 +24,7 @@ from retrieval.serving.index.base import Index
 from retrieval.serving.index.open import open_index
 from retrieval.serving.memory import return_large_blocks
 from retrieval.serving.sessions import Device
+from retrieval.serving.stores.address import Address
 
 if TYPE_CHECKING:
     from retrieval.serving.http.protocol import Connections
@@ -67,7 +68,7 @@ class Serving:
 
 
 def serve(
-    index: StrPath | Index,
+    index: StrPath | Address | Index,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -82,11 +83,11 @@ def serve(
     In a notebook, whose event loop runs already, the server runs beside it, and this returns at once.
 
     Args:
-        index: an opened index, or its folder.
+        index: an opened index, or its folder or address.
         host: the address to listen on.
         port: 0 takes a free one, which is printed.
         settings: limits; a search at a time for each core by default.
-        plugins: files or modules of a third-party back end.
+        plugins: files or modules of a third-party back end or store.
         device: of the encoder.
         signed_by: a public key's file; an index that its holder did not sign is refused.
         wait: whether to return only when the server has ended; None: unless an event loop runs.

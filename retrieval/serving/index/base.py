@@ -21,6 +21,7 @@ from retrieval.serving.index.items import Item as StoredItem
 from retrieval.serving.index.summary import Summary
 from retrieval.serving.merging import merged, of_products
 from retrieval.serving.queries import encode_queries
+from retrieval.serving.stores.address import IndexPlace
 from retrieval.serving.stores.contract import Superseded
 
 Distances = NDArray[np.float64]
@@ -61,11 +62,11 @@ class Index(ABC):
     """An opened index. Searching is safe in threads.
 
     Attributes:
-        path: the folder.
+        path: the folder, or the address.
         summary: what building it did, where `retrieval.build_index` gave it; else None.
     """
 
-    path: Path
+    path: IndexPlace
     summary: Summary | None = None
     migrates = False
     """Whether another bundle may be served by the time of a search, so that encoded queries must be this bundle's."""

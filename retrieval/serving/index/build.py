@@ -27,6 +27,7 @@ from retrieval.serving.index.summary import Summary
 from retrieval.serving.manifest import sha256_of
 from retrieval.serving.progress import Progress, shown
 from retrieval.serving.sessions import Device
+from retrieval.serving.stores.address import Address
 from retrieval.serving.stores.contract import Keep
 
 
@@ -97,7 +98,7 @@ def write_index(
 def build_index(
     bundle: StrPath | Bundle,
     sources: StrPath | Sequence[StrPath],
-    output: StrPath,
+    output: StrPath | Address,
     *,
     backend: str = "auto",
     options: Mapping[str, Any] | None = None,
@@ -116,13 +117,14 @@ def build_index(
 ) -> LivingIndex:
     """Embed items, create a living index of them, whole or not at all, and open it.
 
-    An interrupted run leaves `<output>.partial`; the same call goes on from there. A failed one leaves nothing.
+    An interrupted run leaves `<output>.partial`; the same call goes on from there. At an address it leaves the index with what was added
+    until then, and `LivingIndex.add` goes on. A failed run leaves nothing.
 
     Args:
         bundle: a bundle, or its folder.
         sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or `.npz` features; see `retrieval.serving.index.sources.collect`. An empty
             list makes an empty index.
-        output: the folder to write; its parent must exist.
+        output: the folder to write, whose parent must exist; or the address of a store that a plugin brings, as text.
         backend: structure of large segments: "auto" (by size), "flat", "hnsw", "ivf", or a plugin's `PLUGIN.name`.
         options: the back end's parameters.
         plugins: files or modules to load as plugins besides the installed ones.
@@ -131,7 +133,7 @@ def build_index(
         keep_features: keep the backbone's features too, so that another head takes seconds (`LivingIndex.migrate`). The bundle is
             split, or takes features.
         skip_bad: leave out images that cannot be used, each reported on standard error, instead of refusing all.
-        replace: put the new index in the place of one that is there.
+        replace: put the new index in the place of one that is there; at an address that is deleted first.
         batch: items that go through the encoder at once.
         workers: threads that decode; as many as there are cores by default.
         limits: the largest images that are decoded.

@@ -1,4 +1,4 @@
-"""Look through a whole living index: every page, every segment, every structure, every bundle."""
+"""Look through a whole living index: every page, every segment, every structure, every bundle; elsewhere every item."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 import apsw
 import numpy as np
 
-from retrieval.errors import RetrievalError, StoreError, listed
+from retrieval.errors import RetrievalError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.local.generation_table import BUNDLES, all_of
 from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.record import FILE, Record, ask
 from retrieval.serving.local.segment import Numbers, Segment
-from retrieval.serving.local.snapshot import write_snapshot
 from retrieval.serving.local.structures import Structure, is_whole
 from retrieval.serving.progress import Meter
+from retrieval.serving.stores.contract import Generation, Item, Store
 
 
 def check_index(folder: Path) -> tuple[list[str], list[str]]:
@@ -99,17 +99,46 @@ def _bundle(folder: Path, sha256: str, variant: str | None, damaged: list[str]) 
         damaged.append(str(fault))
 
 
-def restore(snapshot: Path, target: Path) -> None:
-    """Copy a snapshot to a new place, after looking through it.
+def check_store(store: Store) -> list[str]:
+    """Read everything that a store holds, wherever it lies; return what is damaged, a sentence each.
 
-    Raises:
-        StoreError: the snapshot is damaged, there is something at the place already, or the disk refuses.
+    Each bundle is compared with its generation, and every item is read with its arrays. What was written meanwhile is no damage.
     """
-    damaged, _ = check_index(snapshot)
-    if damaged:
-        raise StoreError(listed(f"The snapshot {snapshot} is damaged", damaged))
-    record = Record(snapshot)
-    try:
-        write_snapshot(record, snapshot, target)
-    finally:
-        record.close()
+    damaged: list[str] = []
+    for generation in store.generations():
+        try:
+            if (
+                Bundle.open(store.bundle(generation), variant=generation.variant, device="cpu").sha256
+                != generation.bundle
+            ):
+                damaged.append(
+                    f"The bundle of generation {generation.number} is another than the one that embedded its items."
+                )
+        except RetrievalError as fault:
+            damaged.append(str(fault))
+    (served,) = (one for one in store.generations() if one.state == "served")
+    before, read = store.count(), 0
+    after: str | None = None
+    with Meter("checking", before, "items") as meter:
+        while page := store.scan(after=after):
+            after = page[-1].id
+            items = store.get([item.id for item in page], arrays=True)
+            damaged += [
+                f"The item '{item.id}' has arrays that are none of its generation."
+                for item in items.values()
+                if item.arrays and not _fits(item, served)
+            ]
+            read += len(page)
+            meter.update(len(page))
+    if read != before and store.count() == before:
+        damaged.append(f"{before:,} items are counted, and {read:,} are found.")
+    return damaged
+
+
+def _fits(item: Item, generation: Generation) -> bool:
+    return all(
+        name in item.arrays
+        and item.arrays[name].shape == (width,)
+        and bool(np.isfinite(item.arrays[name]).all())
+        for name, width in generation.widths.items()
+    )

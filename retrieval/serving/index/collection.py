@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -17,16 +17,17 @@ from retrieval.serving.index.base import Hit, Index, Where, candidates_of, measu
 from retrieval.serving.index.contract import Floats
 from retrieval.serving.index.items import Item as Listed
 from retrieval.serving.index.seals import Seals
-from retrieval.serving.local.store import LocalStore
 from retrieval.serving.sessions import Device
+from retrieval.serving.stores.address import Address, IndexPlace, place_of
 from retrieval.serving.stores.contract import Generation, Item, Stats, Store, Superseded
+from retrieval.serving.stores.find import store_place
 
 
 class Collection(Index):
     """Items in a store, searched with the bundle of the generation that is served.
 
     Args:
-        path: the folder.
+        path: the folder or address.
         store: what keeps its items.
         threads: of one call of the encoder.
         device: of the encoder.
@@ -34,30 +35,32 @@ class Collection(Index):
 
     migrates = True
 
-    def __init__(self, path: Path, store: Store, threads: int | None = None, device: Device = "auto") -> None:
+    def __init__(
+        self, path: IndexPlace, store: Store, threads: int | None = None, device: Device = "auto"
+    ) -> None:
         self.path = path
         self.store = store
         self._threads, self._device = threads, device
         self._lock = threading.Lock()
         self._closed = False
         self._opened: tuple[Generation, Bundle] | None = None
-        self._id = identity(path)
+        self._id = store.identity()
         self.follow()
 
     @classmethod
     def open(
         cls,
-        path: StrPath,
+        path: StrPath | Address,
         *,
         threads: int | None = None,
         device: Device = "auto",
         plugins: Iterable[str] = (),
     ) -> Self:
-        """Open an index folder; see `retrieval.open_index`."""
-        folder = Path(path)
-        store = LocalStore(folder, plugins=list(plugins))
+        """Open a folder or an address; see `retrieval.open_index`."""
+        place = place_of(path)
+        store = store_place(place, plugins).open()
         try:
-            return cls(folder, store, threads, device)
+            return cls(place, store, threads, device)
         except BaseException:
             store.close()
             raise
@@ -248,18 +251,3 @@ class Collection(Index):
         """Close the store."""
         self._closed = True
         self.store.close()
-
-
-def identity(folder: Path) -> str:
-    """Return the id that an index got when it was created."""
-    from retrieval.serving.files.plain import read_plain
-    from retrieval.serving.files.strict_json import parse_json
-
-    path = folder / "index.json"
-    try:
-        said: Mapping[str, Any] = parse_json(
-            read_plain(path, 1_000_000), path, "index", StoreError, frozenset({2})
-        )
-    except OSError as fault:
-        raise StoreError(f"{path} cannot be read: {fault.strerror or fault}.") from None
-    return str(said["id"])

@@ -27,11 +27,14 @@ from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.sessions import Device
+from retrieval.serving.stores.address import Address, place_of
 from retrieval.serving.stores.contract import Keep, widths_of
+from retrieval.serving.stores.find import store_place
+from retrieval.serving.stores.place import StorePlace
 
 
 def create_index(
-    output: StrPath,
+    output: StrPath | Address,
     bundle: StrPath | Bundle,
     sources: StrPath | Sequence[StrPath] = (),
     *,
@@ -52,13 +55,22 @@ def create_index(
 ) -> Summary:
     """Create a living index, with what sources name in it, whole or not at all.
 
-    An interrupted run leaves `<output>.partial`; the same call goes on from there. A failed one leaves nothing. The arguments
-    and errors are those of `retrieval.build_index`.
+    An interrupted run leaves `<output>.partial`, and the same call goes on from there; at an address it leaves the index with what was
+    added, and adding goes on. A failed one leaves nothing. The arguments and errors are those of `retrieval.build_index`.
     """
     began = time.monotonic()
-    target = Path(output).absolute()
-    refuse_existing(target, replace)
-    wanted = _wanted(backend, options, plugins)
+    place = place_of(output)
+    if isinstance(place, Address):
+        at = _free(place, replace, plugins)
+        if backend != "auto" or options:
+            raise DataError(
+                f"A back end and its parameters are of folders. What the store of {place} can be told stands in its address; 'retrieval "
+                "plugins show' names it."
+            )
+    else:
+        target = place.absolute()
+        refuse_existing(target, replace)
+        wanted = _wanted(backend, options, plugins)
     opened = (
         bundle
         if isinstance(bundle, Bundle)
@@ -71,6 +83,10 @@ def create_index(
         "workers": workers,
         "limits": limits,
     }
+    if isinstance(place, Address):
+        with showing(progress):
+            summary = _at(at, opened, widths, sources, keep, adding, device)
+        return dataclasses.replace(summary, seconds=time.monotonic() - began)
     with showing(progress), hold(target, "building this index", StoreError):
         refuse_existing(target, replace)  # again: who held it until now may have made it
         partial = target.with_name(f"{target.name}.partial")
@@ -93,6 +109,47 @@ def _wanted(backend: str, options: Mapping[str, Any] | None, plugins: Sequence[s
     if options:
         raise DataError("Parameters of a back end need its name: pass --backend with --set.")
     return Wanted("auto", {})
+
+
+def _free(place: Address, replace: bool, plugins: Sequence[str]) -> StorePlace:
+    """Return an address at which there is no index, or one that may be deleted."""
+    at = store_place(place, plugins)
+    if not replace and at.exists():
+        raise StoreError(
+            f"{place} exists already. Add to it with 'retrieval index add', choose another name, or pass --replace (in Python "
+            "replace=True), which deletes it first."
+        )
+    return at
+
+
+def _at(
+    at: StorePlace,
+    bundle: Bundle,
+    widths: Mapping[str, int],
+    sources: StrPath | Sequence[StrPath],
+    keep: Keep,
+    adding: Mapping[str, Any],
+    device: Device,
+) -> Summary:
+    """Create an index at an address, and add what sources name; where that fails, nothing is left."""
+    named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
+    at.drop()
+    store = at.create(bundle, widths)
+    try:
+        try:
+            index = Collection(at.address, store, device=device)
+        except BaseException:
+            store.close()
+            raise
+        with index:
+            added = add_sources(index, named, keep=keep, whole=True, **adding) if named else Added()
+            count = len(index)
+    except Exception:
+        at.drop()
+        raise
+    return Summary(
+        at.address, count, added.skipped, added.repeated, 0, at.address.scheme, None, 0.0, added.left_out
+    )
 
 
 def _filled(

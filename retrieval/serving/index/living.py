@@ -14,8 +14,7 @@ from retrieval.serving.index.alike import Alike, Cluster, clusters, duplicates
 from retrieval.serving.index.base import Where
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.migrating import Migrated, migrate, rollback
-from retrieval.serving.index.tuning import Tuned, tune, wanted_of
-from retrieval.serving.local.store import LocalStore
+from retrieval.serving.index.tuning import Tuned, tune
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.stores.contract import Keep
 
@@ -142,14 +141,17 @@ class LivingIndex(Collection):
             StoreError: the store chooses structures itself, or the index cannot be written to.
         """
         store = self.store
-        if not isinstance(store, LocalStore):
+        if not store.structures:
             raise StoreError(
-                f"The store of {self.path} chooses its structures itself; only a local index is tuned."
+                f"The store of {self.path} chooses by itself how it searches: there is nothing to tune."
             )
         with showing(progress):
-            tuned = tune(self, store.home.make, recall=recall, memory=memory, most=most)
+            tuned = tune(self, recall=recall, memory=memory, most=most)
             if apply and tuned.chosen is not None:
-                store.restructure(wanted_of(tuned.chosen))
                 with Meter("indexing", len(self), "items") as meter:
-                    store.compact(lambda done, total: meter.reach(done, total, "indexing"))
+                    store.take_structure(
+                        tuned.chosen.backend,
+                        tuned.chosen.options,
+                        lambda done, total: meter.reach(done, total, "indexing"),
+                    )
         return tuned

@@ -23,12 +23,13 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits, decode
 from retrieval.serving.index.adding import originals
 from retrieval.serving.index.built import built_here
-from retrieval.serving.index.collection import Collection, identity
+from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.frozen import FrozenIndex
 from retrieval.serving.index.heads import applies, behind, features_of, gives_features
 from retrieval.serving.index.origins import Origin
 from retrieval.serving.index.seals import Seals
 from retrieval.serving.local.create import create_local
+from retrieval.serving.local.home import identity
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.progress import Meter, Progress, showing

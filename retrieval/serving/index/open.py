@@ -1,4 +1,4 @@
-"""Open an index, of whichever format its folder is."""
+"""Open an index, of whichever format its folder is, or at whichever address."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.manifest import INDEX
 from retrieval.serving.local.create import FORMAT
 from retrieval.serving.sessions import Device
+from retrieval.serving.stores.address import Address, place_of
 
 _BYTES = 1_000_000
 
 
 def open_index(
-    path: StrPath,
+    path: StrPath | Address,
     *,
     threads: int | None = None,
     device: Device = "auto",
     plugins: Iterable[str] = (),
     signed_by: StrPath | None = None,
 ) -> Index:
-    """Open an index: a living one, or a folder of format 1, every file of which is compared with its SHA-256.
+    """Open an index: a living one in a folder or at an address, or a folder of format 1, every file of which is compared with its SHA-256.
 
     Args:
-        path: the folder.
+        path: the folder; or the address of a store that a plugin brings, such as `milvus://host:19530/photos`, as text.
         threads: of one call of the encoder; None leaves it to ONNX Runtime.
         device: of the encoder: "auto", "cpu" or "cuda".
-        plugins: files or modules of a third-party back end that is not installed.
+        plugins: files or modules of a third-party back end or store that is not installed.
         signed_by: a public key's file; an index that its holder did not sign is refused.
 
     Raises:
         StoreError: missing, altered, of another format.
         BundleError: its bundle cannot be used.
-        PluginError: its back end's plugin is not there.
+        PluginError: the plugin of its back end, or of its store, is not there.
     """
-    folder = Path(path)
-    if format_of(folder) != FORMAT:
+    folder = place_of(path)
+    if isinstance(folder, Path) and format_of(folder) != FORMAT:
         return FrozenIndex.open(folder, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
     if signed_by is not None:
         raise StoreError(

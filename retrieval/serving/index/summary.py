@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+
+from retrieval.serving.stores.address import IndexPlace
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,12 @@ class Summary:
         repeated: files that were named more than once and taken once.
         left_out: a sentence on the files of folders that are not images, for each reason.
         resumed: items that an interrupted run had done already.
-        backend: the back end's name, chosen or given.
+        backend: the back end's name, chosen or given; at an address the store's.
         recall_at_10: of an approximate back end, else None.
         seconds: how long it took.
     """
 
-    path: Path
+    path: IndexPlace
     count: int
     skipped: tuple[str, ...]
     repeated: int

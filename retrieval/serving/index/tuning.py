@@ -13,11 +13,11 @@ import numpy as np
 
 from retrieval.errors import DataError
 from retrieval.serving.index.alike import pages
+from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.contract import Floats, IndexBackend, Rows, checked_search
 from retrieval.serving.local.compact import build as build_compact
 from retrieval.serving.local.exact import nearest
-from retrieval.serving.local.structures import Wanted
 from retrieval.serving.progress import Meter
 from retrieval.serving.runtime import load_faiss
 
@@ -25,8 +25,6 @@ _QUERIES = 200
 _LEAST = 1000
 _K = 10
 _ROUNDS = 3
-
-Make = Callable[[str, Mapping[str, Any]], IndexBackend]
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,7 @@ class Tuned:
     count: int
 
 
-def tune(
-    index: Collection, make: Make, *, recall: float = 0.95, memory: int | None = None, most: int = 200_000
-) -> Tuned:
+def tune(index: Collection, *, recall: float = 0.95, memory: int | None = None, most: int = 200_000) -> Tuned:
     """Measure structures on an index's own vectors; see `LivingIndex.tune`."""
     if not 0 < recall <= 1:
         raise DataError(f"Recall is a share above 0 and at most 1, not {recall}.")
@@ -84,10 +80,10 @@ def tune(
     queries, held = vectors[order[:_QUERIES]], np.ascontiguousarray(vectors[order[_QUERIES:]])
     _, exact = nearest(queries, held, _K)
     trials = []
-    todo = list(_grid(len(held), held.shape[1]))
+    todo = [one for one in _grid(len(held), held.shape[1]) if one[0] in index.store.structures]
     with Meter("measuring", sum(len(points) for *_, points in todo), "structures") as meter:
         for name, options, points in todo:
-            for trial in _tried(name, options, points, held, queries, exact, make, total):
+            for trial in _tried(name, options, points, held, queries, exact, total):
                 trials.append(trial)
                 meter.update()
     good = [
@@ -96,11 +92,6 @@ def tune(
         if one.recall >= recall and (memory is None or one.bytes + 4 * total * held.shape[1] <= memory)
     ]
     return Tuned(tuple(trials), min(good, key=lambda one: one.milliseconds, default=None), len(held))
-
-
-def wanted_of(trial: Trial) -> Wanted:
-    """Return the structure of a trial, as an index keeps it."""
-    return Wanted(trial.backend, dict(trial.options))
 
 
 def _sample(index: Collection, most: int) -> tuple[Floats, int]:
@@ -138,7 +129,6 @@ def _tried(
     vectors: Floats,
     queries: Floats,
     exact: Rows,
-    make: Make,
     total: int,
 ) -> Iterator[Trial]:
     """Build one structure, and measure it with each of the parameters of its search."""
@@ -150,7 +140,7 @@ def _tried(
         spent = _spent(lambda query: nearest(query, vectors, _K + 8, compact=compact), queries)
         yield Trial(name, {}, 1.0, spent, size * total // len(vectors), seconds)
         return
-    built = make(name, options)
+    built = make_backend(name, options)
     built.build(vectors, lambda count: None)
     seconds = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as folder:

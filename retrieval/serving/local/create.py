@@ -32,6 +32,7 @@ def create_local(
     structure: Wanted | None = None,
     keep: Keep = "reference",
     replace: bool = False,
+    identity: str | None = None,
 ) -> None:
     """Write an empty index.
 
@@ -42,6 +43,7 @@ def create_local(
         structure: which structure its segments are to have.
         keep: what it keeps of originals, unless an item says otherwise.
         replace: see `folder`.
+        identity: its id; a new one by default.
 
     Raises:
         StoreError: there is something already, or the disk refuses.
@@ -56,7 +58,12 @@ def create_local(
             (fresh / BUNDLES).mkdir()
             keep_bundle(bundle, fresh)
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            named = {"retrieval": "index", "format": FORMAT, "id": str(uuid.uuid4()), "created": now}
+            named = {
+                "retrieval": "index",
+                "format": FORMAT,
+                "id": identity or str(uuid.uuid4()),
+                "created": now,
+            }
             text = json.dumps(named, indent=2) + "\n"
             (fresh / INDEX).write_bytes(text.encode())
             Record.create(fresh)

@@ -15,6 +15,7 @@ import apsw
 
 from retrieval.errors import StoreError
 from retrieval.serving.files.plain import read_plain
+from retrieval.serving.files.strict_json import parse_json
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.local.acknowledged import acknowledged
 from retrieval.serving.local.generation_table import served
@@ -128,6 +129,17 @@ class Home:
         self.view = None
         self._written.clear()
         self.record.close()
+
+
+def identity(folder: Path) -> str:
+    """Return the id that an index got when it was created.
+
+    Raises:
+        StoreError: its `index.json` is missing or altered.
+    """
+    path = folder / INDEX
+    said: Mapping[str, Any] = parse_json(_content(path), path, "index", StoreError, frozenset({2}))
+    return str(said["id"])
 
 
 def _content(path: Path) -> bytes:

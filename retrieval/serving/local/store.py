@@ -19,7 +19,7 @@ from retrieval.serving.local.conditions import condition_of, refuse_unknown
 from retrieval.serving.local.derive import derive
 from retrieval.serving.local.generation_table import BUNDLES, all_of
 from retrieval.serving.local.generations import Generations, gone
-from retrieval.serving.local.home import Home
+from retrieval.serving.local.home import Home, identity
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.rows import COLUMNS, from_row, usable
 from retrieval.serving.local.segment import Numbers
@@ -240,6 +240,23 @@ class LocalStore(Store):
         self._generations.drop(generation)
 
     # The whole
+
+    def identity(self) -> str:
+        """Return the index's id; see `Store`."""
+        self.home.record.require_open()
+        return identity(self.folder)
+
+    structures = ("flat", "sq8", "hnsw", "ivf", "ivfpq")
+
+    def take_structure(
+        self,
+        backend: str,
+        options: Mapping[str, Any],
+        report: Callable[[int, int], object] = lambda done, total: None,
+    ) -> None:
+        """Search with another structure; see `Store`."""
+        self.restructure(Wanted(backend, dict(options)))
+        self.compact(report)
 
     def snapshot(self, target: Path) -> None:
         """Write a copy of one moment; see `Store`."""

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -236,7 +236,10 @@ class Store(ABC):
 
     @abstractmethod
     def bundle(self, generation: Generation) -> Path:
-        """Return the folder of a generation's bundle.
+        """Return a folder of this machine that holds a generation's bundle.
+
+        The store keeps the bundle's files, as it keeps items: who opens the index needs nothing besides. One that lies elsewhere fetches
+        them into the user's cache (`retrieval.stores.kept_bundle`).
 
         Raises:
             StoreError: the generation was dropped.
@@ -304,8 +307,46 @@ class Store(ABC):
     # The whole
 
     @abstractmethod
+    def identity(self) -> str:
+        """Return what tells this index from every other: a text that it got when it was created, and keeps. A snapshot has the same."""
+
+    def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
+        """Give back the room of what was deleted, and put in order what speeds searches up.
+
+        Args:
+            report: is told how many items are done, of how many.
+
+        Raises:
+            StoreError: the store does so by itself, which is this default; or it cannot be written to.
+        """
+        raise StoreError("This store gives back room by itself: there is nothing to compact.")
+
+    structures: ClassVar[tuple[str, ...]] = ()
+    """Back ends, by the names of the built-in ones, that a store can be told to search with; none where it chooses by itself."""
+
+    def take_structure(
+        self,
+        backend: str,
+        options: Mapping[str, Any],
+        report: Callable[[int, int], object] = lambda done, total: None,
+    ) -> None:
+        """Search with another structure from now on.
+
+        Args:
+            backend: one of `structures`.
+            options: its parameters, as the built-in back end of that name takes them.
+            report: is told how many items are done, of how many.
+
+        Raises:
+            StoreError: the store chooses by itself, which is this default; or it cannot be written to.
+        """
+        raise StoreError("This store chooses by itself how it searches: there is nothing to tune.")
+
+    @abstractmethod
     def snapshot(self, target: Path) -> None:
-        """Write a copy of one moment to a new folder, while searches and writes go on; it opens as an index.
+        """Write a copy of one moment to a new folder, while searches and writes go on; it opens as an index of the local store.
+
+        The served generation is in it, whole; others may be.
 
         Raises:
             StoreError: there is something already, or the disk refuses.

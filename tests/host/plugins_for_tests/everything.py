@@ -27,6 +27,8 @@ from retrieval import (
     traits,
 )
 from retrieval.host.hookspecs import Factories
+from retrieval.serving.local.place import LocalPlace
+from retrieval.serving.stores.address import Address
 from torch import Tensor, nn
 
 Loss = Annotated[nn.Module, Part("losses")]
@@ -259,6 +261,19 @@ class Scan(IndexBackend):
         self.vectors = np.frombuffer(path.read_bytes(), dtype=np.float32)
 
 
+class Shelf(LocalPlace):
+    """A folder, as a store of its own.
+
+    Args:
+        address: `shelf:///data/items`.
+        timeout: of nothing.
+    """
+
+    def __init__(self, address: Address, timeout: int = 1) -> None:
+        super().__init__(address)
+        self.timeout = timeout
+
+
 @hookimpl
 def retrieval_backbones() -> Factories:
     return {"same": Same}
@@ -302,6 +317,11 @@ def retrieval_metrics() -> Factories:
 @hookimpl
 def retrieval_indexes() -> Factories:
     return {"scan": Scan}
+
+
+@hookimpl
+def retrieval_stores() -> Factories:
+    return {"shelf": Shelf}
 
 
 @hookimpl

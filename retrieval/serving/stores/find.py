@@ -1,0 +1,104 @@
+"""Which store an address names: a built-in one, or a plugin's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+
+from retrieval.errors import PluginError, RecipeError, StoreError, did_you_mean
+from retrieval.host.built_in import BUILT_IN, own_factories
+from retrieval.host.factory import Factory
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.stores import built_in
+from retrieval.serving.stores.address import LOCAL, Address, place_of
+from retrieval.serving.stores.place import StorePlace
+
+
+@cache
+def _own() -> dict[str, Factory]:
+    """Return the built-in stores by scheme."""
+    return own_factories("stores", built_in)
+
+
+def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
+    """Return the factory of a store by the scheme of its addresses.
+
+    Plugins are loaded only when the store is not built in.
+
+    Args:
+        scheme: a store's short name, or `PLUGIN.name`, where two plugins use one.
+        plugins: files or modules to load as plugins besides the installed ones.
+
+    Raises:
+        PluginError: there is no such store (the sentence says which there are, and what to install), its plugin cannot be used, or two
+            plugins have one of that name.
+    """
+    short = scheme.removeprefix(f"{BUILT_IN}.")
+    if short in _own():
+        return _own()[short]
+    from retrieval.host.plugins import load_plugins
+
+    loaded = load_plugins(plugins)
+    known = loaded.factories("stores")
+    found = [known[scheme]] if scheme in known else [one for one in known.values() if one.name.endswith(f".{scheme}")]  # fmt: skip
+    if len(found) == 1:
+        return found[0]
+    if found:
+        full = " or ".join(f"{one.name}://" for one in found)
+        raise PluginError(f"Several plugins have a store '{scheme}': write {full}.")
+    for name, why in loaded.disabled("stores").items():
+        if scheme in (name, name.partition(".")[0], name.rpartition(".")[2]):
+            raise PluginError(f"The store '{scheme}' cannot be used: {why}")
+    names = sorted({one.rpartition(".")[2] for one in known} | _own().keys())
+    raise PluginError(
+        f"There is no store '{scheme}' (there are: {', '.join(f'{name}://' for name in names)}, and folders by their path)."
+        f"{did_you_mean(scheme, names)} Stores come with plugins: {_advice(scheme)}, or name a plugin's file with --plugin "
+        "(in Python plugins=[…])."
+    )
+
+
+def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StorePlace:
+    """Return where an index is, or may be, ready to be opened or created; connects to nothing.
+
+    Args:
+        place: a folder, or an address.
+        plugins: files or modules to load as plugins besides the installed ones.
+
+    Raises:
+        PluginError: there is no such store; see `find_store`.
+        StoreError: the address is none, or says what its store does not know.
+    """
+    named = place_of(place)
+    plugins = list(plugins)
+    address = Address(str(named), LOCAL, path=str(named)) if isinstance(named, Path) else named
+    factory = find_store(address.scheme, plugins)
+    if not factory.takes("address"):
+        raise PluginError(f"The store '{factory.name}' takes no 'address': its plugin's author must mend it.")
+    values, problems = factory.check(address.options, f"{address}:")
+    if problems:
+        raise StoreError("\n".join(problems))
+    given = {"address": address, "plugins": plugins}
+    try:
+        made = factory.build(values | {name: value for name, value in given.items() if factory.takes(name)})
+    except RecipeError as fault:
+        raise StoreError(f"{address}: {' '.join(fault.problems)}") from None
+    if not isinstance(made, StorePlace):
+        raise PluginError(
+            f"The store '{factory.name}' made a {type(made).__name__}, not a retrieval.stores.StorePlace."
+        )
+    return made
+
+
+def _advice(scheme: str) -> str:
+    """Return what to install."""
+    try:
+        extras = metadata("embedding-retrieval").get_all("Provides-Extra") or []
+    except PackageNotFoundError:
+        extras = []
+    return (
+        f"pip install 'embedding-retrieval[{scheme}]'"
+        if scheme in extras
+        else f"install the one that brings {scheme}://"
+    )

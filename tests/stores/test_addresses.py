@@ -1,0 +1,187 @@
+"""Addresses: read once, refused where they hold a secret, and the store that each names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import retrieval
+from retrieval.errors import DataError, PluginError, StoreError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.local.place import LocalPlace
+from retrieval.serving.stores.address import Address, place_of
+from retrieval.serving.stores.contract import widths_of
+from retrieval.serving.stores.find import find_store, store_place
+
+EVERYTHING = str(Path(__file__).parents[1] / "host" / "plugins_for_tests" / "everything.py")
+CLASH = """
+from retrieval import hookimpl
+from retrieval.serving.local.place import LocalPlace
+
+@hookimpl
+def retrieval_stores():
+    return {"shelf": LocalPlace}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("milvus://db.example:19530/photos", ("milvus", "db.example", 19530, "/photos", {})),
+        ("journal:///data/my%20photos", ("journal", None, None, "/data/my photos", {})),
+        ("acme.x://[::1]:80/a/b", ("acme.x", "::1", 80, "/a/b", {})),
+        ("qdrant://h", ("qdrant", "h", None, "", {})),
+        (
+            "x1://h/n?timeout=5&fast=true&level=strong&share=.5&big=NaN&none=null&list=[1]&empty=",
+            ("x1", "h", None, "/n", {"timeout": 5, "fast": True, "level": "strong", "share": ".5", "big": "NaN",
+                                     "none": None, "list": "[1]", "empty": ""}),
+        ),
+    ],
+)  # fmt: skip
+def test_an_address_is_read(text: str, expected: tuple[Any, ...]) -> None:
+    found = place_of(text)
+    assert isinstance(found, Address) and str(found) == text and place_of(found) is found
+    assert (found.scheme, found.host, found.port, found.path, found.options) == expected
+    assert found.name == expected[3].rpartition("/")[2]
+
+
+def test_everything_else_is_a_folder() -> None:
+    for text in ("photos.index", "/a/b", "./a:b", "C:/photos", "c://photos", "a:/b", "s3:"):
+        assert place_of(text) == Path(text), text
+    assert place_of("local:///data/my%20photos") == Path("/data/my photos")
+    assert place_of("core.local://photos.index") == Path("photos.index")
+    assert place_of(Path("photos.index")) == Path("photos.index")
+    for text in ("local://", "local:///a?x=1"):
+        with pytest.raises(StoreError, match="names no folder"):
+            place_of(text)
+    with pytest.raises(StoreError, match="loses a slash"):
+        place_of(Path("milvus://host/photos"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "milvus://user:hunter2@host/photos",
+        "milvus://hunter2@host",
+        "milvus://user:hun/ter2@host/photos",
+        "milvus://user:123/hunter2@host",
+        "milvus://host/photos?token=hunter2",
+        "milvus://host/photos?a=1&API_KEY=hunter2",
+        "milvus://host/photos?p%61ssword=hunter2",
+        "milvus://host/photos?key=hunter2",
+    ],
+)
+def test_a_secret_is_refused_and_not_repeated(text: str, cli: Any, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="environment variable") as fault:
+        place_of(text)
+    assert "hunter2" not in str(fault.value) and "ter2" not in str(fault.value)
+    for words in (("index", "list", text), ("search", text, "a.png"), ("serve", text)):
+        told = cli(*words)
+        assert told.code == 2 and "environment variable" in told.err
+        assert "ter2" not in told.err + told.out
+    with pytest.raises(StoreError) as fault:
+        retrieval.open_index(text)
+    assert "ter2" not in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("milvus://host:port/photos", "is no address: "),
+        ("milvus://host:99999999/photos", "is no address: "),
+        ("milvus://[::1/photos", "is no address: "),
+        ("milvus://host/a#b", "Write %23"),
+        ("milvus://host/a?b", "name=value"),
+        ("milvus://host/a?b=1&b=2", "says 'b' twice"),
+        ("milvus://host/a\x1b[2J", "printable characters"),
+        (f"milvus://host/{'a' * 3000}", "at most 2,000"),
+        (f"milvus://host/a?{'&'.join(f'a{n}=1' for n in range(60))}", "name=value"),
+    ],
+)
+def test_what_cannot_be_read_is_a_sentence(text: str, said: str) -> None:
+    with pytest.raises(StoreError) as fault:
+        place_of(text)
+    assert said in str(fault.value) and str(fault.value).endswith(".") and "\x1b" not in str(fault.value)
+
+
+def test_a_scheme_that_is_not_there(cli: Any) -> None:
+    with pytest.raises(PluginError) as fault:
+        retrieval.open_index("shelv://host/photos", plugins=[EVERYTHING])
+    said = str(fault.value)
+    assert (
+        "There is no store 'shelv' (there are: local://, shelf://" in said and "Did you mean 'shelf'?" in said
+    )
+    assert "--plugin" in said
+    told = cli("index", "list", "nowhere://host/photos")
+    assert told.code == 2 and "install the one that brings nowhere://" in told.err
+    assert "pip install 'embedding-retrieval[timm]'" in cli("index", "list", "timm://x").err
+
+
+def test_local_comes_through_the_hook_and_loads_no_plugin(process: Any) -> None:
+    assert find_store("local").make is LocalPlace and find_store("core.local") is find_store("local")
+    code = """
+import sys
+from retrieval.serving.stores.find import store_place
+store_place("photos.index"); store_place("core.local:///data/photos.index")
+print([name for name in sys.modules if name.startswith("retrieval_") or name == "torch"])
+"""
+    assert process("-c", code).out.strip() == "[]"
+
+
+def test_what_a_store_does_not_know_is_refused(tmp_path: Path) -> None:
+    place = store_place("shelf:///x?timeout=3", [EVERYTHING])
+    assert place.timeout == 3 and str(place.address) == "shelf:///x?timeout=3"
+    with pytest.raises(StoreError, match=r"shelf:///x\?tmieout=3: tmieout: .* Did you mean 'timeout'"):
+        store_place("shelf:///x?tmieout=3", [EVERYTHING])
+    with pytest.raises(StoreError, match="timeout: should be"):
+        store_place("shelf:///x?timeout=soon", [EVERYTHING])
+    with pytest.raises(StoreError, match="given by the host"):
+        store_place("shelf:///x?address=y", [EVERYTHING])
+    other = tmp_path / "other.py"
+    other.write_text(CLASH)
+    with pytest.raises(PluginError, match=r"write everything\.shelf:// or other\.shelf://"):
+        store_place("shelf:///x", [EVERYTHING, str(other)])
+    assert type(store_place("everything.shelf:///x", [EVERYTHING, str(other)])).__name__ == "Shelf"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("lambda: 3", "takes no 'address'"),
+        ("lambda address: 3", "made a int, not a retrieval.stores.StorePlace"),
+        ("lambda address: 1 / 0", "division by zero"),
+        ("3", "cannot be called"),
+    ],
+)
+def test_a_store_that_is_none(body: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "odd.py"
+    file.write_text(
+        f"from retrieval import hookimpl\n\n@hookimpl\ndef retrieval_stores():\n    return {{'odd': {body}}}\n"
+    )
+    with pytest.raises((PluginError, StoreError)) as fault:
+        retrieval.open_index("odd://here", plugins=[str(file)])
+    assert said in str(fault.value)
+
+
+def test_an_index_at_an_address_knows_where_it_is(tmp_path: Path, plain_bundle: Path) -> None:
+    address = f"shelf://{tmp_path}/items"
+    place = store_place(address, [EVERYTHING])
+    assert not place.exists()
+    place.drop()
+    bundle = Bundle.open(plain_bundle, threads=1)
+    place.create(bundle, widths_of(bundle), identity="mine").close()
+    with retrieval.open_index(address, plugins=[EVERYTHING]) as index:
+        assert isinstance(index, LivingIndex) and str(index.path) == address and index.sha256 == "mine"
+        assert address in repr(index)
+    with pytest.raises(StoreError, match=f"^The index {address} was closed"):
+        index.search(b"")
+    with pytest.raises(StoreError, match="living index"):
+        retrieval.open_index(address, plugins=[EVERYTHING], signed_by="key")
+    with pytest.raises(StoreError, match="exists already"):
+        retrieval.build_index(plain_bundle, [], address, plugins=[EVERYTHING])
+    with pytest.raises(DataError, match="are of folders"):
+        retrieval.build_index(plain_bundle, [], f"{address}2", plugins=[EVERYTHING], backend="hnsw")
+    place.drop()
+    assert not (tmp_path / "items").exists() and not place.exists()
