@@ -11,10 +11,9 @@ import numpy as np
 from retrieval.errors import StoreError
 from retrieval.serving.local.generation_table import all_of
 from retrieval.serving.local.home import Home
-from retrieval.serving.local.piece import SEGMENTS
+from retrieval.serving.local.piece import SEGMENTS, damaged
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.segment import Numbers, Segment, write_segment
-from retrieval.serving.local.view import damaged
 from retrieval.serving.local.writer import Writer, remove_files
 from retrieval.serving.stores.contract import FEATURES, Floats, Generation
 
@@ -126,7 +125,7 @@ def _applied(
     except BaseException:
         remove_files(home.folder, [file])
         raise
-    home.wrote(file, Segment(path, sum_))
+    home.ready.wrote(file, Segment(path, sum_))
     return _Made(file, sum_, len(rows))
 
 

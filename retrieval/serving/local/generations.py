@@ -120,6 +120,7 @@ class Generations:
                     connection.execute(f"delete from {table} where g = ?", (generation.number,))
                 others = {one.bundle for one in all_of(connection)}
             remove_files(self._writer.folder, files)
+            self._writer.home.ready.forget(files)
             if generation.bundle not in others:
                 shutil.rmtree(self._writer.folder / BUNDLES / generation.bundle[:16], ignore_errors=True)
 

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from retrieval.serving.files.strict_json import parse_json
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.local.acknowledged import acknowledged
 from retrieval.serving.local.generation_table import served
+from retrieval.serving.local.ready import Ready
 from retrieval.serving.local.record import FILE, Record, ask, value
-from retrieval.serving.local.segment import Segment
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.local.view import View, refreshed
 
@@ -54,7 +54,7 @@ class Home:
         self.record = Record(folder, read_only=self.read_only)
         self.view: View | None = None
         self._refresh = threading.Lock()
-        self._written: dict[str, Segment] = {}
+        self.ready = Ready(folder, self.make, self._renew)
         try:
             with self.record.reading() as connection:
                 served(connection)
@@ -74,14 +74,21 @@ class Home:
             raise
 
     @contextmanager
-    def moment(self, arrays: bool = True) -> Iterator[tuple[apsw.Connection, View | None]]:
-        """Give one moment of the record, and what is searched of it."""
+    def moment(
+        self, arrays: bool = True, *, whole: bool = False
+    ) -> Iterator[tuple[apsw.Connection, View | None]]:
+        """Give one moment of the record, and what is searched of it.
+
+        Args:
+            arrays: whether a view is wanted at all.
+            whole: of the very segments and structures that the record names, ready or not.
+        """
         for _ in range(_TRIES):
             with self.record.reading() as connection:
                 view = None
                 if arrays:
                     try:
-                        view = self._seen(connection)
+                        view = self._seen(connection, whole=whole)
                     except FileNotFoundError:  # merged away just now: the moment is over
                         continue
                     if view is None:
@@ -92,31 +99,42 @@ class Home:
             f"The index {self.folder} is damaged: a segment that its record names is missing. Restore a snapshot."
         )
 
-    def _seen(self, connection: apsw.Connection) -> View | None:
-        """Return the view of a connection's moment; None where a later one was taken already."""
+    def _seen(self, connection: apsw.Connection, *, whole: bool = False, anew: bool = False) -> View | None:
+        """Return the view of a connection's moment; None where a later one was taken already.
+
+        Args:
+            connection: inside that moment.
+            whole: see `moment`.
+            anew: something that was waited for is ready.
+        """
         sql = "select (select value from state where key = 'seq'), (select value from state where key = 'epoch')"
         ((seq, epoch),) = ask(connection, sql)
+
+        def good(view: View | None) -> bool:
+            return view is not None and view.seq == seq and not (view.waits and (whole or anew))
+
         view = self.view
-        if view is not None and view.seq == seq:
+        if good(view):
             return view
         with self._refresh:
             view = self.view
-            if view is not None and view.seq >= seq:
-                return view if view.seq == seq else None
-            view = refreshed(
-                connection, self.folder, view, served(connection), seq, epoch, self.make, lambda file: self._written.pop(file, None)
-            )  # fmt: skip
-            self.view = view
+            if good(view) or (view is not None and view.seq > seq):
+                return view if good(view) else None
+            view = self.view = refreshed(
+                connection, self.ready, view, served(connection), seq, epoch, whole=whole, anew=anew
+            )
             return view
+
+    def _renew(self) -> None:
+        """Take what was made ready into the view."""
+        for _ in range(_TRIES):
+            with self.record.reading() as connection, suppress(FileNotFoundError):
+                if self._seen(connection, anew=True) is not None:
+                    return
 
     def make(self, name: str, options: Mapping[str, Any]) -> Any:
         """Build a back end."""
         return make_backend(name, options, self.plugins)
-
-    def wrote(self, file: str, segment: Segment) -> None:
-        """Note a segment that this process has just written: it needs no second look."""
-        segment.trust()
-        self._written[file] = segment
 
     def structure(self) -> Wanted:
         """Return which structure segments are to have."""
@@ -126,8 +144,8 @@ class Home:
 
     def close(self) -> None:
         """Let go of everything."""
+        self.ready.close()
         self.view = None
-        self._written.clear()
         self.record.close()
 
 

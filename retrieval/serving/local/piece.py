@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.errors import RetrievalError
+from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.index.contract import IndexBackend, checked_search, checked_selection
 from retrieval.serving.local.compact import Compact
 from retrieval.serving.local.exact import nearest
@@ -185,3 +185,11 @@ def structure_of(
             fault,
         )
         return None, None
+
+
+def damaged(path: Path, fault: Exception) -> StoreError:
+    """Return the error for a segment that cannot be used."""
+    return StoreError(
+        f"The index {path.parent.parent} is damaged: {SEGMENTS}/{path.name} {fault}. "
+        "Run 'retrieval index check' on it, and restore a snapshot."
+    )

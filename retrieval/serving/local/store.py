@@ -269,7 +269,7 @@ class LocalStore(Store):
 
     def recall(self) -> tuple[str, float | None]:
         """Return the back end of the largest segment, and how often it finds the ten nearest; "flat" and None where search is exact."""
-        with self.home.moment() as (_, view):
+        with self.home.moment(whole=True) as (_, view):
             assert view is not None
             pieces = [piece for piece in view.pieces if piece.structure is not None]
         if not pieces:
@@ -288,7 +288,7 @@ class LocalStore(Store):
 
     def stats(self) -> Stats:
         """Return what the store holds; see `Store`."""
-        with self.home.moment() as (connection, view):
+        with self.home.moment(whole=True) as (connection, view):
             assert view is not None
             details = {
                 "segments": [

@@ -14,11 +14,12 @@ import numpy as np
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.local.generation_table import all_of
 from retrieval.serving.local.home import Home
-from retrieval.serving.local.piece import SEGMENTS, positions
+from retrieval.serving.local.piece import SEGMENTS, damaged, positions
+from retrieval.serving.local.ready import Row, step_back
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.segment import Segment, write_segment
 from retrieval.serving.local.structures import Structure, build_structure, is_whole
-from retrieval.serving.local.view import ARRAYS, View, damaged
+from retrieval.serving.local.view import ARRAYS, View
 from retrieval.serving.local.writer import FLUSH_BYTES, FLUSH_ROWS, Writer, file_name, files_of, remove_files
 from retrieval.serving.stores.contract import VECTOR, Floats, Generation
 
@@ -84,6 +85,7 @@ class Upkeep:
         self._work.set()
 
     def _run(self) -> None:
+        step_back()
         while not self._stop.is_set():
             self._work.wait()
             self._work.clear()
@@ -176,9 +178,7 @@ class Upkeep:
         with self._writer.turn, self._writer.transaction(segments=True) as (connection, _):
             names = [name for name in ARRAYS if name in generation.widths]
             rows = ask(connection, f"select n, {', '.join(names)} from fresh where g = ? order by n", (generation.number,))  # fmt: skip
-            if not rows:  # deleted meanwhile
-                return False
-            if not rows:  # somebody else was faster
+            if not rows:  # deleted meanwhile, or somebody else was faster
                 return False
             numbers = np.array([row[0] for row in rows], np.int64)
             arrays: dict[str, list[Floats]] = {
@@ -249,7 +249,9 @@ class Upkeep:
                 sum_ = write_segment(path, numbers if order is None else numbers[order], arrays)
             written = Segment(path, sum_)
             structure = self._structure(written, generation, total, report)
-            self._home.wrote(file, written)
+            self._home.ready.wrote(file, written)
+            row = Row(0, file, sum_, len(numbers), None if structure is None else structure.text())
+            self._load(row, written, generation)
         files = [name for part in parts for name in files_of(part.file, part.structure)]
         with self._writer.turn, self._writer.transaction(segments=True) as (connection, _):
             text = json.dumps([part.number for part in parts])
@@ -271,6 +273,12 @@ class Upkeep:
                 )
             self._forget(connection, removed)
         remove_files(self._home.folder, files)
+        self._home.ready.forget(files)
+
+    def _load(self, row: Row, segment: Segment, generation: Generation) -> None:
+        """Load what was written, where somebody searches: no search has to wait for that."""
+        if self._home.view is not None and generation.state == "served":
+            self._home.ready.wrote_structure(row, segment, generation)
 
     def _forget(self, connection: Any, removed: Any) -> None:
         """Take items out of the list of the removed ones that no segment holds any more."""
@@ -319,6 +327,14 @@ class Upkeep:
             made = (
                 None if want is None else self._structure(part.segment, generation, total, lambda count: None)
             )
+            row = Row(
+                part.number,
+                part.file,
+                part.segment.head_sum,
+                part.count,
+                None if made is None else made.text(),
+            )
+            self._load(row, part.segment, generation)
             with self._writer.turn, self._writer.transaction(segments=True) as (connection, _):
                 connection.execute(
                     "update segments set structure = ? where s = ?", (made and made.text(), part.number)

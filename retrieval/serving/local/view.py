@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import apsw
 import numpy as np
 
 from retrieval.errors import StoreError
-from retrieval.serving.index.contract import IndexBackend
-from retrieval.serving.local.piece import (
-    SEGMENTS,
-    Mask,
-    Piece,
-    positions,
-    search_exact,
-    search_piece,
-    structure_of,
-)
+from retrieval.serving.local.piece import Mask, Piece, damaged, positions, search_exact, search_piece
+from retrieval.serving.local.ready import Ready, Row
 from retrieval.serving.local.record import ask
 from retrieval.serving.local.segment import Numbers, Segment
-from retrieval.serving.local.structures import Structure
 from retrieval.serving.stores.contract import CODE, FEATURES, VECTOR, Floats, Generation
 
 ARRAYS = (VECTOR, CODE, FEATURES)
@@ -99,6 +89,7 @@ class View:
         arrays: (F, width) of them.
         alive: (F,) of them; None where all are alive.
         fresh: what `numbers` and `arrays` are the beginning of.
+        waits: whether segments or structures of this moment are still being made ready, and older ones stand in for them.
         matched: the items that match a filter, by filter, once they were looked up.
     """
 
@@ -110,6 +101,7 @@ class View:
     arrays: dict[str, Floats]
     alive: Mask | None
     fresh: Fresh
+    waits: bool = False
     matched: dict[Any, Matches] = field(default_factory=dict)
 
     @property
@@ -203,50 +195,44 @@ class _Best:
         return [row[row >= 0] for row in numbers]
 
 
-def damaged(path: Path, fault: Exception) -> StoreError:
-    """Return the error for a segment that cannot be used."""
-    return StoreError(
-        f"The index {path.parent.parent} is damaged: {SEGMENTS}/{path.name} {fault}. "
-        "Run 'retrieval index check' on it, and restore a snapshot."
-    )
-
-
 def refreshed(
     connection: apsw.Connection,
-    folder: Path,
+    ready: Ready,
     old: View | None,
     generation: Generation,
     seq: int,
     epoch: int,
-    make: Callable[..., IndexBackend],
-    trusted: Callable[[str], Segment | None] = lambda file: None,
+    *,
+    whole: bool = False,
+    anew: bool = False,
 ) -> View:
     """Return the view of a moment of the record, from an older one.
 
     Args:
         connection: inside that moment.
-        folder: of the index.
+        ready: opens segments.
         old: what to begin with.
         generation: the served one.
         seq: of that moment.
         epoch: of that moment.
-        make: builds a back end by what the record says of it.
-        trusted: gives a segment that this process has just written.
+        whole: load everything now, and let nothing stand in.
+        anew: something that was waited for is ready.
 
     Raises:
         FileNotFoundError: a segment's file is gone: the moment is over.
         StoreError: a segment is damaged.
     """
-    same = old is not None and (old.epoch, old.generation.number) == (epoch, generation.number)
-    if same and old is not None:
+    if old is not None and old.generation.number != generation.number:
+        old = None
+    if old is not None and old.epoch == epoch and not (old.waits and (whole or anew)):
         removed = _numbers(connection, "select n from removed where seq > ?", (old.seq,))
         fresh = old.fresh
         pieces = tuple(piece.without(removed) for piece in old.pieces) if len(removed) else old.pieces
-        alive = old.alive
+        alive, waits = old.alive, old.waits
     else:
         removed = _numbers(connection, "select n from removed", ())
         fresh = Fresh(dict(generation.widths))
-        pieces = tuple(_pieces(connection, folder, old, generation, removed, make, trusted))
+        pieces, waits = _pieces(connection, ready, old, generation, removed, whole=whole)
         alive = None
     fresh.append(
         ask(
@@ -262,41 +248,77 @@ def refreshed(
         alive = np.ones(len(numbers), bool) if alive is None else alive.copy()
         alive[rows] = False
     arrays = {name: array[: fresh.count] for name, array in fresh.arrays.items()}
-    return View(seq, epoch, generation, pieces, numbers, arrays, alive, fresh)
+    return View(seq, epoch, generation, pieces, numbers, arrays, alive, fresh, waits)
 
 
 def _pieces(
     connection: apsw.Connection,
-    folder: Path,
+    ready: Ready,
     old: View | None,
     generation: Generation,
     removed: Numbers,
-    make: Callable[..., IndexBackend],
-    trusted: Callable[[str], Segment | None],
-) -> Iterable[Piece]:
-    before = {piece.number: piece for piece in old.pieces} if old else {}
-    rows = ask(
-        connection,
-        "select s, file, sum, count, structure from segments where g = ? order by s",
-        (generation.number,),
-    )
-    for number, file, sum_, count, structure in rows:
-        path = folder / SEGMENTS / file
-        known = before.get(number)
-        if known is not None:
-            segment = known.segment
+    *,
+    whole: bool,
+) -> tuple[tuple[Piece, ...], bool]:
+    """Return the segments of a moment, and whether some wait to be replaced.
+
+    A segment that another process has merged holds what older ones held. While it is verified and its structure loaded, in the
+    background, those that the older view has open stand in for it; which of their items count, its numbers say. A segment with an item
+    that the older view has in no segment is taken at once: what was written has to be found.
+    """
+    sql = "select s, file, sum, count, structure from segments where g = ? order by s"
+    rows = [Row(*row) for row in ask(connection, sql, (generation.number,))]
+    ready.keep({row.file for row in rows})
+    held = {piece.number: piece for piece in old.pieces} if old else {}
+    taken, waiting, waits = [], [], False
+    for row in rows:
+        known = held.pop(row.number, None)
+        piece = known if known is not None and known.said == row.structure else ready.take(row)
+        if (
+            piece is None
+            and known is not None
+            and not whole
+            and row.structure is not None
+            and ready.sound(row)
+        ):
+            ready.ask(row, known.segment, generation)
+            piece, waits = known, True
+        elif piece is None:
+            segment = ready.open(row, generation) if known is None else known.segment
+            if known is None and held and not whole and ready.sound(row):
+                waiting.append((row, segment))
+                continue
+            piece = ready.load(row, segment, generation)
+        taken.append(replace(piece, alive=None).without(removed))
+    for row, segment in waiting:
+        standing = _standing(held.values(), segment, removed)
+        if standing is None:
+            taken.append(ready.load(row, segment, generation).without(removed))
         else:
-            try:
-                segment = trusted(file) or Segment(path, sum_)
-            except StoreError as fault:
-                raise damaged(path, fault) from None
-            if len(segment) != count or {name: array.shape[1] for name, array in segment.arrays.items()} != generation.widths:  # fmt: skip
-                raise damaged(path, StoreError("is another than the record says"))
-        if known is not None and known.said == structure:
-            loaded, compact = known.structure, known.compact
-        else:
-            loaded, compact = structure_of(folder, Structure.parse(structure), segment, generation, make)
-        yield Piece(number, segment, None, loaded, compact, structure).without(removed)
+            ready.ask(row, segment, generation)
+            taken += standing
+            waits = True
+    return tuple(taken), waits
+
+
+def _standing(held: Iterable[Piece], segment: Segment, removed: Numbers) -> list[Piece] | None:
+    """Return pieces that together have all items of a segment that are alive, and no others; None if one is in none of them."""
+    try:
+        segment.verify_numbers()
+    except StoreError as fault:
+        raise damaged(segment.path, fault) from None
+    wanted = segment.numbers
+    if len(rows := positions(wanted, removed)):
+        wanted = np.delete(wanted, rows)
+    found = []
+    for piece in held:
+        alive = np.isin(piece.segment.numbers, wanted)
+        if piece.alive is not None:
+            alive &= piece.alive
+        if alive.any():
+            found.append(replace(piece, alive=alive))
+    there = sum(len(piece.segment) - piece.dead for piece in found)
+    return found if there == len(wanted) else None
 
 
 def _numbers(connection: apsw.Connection, sql: str, bindings: tuple[Any, ...]) -> Numbers:

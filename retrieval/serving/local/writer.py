@@ -174,7 +174,7 @@ class Writer:
             "insert into segments (g, file, sum, count) values (?,?,?,?)",
             (generation.number, file, sum_, len(numbers)),
         )
-        self.home.wrote(file, Segment(path, sum_))
+        self.home.ready.wrote(file, Segment(path, sum_))
         return file
 
     def delete(self, ids: Sequence[str], where: Filter | None) -> int:
