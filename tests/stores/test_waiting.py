@@ -204,6 +204,31 @@ def test_the_writer_itself_searches_what_it_merged(writer: LocalStore, bundle: B
     assert "merged" in files(writer)[0] and not writer.home.ready._written
 
 
+def test_fresh_items_stay_in_memory_while_segments_change(
+    writer: LocalStore, reader: LocalStore, bundle: Bundle
+) -> None:
+    writer.upsert(items(*range(5000)), bundle.sha256)
+    writer.upsert(items(*range(20_000, 20_300)), bundle.sha256)
+    ids(reader, bundle)
+    assert reader.home.view is not None
+    fresh = reader.home.view.fresh
+    writer.upsert(items(*range(5000, 10_000)), bundle.sha256)  # a segment at once
+    writer.delete([f"id{n}" for n in range(20_000, 20_100)])
+    writer.upsert(items(20_400), bundle.sha256)
+    assert ids(reader, bundle) == expected([*range(10_000), *range(20_100, 20_300), 20_400])
+    assert reader.home.view.fresh is fresh
+    writer.compact()
+    assert ids(reader, bundle) == expected([*range(10_000), *range(20_100, 20_300), 20_400])
+    assert reader.home.view.fresh is not fresh
+
+
+def test_items_that_change_again_and_again_take_no_more_memory(writer: LocalStore, bundle: Bundle) -> None:
+    for _ in range(30):
+        writer.upsert(items(*range(100)), bundle.sha256)
+        assert ids(writer, bundle) == expected(list(range(100)))
+    assert writer.home.view is not None and writer.home.view.fresh.count <= 1200
+
+
 def test_closing_ends_the_thread(
     writer: LocalStore, reader: LocalStore, bundle: Bundle, held: threading.Event
 ) -> None:

@@ -374,7 +374,8 @@ class _Rows:
                 for start in range(0, len(array), _ROWS):
                     if self._stop.is_set():
                         raise _Stopped
-                    yield array[start : start + _ROWS][alive[start : start + _ROWS]]
+                    rows, keep = array[start : start + _ROWS], alive[start : start + _ROWS]
+                    yield rows if keep.all() else rows[keep]
             return
         rows = [np.flatnonzero(alive) for alive in self._alive]
         starts = np.cumsum([0, *map(len, rows)])

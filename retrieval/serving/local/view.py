@@ -18,9 +18,7 @@ from retrieval.serving.local.segment import Numbers, Segment
 from retrieval.serving.stores.contract import CODE, FEATURES, VECTOR, Floats, Generation
 
 ARRAYS = (VECTOR, CODE, FEATURES)
-_RARE = (
-    0.02  # share of a segment that matches a filter, up to which exact search among the matches is the faster
-)
+_TIDY = 1024  # fresh items in memory of which half may be gone
 
 
 class Fresh:
@@ -44,12 +42,13 @@ class Fresh:
             for name, array in self.arrays.items():
                 more = np.empty((room - len(array), array.shape[1]), np.float32)
                 self.arrays[name] = np.concatenate([array, more])
-        for at, (number, *blobs) in enumerate(rows, self.count):
-            self.numbers[at] = number
-            for name, blob in zip(ARRAYS, blobs, strict=True):
+        if rows:
+            self.numbers[self.count : end] = [row[0] for row in rows]
+            for at, name in enumerate(ARRAYS, 1):
                 if name in self.arrays:
-                    self.arrays[name][at] = np.frombuffer(blob, "<f4")
-            self.last = number
+                    joined = np.frombuffer(b"".join(row[at] for row in rows), "<f4")
+                    self.arrays[name][self.count : end] = joined.reshape(len(rows), -1)
+            self.last = rows[-1][0]
         self.count = end
 
 
@@ -231,9 +230,10 @@ def refreshed(
         alive, waits = old.alive, old.waits
     else:
         removed = _numbers(connection, "select n from removed", ())
-        fresh = Fresh(dict(generation.widths))
         pieces, waits = _pieces(connection, ready, old, generation, removed, whole=whole)
-        alive = None
+        fresh, alive = _kept(connection, old, generation)
+    if alive is not None and len(alive) > _TIDY and 2 * np.count_nonzero(alive) < len(alive):
+        fresh, alive = Fresh(dict(generation.widths)), None  # most of it is gone
     fresh.append(
         ask(
             connection,
@@ -249,6 +249,17 @@ def refreshed(
         alive[rows] = False
     arrays = {name: array[: fresh.count] for name, array in fresh.arrays.items()}
     return View(seq, epoch, generation, pieces, numbers, arrays, alive, fresh, waits)
+
+
+def _kept(connection: apsw.Connection, old: View | None, generation: Generation) -> tuple[Fresh, Mask | None]:
+    """Return fresh items that are in memory and still fresh, and which of them are alive; none once all became a segment."""
+    if old is not None:
+        sql = "select n from fresh where g = ? and n <= ?"
+        there = _numbers(connection, sql, (generation.number, old.fresh.last))
+        alive = np.isin(old.fresh.numbers[: old.fresh.count], there)
+        if alive.any():
+            return old.fresh, None if alive.all() else alive
+    return Fresh(dict(generation.widths)), None
 
 
 def _pieces(
