@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.local.generation_table import all_of
 from retrieval.serving.local.home import Home
+from retrieval.serving.local.merged import Rows, Stopped
 from retrieval.serving.local.piece import SEGMENTS, damaged, positions
 from retrieval.serving.local.ready import Row, step_back
 from retrieval.serving.local.record import ask, value
@@ -29,12 +30,7 @@ _FAN = 4
 """So many segments of about one size become one, which is so many times as large: each item is rewritten once a size."""
 _DEAD = 0.25
 """Share of deleted items from which a segment is rewritten without them."""
-_ROWS = 16_384
 _PAUSE = 5.0  # seconds after a fault, before it is tried again
-
-
-class _Stopped(Exception):
-    """The store is being closed."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ class Upkeep:
             try:
                 while not self._stop.is_set() and self.step():
                     pass
-            except _Stopped:
+            except Stopped:
                 return
             except RetrievalError as fault:
                 if self._stop.is_set():
@@ -138,7 +134,7 @@ class Upkeep:
         try:
             with self._turn:
                 self._compact(report)
-        except _Stopped:
+        except Stopped:
             raise StoreError(f"The index {self._home.folder} was closed. Open it again.") from None
 
     def _compact(self, report: Callable[[int, int], object]) -> None:
@@ -242,7 +238,7 @@ class Upkeep:
         sum_, structure = None, None
         if len(numbers):
             arrays = {
-                name: _Rows([segment.arrays[name] for segment in held], alive, order, self._stop)
+                name: Rows([segment.arrays[name] for segment in held], alive, order, self._stop)
                 for name in generation.widths
             }
             with self._home.record.faults("written"):
@@ -304,7 +300,7 @@ class Upkeep:
 
         def shown(count: int) -> None:
             if self._stop.is_set():
-                raise _Stopped
+                raise Stopped
             report(count)
 
         with self._home.record.faults("written"):
@@ -355,40 +351,6 @@ class Upkeep:
                 return False
             self._looked.add(key)
         return True
-
-
-class _Rows:
-    """Rows of several arrays, some left out, in another order, a block at a time: never all of them in memory."""
-
-    def __init__(
-        self, arrays: Sequence[Floats], alive: Sequence[Any], order: Any, stop: threading.Event
-    ) -> None:
-        self._arrays, self._alive, self._order, self._stop = arrays, alive, order, stop
-
-    def __getitem__(self, at: int) -> Floats:
-        return self._arrays[at]
-
-    def __iter__(self) -> Iterator[Floats]:
-        if self._order is None:
-            for array, alive in zip(self._arrays, self._alive, strict=True):
-                for start in range(0, len(array), _ROWS):
-                    if self._stop.is_set():
-                        raise _Stopped
-                    rows, keep = array[start : start + _ROWS], alive[start : start + _ROWS]
-                    yield rows if keep.all() else rows[keep]
-            return
-        rows = [np.flatnonzero(alive) for alive in self._alive]
-        starts = np.cumsum([0, *map(len, rows)])
-        for start in range(0, len(self._order), _ROWS):
-            if self._stop.is_set():
-                raise _Stopped
-            wanted = self._order[start : start + _ROWS]
-            out = np.empty((len(wanted), self._arrays[0].shape[1]), np.float32)
-            source = np.searchsorted(starts, wanted, side="right") - 1
-            for at, array in enumerate(self._arrays):
-                here = source == at
-                out[here] = array[rows[at][wanted[here] - starts[at]]]
-            yield out
 
 
 def _choose(parts: Sequence[_Part]) -> list[_Part]:
