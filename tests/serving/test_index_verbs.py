@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,7 @@ def test_missing_originals_stop_a_migration_and_change_nothing(photos, cli, make
     index = photos / "d.index"
     other = makers.make_bundle(photos / "other", seed=5)
     first = sorted((photos / "digits").rglob("*.png"))[0]
+    content, known = first.read_bytes(), first.stat()
     first.unlink()
     told = cli("index", "migrate", index, other)
     assert told.code == 2 and "is gone" in told.err and "--skip-bad" in told.err
@@ -87,6 +89,15 @@ def test_missing_originals_stop_a_migration_and_change_nothing(photos, cli, make
     done = cli("index", "migrate", index, other, "--skip-bad")
     assert done.code == 0 and "59 items embedded" in done.out and "skipped" in done.err
     assert cli("index", "check", index).code == 0
+    id = f"{first.parent.name}/{first.name}"
+    first.write_bytes(content)
+    os.utime(first, ns=(known.st_atime_ns, known.st_mtime_ns))
+    relabelled = photos / "one.csv"
+    relabelled.write_text(f"path,key,label\n{first},{id},new\n")
+    assert "0 added, 1 changed" in cli("index", "add", index, relabelled).out
+    found = json.loads(cli("search", index, first, "-k", "1", "--json").out)[0]["results"][0]
+    assert (found["id"], found["label"]) == (id, "new") and found["distance"] == pytest.approx(0, abs=1e-3)
+    assert "0 added, 1 unchanged" in cli("index", "add", index, relabelled).out
 
 
 @pytest.mark.parametrize("keep", ["copy", "thumbnail", "nothing"])
@@ -153,6 +164,7 @@ def test_an_index_of_format_1_is_lifted(tmp_path, cli, photos, bundle_path):
         (["shwo", "d.index"], "Did you mean 'show'?"),
         (["show", "nowhere"], "nowhere is not an index"),
         (["show", "d.index", "nobody"], "has no item 'nobody'"),
+        (["list", "d.index", "--after", "\udcff"], "no id that an item can have"),
         (["list", "d.index", "--where", "prise <"], "expected a value"),
         (["list", "d.index", "--where", "prise < 3"], "No item of this index has a field 'prise'"),
         (["delete", "d.index"], "either ids or --where"),

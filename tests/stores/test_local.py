@@ -8,13 +8,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import apsw
 import numpy as np
 import pytest
-from retrieval.errors import DataError, StoreError
+from retrieval.errors import DataError, PluginError, StoreError
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.contract import IndexBackend, checked_selection
+from retrieval.serving.index.faiss_backends import Flat
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
 from retrieval.serving.local.create import create_local
+from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.view import View
 from retrieval.serving.stores.contract import Item, widths_of
 
@@ -112,6 +116,53 @@ def test_a_field_that_no_item_has_is_named(living: LivingIndex) -> None:
     living.upsert([item(1)])
     with pytest.raises(DataError, match=r"No item of this index has a field .prise.*price"):
         living.search(VECTORS[0], 5, where="prise < 3")
+
+
+def test_a_field_stays_known_when_its_last_item_goes(living: LivingIndex) -> None:
+    """A filter that was good yesterday finds nothing today; it does not become an error."""
+    living.upsert([item(1), Item("sale", None, {"discount": 5}, arrays={"vector": VECTORS[2]})])
+    assert [hit.id for hit in living.search(VECTORS[0], 5, where="discount > 1")] == ["sale"]
+    living.delete("sale")
+    for _ in range(2):
+        assert living.search(VECTORS[0], 5, where="discount > 1") == [] == living.scan("discount > 1")
+        assert living.count("not exists(discount)") == 1 and living.delete(where="discount > 1") == 0
+        assert isinstance(living.store, LocalStore)
+        living.store.compact()
+
+
+def test_no_page_begins_behind_what_is_no_id(living: LivingIndex) -> None:
+    living.upsert([item(1)])
+    for after in ("\ud83d", "id\0"):
+        with pytest.raises(DataError, match="no id that an item can have"):
+            living.scan(after=after)
+    assert [one.id for one in living.scan(after="")] == ["id1"]
+
+
+def test_a_record_with_other_tables_says_what_to_do(living: LivingIndex, tmp_path: Path) -> None:
+    living.close()
+    file = tmp_path / "i" / "items.sqlite"
+    with apsw.Connection(str(file), vfs="cksmvfs") as connection:
+        connection.execute("alter table items drop column source")
+    connection.close()
+    with pytest.raises(StoreError, match=r"open it with that version; or create the index anew.*--replace"):
+        open_index(tmp_path / "i")
+
+
+class Hasty(Flat):
+    """Says that it can search a selection, and cannot."""
+
+    @property
+    def selective(self) -> bool:
+        return True
+
+    search_selected = IndexBackend.search_selected
+
+
+def test_a_back_end_without_the_method_that_it_promises_is_named() -> None:
+    backend = Hasty()
+    backend.build(VECTORS[:50], lambda count: None)
+    with pytest.raises(PluginError, match=r"mine\.hasty.*Hasty has no search_selected\. Write it"):
+        checked_selection(backend, "mine.hasty", VECTORS[:1], 3, np.arange(50) < 20)
 
 
 def test_an_item_that_takes_the_place_of_the_newest_is_found(living: LivingIndex) -> None:

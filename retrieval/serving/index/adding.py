@@ -139,15 +139,21 @@ def _refuse_twice(found: Sources) -> None:
 
 
 def _changes(index: Collection, found: Sources) -> tuple[Sources, list[Source]]:
-    """Return what is to be embedded, and what is there already."""
+    """Return what is to be embedded, and what is there already.
+
+    What a migration left out of the served generation has no vector, and is embedded whether its file has changed or not. The first
+    generation has left nothing out, so that there vectors need not be read to know.
+    """
+    arrays = index.generation.number > 1
     new: list[Source] = []
     same: list[Source] = []
     for start in range(0, len(found.items), _PAGE):
         page = found.items[start : start + _PAGE]
-        there = index.store.get([item.key for item in page])
+        there = index.store.get([item.key for item in page], arrays=arrays)
         for item in page:
             known = there.get(item.key)
-            (same if known is not None and plain(known.stamp) == item.stamp() else new).append(item)
+            whole = known is not None and (not arrays or known.arrays)
+            (same if whole and known and plain(known.stamp) == item.stamp() else new).append(item)
     return replace(found, items=new), same
 
 

@@ -69,7 +69,9 @@ class IndexBackend(ABC):
             k: how many, 1 ≤ k ≤ N.
             keep: (N,), True for those that may be found.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no search_selected. Write it, or let its `selective` be False"
+        )
 
     @abstractmethod
     def save(self, path: Path) -> None:

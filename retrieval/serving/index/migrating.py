@@ -36,7 +36,7 @@ from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.stores.contract import CODE, FEATURES, VECTOR, Floats, Generation, Item, widths_of
 from retrieval.serving.threads import ahead
 
-_ITEMS = 512  # at a time: after each, a kill costs nothing
+_ITEMS = 512  # at a time: a kill costs no more
 _ROWS = 4096  # the same, where only a head runs; so many become a segment at once
 _BATCH = 1024  # of features through a head
 

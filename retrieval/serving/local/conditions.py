@@ -20,7 +20,9 @@ def condition_of(where: Filter | None) -> tuple[str, tuple[Any, ...]]:
 
 
 def refuse_unknown(connection: apsw.Connection, where: Filter | None) -> None:
-    """Refuse a filter on what no item has.
+    """Refuse a filter on what no item has ever had.
+
+    A field stays known when the last item that has it goes: a filter that was good yesterday must not become an error because of that.
 
     Raises:
         DataError: naming it.
@@ -29,8 +31,10 @@ def refuse_unknown(connection: apsw.Connection, where: Filter | None) -> None:
         return
     for name in sorted(fields(where)):
         if not value(connection, "select 1 from fields where name = ?", (name,)):
-            names = [one for (one,) in ask(connection, "select name from fields order by name limit 1000")]
-            known = ", ".join(["id", "label", *names][:20])
+            names = [
+                one for (one,) in ask(connection, "select name from fields order by name limit ?", (_NAMES,))
+            ]
+            known = ", ".join(["id", "label", *names][:_SHOWN])
             raise DataError(
                 f"No item of this index has a field '{name}' (there are: {known})."
                 + did_you_mean(name, ["id", "label", *names])

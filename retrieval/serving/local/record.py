@@ -141,7 +141,10 @@ class Record:
         if {name: " ".join(str(sql).split()).lower() for name, sql in found.items()} != {
             name: sql.lower() for name, sql in _PLAIN.items()
         }:
-            raise StoreError(f"{self.path} is not the record of an index: its tables are others.")
+            raise StoreError(
+                f"{self.path} is not the record of an index as this version of retrieval writes it: its tables are others. If another "
+                "version wrote it, open it with that version; or create the index anew, in another folder or with --replace."
+            )
         if not checked:
             raise StoreError(f"{self.path} is not the record of an index: its pages have no checksums.")
 

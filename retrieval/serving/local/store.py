@@ -11,7 +11,7 @@ from typing import Any
 import apsw
 import numpy as np
 
-from retrieval.errors import DataError, StoreError
+from retrieval.errors import DataError, StoreError, printable
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import Filter, matches
 from retrieval.serving.index.recall import recall_at_10
@@ -106,6 +106,10 @@ class LocalStore(Store):
 
     def scan(self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
         """Return a page of items; see `Store`."""
+        if after and not usable([after]):
+            raise DataError(
+                f"{printable(after)!r} is no id that an item can have: nothing can begin behind it."
+            )
         condition, values = condition_of(where)
         sql = f"select {COLUMNS} from items where id > ? and ({condition}) order by id limit ?"
         with self.home.record.reading() as connection:

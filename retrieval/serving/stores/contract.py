@@ -202,7 +202,11 @@ class Store(ABC):
 
     @abstractmethod
     def scan(self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
-        """Return items in the order of their ids, without arrays: a page of them, the first ones behind `after`."""
+        """Return items in the order of their ids, without arrays: a page of them, the first ones behind `after`.
+
+        Raises:
+            DataError: no item has ever had a field that `where` names, or `after` holds what no id can: NUL, or half of a surrogate pair.
+        """
 
     @abstractmethod
     def count(self, where: Filter | None = None) -> int:
@@ -224,7 +228,7 @@ class Store(ABC):
 
         Raises:
             Superseded: another bundle is served.
-            DataError: no item has a field that `where` names, or queries of another width or with NaN.
+            DataError: no item has ever had a field that `where` names, or queries of another width or with NaN.
             StoreError: what is kept is damaged.
         """
 
