@@ -21,6 +21,7 @@ from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
     import retrieval.evaluation.plot as plot
+    import retrieval.serving.stores as stores
     import retrieval.serving.testing as testing
     from retrieval.errors import (
         BundleError,
@@ -110,6 +111,7 @@ __all__ = [
     "plot",
     "read_recipe",
     "serve",
+    "stores",
     "testing",
     "train",
     "traits",
@@ -175,6 +177,10 @@ if not TYPE_CHECKING:  # else a type checker would take a name that there is not
             from retrieval.evaluation import plot
 
             return plot
+        if name == "stores":
+            from retrieval.serving import stores
+
+            return stores
         if name == "testing":
             from retrieval.serving import testing
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from retrieval.data.identity import dataset_identity
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
+from retrieval.host.files import cache_folder as cache_folder
 from retrieval.serving.progress import Meter
 
 if TYPE_CHECKING:
@@ -36,14 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FORMAT = 1
-
-
-def cache_folder() -> Path:
-    """Return where features are kept: `RETRIEVAL_CACHE`, or the user's cache folder."""
-    import platformdirs
-
-    chosen = os.environ.get("RETRIEVAL_CACHE")
-    return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("retrieval"))
 
 
 def frozen_features(

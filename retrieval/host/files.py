@@ -21,6 +21,14 @@ from retrieval.errors import RetrievalError
 _NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
 
 
+def cache_folder() -> Path:
+    """Return where is kept what can be had again: `RETRIEVAL_CACHE`, or the user's cache folder."""
+    import platformdirs
+
+    chosen = os.environ.get("RETRIEVAL_CACHE")
+    return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("retrieval"))
+
+
 @contextlib.contextmanager
 def whole_file(
     path: Path,

@@ -22,7 +22,7 @@ CONTRACTS = {
     "Backbone", "Combiner", "Dataset", "Generator", "IndexBackend", "Item", "Learner", "Loss", "Metric", "Miner", "Preprocessing",
     "Store", "Subspace", "TripletIndices",
 }  # fmt: skip
-HELP = {"CheckedLoss", "LinearMap", "Part", "__version__", "hookimpl", "plot", "testing", "traits"}
+HELP = {"CheckedLoss", "LinearMap", "Part", "__version__", "hookimpl", "plot", "stores", "testing", "traits"}
 ERRORS = {
     "BundleError", "DataError", "MissingDependency", "PluginError", "RecipeError", "RetrievalError", "StoreError",
 }  # fmt: skip
@@ -36,7 +36,14 @@ def test_dir_shows_exactly_the_face() -> None:
 def test_every_name_loads() -> None:
     for name in dir(retrieval):
         value = getattr(retrieval, name)
-        assert callable(value) or name in ("plot", "testing", "__version__", "TripletIndices", "hookimpl")
+        assert callable(value) or name in (
+            "plot",
+            "stores",
+            "testing",
+            "__version__",
+            "TripletIndices",
+            "hookimpl",
+        )
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         retrieval.trian  # noqa: B018
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
-from retrieval.serving.bundle import Bundle
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.stores.contract import Store
+from retrieval.serving.local.place import LocalPlace
+from retrieval.serving.stores.address import Address
+from retrieval.serving.stores.place import StorePlace
 from retrieval.serving.testing import StoreSuite
 
 
 class TestLocal(StoreSuite):
-    def create(self, place: Path, bundle: Bundle, widths: Mapping[str, int]) -> Store:
-        create_local(place / "index", bundle, widths)
-        return self.reopen(place)
-
-    def reopen(self, place: Path) -> Store:
-        return LocalStore(place / "index")
+    def at(self, place: Path) -> StorePlace:
+        return LocalPlace(Address.parse(f"shelf://{place}/index"))

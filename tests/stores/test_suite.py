@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from retrieval.errors import DataError
 from retrieval.serving.filters import Filter
-from retrieval.serving.local.create import create_local
+from retrieval.serving.local.place import LocalPlace
 from retrieval.serving.local.store import LocalStore
+from retrieval.serving.stores.address import Address
 from retrieval.serving.stores.contract import Item
 from retrieval.serving.testing import StoreSuite
 
@@ -78,14 +79,14 @@ class Hurries(LocalStore):
 
 @pytest.fixture
 def suite(request: pytest.FixtureRequest) -> Iterator[StoreSuite]:
-    class Suite(StoreSuite):
-        def create(self, place: Path, bundle: Any, widths: Any) -> LocalStore:
-            create_local(place / "index", bundle, widths)
-            return self.reopen(place)
-
-        def reopen(self, place: Path) -> LocalStore:
-            made: LocalStore = request.param(place / "index")
+    class Faulty(LocalPlace):
+        def open(self) -> LocalStore:
+            made: LocalStore = request.param(self.folder)
             return made
+
+    class Suite(StoreSuite):
+        def at(self, place: Path) -> LocalPlace:
+            return Faulty(Address.parse(f"faulty://{place}/index"))
 
     suite = Suite()
     suite.setup_method()

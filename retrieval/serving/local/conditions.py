@@ -6,12 +6,11 @@ from typing import Any
 
 import apsw
 
-from retrieval.errors import DataError, did_you_mean
 from retrieval.serving.filters import Filter, fields, to_sql
 from retrieval.serving.local.record import ask, value
+from retrieval.serving.stores.items import no_field
 
 _NAMES = 1000  # of fields that are looked through for a likely one
-_SHOWN = 20
 
 
 def condition_of(where: Filter | None) -> tuple[str, tuple[Any, ...]]:
@@ -34,8 +33,4 @@ def refuse_unknown(connection: apsw.Connection, where: Filter | None) -> None:
             names = [
                 one for (one,) in ask(connection, "select name from fields order by name limit ?", (_NAMES,))
             ]
-            known = ", ".join(["id", "label", *names][:_SHOWN])
-            raise DataError(
-                f"No item of this index has a field '{name}' (there are: {known})."
-                + did_you_mean(name, ["id", "label", *names])
-            )
+            raise no_field(name, names)

@@ -14,9 +14,10 @@ from retrieval.errors import DataError, StoreError, listed
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.local.generation_table import BUNDLES, add_generation, all_of, keep_bundle
 from retrieval.serving.local.record import ask, value
-from retrieval.serving.local.rows import COLUMNS, checked
+from retrieval.serving.local.rows import COLUMNS
 from retrieval.serving.local.writer import Writer, files_of, remove_files
 from retrieval.serving.stores.contract import Generation, Item
+from retrieval.serving.stores.items import checked
 
 
 class Generations:

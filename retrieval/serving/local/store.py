@@ -21,7 +21,7 @@ from retrieval.serving.local.generation_table import BUNDLES, all_of
 from retrieval.serving.local.generations import Generations, gone
 from retrieval.serving.local.home import Home, identity
 from retrieval.serving.local.record import ask, value
-from retrieval.serving.local.rows import COLUMNS, from_row, usable
+from retrieval.serving.local.rows import COLUMNS, from_row
 from retrieval.serving.local.segment import Numbers
 from retrieval.serving.local.snapshot import write_snapshot
 from retrieval.serving.local.structures import Structure, Wanted
@@ -40,6 +40,7 @@ from retrieval.serving.stores.contract import (
     TooSlow,
     stop_at,
 )
+from retrieval.serving.stores.items import check_queries, usable
 
 _OVER = (8, 128)  # times as many as asked for, before a filter is looked up in the whole record
 _SMALL = 20_000  # items, of which a filter is looked up at once
@@ -133,7 +134,7 @@ class LocalStore(Store):
                 raise Superseded(
                     f"The index {self.folder} is served with another bundle by now. Encode the query again."
                 )
-            _check_queries(queries, view.generation)
+            check_queries(queries, view.generation)
             refuse_unknown(connection, where)
             if not view.count:
                 return [[] for _ in queries]
@@ -323,15 +324,6 @@ class LocalStore(Store):
             self._upkeep.close()
         self.writer.close()
         self.home.close()
-
-
-def _check_queries(queries: Floats, generation: Generation) -> None:
-    """Refuse queries that are not vectors of a generation."""
-    width = generation.widths[VECTOR]
-    if queries.ndim != 2 or queries.shape[1] != width:
-        raise DataError(f"Queries of this index are (Q, {width}), not {queries.shape}.")
-    if not np.isfinite(queries).all():
-        raise DataError("A query vector holds NaN or infinity.")
 
 
 def _matching(rows: Iterable[tuple[Any, ...]], where: Filter) -> set[int]:

@@ -23,11 +23,12 @@ from retrieval.serving.local.generation_table import BUNDLES, all_of, served
 from retrieval.serving.local.home import Home
 from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.record import ask, value
-from retrieval.serving.local.rows import checked, to_row, usable
+from retrieval.serving.local.rows import to_row
 from retrieval.serving.local.segment import Numbers, Segment, features_file, write_segment
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.local.view import ARRAYS
 from retrieval.serving.stores.contract import Floats, Generation, Item, Superseded
+from retrieval.serving.stores.items import checked, usable
 
 _ROWS = 8192
 FLUSH_ROWS = 4096
@@ -117,23 +118,31 @@ class Writer:
             with self.transaction(segments=large) as (connection, seq):
                 old = _numbers_of(connection, [item.id for item in items])
                 self._remove(connection, seq, old)
-                first = (
-                    int(value(connection, "select seq from sqlite_sequence where name = 'items'") or 0) + 1
-                )
-                numbers = range(first, first + len(items))
-                connection.executemany(
-                    "insert into items values (?,?,?,?,?,?,?,?,?,?,?)", map(to_row, numbers, items, texts)
-                )
-                kept = (
-                    (n, item.original)
-                    for n, item in zip(numbers, items, strict=True)
-                    if item.original is not None
-                )
-                connection.executemany("insert into originals values (?, ?)", kept)
-                names = sorted(set(itertools.chain.from_iterable(item.metadata for item in items)))
-                connection.executemany("insert or ignore into fields values (?)", ((name,) for name in names))
-                self.keep(connection, generation, np.arange(first, first + len(items)), items)
+                numbers = self.insert(connection, items, texts)
+                self.keep(connection, generation, np.array(numbers), items)
             return len(old)
+
+    @staticmethod
+    def insert(connection: apsw.Connection, items: Sequence[Item], texts: Sequence[str]) -> range:
+        """Write items without their arrays inside a transaction; return their numbers.
+
+        Args:
+            connection: of the transaction.
+            items: none of which is there.
+            texts: their metadata, as `checked` gives them.
+        """
+        first = int(value(connection, "select seq from sqlite_sequence where name = 'items'") or 0) + 1
+        numbers = range(first, first + len(items))
+        connection.executemany(
+            "insert into items values (?,?,?,?,?,?,?,?,?,?,?)", map(to_row, numbers, items, texts)
+        )
+        kept = (
+            (n, item.original) for n, item in zip(numbers, items, strict=True) if item.original is not None
+        )
+        connection.executemany("insert into originals values (?, ?)", kept)
+        names = sorted(set(itertools.chain.from_iterable(item.metadata for item in items)))
+        connection.executemany("insert or ignore into fields values (?)", ((name,) for name in names))
+        return numbers
 
     def keep(
         self, connection: apsw.Connection, generation: Generation, numbers: Numbers, items: Sequence[Item]

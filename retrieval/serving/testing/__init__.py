@@ -1,15 +1,12 @@
 """What the author of a store tests it with: `retrieval.testing`.
 
-`StoreSuite` holds every case that the contract of a store (`retrieval.Store`) promises. A class of one's own says how a store is made:
+`StoreSuite` holds every case that the contract of a store (`retrieval.Store`) promises. A class of one's own says where an index is:
 
-    from retrieval import testing
+    from retrieval import stores, testing
 
     class TestMine(testing.StoreSuite):
-        def create(self, place, bundle, widths):
-            return MyStore.create(place, bundle, widths)
-
-        def reopen(self, place):
-            return MyStore(place)
+        def at(self, place):
+            return MyPlace(stores.Address.parse(f"mine://{place}/index"))
 
 pytest runs it; nothing else is needed but `onnx`, of which the small bundles are made.
 """
@@ -17,6 +14,7 @@ pytest runs it; nothing else is needed but `onnx`, of which the small bundles ar
 from retrieval.serving.testing.bundles import make_bundle
 from retrieval.serving.testing.generations import GenerationCases
 from retrieval.serving.testing.items import ItemCases
+from retrieval.serving.testing.places import PlaceCases
 from retrieval.serving.testing.refusals import RefusalCases
 from retrieval.serving.testing.searches import SearchCases
 from retrieval.serving.testing.whole import WholeCases
@@ -24,5 +22,5 @@ from retrieval.serving.testing.whole import WholeCases
 __all__ = ["StoreSuite", "make_bundle"]
 
 
-class StoreSuite(ItemCases, SearchCases, RefusalCases, GenerationCases, WholeCases):
-    """Every case of the contract of a store. A subclass, whose name pytest collects, overrides `create` and `reopen`."""
+class StoreSuite(ItemCases, SearchCases, RefusalCases, GenerationCases, WholeCases, PlaceCases):
+    """Every case of the contract of a store. A subclass, whose name pytest collects, overrides `at`."""

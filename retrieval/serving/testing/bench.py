@@ -16,6 +16,7 @@ from retrieval.errors import RetrievalError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import Filter, matches, parse_filter
 from retrieval.serving.stores.contract import VECTOR, Floats, Item, Store, spans_of, widths_of
+from retrieval.serving.stores.place import StorePlace
 from retrieval.serving.testing.bundles import opened
 
 State = dict[str, Item]
@@ -33,23 +34,25 @@ class Bench:
     recall = 1.0
     place: Path
 
-    def create(self, place: Path, bundle: Bundle, widths: Mapping[str, int]) -> Store:
-        """Return an empty store, whose first generation, which is served, has this bundle and these widths.
+    def at(self, place: Path) -> StorePlace:
+        """Return where the index of a test is, or may be: the one thing that a subclass must say.
 
         Args:
             place: see `Bench`.
-            bundle: opened.
-            widths: numbers of each array that is kept of an item, by name.
         """
-        raise NotImplementedError("Say in a subclass how a store is made.")
+        raise NotImplementedError("Say in a subclass where an index is: def at(self, place).")
+
+    def create(self, place: Path, bundle: Bundle, widths: Mapping[str, int]) -> Store:
+        """Return an empty store, whose first generation, which is served, has this bundle and these widths."""
+        return self.at(place).create(bundle, widths)
 
     def reopen(self, place: Path) -> Store:
         """Return what `create` made in this place, opened once more, as another process would. The first one is closed."""
-        raise NotImplementedError("Say in a subclass how a store is opened.")
+        return self.at(place).open()
 
     def destroy(self, place: Path) -> None:
         """Remove what `create` made. All that was opened is closed."""
-        shutil.rmtree(place, ignore_errors=True)
+        self.at(place).drop()
 
     def setup_method(self) -> None:
         """Make room for a test; pytest calls it."""
