@@ -15,6 +15,7 @@ from retrieval.errors import StoreError
 
 if TYPE_CHECKING:
     from retrieval.serving.index.living import LivingIndex
+    from retrieval.serving.index.tuning import Tuned
     from retrieval.serving.stores.address import IndexPlace
     from retrieval.serving.stores.contract import Store
 
@@ -126,6 +127,17 @@ def tell(path: IndexPlace, as_json: bool, sentence: str, **figures: Any) -> None
         say_json({"index": str(path), **figures})
     else:
         say(sentence)
+
+
+def say_tuned(tuned: Tuned) -> None:
+    """Print what tuning measured, as a table; a star marks the structure that was chosen."""
+    say(f"{'':2}{'structure':46}{'recall@10':>10}{'ms a query':>12}{'MB':>10}{'built in s':>12}")
+    for one in tuned.trials:
+        name = " ".join([one.backend, *(f"{key}={value}" for key, value in one.options.items())])
+        mark = "* " if one is tuned.chosen else "  "
+        say(
+            f"{mark}{name:46}{one.recall:10.3f}{one.milliseconds:12.3f}{one.bytes / 1e6:10.1f}{one.seconds:12.1f}"
+        )
 
 
 def opened_index(path: IndexPlace) -> LivingIndex:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.index_common import INDEX, JSON, WHERE, embedding, opened_index, tell
+from retrieval.cli.index_common import INDEX, JSON, WHERE, embedding, opened_index, say_tuned, tell
 from retrieval.cli.types import Place
 from retrieval.errors import StoreError
 
@@ -158,6 +158,7 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
     if as_json:
         say_json({"index": str(path), **found})
         return
+    measured = found.pop("tuned", None)
     for name, value in found.items():
         if isinstance(value, list) and name != "vector":
             say(f"{name}:")
@@ -167,6 +168,13 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
         else:
             text = f"{len(value)} numbers" if name == "vector" and value is not None else value
             say(f"{name}: {_shown(text)}")
+    if measured is not None:
+        from retrieval.serving.index.tuning import Tuned
+
+        tuned = Tuned.of(measured)
+        memory = "" if tuned.memory is None else f" and {tuned.memory / 1e6:,.1f} MB at most"
+        say(f"tuned {tuned.when} over {tuned.count:,} vectors, for a recall of {tuned.recall}{memory}:")
+        say_tuned(tuned)
 
 
 def _shown(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.index_common import INDEX, JSON, WHERE, opened_index
+from retrieval.cli.index_common import INDEX, JSON, WHERE, opened_index, say_tuned
 from retrieval.cli.types import Bytes
 from retrieval.errors import DataError
 
@@ -42,30 +42,18 @@ def tune(
 ) -> None:
     """Measure which structure finds fastest what it must, on the vectors of INDEX itself, and take it.
 
-    Flat, HNSW, inverted lists, product codes and one byte a number are built and searched with 200 held-out vectors.
+    Flat, HNSW, inverted lists, product codes and one byte a number are built and searched with 200 held-out vectors. The index keeps
+    the table: 'retrieval index show INDEX' shows it again.
     """
     with opened_index(path) as opened:
         tuned = opened.tune(recall=recall, memory=memory, most=most, apply=not dry_run)
     if as_json:
-        say_json(
-            {
-                "index": str(path),
-                "vectors": tuned.count,
-                "trials": [vars(one) | {"options": dict(one.options)} for one in tuned.trials],
-                "chosen": None if tuned.chosen is None else tuned.trials.index(tuned.chosen),
-            }
-        )
+        say_json({"index": str(path), **tuned.as_dict()})
         return
-    say(f"{'':2}{'structure':46}{'recall@10':>10}{'ms a query':>12}{'MB':>10}{'built in s':>12}")
-    for one in tuned.trials:
-        name = " ".join([one.backend, *(f"{key}={value}" for key, value in one.options.items())])
-        mark = "* " if one is tuned.chosen else "  "
-        say(
-            f"{mark}{name:46}{one.recall:10.3f}{one.milliseconds:12.3f}{one.bytes / 1e6:10.1f}{one.seconds:12.1f}"
-        )
+    say_tuned(tuned)
     if tuned.chosen is None:
         raise DataError(
-            "No structure meets both limits; the index is as it was. Ask for less recall, or allow more memory."
+            "No structure meets both limits; the one that the index has stays. Ask for less recall, or allow more memory."
         )
     options = f" {json.dumps(dict(tuned.chosen.options))}" if tuned.chosen.options else ""
     done = "would be taken" if dry_run else "is taken"

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.errors import DataError
+from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.index import tuning
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
+from retrieval.serving.index.tuning import Tuned
 from retrieval.serving.local import structures
 from retrieval.serving.local.create import create_local
+from retrieval.serving.local.structures import Wanted
+from retrieval.serving.manifest import read_manifest, write_manifest
 from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.testing.bundles import make_bundle
 from sklearn.datasets import load_digits
 
 
@@ -79,7 +86,7 @@ def test_clusters_hold_every_item_once(digits: tuple[LivingIndex, np.ndarray]) -
 
 
 def test_tuning_takes_what_meets_both_limits(
-    digits: tuple[LivingIndex, np.ndarray], monkeypatch: pytest.MonkeyPatch
+    digits: tuple[LivingIndex, np.ndarray], monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
 ) -> None:
     index, _ = digits
     monkeypatch.setattr(structures, "LEAST", 1000)
@@ -91,8 +98,53 @@ def test_tuning_takes_what_meets_both_limits(
     assert segment["structure"] == (None if tuned.chosen.backend == "flat" else tuned.chosen.backend)
     small = index.tune(recall=0.9, memory=1000, apply=False, progress=False)
     assert small.chosen is None
+    shown = cli("index", "show", index.path).out
+    assert f"over {tuned.count:,} vectors, for a recall of 0.9:" in shown
+    assert shown.count("hnsw m=") == 10 and shown.count("\n* ") == 1
+    kept = index.stats().details["tuned"]
+    assert json.loads(cli("index", "show", index.path, "--json").out)["tuned"] == kept
+    assert Tuned.of(kept) == tuned and kept["trials"][kept["chosen"]]["backend"] == tuned.chosen.backend
+    copy = index.snapshot(index.path.with_name("copy"))
+    with LivingIndex.open(copy, threads=1) as opened:
+        assert opened.stats().details["tuned"] == kept
+    for damage in ({}, {**kept, "chosen": 1000}, {**kept, "trials": [1]}, [], {**kept, "memory": "much"}):
+        with pytest.raises(StoreError, match="Tune it again"):
+            Tuned.of(damage)
     with pytest.raises(DataError, match="above 0 and at most 1"):
         index.tune(recall=0)
+
+
+@pytest.mark.parametrize("merge", ["min", "score"])
+def test_tuning_weighs_sub_spaces(merge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a structure of its own; what all of them propose is measured as searches measure it."""
+    monkeypatch.setattr(structures, "LEAST", 1000)
+    few = [("flat", {}, [{}]), ("sq8", {}, [{}]), ("ivf", {"lists": 40}, [{"probes": 1}, {"probes": 40}])]
+    monkeypatch.setattr(tuning, "_grid", lambda count, width: iter(few))
+    monkeypatch.setattr(tuning, "_ROUNDS", 1)
+    made = make_bundle(tmp_path / "b", subspaces=True)
+    write_manifest(made, read_manifest(made).model_copy(update={"merge": merge}))
+    bundle = Bundle.open(made, threads=1)
+    features = np.random.default_rng(5).normal(size=(1500, 8)).astype(np.float32)
+    vectors = bundle.encode(features).vector
+    create_local(tmp_path / "i", bundle, widths_of(bundle))
+    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+        index.upsert([Item(f"{n:04}", arrays={"vector": vectors[n]}) for n in range(len(vectors))])
+        queries = features[:20] + np.float32(0.1)
+        exact = index.search(queries, 10)
+        tuned = index.tune(recall=0.99, progress=False)
+        assert tuned.chosen is not None and tuned.trials[0].recall == 1
+        assert min(one.recall for one in tuned.trials) < 0.99 <= tuned.chosen.recall
+        index.store.restructure(Wanted("sq8"))
+        index.store.compact()
+        (segment,) = index.stats().details["segments"]
+        assert segment["structure"] == "sq8"
+        ids = [
+            ({hit.id for hit in one}, {hit.id for hit in other})
+            for one, other in zip(exact, index.search(queries, 10), strict=True)
+        ]
+        share = np.mean([len(one & other) / 10 for one, other in ids])
+        (trial,) = (one for one in tuned.trials if one.backend == "sq8")
+        assert share == pytest.approx(trial.recall, abs=0.02)
 
 
 def test_there_is_nothing_to_tune_in_a_small_index(tmp_path: Path, plain_bundle: Path) -> None:

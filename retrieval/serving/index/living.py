@@ -125,7 +125,7 @@ class LivingIndex(Collection):
         apply: bool = True,
         progress: Progress = True,
     ) -> Tuned:
-        """Measure which structure finds fastest what it must, on this index's own vectors, and take it.
+        """Measure which structure finds fastest what it must, on this index's own vectors, and take it; the index keeps the table.
 
         200 vectors are held out as queries; structures are built over the others, at most `most` of them.
 
@@ -133,7 +133,7 @@ class LivingIndex(Collection):
             recall: share of the ten nearest that must be found.
             memory: bytes of the vectors and the structure together; None for no limit.
             most: vectors that structures are built over, taken at random where there are more.
-            apply: whether to build the chosen one for the index's segments now.
+            apply: whether to keep the table, and build the chosen structure for the index's segments, now.
             progress: True shows a bar, False nothing; a function is told (what, done, total).
 
         Raises:
@@ -147,7 +147,10 @@ class LivingIndex(Collection):
             )
         with showing(progress):
             tuned = tune(self, recall=recall, memory=memory, most=most)
-            if apply and tuned.chosen is not None:
+            if not apply:
+                return tuned
+            store.keep_tuned(tuned.as_dict())
+            if tuned.chosen is not None:
                 with Meter("indexing", len(self), "items") as meter:
                     store.take_structure(
                         tuned.chosen.backend,

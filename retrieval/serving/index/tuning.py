@@ -5,19 +5,24 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from retrieval.errors import DataError
+from retrieval.errors import DataError, StoreError
 from retrieval.serving.index.alike import pages
 from retrieval.serving.index.backends import make_backend
+from retrieval.serving.index.base import MARGIN
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.contract import Floats, IndexBackend, Rows, checked_search
+from retrieval.serving.local.compact import Compact
 from retrieval.serving.local.compact import build as build_compact
 from retrieval.serving.local.exact import nearest
+from retrieval.serving.manifest import Manifest
+from retrieval.serving.merging import merged
 from retrieval.serving.progress import Meter
 from retrieval.serving.runtime import load_faiss
 
@@ -33,7 +38,7 @@ class Trial:
 
     Attributes:
         backend: its name.
-        options: its parameters.
+        options: its parameters, the same in each sub-space.
         recall: share of the ten nearest that it finds, after they are measured on the vectors.
         milliseconds: of one query on one thread, the median.
         bytes: of the structure itself, for all items; the vectors are mapped besides.
@@ -56,34 +61,116 @@ class Tuned:
         trials: in the order in which they were tried.
         chosen: the fastest that meets both limits; None where none does.
         count: vectors that structures were built over.
+        recall: that was asked for.
+        memory: likewise, in bytes; None without a limit.
+        when: it was measured, by ISO 8601.
     """
 
     trials: tuple[Trial, ...]
     chosen: Trial | None
     count: int
+    recall: float
+    memory: int | None
+    when: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as plain values, as an index keeps it; `chosen` is a place among the trials."""
+        chosen = None if self.chosen is None else self.trials.index(self.chosen)
+        return {
+            "when": self.when,
+            "vectors": self.count,
+            "recall": self.recall,
+            "memory": self.memory,
+            "trials": [asdict(one) for one in self.trials],
+            "chosen": chosen,
+        }
+
+    @staticmethod
+    def of(said: Mapping[str, Any]) -> Tuned:
+        """Return what `as_dict` gave.
+
+        Raises:
+            StoreError: it is something else.
+        """
+        try:
+            trials = tuple(
+                Trial(
+                    str(one["backend"]),
+                    dict(one["options"]),
+                    float(one["recall"]),
+                    float(one["milliseconds"]),
+                    int(one["bytes"]),
+                    float(one["seconds"]),
+                )
+                for one in said["trials"]
+            )
+            chosen = None if said["chosen"] is None else trials[said["chosen"]]
+            memory = None if said["memory"] is None else int(said["memory"])
+            return Tuned(
+                trials, chosen, int(said["vectors"]), float(said["recall"]), memory, str(said["when"])
+            )
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as fault:
+            raise StoreError("What the index keeps of its tuning cannot be read. Tune it again.") from fault
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Vectors that structures are tried on, and how the index measures them.
+
+    Attributes:
+        vectors: (N, P).
+        spans: first and last-but-one column of each sub-space; one for all columns where there are none.
+        manifest: of the bundle.
+    """
+
+    vectors: Floats
+    spans: Sequence[tuple[int, int]]
+    manifest: Manifest
+
+    def exactly(self, queries: Floats, compact: Compact | None = None) -> list[Rows]:
+        """Return the ten nearest of each query."""
+        spans: Sequence[tuple[int, int] | None] = self.spans if len(self.spans) > 1 else [None]
+        found = [nearest(queries, self.vectors, _K + MARGIN, span=span, compact=compact)[1] for span in spans]
+        return self._ordered(queries, found)
+
+    def proposed(self, backends: Sequence[IndexBackend], name: str, queries: Floats) -> list[Rows]:
+        """Return the ten nearest of what back ends, one a sub-space, propose for each query."""
+        found = []
+        for backend, (start, stop) in zip(backends, self.spans, strict=True):
+            count = min(backend.expand * (_K + MARGIN), len(self.vectors))
+            found.append(checked_search(backend, name, queries[:, start:stop], count, len(self.vectors)))
+        return self._ordered(queries, found)
+
+    def _ordered(self, queries: Floats, found: Sequence[Rows]) -> list[Rows]:
+        out = []
+        for query, *rows in zip(queries, *found, strict=True):
+            there = np.unique(np.concatenate(rows))
+            there = there[there >= 0]
+            said = self.manifest
+            distances = merged(query, self.vectors[there], _K, said.subspaces, said.merge)
+            out.append(there[np.argsort(distances, kind="stable")[:_K]])
+        return out
 
 
 def tune(index: Collection, *, recall: float = 0.95, memory: int | None = None, most: int = 200_000) -> Tuned:
     """Measure structures on an index's own vectors; see `LivingIndex.tune`."""
     if not 0 < recall <= 1:
         raise DataError(f"Recall is a share above 0 and at most 1, not {recall}.")
-    if len(index.generation.spans) > 1:
-        raise DataError(
-            "The vectors of this index have sub-spaces, each with a structure of its own, which tuning cannot weigh yet."
-        )
-    vectors, total = _sample(index, most + _QUERIES)
+    vectors, total = _drawn(index, most + _QUERIES)
     if len(vectors) < _LEAST + _QUERIES:
         raise DataError(
             f"{total:,} items are searched exactly in a moment: there is nothing to tune below {_LEAST + _QUERIES:,}."
         )
     order = np.random.default_rng(0).permutation(len(vectors))
     queries, held = vectors[order[:_QUERIES]], np.ascontiguousarray(vectors[order[_QUERIES:]])
-    _, exact = nearest(queries, held, _K)
+    sample = _Sample(held, index.generation.spans, index.bundle.manifest)
+    exact = sample.exactly(queries)
     trials = []
-    todo = [one for one in _grid(len(held), held.shape[1]) if one[0] in index.store.structures]
+    width = min(stop - start for start, stop in sample.spans)
+    todo = [one for one in _grid(len(held), width) if one[0] in index.store.structures]
     with Meter("measuring", sum(len(points) for *_, points in todo), "structures") as meter:
         for name, options, points in todo:
-            for trial in _tried(name, options, points, held, queries, exact, total):
+            for trial in _tried(name, options, points, sample, queries, exact, total):
                 trials.append(trial)
                 meter.update()
     good = [
@@ -91,10 +178,12 @@ def tune(index: Collection, *, recall: float = 0.95, memory: int | None = None, 
         for one in trials
         if one.recall >= recall and (memory is None or one.bytes + 4 * total * held.shape[1] <= memory)
     ]
-    return Tuned(tuple(trials), min(good, key=lambda one: one.milliseconds, default=None), len(held))
+    chosen = min(good, key=lambda one: one.milliseconds, default=None)
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return Tuned(tuple(trials), chosen, len(held), recall, memory, when)
 
 
-def _sample(index: Collection, most: int) -> tuple[Floats, int]:
+def _drawn(index: Collection, most: int) -> tuple[Floats, int]:
     """Return vectors of items, at most so many, chosen at random but repeatably; and how many items there are."""
     total = index.store.count()
     chance = min(1.0, 1.05 * most / max(1, total))
@@ -126,47 +215,42 @@ def _tried(
     name: str,
     options: dict[str, Any],
     points: Sequence[dict[str, Any]],
-    vectors: Floats,
+    sample: _Sample,
     queries: Floats,
-    exact: Rows,
+    exact: Sequence[Rows],
     total: int,
 ) -> Iterator[Trial]:
-    """Build one structure, and measure it with each of the parameters of its search."""
+    """Build one structure, in each sub-space, and measure it with each of the parameters of its search."""
+    vectors = sample.vectors
     began = time.perf_counter()
     if name == "flat":
-        compact = build_compact(vectors)
+        compact = build_compact(vectors) if len(sample.spans) == 1 else None
         seconds = time.perf_counter() - began
         size = 0 if compact is None else compact.table.nbytes
-        spent = _spent(lambda query: nearest(query, vectors, _K + 8, compact=compact), queries)
+        spent = _spent(lambda query: sample.exactly(query, compact), queries)
         yield Trial(name, {}, 1.0, spent, size * total // len(vectors), seconds)
         return
-    built = make_backend(name, options)
-    built.build(vectors, lambda count: None)
+    built = [make_backend(name, options) for _ in sample.spans]
+    for one, (start, stop) in zip(built, sample.spans, strict=True):
+        one.build(np.ascontiguousarray(vectors[:, start:stop]), lambda count: None)
     seconds = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "structure"
-        built.save(file)
-        size = file.stat().st_size * total // len(vectors)
+        size = 0
+        for one in built:
+            one.save(file)
+            size += file.stat().st_size * total // len(vectors)
+            file.unlink()
     for point in points:
-        for key, value in point.items():
-            setattr(built, key, value)
-        found = _candidates(built, name, queries, vectors)
+        for one in built:
+            for key, value in point.items():
+                setattr(one, key, value)
+        found = sample.proposed(built, name, queries)
         share = float(
             np.mean([len(np.intersect1d(one, other)) / _K for one, other in zip(found, exact, strict=True)])
         )
-        spent = _spent(lambda query: _candidates(built, name, query, vectors), queries)
+        spent = _spent(lambda query: sample.proposed(built, name, query), queries)
         yield Trial(name, {**options, **point}, share, spent, size, seconds)
-
-
-def _candidates(backend: IndexBackend, name: str, queries: Floats, vectors: Floats) -> list[Rows]:
-    """Return the ten nearest that a back end proposes, measured on the vectors, as an index does."""
-    rows = checked_search(backend, name, queries, min(backend.expand * (_K + 8), len(vectors)), len(vectors))
-    out = []
-    for query, own in zip(queries, rows, strict=True):
-        there = own[own >= 0]
-        squared = ((vectors[there] - query) ** 2).sum(axis=1)
-        out.append(there[np.argsort(squared, kind="stable")[:_K]])
-    return out
 
 
 def _spent(search: Callable[[Floats], object], queries: Floats) -> float:

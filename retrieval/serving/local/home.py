@@ -15,7 +15,7 @@ import apsw
 
 from retrieval.errors import StoreError
 from retrieval.serving.files.plain import read_plain
-from retrieval.serving.files.strict_json import parse_json
+from retrieval.serving.files.strict_json import parse_json, strict_loads
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.local.acknowledged import acknowledged
 from retrieval.serving.local.generation_table import served
@@ -141,6 +141,21 @@ class Home:
         with self.record.reading() as connection:
             said = json.loads(value(connection, "select value from state where key = 'structure'"))
         return Wanted(said["backend"], said["options"])
+
+    def tuned(self, connection: apsw.Connection) -> Any:
+        """Return what was measured when the structure was chosen; None where nothing was.
+
+        Raises:
+            StoreError: it is no JSON.
+        """
+        sql = "select value from state where key = 'tuned' and length(value) <= ?"
+        text = value(connection, sql, (_BYTES,))
+        try:
+            return None if text is None else strict_loads(text)
+        except (TypeError, ValueError) as fault:
+            raise StoreError(
+                f"What the index {self.folder} keeps of its tuning is damaged: {fault}."
+            ) from fault
 
     def close(self) -> None:
         """Let go of everything."""

@@ -272,6 +272,10 @@ class LocalStore(Store):
         self.writer.restructure(wanted)
         self._tend()
 
+    def keep_tuned(self, tuned: Mapping[str, Any]) -> None:
+        """Keep what was measured; see `Store`."""
+        self.writer.keep_tuned(tuned)
+
     def recall(self) -> tuple[str, float | None]:
         """Return the back end of the largest segment, and how often it finds the ten nearest; "flat" and None where search is exact."""
         with self.home.moment(whole=True) as (_, view):
@@ -295,7 +299,7 @@ class LocalStore(Store):
         """Return what the store holds; see `Store`."""
         with self.home.moment(whole=True) as (connection, view):
             assert view is not None
-            details = {
+            details: dict[str, Any] = {
                 "segments": [
                     {
                         "file": piece.segment.path.name,
@@ -308,6 +312,8 @@ class LocalStore(Store):
                 "fresh": len(view.numbers),
                 "transactions": view.seq,
             }
+            if (tuned := self.home.tuned(connection)) is not None:
+                details["tuned"] = tuned
             count = int(value(connection, "select count(*) from items"))
             all_ = all_of(connection)
         files = [path.stat() for path in self.folder.rglob("*") if path.is_file()]

@@ -7,9 +7,10 @@ import json
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import apsw
 import numpy as np
@@ -217,6 +218,11 @@ class Writer:
         with self.transaction() as (connection, _):
             text = json.dumps({"backend": wanted.backend, "options": dict(wanted.options or {})})
             connection.execute("update state set value = ? where key = 'structure'", (text,))
+
+    def keep_tuned(self, tuned: Mapping[str, Any]) -> None:
+        """See `Store.keep_tuned`."""
+        with self.transaction() as (connection, _):
+            connection.execute("insert or replace into state values ('tuned', ?)", (json.dumps(tuned),))
 
     def close(self) -> None:
         """Let others write."""

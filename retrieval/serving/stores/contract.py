@@ -346,6 +346,16 @@ class Store(ABC):
         """
         raise StoreError("This store chooses by itself how it searches: there is nothing to tune.")
 
+    def keep_tuned(self, tuned: Mapping[str, Any]) -> None:  # noqa: B027 (a store need not)
+        """Keep what was measured before a structure was chosen, for people: `stats` has it as the detail `tuned` from now on, and a copy of the index likewise.
+
+        Args:
+            tuned: as JSON can say it. A store that keeps nothing of it, which is this default, shows nothing of it.
+
+        Raises:
+            StoreError: see `upsert`.
+        """
+
     @abstractmethod
     def snapshot(self, target: Path) -> None:
         """Write a copy of one moment to a new folder, while searches and writes go on; it opens as an index of the local store.
