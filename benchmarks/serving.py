@@ -50,7 +50,7 @@ def requests(folder: Path) -> dict[str, bytes]:
         "image, 640 × 480 JPEG": form(jpeg.getvalue()),
         "vector of 16": post("application/json", vector),
         "item's image": b"GET /v1/items/3/image HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        "live": b"GET /v1/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "live": b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n",
     }
 
 
@@ -93,7 +93,7 @@ class Server:
         line = process.stdout.readline()
         server = cls(process, int(line.split("/ ")[0].rsplit(":", 1)[1]))
         for _ in range(200):
-            if b" 200 " in server.ask(b"GET /v1/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n", 1)[:20]:
+            if b" 200 " in server.ask(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n", 1)[:20]:
                 return server
             time.sleep(0.1)
         process.terminate()

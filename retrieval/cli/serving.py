@@ -117,7 +117,7 @@ Examples:
 @click.option(
     "--health-port",
     type=click.IntRange(0, 65535),
-    help="Another port, for /v1/health/… only; 0 picks a free one.",
+    help="Another port, for /livez, /readyz and /metrics only; 0 picks a free one.",
 )
 @click.option(
     "--allow-host",
@@ -137,6 +137,13 @@ Examples:
     help="Show items' images from here; without it, of an index that you built on this machine. Repeatable.",
 )
 @_limits
+@click.option(
+    "--log-format",
+    default="text",
+    show_default=True,
+    type=Choice(["text", "json"]),
+    help="One line an event and a request, for people or for programs.",
+)
 @click.option("--debug", is_flag=True, help="Tracebacks in the log.")
 @PLUGIN_OPTION
 @_SIGNED
@@ -149,6 +156,7 @@ def serve_command(
     hosts: tuple[str, ...],
     workers: int | None,
     images: tuple[Path, ...],
+    log_format: Any,
     debug: bool,
     extra: tuple[str, ...],
     device: Any,
@@ -164,6 +172,7 @@ def serve_command(
         hosts=tuple(name.lower() for name in hosts),
         health_port=health_port,
         images=images,
+        log_format=log_format,
         debug=debug,
         **limits,
     )

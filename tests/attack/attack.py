@@ -88,7 +88,7 @@ class Server:
         line = process.stdout.readline()
         server = cls(process, int(line.split("/ ")[0].rpartition(":")[2]), log)
         for _ in range(200):
-            if ask(server.port, get("/v1/health/ready")).status == 200:
+            if ask(server.port, get("/readyz")).status == 200:
                 return server
             time.sleep(0.1)
         raise SystemExit(f"The server did not become ready: {log.read_text()}")

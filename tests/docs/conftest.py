@@ -179,7 +179,7 @@ class Reader:
         assert self.server.stdout.readline().startswith("Serving ")
         done = subprocess.run(
             ["curl", "-sS", "--retry", "50", "--retry-delay", "1", "--retry-connrefused", "-f",
-             f"http://127.0.0.1:{self.port}/v1/health/ready"], capture_output=True, timeout=120,
+             f"http://127.0.0.1:{self.port}/readyz"], capture_output=True, timeout=120,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
 

@@ -91,7 +91,7 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
 
 def _until_ready(client: httpx.Client) -> None:
     end = time.monotonic() + 20
-    while (answer := client.get("/v1/health/ready")).status_code != 200:
+    while (answer := client.get("/readyz")).status_code != 200:
         assert time.monotonic() < end, f"never ready: {answer.text}"
         time.sleep(0.02)
 

@@ -166,7 +166,7 @@ def test_help_shows_an_example_that_works(command, retrieval, served, makers, bu
         assert retrieval("index", bundle_path, photos, "--output", "photos.index").returncode == 0
     words = shlex.split(example)[1:]
     if command == "serve":
-        assert served(tmp_path / words[1]).client.get("/v1/health/ready").status_code == 200
+        assert served(tmp_path / words[1]).client.get("/readyz").status_code == 200
         assert "curl -F image=@query.png" in text
     else:
         run = retrieval(*words)

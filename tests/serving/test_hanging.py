@@ -11,7 +11,7 @@ import pytest
 import wire
 from retrieval.serving.index.build import write_index
 
-LIVE = wire.get("/v1/health/live")
+LIVE = wire.get("/livez")
 
 
 # --- a back end that hangs while a file exists: any work that does
@@ -84,12 +84,12 @@ def test_an_answer_has_a_deadline_and_readiness_knows(sleepy):
     late = wire.ask(port, wire.vector())
     assert (late.status, late.headers["retry-after"]) == (503, "1")
     assert "longer than 1 seconds" in late.error
-    unready = wire.until(lambda: (a := wire.ask(port, wire.get("/v1/health/ready"))).status == 503 and a)
+    unready = wire.until(lambda: (a := wire.ask(port, wire.get("/readyz"))).status == 503 and a)
     assert unready.error == "Searches take longer than 1 seconds."
     assert wire.ask(port, LIVE).status == 200
     assert wire.ask(port, wire.get("/v1/items/0/image")).status == 200  # the gallery has threads of its own
     server.hang.unlink()
-    wire.until(lambda: wire.ask(port, wire.get("/v1/health/ready")).status == 200)
+    wire.until(lambda: wire.ask(port, wire.get("/readyz")).status == 200)
     assert wire.found(wire.ask(port, wire.vector()))
 
 

@@ -26,7 +26,7 @@ from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.pool import Pool
 from retrieval.serving.index.build import write_index
 
-LIVE = wire.get("/v1/health/live")
+LIVE = wire.get("/livez")
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_connections_that_say_nothing_give_way(served, index_path, photos):
     try:
         time.sleep(0.6)
         assert wire.ask(port, LIVE).status == 200
-        assert wire.ask(port, wire.get("/v1/health/ready")).status == 200
+        assert wire.ask(port, wire.get("/readyz")).status == 200
         assert wire.found(wire.ask(port, search))
         assert wire.found(wire.ask(port, search, source="127.0.0.2"))
         dripping = idle.pop()
@@ -141,7 +141,7 @@ def test_health_has_a_port_of_its_own(served, index_path):
     }
     (health,) = ports - {server.port}
     assert wire.ask(health, LIVE).status == 200
-    assert wire.ask(health, wire.get("/v1/health/ready")).status == 200
+    assert wire.ask(health, wire.get("/readyz")).status == 200
     assert "port" in wire.ask(health, wire.get("/v1/index")).error
     assert wire.ask(health, wire.vector()).status == 404
 
@@ -152,7 +152,7 @@ def test_files_that_change_under_a_server_end_its_readiness_and_not_its_answers(
     before = wire.found(wire.ask(port, wire.vector()))
     for name in ("vectors.npy", "vectors.faiss", "items.sqlite"):
         (own / name).write_bytes(b"something else")
-    unready = wire.until(lambda: (a := wire.ask(port, wire.get("/v1/health/ready"))).status == 503 and a)
+    unready = wire.until(lambda: (a := wire.ask(port, wire.get("/readyz"))).status == 503 and a)
     assert unready.error == (
         "The files of the index are no longer those that are served. Start the server again."
     )
@@ -220,7 +220,7 @@ def test_a_large_picture_comes_whole_and_a_slow_reader_holds_a_piece(served, mak
         one.close()
     head = wire.get(f"/v1/items/{number}/image").replace(b"GET", b"HEAD")
     with wire.connect(port) as connection:
-        connection.sendall(head + wire.get("/v1/health/live"))
+        connection.sendall(head + wire.get("/livez"))
         got = connection.recv(65_536)
         while b"live" not in got:
             got += connection.recv(65_536)

@@ -58,7 +58,7 @@ def until(what, seconds=30.0):
 
 
 def not_ready(server):
-    answer = server.client.get("/v1/health/ready")
+    answer = server.client.get("/readyz")
     return answer.json()["detail"] if answer.status_code == 503 else None
 
 
@@ -240,16 +240,16 @@ def test_an_empty_index_is_ready(bundle_path, served, photos, tmp_path):
     create_index(tmp_path / "i", bundle_path, progress=False)
     server = served(tmp_path / "i", "--probe-seconds", "0.1")
     assert found(server) == []
-    ready = server.client.get("/v1/health/ready").json()
+    ready = server.client.get("/readyz").json()
     assert (ready["status"], ready["items"]) == ("ready", 0)
     with LivingIndex.open(tmp_path / "i", threads=1) as index:
         index.add([photos / "1"], progress=False)
         count = len(index)
-        until(lambda: server.client.get("/v1/health/ready").json()["items"] == count)
+        until(lambda: server.client.get("/readyz").json()["items"] == count)
         assert server.client.get("/v1/index").json()["items"] == count == len(found(server, k=100))
         index.delete(hit["id"] for hit in found(server, k=100))
     assert found(server) == []
-    until(lambda: server.client.get("/v1/health/ready").json()["items"] == 0)
+    until(lambda: server.client.get("/readyz").json()["items"] == 0)
 
 
 def test_damage_is_said_without_a_path(living, served):
@@ -282,7 +282,7 @@ def test_damage_found_while_serving(bundle_path, served, tmp_path):
     assert not_ready(server) and str(living) not in not_ready(server)
     time.sleep(0.5)  # probes of one item succeed or fail: the search that failed is repeated
     assert not_ready(server)
-    assert server.client.get("/v1/health/live").status_code == 200
+    assert server.client.get("/livez").status_code == 200
 
 
 @pytest.mark.parametrize("how", ["replaced", "removed"])

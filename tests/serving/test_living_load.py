@@ -53,7 +53,7 @@ class Client(threading.Thread):
     def run(self):
         with httpx.Client(base_url=self._url, timeout=30) as client:
             while not self._stop_.is_set():
-                for path in ("/v1/index", "/v1/health/ready"):
+                for path in ("/v1/index", "/readyz"):
                     answer = client.get(path)
                     if answer.status_code != 200 or answer.json()["bundle"] not in self._expected:
                         self.wrong.append(f"{path}: {answer.status_code} {answer.text}")

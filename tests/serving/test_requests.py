@@ -9,7 +9,7 @@ import pytest
 import wire
 from retrieval.serving.index.build import write_index
 
-LIVE = wire.get("/v1/health/live")
+LIVE = wire.get("/livez")
 
 
 @pytest.fixture
@@ -32,18 +32,18 @@ def test_ambiguous_framing_is_refused(port):
         ("a signed length", line + host + kind + b"Content-Length: +15\r\n\r\n" + body, 400),
         ("twice chunked", line + host + kind + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n", 400),
         ("another encoding", line + host + kind + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
-        ("a bare line feed", b"GET /v1/health/live HTTP/1.1\nHost: localhost\n\n", 400),
-        ("a bare line feed in a header", b"GET /v1/health/live HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n", 400),
-        ("a folded header", b"GET /v1/health/live HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n", 400),
-        ("space before the colon", b"GET /v1/health/live HTTP/1.1\r\nHost : localhost\r\n\r\n", 400),
-        ("a null in a header", b"GET /v1/health/live HTTP/1.1\r\nHost: localhost\r\nX: a\0b\r\n\r\n", 400),
-        ("no host", b"GET /v1/health/live HTTP/1.1\r\n\r\n", 400),
-        ("two hosts", b"GET /v1/health/live HTTP/1.1\r\n" + host + host + end, 400),
+        ("a bare line feed", b"GET /livez HTTP/1.1\nHost: localhost\n\n", 400),
+        ("a bare line feed in a header", b"GET /livez HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n", 400),
+        ("a folded header", b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n", 400),
+        ("space before the colon", b"GET /livez HTTP/1.1\r\nHost : localhost\r\n\r\n", 400),
+        ("a null in a header", b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: a\0b\r\n\r\n", 400),
+        ("no host", b"GET /livez HTTP/1.1\r\n\r\n", 400),
+        ("two hosts", b"GET /livez HTTP/1.1\r\n" + host + host + end, 400),
         ("a bad chunk", line + host + kind + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
         ("a chunk without its length", line + host + kind + b"Transfer-Encoding: chunked\r\n\r\n1\r\nabc", 400),
-        ("many headers", b"GET /v1/health/live HTTP/1.1\r\n" + host + b"X: y\r\n" * 100 + end, 431),
-        ("a large header", b"GET /v1/health/live HTTP/1.1\r\n" + host + b"X: " + b"y" * 40_000 + b"\r\n\r\n", 431),
-        ("a header without an end", b"GET /v1/health/live HTTP/1.1\r\n" + host + b"X: " + b"y" * 400_000, 431),
+        ("many headers", b"GET /livez HTTP/1.1\r\n" + host + b"X: y\r\n" * 100 + end, 431),
+        ("a large header", b"GET /livez HTTP/1.1\r\n" + host + b"X: " + b"y" * 40_000 + b"\r\n\r\n", 431),
+        ("a header without an end", b"GET /livez HTTP/1.1\r\n" + host + b"X: " + b"y" * 400_000, 431),
         ("a long address", b"GET /" + b"y" * 40_000 + b" HTTP/1.1\r\n" + host + end, 431),
         ("no HTTP at all", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100), 400),
     ):  # fmt: skip

@@ -20,7 +20,7 @@ from PIL import Image
 from retrieval.serving.index.build import write_index
 from retrieval.serving.index.open import open_index
 
-EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/v1/health/live", "/v1/health/ready"]
+EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]
 
 
 @pytest.fixture
@@ -63,7 +63,9 @@ def test_pages_and_health(server, index_path):
         assert answer.status_code == 200, path
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert answer.headers["x-content-type-options"] == "nosniff"
-    assert server.client.get("/v1/health/ready").json() == {"status": "ready", "items": 200}
+    ready = server.client.get("/readyz").json()
+    assert set(ready.pop("checks").values()) == {"ok"}
+    assert ready == {"status": "ready", "items": 200}
     about = server.client.get("/v1/index").json()
     assert about["items"] == 200
     assert about["limits"] == {"bytes": 100_000, "pixels": 1_000_000}
@@ -245,7 +247,7 @@ def test_the_event_loop_stays_free_while_pictures_are_decoded(served, index_path
         worst = 0.0
         while not all(one.done() for one in waiting):
             began = time.perf_counter()
-            assert server.client.get("/v1/health/live").status_code == 200
+            assert server.client.get("/livez").status_code == 200
             worst = max(worst, time.perf_counter() - began)
         assert {one.result().status_code for one in waiting} == {200}
     assert worst < 1.0
@@ -327,10 +329,10 @@ def test_ready_means_that_a_search_was_run(index_path):
             app = create_app(searcher)
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                before = await client.get("/v1/health/ready")
+                before = await client.get("/readyz")
                 await app.state.readiness.probe()
-                after = await client.get("/v1/health/ready")
-                live = await client.get("/v1/health/live")
+                after = await client.get("/readyz")
+                live = await client.get("/livez")
             searcher.close()
         return [before, after, live]
 

@@ -73,6 +73,23 @@ class Decoders:
         if preprocessing is not None:  # the first image need not wait for a process to start
             self._start_another()
 
+    @property
+    def alive(self) -> int:
+        """How many of the processes run."""
+        return len(self.pids)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that run."""
+        with self._lock:
+            workers = list(self._workers)
+        return [pid for worker in workers if (pid := worker.pid) is not None]
+
+    @property
+    def waiting(self) -> int:
+        """How many images wait for a process."""
+        return len(self._queue)
+
     def pixels(
         self,
         content: bytes,

@@ -73,6 +73,7 @@ class Job:
         preprocessing: what makes pixels of it; None where a PNG is asked for.
         future: `Decoded`, or a PNG's bytes. Raises `DataError` for what is wrong with the image, `Busy` when its turn
             did not come.
+        begun: when a process was given it, by `time.perf_counter`.
     """
 
     kind: int
@@ -83,6 +84,7 @@ class Job:
     preprocessing: Preprocessing | None = None
     future: Future[Any] = field(default_factory=Future)
     abandoned: bool = False
+    begun: float | None = None
 
     def abandon(self) -> None:
         """Say that nobody waits for the answer any more: it is not begun, or stopped soon."""
@@ -125,6 +127,12 @@ class Worker(threading.Thread):
         self._spent: float | None = None
         self._reason: RetrievalError | None = None
         self._stopped = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it runs."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
 
     def begin(self, job: Job) -> None:
         """Take an image; only when there is nothing else to do."""
@@ -201,6 +209,7 @@ class Worker(threading.Thread):
         try:
             with self._lock:
                 self._job, self._since = job, time.monotonic()
+            job.begun = time.perf_counter()
             made = self._ask(job)
         except (OSError, EOFError, ValueError):
             with self._lock:

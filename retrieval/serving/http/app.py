@@ -6,7 +6,7 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -24,13 +24,14 @@ from retrieval.errors import DataError
 from retrieval.serving.http.body import Body, Budget
 from retrieval.serving.http.errors import Gone, RequestError
 from retrieval.serving.http.guard import Guard
+from retrieval.serving.http.monitoring import Monitoring
 from retrieval.serving.http.pictures import PIECE, Picture
 from retrieval.serving.http.problems import problem
-from retrieval.serving.http.readiness import Check, Readiness
 from retrieval.serving.http.searcher import Searcher, number_of
 from retrieval.serving.index.base import Hit
 from retrieval.serving.index.frozen import FrozenIndex
 from retrieval.serving.memory import Memory
+from retrieval.serving.stages import current
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -45,30 +46,30 @@ _SOME, _MUCH = 1_000_000, 16_000_000  # bytes of bodies gone: enough to give bac
 _SOON = 0.05  # seconds after which a request that is worked on is watched for its client's leaving
 
 
-def create_app(searcher: Searcher, checks: Sequence[Check] = ()) -> Starlette:
+def create_app(searcher: Searcher, monitoring: Monitoring | None = None) -> Starlette:
     """Return the application over a searcher, whose settings it takes.
 
     Args:
         searcher: what answers; closing it is the caller's.
-        checks: what must hold for readiness besides a search that succeeds.
+        monitoring: of that searcher; by default one that writes no log.
     """
-    handlers = _Handlers(searcher, Readiness(searcher, checks))
+    monitoring = monitoring or Monitoring(searcher)
+    handlers = _Handlers(searcher, monitoring)
     routes = [
+        *monitoring.routes,
         Route("/v1/search", handlers.search, methods=["POST"]),
         Route("/v1/items/{id:any}/image", handlers.image),
         Route("/v1/index", handlers.about),
-        Route("/v1/health/live", handlers.live),
-        Route("/v1/health/ready", handlers.ready),
         *(Route(path, _static(*what)) for path, what in _PAGE.items()),
     ]
     app = Starlette(
         routes=routes,
         lifespan=handlers.lifespan,
-        middleware=[Middleware(Guard, settings=searcher.settings)],
+        middleware=[monitoring.observer(routes), Middleware(Guard, settings=searcher.settings)],
         exception_handlers={HTTPException: _http_error, RequestError: _request_error, DataError: _data_error},
     )
     app.router.redirect_slashes = False  # a redirect would repeat the Host that it was sent
-    app.state.readiness = handlers.readiness
+    app.state.readiness = monitoring.readiness
     return app
 
 
@@ -84,15 +85,16 @@ register_url_convertor("any", _Any())
 class _Handlers:
     """What is done at each address."""
 
-    def __init__(self, searcher: Searcher, readiness: Readiness) -> None:
+    def __init__(self, searcher: Searcher, monitoring: Monitoring) -> None:
         self._searcher = searcher
         self._settings = searcher.settings
         self._budget = Budget(searcher.settings.body_memory)
-        self.readiness = readiness
+        self._monitoring = monitoring
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(self.readiness.watch()), asyncio.create_task(give_back(self._budget))]
+        work = [self._monitoring.readiness.watch(), give_back(self._budget)]
+        tasks = [asyncio.create_task(each) for each in work]
         try:
             yield
         finally:
@@ -100,6 +102,7 @@ class _Handlers:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
+            self._monitoring.close()
 
     async def search(self, request: Request) -> Response:
         began = time.perf_counter()
@@ -172,6 +175,7 @@ class _Handlers:
             raise RequestError(
                 503,
                 f"The answer took longer than {self._settings.deadline:g} seconds. Try again in a moment.",
+                "deadline",
             ) from None
         except asyncio.CancelledError:
             if not left.noticed:
@@ -194,16 +198,6 @@ class _Handlers:
                 "limits": {"bytes": self._settings.max_bytes, "pixels": self._settings.max_pixels},
             }
         )
-
-    async def live(self, request: Request) -> Response:
-        return JSONResponse({"status": "live"})
-
-    async def ready(self, request: Request) -> Response:
-        if reason := self.readiness.reason():
-            return problem(request.scope, 503, reason)
-        seen = self.readiness.seen
-        own = {} if isinstance(self._searcher.index, FrozenIndex) else {"bundle": seen.bundle}
-        return JSONResponse({"status": "ready", "items": seen.items, **own})
 
 
 async def give_back(budget: Budget) -> None:
@@ -346,6 +340,8 @@ async def _http_error(request: Request, fault: Exception) -> Response:
 
 async def _request_error(request: Request, fault: Exception) -> Response:
     assert isinstance(fault, RequestError)
+    if (trail := current()) is not None:
+        trail.reason = fault.reason
     fault.__traceback__ = None  # its frames hold the body, and through the job that failed, the fault
     return problem(request.scope, fault.status, str(fault))
 

@@ -94,7 +94,7 @@ class Budget:
             stalled = min(others, key=lambda one: one.last, default=None)
             if stalled is None or upload.last - stalled.last < _STALLED or stalled.task is None:
                 raise RequestError(
-                    503, "The server is busy: uploads take all its memory. Try again in a moment."
+                    503, "The server is busy: uploads take all its memory. Try again in a moment.", "memory"
                 )
             self._uploads.discard(stalled)
             self.held -= stalled.held
@@ -151,7 +151,7 @@ class Body:
             if not upload.evicted:
                 raise
             raise RequestError(
-                408, "The upload stalled while others waited for its memory. Send it again."
+                408, "The upload stalled while others waited for its memory. Send it again.", "memory"
             ) from None
         upload.arriving = False
 

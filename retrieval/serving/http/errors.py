@@ -11,11 +11,13 @@ class RequestError(RetrievalError):
     Args:
         status: HTTP status, 4xx or 503.
         sentence: for the person who sent it.
+        reason: one word for the server's figures, one of a few; by default its status says enough.
     """
 
-    def __init__(self, status: int, sentence: str) -> None:
+    def __init__(self, status: int, sentence: str, reason: str = "") -> None:
         super().__init__(sentence)
         self.status = status
+        self.reason = reason
 
 
 class Gone(Exception):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from retrieval.serving.http.errors import Gone
 from retrieval.serving.http.problems import problem, request_id
-from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.settings import HEALTH, Settings
 
 log = logging.getLogger("retrieval.serving.http")
 
@@ -27,7 +27,6 @@ _HEADERS = [
         "referrer-policy": "no-referrer",
     }.items()
 ]
-_HEALTH = "/v1/health/"
 
 
 class Guard:
@@ -84,8 +83,8 @@ class Guard:
                 "The server does not answer for this host name. Its operator can add names with --allow-host.",
             )
         port = (scope.get("server") or ("", None))[1]
-        if port is not None and port == self._settings.health_port and not scope["path"].startswith(_HEALTH):
-            return _error(scope, 404, f"This port answers {_HEALTH}live and {_HEALTH}ready.")
+        if port is not None and port == self._settings.health_port and scope["path"] not in HEALTH:
+            return _error(scope, 404, f"This port answers {', '.join(HEALTH)} only.")
         if scope["query_string"] and scope["path"].startswith("/v1/"):
             return _error(
                 scope, 400, "The address takes no query string (?…); fields go into the request's body."

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from retrieval.serving.http.errors import Gone, RequestError
+from retrieval.serving.stages import current, following
 
 T = TypeVar("T")
 
@@ -22,11 +23,15 @@ class Job(Generic[T]):
     Attributes:
         client: whose work it is.
         abandoned: True once nobody waits: the deadline has passed, or the client has left.
+        trail: of the request that it is part of; None of the server's own work.
+        queued: when it was made, by `time.perf_counter`.
     """
 
     def __init__(self, work: Callable[[Job[T]], T], client: str) -> None:
         self.client = client
         self.abandoned = False
+        self.trail = current()
+        self.queued = time.perf_counter()
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[T] = self.loop.create_future()
         self._work: Callable[[Job[T]], T] | None = work
@@ -52,7 +57,8 @@ class Job(Generic[T]):
             return
         result, fault = None, None
         try:
-            result = work(self)
+            with following(self.trail):
+                result = work(self)
         except BaseException as error:
             fault = error
         with suppress(RuntimeError):  # the loop is closed: the server has stopped
@@ -112,6 +118,11 @@ class Pool:
             job.abandon()
             raise
 
+    @property
+    def waiting(self) -> int:
+        """How many jobs wait for a thread."""
+        return max(0, self._count - self._idle)
+
     def _full(self) -> bool:
         return self._count - self._idle >= self._waiting
 
@@ -156,6 +167,8 @@ class Pool:
                 self._idle -= job is not None
             if job is None:
                 continue
+            if job.trail is not None:
+                job.trail.note("wait", job.queued, time.perf_counter())
             job.run()
             job = None  # what it holds goes now, not with the next one
             with self._lock:
@@ -172,4 +185,6 @@ class Pool:
 
 
 def _busy() -> RequestError:
-    return RequestError(503, "The server is busy: too many searches are waiting. Try again in a moment.")
+    return RequestError(
+        503, "The server is busy: too many searches are waiting. Try again in a moment.", "queue"
+    )

@@ -11,19 +11,24 @@ from typing import Any
 from starlette.responses import Response
 
 MEDIA_TYPE = "application/problem+json"
-_REQUEST = "retrieval.request"
+REQUEST = "retrieval.request"
+"""Where an ASGI scope has the request's id."""
 
 
-def new_request_id() -> str:
-    """Return an id for a request, as a URN: what `instance` names, and the header `X-Request-Id`."""
-    return f"urn:uuid:{uuid.uuid4()}"
+def new_request_id(trace: str = "") -> str:
+    """Return an id for a request, as a URN: what `instance` names, and the header `X-Request-Id`.
+
+    Args:
+        trace: id of the trace that it belongs to, 32 hexadecimal digits, which is then its own; empty for none.
+    """
+    return f"urn:uuid:{uuid.UUID(hex=trace) if trace else uuid.uuid4()}"
 
 
 def request_id(scope: Any) -> str:
     """Return the id of the request that an ASGI scope is of; the same one each time."""
-    if _REQUEST not in scope:
-        scope[_REQUEST] = new_request_id()
-    return str(scope[_REQUEST])
+    if REQUEST not in scope:
+        scope[REQUEST] = new_request_id()
+    return str(scope[REQUEST])
 
 
 def said(status: int, sentence: str, instance: str, more: Mapping[str, Any] | None = None) -> bytes:

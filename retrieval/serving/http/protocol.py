@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from retrieval.serving.http.problems import MEDIA_TYPE, new_request_id, problem, request_id, said
+from retrieval.serving.http.settings import HEALTH
 
+_HEALTH = {path.encode() for path in HEALTH}
 _HEADER_BYTES = 32_768
 _HEADERS = 64
 _PIPELINED = 8
@@ -34,6 +37,9 @@ class Connections:
         limit: at a time; beyond it the oldest idle one is closed, or the new one may ask for health only.
         per_address: likewise, of one address.
         idle_seconds: how long a connection may go without a complete header.
+
+    Attributes:
+        refused: how many requests were refused before the application saw them, by status.
     """
 
     def __init__(self, limit: int, per_address: int, idle_seconds: float) -> None:
@@ -43,7 +49,18 @@ class Connections:
         self._all: set[Protocol] = set()
         self._of_address: dict[str, int] = {}
         self._idle: dict[Protocol, float] = {}  # since when, the longest first
+        self.refused: Counter[int] = Counter()
         self._stuck: dict[Protocol, float] = {}  # until when they may take nothing, or send what nobody reads
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._all)
+
+    @property
+    def idle_count(self) -> int:
+        """How many of them have no request under way."""
+        return len(self._idle)
 
     @property
     def exhausted(self) -> bool:
@@ -191,6 +208,7 @@ class Protocol(HttpToolsProtocol):
         if refusal is None:
             super().on_headers_complete()
             return
+        self.gate.refused[refusal[0]] += 1
         app, self.app = self.app, refuse(*refusal)
         try:
             super().on_headers_complete()
@@ -211,7 +229,7 @@ class Protocol(HttpToolsProtocol):
             return 400, "The request repeats a header that it may give once."
         if len(self.pipeline) >= _PIPELINED:
             return 400, "Too many requests were sent without waiting for an answer."
-        if not self._ordinary and not self.url.startswith(b"/v1/health/"):
+        if not self._ordinary and self.url not in _HEALTH:
             return 503, "The server has too many connections. Try again in a moment."
         return None
 
@@ -272,6 +290,7 @@ class Protocol(HttpToolsProtocol):
         self.transport.close()
 
     def _say(self, status: int, sentence: str) -> None:
+        self.gate.refused[status] += 1
         name = new_request_id()
         body = said(status, sentence, name)
         head = [

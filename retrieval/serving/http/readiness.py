@@ -1,12 +1,16 @@
-"""Whether the server can do its work: a search of its own, the whole way, again and again."""
+"""Whether the server can do its work: a search of its own, the whole way, again and again, and each part of it by name."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import report
 from retrieval.serving.http.searcher import DAMAGED, Searcher
@@ -14,6 +18,7 @@ from retrieval.serving.http.searcher import DAMAGED, Searcher
 log = logging.getLogger("retrieval.serving.http")
 
 _NEW = "The first search has not been run yet."
+_LEAST_TOLERANCE = 1e-4  # of a component: a device may sum in another order each time
 
 Check = Callable[[], str | None]
 """Returns why the server is not ready, or None."""
@@ -33,64 +38,103 @@ class Seen:
 
 
 class Readiness:
-    """Runs a query from pixels (or features) to items every few seconds.
+    """Runs a query from pixels (or features) to items every few seconds, and looks at what it needs.
 
     Args:
         searcher: what is probed; its settings say how often, and how long a search may take.
-        checks: what else must hold; asked whenever readiness is.
+        checks: what else must hold, by name; asked whenever readiness is.
 
     Attributes:
-        fault: why the last probe failed; None after one that did not.
         seen: what the last probe found that did not fail.
     """
 
-    def __init__(self, searcher: Searcher, checks: Sequence[Check] = ()) -> None:
+    def __init__(self, searcher: Searcher, checks: Mapping[str, Check] | None = None) -> None:
         self._searcher = searcher
-        self._checks = checks
+        self._checks = dict(checks or {})
         self._told = False
-        self.fault: str | None = _NEW
+        self._references: dict[str, NDArray[np.float32]] = {}
+        self._faults: dict[str, str | None] = {"search": _NEW}
         self.seen = Seen()
+
+    def checks(self) -> dict[str, str]:
+        """Return what was found of each part: "ok", or what is wrong with it. It costs nothing: probes run by themselves."""
+        damaged = DAMAGED if self._searcher.failed is not None else None
+        faults = {**self._faults, "index": self._faults.get("index") or damaged}
+        faults |= {name: check() for name, check in self._checks.items()}
+        return {name: fault or "ok" for name, fault in faults.items()}
 
     def reason(self) -> str | None:
         """Return why the server is not ready, or None when it is."""
-        damaged = DAMAGED if self._searcher.failed is not None else None
-        return self.fault or damaged or next(filter(None, (check() for check in self._checks)), None)
+        return next((said for said in self.checks().values() if said != "ok"), None)
 
     async def probe(self) -> None:
-        """Run a search now, look at the index's files, and note what came of it."""
-        fault = await self._searched()
-        fault = await self._unchanged() or fault
-        if fault != self.fault and fault is not None:
-            log.warning("Not ready. %s", fault)
-        elif fault is None and self.fault not in (None, _NEW):
+        """Look at each part now, and note what came of it."""
+        parts: dict[str, Callable[[], Awaitable[str | None]]] = {
+            "index": self._unchanged,
+            "search": self._searched,
+            "model": self._embeds,
+        }
+        faults = {name: await self._noted(part) for name, part in parts.items()}
+        if (
+            faults["search"] or faults["model"]
+        ):  # else they have just decoded: one that is being replaced says nothing
+            faults = {"decoders": self._searcher.decoders_fault(), **faults}
+        else:
+            faults["decoders"] = None
+        before, now = (next(filter(None, each.values()), None) for each in (self._faults, faults))
+        if now != before and now is not None:
+            log.warning("Not ready. %s", now)
+        elif now is None and before not in (None, _NEW):
             log.warning("Ready again.")
-        self.fault = fault
+        self._faults = faults
 
-    async def _searched(self) -> str | None:
+    async def _noted(self, part: Callable[[], Awaitable[str | None]]) -> str | None:
         settings = self._searcher.settings
         try:
             async with asyncio.timeout(settings.deadline):
-                bundle, before = await self._searcher.state()
-                found = await self._searcher.search(self._searcher.sample(), lambda hits: bytes(len(hits)))
-                fault = await self._searcher.again()
-                self.seen = Seen(before, bundle.sha256)
+                return await part()
         except TimeoutError:
+            if part == self._unchanged:
+                return "The storage of the index does not answer."
             return f"Searches take longer than {settings.deadline:g} seconds."
         except RequestError as error:
             return f"A search of the server's own was refused: {error}"
         except Exception as error:
             report(error, settings.debug)
             return f"A search of the server's own failed ({type(error).__name__}); the log says why."
+
+    async def _searched(self) -> str | None:
+        bundle, before = await self._searcher.state()
+        found = await self._searcher.search(self._searcher.sample(), lambda hits: bytes(len(hits)))
+        fault = await self._searcher.again()
+        self.seen = Seen(before, bundle.sha256)
         return fault or (None if found or not before else "A search of the server's own found nothing.")
+
+    async def _embeds(self) -> str | None:
+        """Return why the encoder is not what it was when its bundle was opened."""
+        bundle, vector = await self._searcher.embedding(self._searcher.sample())
+        return self._wrong(bundle, vector)
+
+    def _wrong(self, bundle: Bundle, vector: NDArray[np.float32]) -> str | None:
+        said = bundle.manifest
+        if not np.isfinite(vector).all():
+            return "The model is broken: it embeds the probe image as NaN or infinity."
+        tolerance = max(said.verified.tolerance, _LEAST_TOLERANCE)
+        if bundle.sha256 not in self._references:
+            self._references = {bundle.sha256: vector}
+        apart = float(np.abs(vector - self._references[bundle.sha256]).max())
+        if apart > tolerance:
+            return (
+                f"The model is broken: it embeds the probe image {apart:.2g} away from where it did when the server "
+                f"opened it; {tolerance:.2g} is allowed. Start the server again."
+            )
+        return None
 
     async def _unchanged(self) -> str | None:
         """Return why the files on the disk are not what is served. What is served is held in memory, and stays right."""
-        index, settings = self._searcher.index, self._searcher.settings
+        index = self._searcher.index
         try:
-            async with asyncio.timeout(settings.deadline):
-                changed = await self._searcher.pictures.run(lambda job: index.changed())
-        except TimeoutError:
-            return "The storage of the index does not answer."
+            changed = await self._searcher.pictures.run(lambda job: index.changed())
         except RequestError:
             return None  # the gallery is busy: asked again soon
         if changed is None:

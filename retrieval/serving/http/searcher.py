@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,8 @@ from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.gallery import KEPT, Gallery
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.runtime import load_faiss
-from retrieval.serving.stores.contract import Superseded, TooSlow, patience
+from retrieval.serving.stages import stage
+from retrieval.serving.stores.contract import Stats, Superseded, TooSlow, patience
 
 DAMAGED = "The index cannot be searched: it is damaged, or its disk fails. The server's log says more."
 _PICTURE_THREADS = 4
@@ -106,10 +108,10 @@ class Searcher:
                 ):  # another bundle is served since, which may preprocess images in another way
                     continue
         except TooSlow:
-            raise RequestError(503, "The filter takes too long here. Ask for less.") from None
+            raise RequestError(503, "The filter takes too long here. Ask for less.", "deadline") from None
         except StoreError as fault:
             report(fault, self.settings.debug)
-            raise RequestError(503, DAMAGED) from None
+            raise RequestError(503, DAMAGED, "index") from None
         raise RequestError(503, "The index changes its bundle again and again. Try again in a moment.")
 
     async def _search(self, query: Query, finish: Callable[[list[Hit]], bytes], client: str) -> bytes:
@@ -140,7 +142,14 @@ class Searcher:
         try:
             decoding = start(content, client=client)
             job = Job(lambda job: work(decoding.future.result(), job), client)
-            decoding.future.add_done_callback(lambda future: job.run())
+
+            def go_on(future: Any) -> None:
+                if job.trail is not None and decoding.begun is not None:
+                    job.trail.note("wait", job.queued, decoding.begun)
+                    job.trail.note("decode", decoding.begun, time.perf_counter())
+                job.run()
+
+            decoding.future.add_done_callback(go_on)
             try:
                 return await job.future
             except asyncio.CancelledError:
@@ -148,16 +157,22 @@ class Searcher:
                 decoding.abandon()
                 raise
         except Busy as fault:
-            raise RequestError(503, str(fault)) from None
+            raise RequestError(503, str(fault), "queue") from None
 
     def _hits(self, bundle: Bundle, given: NDArray[Any], query: Query | _Failed, job: Job[Any]) -> list[Hit]:
         """Return what is nearest to pixels, features or a vector; for a thread."""
         # Several searches run at a time: FAISS's threads would wait for each other.
         load_faiss().omp_set_num_threads(1)
-        encoded = encode_vectors(bundle, given[None]) if given.ndim == 1 else bundle.encode(given[None])
+        if given.ndim == 1 and bundle.manifest.input.kind != "features":
+            encoded: Any = given[None]
+        else:
+            with stage("encode", 1):
+                encoded = (
+                    encode_vectors(bundle, given[None]) if given.ndim == 1 else bundle.encode(given[None])
+                )
         job.check()
         try:
-            with patience(self.settings.deadline):
+            with patience(self.settings.deadline), stage("search"):
                 found: list[list[Hit]] = self.index.search(encoded, query.k, where=query.where)
         except (Superseded, TooSlow):
             raise
@@ -204,7 +219,9 @@ class Searcher:
             return await self.searches.run(work, client)
         except StoreError as fault:
             report(fault, self.settings.debug)
-            raise RequestError(503, "The index cannot be read. The server's log says more.") from None
+            raise RequestError(
+                503, "The index cannot be read. The server's log says more.", "index"
+            ) from None
 
     async def picture(self, id: str, client: str = "") -> Picture:
         """Return the beginning of an item's original: what the index keeps of it, or the file that it was indexed from.
@@ -216,7 +233,7 @@ class Searcher:
             return await self.pictures.run(lambda job: self._picture(id), client)
         except StoreError as fault:
             report(fault, self.settings.debug)
-            raise RequestError(503, "The item cannot be read. The server's log says more.") from None
+            raise RequestError(503, "The item cannot be read. The server's log says more.", "index") from None
 
     def _picture(self, id: str) -> Picture:
         if isinstance(self.index, Collection):
@@ -280,6 +297,60 @@ class Searcher:
         out = io.BytesIO()
         Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(out, "PNG")
         return Query(out.getvalue(), None, 1)
+
+    async def embedding(self, query: Query) -> tuple[Bundle, NDArray[np.float32]]:
+        """Return what the encoder makes of a query, as a vector (P,), and the bundle that it is of.
+
+        Raises:
+            RequestError: 503, too many are waiting.
+        """
+        bundle, vector = self.index.bundle, query.vector
+        given = bundle.manifest.input
+        made: list[NDArray[np.float32]] = []
+
+        def encode(pixels: NDArray[Any]) -> bytes:
+            encoded = (
+                encode_vectors(bundle, pixels[None]) if pixels.ndim == 1 else bundle.encode(pixels[None])
+            )
+            made.append(encoded if isinstance(encoded, np.ndarray) else encoded.query[0])
+            return b""
+
+        if vector is not None:
+            await self.searches.run(lambda job: encode(vector))
+        else:
+            start = partial(self._decoders.pixels, preprocessing=given.preprocessing)
+            await self._decoded(start, query.image, "", lambda decoded, job: encode(decoded.pixels))
+        return bundle, made[0]
+
+    def decoders_fault(self) -> str | None:
+        """Return why no image can be decoded, or None."""
+        if self.index.bundle.manifest.input.kind != "image" or self._decoders.alive:
+            return None
+        return "No process that decodes images is alive; the log says why."
+
+    def decode_pids(self) -> list[int]:
+        """Return the processes that decode."""
+        return self._decoders.pids
+
+    def waiting(self) -> dict[str, int]:
+        """Return how many wait in each queue."""
+        return {
+            "search": self.searches.waiting,
+            "decode": self._decoders.waiting,
+            "picture": self.pictures.waiting,
+        }
+
+    def stats(self) -> Stats | None:
+        """Return what the index holds, None where it cannot be read; for a thread: it reads the disk."""
+        index = self.index
+        try:
+            if isinstance(index, Collection):
+                with patience(self.settings.deadline):
+                    return index.stats()
+            return Stats(len(index), (), None, {})
+        except StoreError as fault:
+            report(fault, self.settings.debug)
+            return None
 
     def close(self, seconds: float = 10.0) -> bool:
         """Stop decoding, and let what runs end; return whether it has, within the time."""

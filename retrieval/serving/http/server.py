@@ -27,7 +27,9 @@ from retrieval.serving.sessions import Device
 from retrieval.serving.stores.address import Address
 
 if TYPE_CHECKING:
+    from retrieval.serving.http.log import Log
     from retrieval.serving.http.protocol import Connections
+    from retrieval.serving.http.traces import Traces
 
 _FILES = 256  # descriptors besides connections: the index, the gallery, libraries, pipes
 _MARGIN = 1.5  # seconds of the grace that are kept for what comes after the last answer
@@ -101,8 +103,9 @@ def serve(
     """
     _require()
     return_large_blocks()
-    from retrieval.serving.http.log import set_up
+    from retrieval.serving.http.log import Log
     from retrieval.serving.http.searcher import Searcher
+    from retrieval.serving.http.traces import traces_of_environment
 
     cores = os.cpu_count() or 1
     settings = settings or Settings(workers=cores)
@@ -118,19 +121,23 @@ def serve(
         opened = index
         if not isinstance(opened, Index):
             opened = open_index(opened, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
-        set_up(settings.debug)
+        traces = traces_of_environment()
+        log = Log(settings.log_format, settings.debug, settings.log_lines)
         opened.require_open()
         searcher = Searcher(opened, settings)
         url = _announce(host, listeners, len(opened), "close() stops it" if beside else "Ctrl-C stops")
         if opened.bundle.manifest.input.kind == "image" and (note := searcher.gallery.note()):
             print(note, file=sys.stderr, flush=True)
-        running = _Running(searcher, settings, listeners)
+        running = _Running(searcher, settings, listeners, log, traces)
         own = opened if opened is not index else None
         closing = stack.pop_all()
 
     def finish(end: float) -> None:
         with closing:
             done = searcher.close(max(0.1, end - time.monotonic()))
+            if traces is not None:
+                traces.close()
+            log.close()
             if not done and not beside:
                 _leave_now()  # closing the index under a search that hangs would crash
             if done and own is not None:
@@ -145,10 +152,18 @@ def serve(
 class _Running:
     """A uvicorn server, and the promise that it ends."""
 
-    def __init__(self, searcher: Any, settings: Settings, listeners: list[socket.socket]) -> None:
+    def __init__(
+        self,
+        searcher: Any,
+        settings: Settings,
+        listeners: list[socket.socket],
+        log: Log,
+        traces: Traces | None,
+    ) -> None:
         import uvicorn
 
         from retrieval.serving.http.app import create_app
+        from retrieval.serving.http.monitoring import Monitoring
         from retrieval.serving.http.protocol import Connections, protocol_class
 
         gate = Connections(settings.connections, settings.connections_per_address, settings.idle_seconds)
@@ -158,14 +173,17 @@ class _Running:
                 _HEALTH_CONNECTIONS, _HEALTH_CONNECTIONS, settings.idle_seconds
             )
 
+        named = {"main": gate} | ({"health": gates[settings.health_port]} if len(gates) > 1 else {})
+
         def exhausted() -> str | None:
             return "Every connection is taken by a request under way." if gate.exhausted else None
 
         self._gates = gates
         self._grace = settings.grace
         self._listeners = listeners
+        monitoring = Monitoring(searcher, {"connections": exhausted}, named, log, traces)
         config = uvicorn.Config(
-            create_app(searcher, [exhausted]),
+            create_app(searcher, monitoring),
             http=protocol_class(gates),
             loop="uvloop" if sys.platform != "win32" else "asyncio",
             ws="none",
@@ -229,7 +247,7 @@ def _leave_now() -> None:
 
 
 def _require() -> None:
-    wanted = ["uvicorn", "starlette", "python_multipart", "httptools"]
+    wanted = ["uvicorn", "starlette", "python_multipart", "httptools", "prometheus_client"]
     for module in [*wanted, *(["uvloop"] if sys.platform != "win32" else [])]:
         try:
             importlib.import_module(module)

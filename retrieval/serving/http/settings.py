@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+HEALTH = ("/livez", "/readyz", "/metrics")
+"""Addresses for monitors: some connections are kept for them, and `health_port` answers nothing else."""
 
 
 def _limit(default: Any, least: float, text: str) -> Any:
@@ -18,8 +21,9 @@ class Settings:
     Attributes:
         workers: searches at a time.
         hosts: names that a request's `Host` may have besides localhost and IP addresses; None takes any.
-        health_port: an additional port that answers `/v1/health/…` only; None for none.
+        health_port: an additional port that answers what is in `HEALTH` only; None for none.
         images: folders whose files may be shown as items' images, besides those of an index that this user built here.
+        log_format: of the log: "text" for people, "json" for programs.
         debug: whether the log holds tracebacks.
     """
 
@@ -27,6 +31,7 @@ class Settings:
     hosts: tuple[str, ...] | None = None
     health_port: int | None = None
     images: tuple[Path, ...] = ()
+    log_format: Literal["text", "json"] = "text"
     debug: bool = False
     max_pixels: int = _limit(25_000_000, 1, "Largest image.")
     max_bytes: int = _limit(20_000_000, 1, "Largest file.")
@@ -41,4 +46,7 @@ class Settings:
     body_seconds: float = _limit(60.0, 1, "A request must have arrived within this; then 408.")
     body_memory: int = _limit(256_000_000, 1_000_000, "Bytes that all bodies under way may hold; then 503.")
     probe_seconds: float = _limit(5.0, 0.1, "A search of the server's own is run this often, for readiness.")
+    log_lines: int = _limit(
+        200, 1, "Lines a second in the log about requests that were answered; others are counted."
+    )
     grace: float = _limit(10.0, 3.0, "Seconds from SIGTERM to the end of the process, whatever hangs.")

@@ -25,6 +25,7 @@ from retrieval.serving.index.items import Item, Items
 from retrieval.serving.index.manifest import INDEX, IndexManifest, PartRecord, contradictory, parse_index
 from retrieval.serving.manifest import FILE, parse_manifest
 from retrieval.serving.sessions import Device
+from retrieval.serving.stages import stage
 
 _HEADER = 20_000  # bytes that are enough for the header of an array
 _ROWS = 65_536  # vectors at a time that are looked through for NaN
@@ -198,7 +199,8 @@ class FrozenIndex(Index):
         return self._hits(answers)
 
     def _hits(self, answers: list[tuple[Rows, NDArray[np.float64]]]) -> list[list[Hit]]:
-        items = self._items.get([int(row) for rows, _ in answers for row in rows])
+        with stage("items"):
+            items = self._items.get([int(row) for rows, _ in answers for row in rows])
 
         def hit(row: int, distance: float) -> Hit:
             item = items[row]

@@ -28,6 +28,7 @@ from retrieval.serving.local.structures import Structure, Wanted
 from retrieval.serving.local.upkeep import Upkeep
 from retrieval.serving.local.view import ARRAYS, Matches, View
 from retrieval.serving.local.writer import Writer
+from retrieval.serving.stages import stage
 from retrieval.serving.stores.contract import (
     FEATURES,
     VECTOR,
@@ -142,12 +143,13 @@ class LocalStore(Store):
             found = self._found(connection, view, queries, min(count, view.count), where)
             numbers = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
             sql = f"select {COLUMNS} from items where n in (select value from json_each(?)) order by n"
-            rows = ask(connection, sql, (json.dumps(numbers.tolist()),))
-            if len(rows) != len(numbers):
-                raise StoreError(
-                    f"The index {self.folder} is damaged: its record and its segments differ. Restore a snapshot."
-                )
-            items = self._items(rows, view, [name for name in ARRAYS if name != FEATURES])
+            with stage("items", len(numbers)):
+                rows = ask(connection, sql, (json.dumps(numbers.tolist()),))
+                if len(rows) != len(numbers):
+                    raise StoreError(
+                        f"The index {self.folder} is damaged: its record and its segments differ. Restore a snapshot."
+                    )
+                items = self._items(rows, view, [name for name in ARRAYS if name != FEATURES])
         return [[items[at] for at in np.searchsorted(numbers, one)] for one in found]
 
     def _found(

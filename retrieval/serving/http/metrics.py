@@ -1,0 +1,232 @@
+"""What Prometheus is told: counted while requests are answered, or looked up when it asks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from retrieval.serving.stages import STAGES, Trail
+from retrieval.serving.stores.contract import Stats
+
+if TYPE_CHECKING:
+    from retrieval.serving.http.protocol import Connections
+    from retrieval.serving.http.searcher import Searcher
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")
+OTHER = "other"
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_STATS_SECONDS = 15.0
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+class Metrics:
+    """The figures of one server, in a registry of its own.
+
+    Args:
+        searcher: whose queues, index and processes are looked up.
+        routes: the addresses that there are, as patterns; any other is "other".
+        gates: the connections of each port, by name.
+    """
+
+    def __init__(
+        self, searcher: Searcher, routes: Iterable[str], gates: Mapping[str, Connections] | None = None
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._routes = {*routes, OTHER}
+        self._requests = Counter(
+            "retrieval_requests",
+            "Requests answered.",
+            ["method", "route", "status"],
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            "retrieval_refused",
+            "Requests refused, by why; by their status where it says enough.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._duration = Histogram(
+            "retrieval_request_seconds",
+            "From a request's header to the end of its answer.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        stages = Histogram(
+            "retrieval_stage_seconds",
+            "Of these, by stage, without the stages inside it.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._stages = {name: stages.labels(name) for name in STAGES}
+        self._batches = Histogram(
+            "retrieval_encode_batch",
+            "Images (or features) that went through the encoder at once.",
+            buckets=_BATCHES,
+            registry=self.registry,
+        )
+        # `labels` looks up under a lock each time; what there can be is bounded by routes, methods and statuses
+        self._counters: dict[tuple[str, str, int], Counter] = {}
+        self._durations: dict[str, Histogram] = {}
+        self.registry.register(_Looked(searcher, gates or {}))
+
+    def answered(self, trail: Trail, method: str, route: str, status: int, seconds: float) -> None:
+        """Count one request.
+
+        Args:
+            trail: its stages.
+            method: of HTTP.
+            route: the pattern that its address matched.
+            status: of its answer; 0 when its client left before there was one.
+            seconds: that it took.
+        """
+        what = (
+            method if method in METHODS else OTHER,
+            route if route in self._routes else OTHER,
+            status if status == 0 or 100 <= status < 600 else 500,
+        )
+        counter = self._counters.get(what)
+        if counter is None:
+            counter = self._counters[what] = self._requests.labels(what[0], what[1], str(what[2]))
+        counter.inc()
+        duration = self._durations.get(what[1])
+        if duration is None:
+            duration = self._durations[what[1]] = self._duration.labels(what[1])
+        duration.observe(seconds)
+        for span in trail.spans:
+            self._stages[span.stage].observe(span.own)
+            if span.stage == "encode":
+                self._batches.observe(span.items)
+        if status >= 400:
+            self._refused.labels(trail.reason or str(status)).inc()
+
+    def exposition(self) -> bytes:
+        """Return all figures in the text format of Prometheus; for a thread: it looks at processes."""
+        return generate_latest(self.registry)
+
+
+@dataclass
+class _Seen:
+    stats: Stats | None = None
+    at: float = -_STATS_SECONDS
+
+
+class _Looked(Collector):
+    """Looks up what need not be counted."""
+
+    def __init__(self, searcher: Searcher, gates: Mapping[str, Connections]) -> None:
+        self._searcher, self._gates = searcher, gates
+        self._seen = _Seen()
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: the registry need not collect to learn the names."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Give each figure as it is now."""
+        yield from self._queues()
+        yield from self._connections()
+        yield from self._processes()
+        yield from self._index()
+
+    def _queues(self) -> Iterator[Metric]:
+        lengths = GaugeMetricFamily(
+            "retrieval_queue_length",
+            "Searches, images and pictures that wait for their turn.",
+            labels=["queue"],
+        )
+        for name, count in self._searcher.waiting().items():
+            lengths.add_metric([name], count)
+        yield lengths
+
+    def _connections(self) -> Iterator[Metric]:
+        is_open = GaugeMetricFamily(
+            "retrieval_connections", "Open connections, by port and whether a request is under way.",
+            labels=["port", "state"],
+        )  # fmt: skip
+        refused = CounterMetricFamily(
+            "retrieval_connections_refused", "What was refused before it was a request, by status.",
+            labels=["port", "status"],
+        )  # fmt: skip
+        for port, gate in self._gates.items():
+            idle = gate.idle_count
+            is_open.add_metric([port, "idle"], idle)
+            is_open.add_metric([port, "busy"], max(0, gate.count - idle))
+            for status, count in list(gate.refused.items()):
+                refused.add_metric([port, str(status)], count)
+        yield is_open
+        yield refused
+
+    def _processes(self) -> Iterator[Metric]:
+        memory = GaugeMetricFamily(
+            "retrieval_memory_bytes", "Resident memory of the server and of the processes that decode, together.",
+            labels=["process"],
+        )  # fmt: skip
+        seconds = CounterMetricFamily(
+            "retrieval_cpu_seconds", "CPU time of the server's own process; those that decode are not in it."
+        )
+        pids = self._searcher.decode_pids()
+        memory.add_metric(["server"], _resident(os.getpid()))
+        memory.add_metric(["decode"], sum(map(_resident, pids)))
+        seconds.add_metric([], time.process_time())
+        yield memory
+        yield seconds
+        yield GaugeMetricFamily("retrieval_decode_processes", "Processes that decode.", value=len(pids))
+
+    def _index(self) -> Iterator[Metric]:
+        now = time.monotonic()
+        if now - self._seen.at >= _STATS_SECONDS:
+            self._seen = _Seen(self._searcher.stats(), now)
+        stats = self._seen.stats
+        if stats is None:
+            return
+        yield GaugeMetricFamily("retrieval_index_items", "Items of the index.", value=stats.count)
+        if stats.bytes is not None:
+            yield GaugeMetricFamily("retrieval_index_bytes", "Of the index on the disk.", value=stats.bytes)
+        served = [one.number for one in stats.generations if one.state == "served"]
+        if served:
+            yield GaugeMetricFamily(
+                "retrieval_index_generation", "Number of the generation that is served.", value=served[0]
+            )
+            yield GaugeMetricFamily(
+                "retrieval_index_generations", "Generations that there are.", value=len(stats.generations)
+            )
+        segments = stats.details.get("segments")
+        if segments is not None:
+            yield GaugeMetricFamily(
+                "retrieval_index_segments", "Segments of the served generation.", value=len(segments)
+            )
+            yield GaugeMetricFamily(
+                "retrieval_index_deleted", "Rows of segments that are deleted and not yet merged away.",
+                value=sum(one["deleted"] for one in segments),
+            )  # fmt: skip
+        gauges = {"fresh": "Items that are in no segment yet."}
+        for name, text in gauges.items():
+            if name in stats.details:
+                yield GaugeMetricFamily(f"retrieval_index_{name}", text, value=stats.details[name])
+        counters = {
+            "transactions": "Writes to the index since it was made, whoever wrote.",
+            "merges": "Merges of segments that this server has made.",
+        }
+        for name, text in counters.items():
+            if name in stats.details:
+                yield CounterMetricFamily(f"retrieval_index_{name}", text, value=stats.details[name])
+
+
+def _resident(pid: int) -> int:
+    """Return the resident memory of a process in bytes; 0 where the system does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text("ascii").split()[1]) * _PAGE
+    except (OSError, ValueError, IndexError):
+        return 0

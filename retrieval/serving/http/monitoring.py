@@ -1,0 +1,95 @@
+"""What monitors ask: `/livez`, `/readyz` and `/metrics`; and the observer of all requests, which counts for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from retrieval.serving.http.errors import RequestError
+from retrieval.serving.http.log import Log
+from retrieval.serving.http.metrics import CONTENT_TYPE, Metrics
+from retrieval.serving.http.observer import Observer, patterns_of
+from retrieval.serving.http.pool import Pool
+from retrieval.serving.http.problems import problem
+from retrieval.serving.http.readiness import Check, Readiness
+from retrieval.serving.http.searcher import Searcher
+from retrieval.serving.http.traces import Traces
+from retrieval.serving.index.frozen import FrozenIndex
+
+if TYPE_CHECKING:
+    from retrieval.serving.http.protocol import Connections
+
+_SCRAPES = 4  # that may wait: Prometheus asks again
+
+
+class Monitoring:
+    """How a server is, for the monitors that ask it.
+
+    Args:
+        searcher: what is looked at.
+        checks: what must hold for readiness besides a search that succeeds, by name.
+        gates: the connections of each port, by name, for the figures.
+        log: has a line for each request; None for none.
+        traces: None for none.
+
+    Attributes:
+        readiness: whose `watch` the application runs.
+        routes: the addresses.
+    """
+
+    def __init__(
+        self,
+        searcher: Searcher,
+        checks: Mapping[str, Check] | None = None,
+        gates: Mapping[str, Connections] | None = None,
+        log: Log | None = None,
+        traces: Traces | None = None,
+    ) -> None:
+        self.readiness = Readiness(searcher, checks)
+        self.routes = [
+            Route("/livez", self._live),
+            Route("/readyz", self._ready),
+            Route("/metrics", self._metrics),
+        ]
+        self._searcher = searcher
+        self._gates = gates
+        self._log, self._traces = log, traces
+        self._scrapes = Pool("metrics", 1, _SCRAPES)
+        self._figures = Metrics(searcher, [], gates)
+
+    def observer(self, routes: Sequence[BaseRoute]) -> Middleware:
+        """Return what wraps the application, around everything else; it counts by the patterns of these routes."""
+        patterns = patterns_of(routes)
+        self._figures = Metrics(self._searcher, patterns.values(), self._gates)
+        return Middleware(
+            Observer, routes=patterns, metrics=self._figures, log=self._log, traces=self._traces
+        )
+
+    def close(self) -> None:
+        """Let go of its thread."""
+        self._scrapes.close(0.1)
+
+    async def _live(self, request: Request) -> Response:
+        return JSONResponse({"status": "live"})
+
+    async def _ready(self, request: Request) -> Response:
+        checks = {"checks": self.readiness.checks()}
+        if reason := self.readiness.reason():
+            return problem(request.scope, 503, reason, more=checks)
+        seen = self.readiness.seen
+        own = {} if isinstance(self._searcher.index, FrozenIndex) else {"bundle": seen.bundle}
+        return JSONResponse({"status": "ready", "items": seen.items, **own, **checks})
+
+    async def _metrics(self, request: Request) -> Response:
+        try:
+            async with asyncio.timeout(self._searcher.settings.deadline):
+                content = await self._scrapes.run(lambda job: self._figures.exposition())
+        except TimeoutError:
+            raise RequestError(503, "The storage of the index does not answer.", "index") from None
+        return Response(content, headers={"Content-Type": CONTENT_TYPE, "Cache-Control": "no-store"})

@@ -1,0 +1,148 @@
+"""What is noted of every request: its id, its stages, one line in the log, its figures, and its trace where there is one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+from starlette.routing import BaseRoute, Route
+
+from retrieval.serving.http.log import Log
+from retrieval.serving.http.metrics import METHODS, OTHER, Metrics
+from retrieval.serving.http.problems import REQUEST, new_request_id
+from retrieval.serving.http.settings import HEALTH
+from retrieval.serving.http.traces import Traces
+from retrieval.serving.stages import Trail, following
+
+KEY = "retrieval.key"
+"""Where it has the name of the API key that was given, once it is known to be good."""
+
+_PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+
+
+def trace_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
+    """Return the trace's id of a request's `traceparent`, as W3C Trace Context 1 has it; empty where there is none that is valid."""
+    given = [value for name, value in headers if name == b"traceparent"]
+    found = _PARENT.fullmatch(given[0].decode("latin-1")) if len(given) == 1 else None
+    if found is None:
+        return ""
+    version, trace, span, _, more = found.groups()
+    if version == "ff" or (version == "00" and more) or not trace.strip("0") or not span.strip("0"):
+        return ""
+    return str(trace)
+
+
+def patterns_of(routes: Sequence[BaseRoute]) -> dict[Any, str]:
+    """Return the pattern of the addresses that each endpoint answers: `/v1/items/{id}/image`."""
+    found: dict[Any, str] = {}
+    for route in routes:
+        if isinstance(route, Route):
+            found.setdefault(route.endpoint, re.sub(r":\w+}", "}", route.path))
+    return found
+
+
+class Observer:
+    """Wraps everything that answers.
+
+    Args:
+        app: it.
+        routes: the pattern of each endpoint.
+        metrics: counts.
+        log: has a line for each request; None for no log. Monitors that find all well have none.
+        traces: None for none.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        routes: Mapping[Any, str],
+        metrics: Metrics,
+        log: Log | None = None,
+        traces: Traces | None = None,
+    ) -> None:
+        self._app = app
+        self._routes = routes
+        self._metrics = metrics
+        self._log = log
+        self._traces = traces
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        trace = trace_id(scope["headers"])
+        one = _Exchange(Trail(new_request_id(trace)), receive, send)
+        scope[REQUEST] = one.trail.id
+        try:
+            with following(one.trail):
+                await self._app(scope, one.receive, one.send)
+        finally:
+            self._finish(scope, one, trace)
+
+    def _finish(self, scope: Any, one: _Exchange, trace: str) -> None:
+        ended = perf_counter()
+        method = scope["method"] if scope["method"] in METHODS else OTHER
+        route = self._routes.get(scope.get("endpoint"), OTHER)
+        self._metrics.answered(one.trail, method, route, one.status, ended - one.began)
+        good = 0 < one.status < 400
+        if self._log is not None and not (good and route in HEALTH):
+            client = scope.get("client")
+            said = {
+                "method": method,
+                "route": route,
+                "status": one.status or "left",
+                "ms": round(1000 * (ended - one.began), 2),
+                "bytes_in": one.taken,
+                "bytes_out": one.given,
+                "request_id": one.trail.id,
+                "trace_id": trace,
+                "key": scope.get(KEY),
+                "client": client[0] if client else None,
+                "reason": one.trail.reason,
+                "stages": {stage: round(1000 * took, 2) for stage, took in one.trail.seconds().items()},
+            }
+            self._log.request(said, good=good)
+        if self._traces is not None:
+            attributes = {
+                "http.request.method": method,
+                "http.route": route,
+                "http.response.status_code": one.status,
+                "retrieval.request_id": one.trail.id,
+            }
+            self._traces.finish(one.trail, scope["headers"], (one.began, ended), attributes)
+
+
+class _Exchange:
+    """One request and its answer, as they pass."""
+
+    __slots__ = ("_receive", "_send", "_sending", "began", "given", "status", "taken", "trail")
+
+    def __init__(self, trail: Trail, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+        self.trail = trail
+        self._receive, self._send = receive, send
+        self.began = self._sending = perf_counter()
+        self.status = self.taken = self.given = 0
+
+    async def receive(self) -> Any:
+        """Pass on a part of the request."""
+        message = await self._receive()
+        body = message.get("body")
+        if body:
+            self.taken += len(body)
+            if not message.get("more_body"):
+                self.trail.note("read", self.began, perf_counter())
+        return message
+
+    async def send(self, message: Any) -> None:
+        """Pass on a part of the answer."""
+        if message["type"] == "http.response.start":
+            self.status, self._sending = message["status"], perf_counter()
+            await self._send(message)
+            return
+        self.given += len(message.get("body", b""))
+        await self._send(message)
+        if not message.get("more_body"):
+            self.trail.note("send", self._sending, perf_counter())

@@ -1,0 +1,103 @@
+"""Readiness by parts: each that is broken is named, with a sentence, and the others are not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.http.readiness import Readiness
+from retrieval.serving.http.searcher import Searcher
+from retrieval.serving.http.settings import Settings
+from retrieval.serving.index.open import open_index
+
+PARTS = {"index", "search", "model", "decoders"}
+
+
+@pytest.fixture
+def probed(index_path) -> Iterator[SimpleNamespace]:
+    with open_index(index_path, threads=1) as index:
+        searcher = Searcher(index, Settings(deadline=5.0))
+        readiness = Readiness(searcher)
+
+        def probe() -> dict[str, str]:
+            asyncio.run(readiness.probe())
+            return readiness.checks()
+
+        yield SimpleNamespace(index=index, searcher=searcher, readiness=readiness, probe=probe)
+        searcher.close()
+
+
+def test_every_part_is_named(probed):
+    assert "has not been run" in probed.readiness.reason()
+    assert probed.probe() == dict.fromkeys(PARTS, "ok")
+    assert probed.readiness.reason() is None
+
+
+def test_a_model_that_embeds_otherwise_than_at_the_start_is_not_ready(probed, makers, tmp_path, monkeypatch):
+    probed.probe()
+    other = Bundle.open(makers.make_bundle(tmp_path / "other", seed=9), threads=1)
+    monkeypatch.setattr(probed.index.bundle, "encode", other.encode)
+    said = probed.probe()
+    assert "model is broken" in said["model"] and said["search"] == "ok"
+    assert probed.readiness.reason() == said["model"]
+    monkeypatch.undo()
+    assert probed.probe() == dict.fromkeys(PARTS, "ok")
+
+
+def test_a_model_that_gives_nan_is_not_ready_from_the_start(probed, monkeypatch):
+    right = probed.index.bundle.encode
+
+    def broken(pixels: Any) -> Encoded:
+        vector = right(pixels).vector * np.float32("nan")
+        return Encoded(vector, vector)
+
+    monkeypatch.setattr(probed.index.bundle, "encode", broken)
+    assert "NaN" in probed.probe()["model"]
+
+
+@contextmanager
+def nothing_starts(monkeypatch: Any) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        yield
+
+
+def test_without_a_process_that_decodes_it_is_not_ready(probed, monkeypatch):
+    probed.probe()
+    decoders = probed.searcher._decoders
+    assert decoders.alive == len(decoders.pids) >= 1
+    with nothing_starts(monkeypatch):
+        for pid in decoders.pids:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not decoders.alive)
+        said = probed.probe()
+        assert "No process that decodes" in said["decoders"] and said["index"] == "ok"
+        assert probed.readiness.reason() == said["decoders"]
+    assert until(lambda: probed.probe()["decoders"] == "ok")
+    assert probed.probe() == dict.fromkeys(PARTS, "ok")
+
+
+def until(what: Callable[[], bool]) -> bool:
+    for _ in range(200):
+        if what():
+            return True
+        asyncio.run(asyncio.sleep(0.02))
+    return False
+
+
+def test_asking_costs_no_search(probed):
+    probed.probe()
+    encode, calls = probed.index.bundle.encode, []
+    probed.index.bundle.encode = lambda pixels: calls.append(1) or encode(pixels)
+    for _ in range(1000):
+        assert probed.readiness.reason() is None
+    assert not calls
