@@ -19,6 +19,7 @@ from retrieval.serving.decoding.process import PIXELS, PNG, Setting
 from retrieval.serving.decoding.worker import Busy as Busy
 from retrieval.serving.decoding.worker import Decoded as Decoded
 from retrieval.serving.decoding.worker import Job as Job
+from retrieval.serving.decoding.worker import Unstarted as Unstarted
 from retrieval.serving.decoding.worker import Worker, too_many
 from retrieval.serving.images import Limits, Preprocessing
 
@@ -72,11 +73,6 @@ class Decoders:
         self._watch.start()
         if preprocessing is not None:  # the first image need not wait for a process to start
             self._start_another()
-
-    @property
-    def alive(self) -> int:
-        """How many of the processes run."""
-        return len(self.pids)
 
     @property
     def pids(self) -> list[int]:

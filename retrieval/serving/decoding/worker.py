@@ -46,7 +46,7 @@ class Busy(RetrievalError):
     """Too many images are waiting to be decoded; not the fault of this one."""
 
 
-class _Unstarted(RetrievalError):
+class Unstarted(RetrievalError):
     """There is no process to decode with."""
 
 
@@ -144,7 +144,7 @@ class Worker(threading.Thread):
         job: Job | None
         while True:
             if self._process is None:
-                with suppress(_Unstarted):  # then the next job says so
+                with suppress(Unstarted):  # then the next job says so
                     self._have_process()
             self._rest(self)
             if answer is not None:
@@ -203,7 +203,7 @@ class Worker(threading.Thread):
             return None
         try:
             self._have_process()
-        except _Unstarted as fault:
+        except Unstarted as fault:
             job.future.set_exception(fault)
             return None
         try:
@@ -269,7 +269,7 @@ class Worker(threading.Thread):
         """Start a process and wait until it is ready.
 
         Raises:
-            _Unstarted: it did not start, or not in time.
+            Unstarted: it did not start, or not in time.
         """
         try:
             process = subprocess.Popen(
@@ -289,7 +289,7 @@ class Worker(threading.Thread):
                 raise EOFError
         except (OSError, EOFError) as fault:
             self._end()
-            raise _Unstarted("The process that decodes images does not start; the log says why.") from fault
+            raise Unstarted("The process that decodes images does not start; the log says why.") from fault
         finally:
             self._since = 0.0
 

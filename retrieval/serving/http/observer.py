@@ -50,7 +50,7 @@ class Observer:
         app: it.
         routes: the pattern of each endpoint.
         metrics: counts.
-        log: has a line for each request; None for no log. Monitors that find all well have none.
+        log: has a line for each request; None for no log. Monitors' have none.
         traces: None for none.
     """
 
@@ -75,6 +75,10 @@ class Observer:
             return
         trace = trace_id(scope["headers"])
         one = _Exchange(Trail(new_request_id(trace)), receive, send)
+        if trace:
+            one.headers = [
+                (b"traceparent", value) for name, value in scope["headers"] if name == b"traceparent"
+            ]
         scope[REQUEST] = one.trail.id
         try:
             with following(one.trail):
@@ -88,7 +92,8 @@ class Observer:
         route = self._routes.get(scope.get("endpoint"), OTHER)
         self._metrics.answered(one.trail, method, route, one.status, ended - one.began)
         good = 0 < one.status < 400
-        if self._log is not None and not (good and route in HEALTH):
+        monitored = route in HEALTH and one.status in (200, 503)  # the log has a line when readiness changes
+        if self._log is not None and not monitored:
             client = scope.get("client")
             said = {
                 "method": method,
@@ -118,13 +123,14 @@ class Observer:
 class _Exchange:
     """One request and its answer, as they pass."""
 
-    __slots__ = ("_receive", "_send", "_sending", "began", "given", "status", "taken", "trail")
+    __slots__ = ("_receive", "_send", "_sending", "began", "given", "headers", "status", "taken", "trail")
 
     def __init__(self, trail: Trail, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
         self.trail = trail
         self._receive, self._send = receive, send
         self.began = self._sending = perf_counter()
         self.status = self.taken = self.given = 0
+        self.headers: list[tuple[bytes, bytes]] = []
 
     async def receive(self) -> Any:
         """Pass on a part of the request."""
@@ -140,6 +146,8 @@ class _Exchange:
         """Pass on a part of the answer."""
         if message["type"] == "http.response.start":
             self.status, self._sending = message["status"], perf_counter()
+            if self.headers:
+                message = {**message, "headers": [*message.get("headers", []), *self.headers]}
             await self._send(message)
             return
         self.given += len(message.get("body", b""))

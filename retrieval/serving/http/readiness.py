@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.decoding.pool import Unstarted
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import report
 from retrieval.serving.http.searcher import DAMAGED, Searcher
@@ -52,6 +53,7 @@ class Readiness:
         self._searcher = searcher
         self._checks = dict(checks or {})
         self._told = False
+        self._undecoded: str | None = None
         self._references: dict[str, NDArray[np.float32]] = {}
         self._faults: dict[str, str | None] = {"search": _NEW}
         self.seen = Seen()
@@ -74,13 +76,9 @@ class Readiness:
             "search": self._searched,
             "model": self._embeds,
         }
+        self._undecoded = None
         faults = {name: await self._noted(part) for name, part in parts.items()}
-        if (
-            faults["search"] or faults["model"]
-        ):  # else they have just decoded: one that is being replaced says nothing
-            faults = {"decoders": self._searcher.decoders_fault(), **faults}
-        else:
-            faults["decoders"] = None
+        faults = {"index": faults.pop("index"), "decoders": self._undecoded, **faults}
         before, now = (next(filter(None, each.values()), None) for each in (self._faults, faults))
         if now != before and now is not None:
             log.warning("Not ready. %s", now)
@@ -99,6 +97,9 @@ class Readiness:
             return f"Searches take longer than {settings.deadline:g} seconds."
         except RequestError as error:
             return f"A search of the server's own was refused: {error}"
+        except Unstarted as error:
+            self._undecoded = str(error)
+            return f"A search of the server's own failed: {error}"
         except Exception as error:
             report(error, settings.debug)
             return f"A search of the server's own failed ({type(error).__name__}); the log says why."

@@ -322,12 +322,6 @@ class Searcher:
             await self._decoded(start, query.image, "", lambda decoded, job: encode(decoded.pixels))
         return bundle, made[0]
 
-    def decoders_fault(self) -> str | None:
-        """Return why no image can be decoded, or None."""
-        if self.index.bundle.manifest.input.kind != "image" or self._decoders.alive:
-            return None
-        return "No process that decodes images is alive; the log says why."
-
     def decode_pids(self) -> list[int]:
         """Return the processes that decode."""
         return self._decoders.pids

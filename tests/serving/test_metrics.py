@@ -1,0 +1,121 @@
+"""What Prometheus is told: under load, by its own parser, with labels that no client can multiply."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import wire
+from prometheus_client.parser import text_string_to_metric_families
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.stages import STAGES
+
+
+def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
+    """Return all samples: by name, then by the values of their labels."""
+    answer = wire.ask(port, wire.get("/metrics"))
+    assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(answer.body.decode()):
+        assert family.documentation and family.name.startswith("retrieval_")
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return found
+
+
+def test_under_load_every_request_is_counted(served, index_path, photos):
+    server = served(index_path, "--workers", "2")
+    image = wire.post(wire.form((photos / "3" / "0003.png").read_bytes(), "3"), wire.FORM)
+    before = scrape(server.port)["retrieval_requests_total"]
+    asked = [
+        image,
+        wire.vector(),
+        wire.get("/v1/items/7/image"),
+        wire.get("/v1/items/x/image"),
+        wire.vector(width=3),
+    ]
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda request: wire.ask(server.port, request), asked * 20))
+        during = [threads.submit(scrape, server.port) for _ in range(5)]
+        assert all(each.result() for each in during)
+    now = scrape(server.port)
+    requests = now["retrieval_requests_total"]
+    search, image_of = "/v1/search", "/v1/items/{id}/image"
+    assert [answer.status for answer in answers] == [200, 200, 200, 404, 422] * 20
+    assert requests["POST", search, "200"] == 40 and requests["POST", search, "422"] == 20
+    assert requests["GET", image_of, "200"] == requests["GET", image_of, "404"] == 20
+    assert requests["GET", "/metrics", "200"] - before.get(("GET", "/metrics", "200"), 0) == 6
+    assert now["retrieval_refused_total"]["404",] == now["retrieval_refused_total"]["422",] == 20
+    # By stage: what was asked for went through each as often
+    stages = now["retrieval_stage_seconds_count"]
+    assert set(stages) == {(stage,) for stage in STAGES}
+    assert stages["read",] == 60 and stages["decode",] == stages["encode",] == 20
+    assert stages["search",] == 60  # a vector of another width is found out by it
+    assert stages["items",] == 40 and stages["write",] == 0
+    assert now["retrieval_encode_batch_count"][()] == now["retrieval_encode_batch_sum"][()] == 20
+    took = now["retrieval_request_seconds_sum"][search,]
+    parts = sum(
+        now["retrieval_stage_seconds_sum"][stage,] for stage in ("decode", "encode", "search", "items")
+    )
+    assert 0 < parts < took
+    # And how the server is
+    assert now["retrieval_queue_length"] == {("search",): 0, ("decode",): 0, ("picture",): 0}
+    assert now["retrieval_connections"]["main", "busy"] >= 1
+    assert now["retrieval_index_items"][()] == 200
+    assert now["retrieval_decode_processes"][()] >= 1
+    assert now["retrieval_memory_bytes"]["server",] > 20e6 and now["retrieval_memory_bytes"]["decode",] > 5e6
+    assert now["retrieval_cpu_seconds_total"][()] > 0
+
+
+def test_no_client_multiplies_the_series(served, index_path):
+    server = served(index_path)
+    scrape(server.port)
+    once = wire.ask(server.port, wire.get("/nothing0")), wire.ask(server.port, wire.get("/v1/items/0/image"))
+    assert [answer.status for answer in once] == [404, 200]
+    wire.ask(server.port, b"PURGE / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    wire.ask(server.port, b"nonsense\r\n\r\n")
+    before = scrape(server.port)
+    for number in range(30):
+        wire.ask(server.port, wire.get(f"/nothing{number}"))
+        wire.ask(server.port, wire.get(f"/v1/items/{number}/image", f"X-Request-Id: {number}"))
+        wire.ask(
+            server.port,
+            f"{['PROPFIND', 'LOCK', 'MKCOL'][number % 3]} / HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(),
+        )
+        wire.ask(server.port, b"nonsense\r\n\r\n")
+    after = scrape(server.port)
+    assert {name: set(values) for name, values in after.items()} == {
+        name: set(values) for name, values in before.items()
+    }
+    assert after["retrieval_requests_total"]["GET", "other", "404"] == 31
+    assert after["retrieval_connections_refused_total"]["main", "400"] == 31
+
+
+def test_of_an_index_that_lives(bundle_path, served, photos, tmp_path, monkeypatch):
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+        index.add([photos / "1"], progress=False)
+        index.delete([index.scan(limit=1)[0].id])
+        stats = index.stats()
+    now = scrape(served(tmp_path / "i").port)
+    assert now["retrieval_index_items"][()] == stats.count
+    assert now["retrieval_index_generation"][()] == now["retrieval_index_generations"][()] == 1
+    assert now["retrieval_index_segments"][()] == len(stats.details["segments"])
+    assert now["retrieval_index_fresh"][()] == stats.details["fresh"]
+    assert now["retrieval_index_transactions_total"][()] == stats.details["transactions"] > 1
+    assert now["retrieval_index_bytes"][()] > 1000
+
+
+def test_why_work_was_refused(served, index_path):
+    """One worker and one place to wait: of ten searches at once, some are told that the queue is full."""
+    server = served(index_path, "--workers", "1", "--waiting", "1", "--max-bytes", "1000")
+    big = wire.post(wire.form(bytes(3000)), wire.FORM)
+    assert wire.ask(server.port, big).status == 413
+    assert wire.ask(server.port, wire.post(b"x", "text/plain")).status == 415
+    end = time.monotonic() + 20
+    while ("queue",) not in scrape(server.port)["retrieval_refused_total"] and time.monotonic() < end:
+        with ThreadPoolExecutor(10) as threads:
+            list(threads.map(lambda _: wire.ask(server.port, wire.vector()), range(20)))
+    refused = scrape(server.port)["retrieval_refused_total"]
+    assert refused["413",] == refused["415",] == 1 and refused["queue",] >= 1
