@@ -139,10 +139,8 @@ Examples:
 @_limits
 @click.option(
     "--log-format",
-    default="text",
-    show_default=True,
     type=Choice(["text", "json"]),
-    help="One line an event and a request, for people or for programs.",
+    help="A line for each request in the log, for people or for programs; without it only what goes wrong.",
 )
 @click.option("--debug", is_flag=True, help="Tracebacks in the log.")
 @PLUGIN_OPTION

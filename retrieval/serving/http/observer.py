@@ -123,23 +123,34 @@ class Observer:
 class _Exchange:
     """One request and its answer, as they pass."""
 
-    __slots__ = ("_receive", "_send", "_sending", "began", "given", "headers", "status", "taken", "trail")
+    __slots__ = (
+        "_receive",
+        "_send",
+        "_sending",
+        "_whole",
+        "began",
+        "given",
+        "headers",
+        "status",
+        "taken",
+        "trail",
+    )
 
     def __init__(self, trail: Trail, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
         self.trail = trail
         self._receive, self._send = receive, send
         self.began = self._sending = perf_counter()
         self.status = self.taken = self.given = 0
+        self._whole = False
         self.headers: list[tuple[bytes, bytes]] = []
 
     async def receive(self) -> Any:
         """Pass on a part of the request."""
         message = await self._receive()
-        body = message.get("body")
-        if body:
-            self.taken += len(body)
-            if not message.get("more_body"):
-                self.trail.note("read", self.began, perf_counter())
+        self.taken += len(message.get("body", b""))
+        if self.taken and not self._whole and not message.get("more_body"):
+            self._whole = True
+            self.trail.note("read", self.began, perf_counter())
         return message
 
     async def send(self, message: Any) -> None:

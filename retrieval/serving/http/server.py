@@ -122,7 +122,7 @@ def serve(
         if not isinstance(opened, Index):
             opened = open_index(opened, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
         traces = traces_of_environment()
-        log = Log(settings.log_format, settings.debug, settings.log_lines)
+        log = Log(settings.log_format or "text", settings.debug, settings.log_lines)
         opened.require_open()
         searcher = Searcher(opened, settings)
         url = _announce(host, listeners, len(opened), "close() stops it" if beside else "Ctrl-C stops")
@@ -181,7 +181,9 @@ class _Running:
         self._gates = gates
         self._grace = settings.grace
         self._listeners = listeners
-        monitoring = Monitoring(searcher, {"connections": exhausted}, named, log, traces)
+        monitoring = Monitoring(
+            searcher, {"connections": exhausted}, named, log if settings.log_format else None, traces
+        )
         config = uvicorn.Config(
             create_app(searcher, monitoring),
             http=protocol_class(gates),

@@ -23,7 +23,7 @@ class Settings:
         hosts: names that a request's `Host` may have besides localhost and IP addresses; None takes any.
         health_port: an additional port that answers what is in `HEALTH` only; None for none.
         images: folders whose files may be shown as items' images, besides those of an index that this user built here.
-        log_format: of the log: "text" for people, "json" for programs.
+        log_format: "text" or "json": the log has a line for each request, for people or for programs; None: it has events only, as text.
         debug: whether the log holds tracebacks.
     """
 
@@ -31,7 +31,7 @@ class Settings:
     hosts: tuple[str, ...] | None = None
     health_port: int | None = None
     images: tuple[Path, ...] = ()
-    log_format: Literal["text", "json"] = "text"
+    log_format: Literal["text", "json"] | None = None
     debug: bool = False
     max_pixels: int = _limit(25_000_000, 1, "Largest image.")
     max_bytes: int = _limit(20_000_000, 1, "Largest file.")

@@ -1,0 +1,133 @@
+"""Spans for OpenTelemetry: of a request and its stages, below the span of the client that sent it; and none where nobody asked."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from retrieval.errors import MissingDependency
+from retrieval.serving.http.app import create_app
+from retrieval.serving.http.monitoring import Monitoring
+from retrieval.serving.http.searcher import Searcher
+from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.traces import Traces, traces_of_environment
+from retrieval.serving.index.open import open_index
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.fixture
+def traced(index_path) -> Iterator[SimpleNamespace]:
+    """An application whose spans are kept in memory."""
+    pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk, the extra otel, is not installed")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    traces = Traces(provider)
+    with open_index(index_path, threads=1) as index:
+        searcher = Searcher(index, Settings())
+        app = create_app(searcher, Monitoring(searcher, traces=traces))
+
+        def ask(*requests: tuple) -> list[httpx.Response]:
+            async def scenario() -> list[httpx.Response]:
+                transport = httpx.ASGITransport(app)
+                async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                    return [await client.request(*each, **more) for *each, more in requests]
+
+            return asyncio.run(scenario())
+
+        yield SimpleNamespace(ask=ask, spans=exporter.get_finished_spans, traces=traces)
+        searcher.close()
+
+
+def test_a_search_is_a_span_with_its_stages_inside(traced, photos):
+    headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1"}
+    files = {"image": (photos / "3" / "0003.png").read_bytes()}
+    (answer,) = traced.ask(("POST", "/v1/search", {"files": files, "headers": headers}))
+    assert answer.status_code == 200
+    *stages, request = traced.spans()
+    assert request.name == "POST /v1/search"
+    assert f"{request.context.trace_id:032x}" == TRACE and f"{request.parent.span_id:016x}" == SPAN
+    assert request.context.trace_state["vendor"] == "1"
+    said = dict(request.attributes)
+    assert said.pop("retrieval.request_id") == answer.headers["x-request-id"]
+    assert said == {
+        "http.request.method": "POST",
+        "http.route": "/v1/search",
+        "http.response.status_code": 200,
+    }
+    assert {"read", "decode", "encode", "search", "items", "send"} <= {span.name for span in stages}
+    for span in stages:
+        assert span.parent.span_id == request.context.span_id
+        assert request.start_time <= span.start_time <= span.end_time <= request.end_time
+    times = {span.name: (span.start_time, span.end_time) for span in stages}
+    assert (
+        times["decode"][1] <= times["encode"][0]
+        and times["search"][0] <= times["items"][0] < times["items"][1] <= times["search"][1]
+    )
+
+
+def test_without_a_parent_each_request_is_a_trace_of_its_own(traced):
+    traced.ask(
+        ("GET", "/v1/items/0/image", {}), ("GET", "/nowhere", {"headers": {"traceparent": "nonsense"}})
+    )
+    first, second = (span for span in traced.spans() if span.parent is None)
+    assert (first.name, second.name) == ("GET /v1/items/{id}/image", "GET other")
+    assert first.context.trace_id != second.context.trace_id
+
+
+def test_an_end_in_time_though_nobody_collects(traced, monkeypatch):
+    monkeypatch.setattr(traced.traces._provider, "shutdown", lambda: asyncio.run(asyncio.sleep(1.5)))
+    traced.traces.close(0.05)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in (
+        "OTEL_TRACES_EXPORTER",
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        "OTEL_SDK_DISABLED",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_nothing_is_traced_unless_asked_for(environment):
+    assert traces_of_environment() is None
+    environment.setenv("OTEL_TRACES_EXPORTER", "none")
+    assert traces_of_environment() is None
+    environment.setenv("OTEL_TRACES_EXPORTER", "console")
+    environment.setenv("OTEL_SDK_DISABLED", "true")
+    assert traces_of_environment() is None
+
+
+def test_an_exporter_that_is_not_there_is_a_sentence(environment):
+    environment.setenv("OTEL_TRACES_EXPORTER", "nobodys")
+    with pytest.raises(
+        MissingDependency, match=r"OTEL_TRACES_EXPORTER asks for .*embedding-retrieval\[otel\]"
+    ):
+        traces_of_environment()
+
+
+def test_the_console_exporter_by_its_variable(environment):
+    pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk, the extra otel, is not installed")
+    environment.setenv("OTEL_TRACES_EXPORTER", "console")
+    traces = traces_of_environment()
+    assert traces is not None
+    traces.close()
+
+
+def test_it_costs_no_import_where_it_is_not_asked_for():
+    code = "import sys, retrieval.serving.http.traces as t; assert t.traces_of_environment() is None; print('opentelemetry' in sys.modules)"
+    clean = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean)
+    assert done.stdout.strip() == "False", done.stderr
