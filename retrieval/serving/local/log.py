@@ -51,7 +51,7 @@ def _altered(path: Path) -> str | None:
     if _sums(words, np.zeros((1, 2), np.uint32)).tolist() != [[one, two]]:
         return "has an altered header"
     count = (len(content) - _HEADER) // (_FRAME + page)
-    frames = np.frombuffer(content, np.uint8, count * (_FRAME + page), _HEADER).reshape(count, -1)
+    frames = np.frombuffer(content, np.uint8, count * (_FRAME + page), _HEADER).reshape(count, _FRAME + page)
     heads = np.ascontiguousarray(frames[:, :_FRAME]).view(">u4")  # page, pages after a commit, salts, sums
     summed = np.concatenate([frames[:, :8], frames[:, _FRAME:]], axis=1).view(f"{order}u4")
     stored = heads[:, 4:].astype(np.uint32)
@@ -76,7 +76,7 @@ def pages(path: Path) -> set[int]:
         return set()
     page = struct.unpack(">I", content[8:12])[0]
     count = (len(content) - _HEADER) // (_FRAME + page)
-    frames = np.frombuffer(content, np.uint8, count * (_FRAME + page), _HEADER).reshape(count, -1)
+    frames = np.frombuffer(content, np.uint8, count * (_FRAME + page), _HEADER).reshape(count, _FRAME + page)
     heads = np.ascontiguousarray(frames[:, :16]).view(">u4")
     own = (heads[:, 2:] == np.frombuffer(content, ">u4", 2, 16)).all(axis=1)
     return set(heads[own, 0].tolist())

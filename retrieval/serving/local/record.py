@@ -19,6 +19,7 @@ import apsw
 import apsw.sqlite_extra
 
 from retrieval.errors import StoreError
+from retrieval.host.files import sync
 from retrieval.serving.local.log import altered, pages
 from retrieval.serving.stores.contract import TooSlow, stop_at
 
@@ -266,6 +267,19 @@ class Record:
             raise TooSlow(f"The index {self.folder} cannot be {doing}: {_reason(fault, doing)}") from fault
         except (apsw.Error, OSError) as fault:
             raise StoreError(f"The index {self.folder} cannot be {doing}: {_reason(fault, doing)}") from fault
+
+    def settle(self) -> None:
+        """Have on the disk what is seen of the record, and its name.
+
+        A process that was killed within a commit, or before the folder's name was synced, leaves what every process sees and a power cut
+        still takes: nothing may be removed or acknowledged that builds on it.
+        """
+        with self.faults("written"):
+            with suppress(FileNotFoundError):
+                sync(self.path.with_name(f"{FILE}-wal"))
+            sync(self.folder)
+            with suppress(PermissionError):  # a parent that may not be read: its own writer has synced it
+                sync(self.folder.absolute().parent)
 
     def checkpoint(self) -> None:
         """Move what was written ahead into the file itself; what a reader still needs where it is, the next one moves."""

@@ -67,6 +67,7 @@ class Writer:
                 raise StoreError(f"The index {self.folder} is read-only here, and cannot be written to.")
             with ExitStack() as held:
                 held.enter_context(hold(self.folder, "writing to this index", StoreError))
+                self.record.settle()
                 with self.record.faults("written"):
                     self._acknowledged = held.enter_context(Acknowledged(self.folder))
                     self.clean()

@@ -1,0 +1,327 @@
+"""What a power cut may leave of a folder: from a record of system calls, the files and names that a disk may hold at any moment of it.
+
+A file is what was written before its last sync that had ended, and of each sector written since the old or any newer version, whether
+others are there or not. A name is what its folder held when that was last synced, and of each change since, whether it happened or not. Nothing is assumed of
+the order in which a disk writes, nor of what a file system does beyond POSIX.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+CALLS = (
+    "open,openat,creat,close,lseek,write,pwrite64,writev,pwritev,pwritev2,fallocate,truncate,ftruncate,rename,renameat,renameat2,"
+    "link,linkat,symlink,symlinkat,unlink,unlinkat,rmdir,mkdir,mkdirat,fsync,fdatasync,sync_file_range,msync"
+)
+_COPIES = (
+    "sendfile,copy_file_range"  # whose bytes a trace does not show: refused, so that Python reads and writes
+)
+_PLAIN = re.compile(r"^(\d+)\s+(\w+)\((.*)$", re.DOTALL)
+_RESUMED = re.compile(r"^(\d+)\s+<\.\.\. (\w+) resumed>(.*)$", re.DOTALL)
+_TEXT = re.compile(r'"((?:\\x[0-9a-f]{2})*)"(\.\.\.)?')
+_HANDLE = re.compile(r"(?:^|, )(\d+|AT_FDCWD)<((?:\\x[0-9a-f]{2})*)>")
+MODES = ("none", "all", "prefix", "any")
+SECTORS = (512, 4096)
+
+
+def strace(output: Path, kill: int | None = None) -> list[str]:
+    """Return the beginning of a command whose changes of files are to be recorded; it is killed as it enters its sync number `kill`."""
+    killed = [] if kill is None else ["-e", f"inject=fsync,fdatasync:signal=SIGKILL:when={kill}"]
+    return [
+        "strace", "-f", "--seccomp-bpf", "-qq", "-y", "-xx", "-s", str(1 << 26), "-e", f"trace={CALLS},{_COPIES}", "-e", f"inject={_COPIES}:error=ENOSYS",
+        "-e", "signal=none", *killed, "-o", str(output),
+    ]  # fmt: skip
+
+
+@dataclass(eq=False)
+class File:
+    """A file: what was written (began, ended, at, bytes; None is a cut to the length `at`), and when it was synced (began, ended)."""
+
+    changes: list[tuple[int, float, int, bytes | None]] = field(default_factory=list)
+    syncs: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """How long it is now."""
+        size = 0
+        for _, _, at, content in self.changes:
+            size = at if content is None else max(size, at + len(content))
+        return size
+
+
+@dataclass(eq=False)
+class Folder:
+    """A folder: names that changed (began, ended, what each stands for now), and when it was synced."""
+
+    changes: list[tuple[int, float, dict[str, File | Folder | None]]] = field(default_factory=list)
+    syncs: list[tuple[int, float]] = field(default_factory=list)
+    names: dict[str, File | Folder] = field(default_factory=dict)
+
+
+def _synced(node: File | Folder, cut: int) -> float:
+    """Return the time before which all changes are on the disk for certain."""
+    return max((began for began, ended in node.syncs if ended <= cut), default=-1)
+
+
+class Disk:
+    """Replays traces of one folder, which is empty at first.
+
+    Args:
+        root: the folder; it is on the disk, and so is its name.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = PurePosixPath(root)
+        self.tree = Folder()
+        self.time = 0
+        self.moments: list[int] = []
+        self.marks: list[tuple[int, bytes]] = []
+        self._open: dict[int, tuple[File | Folder, int, bool]] = {}
+
+    def replay(self, trace: Path, marks: Path) -> None:
+        """Take in what a process did; what it wrote to the file `marks` is kept with its time.
+
+        Raises:
+            ValueError: a call that is not understood.
+        """
+        self._open.clear()
+        waiting: dict[str, tuple[int, str]] = {}
+        with trace.open(encoding="ascii") as lines:
+            for line in lines:
+                self.time += 1
+                if found := _RESUMED.match(line):
+                    began, text = waiting.pop(found[1], (self.time, ""))
+                    name, text = found[2], text + found[3]
+                    if name == "close":
+                        continue
+                elif found := _PLAIN.match(line):
+                    began, name, text = self.time, found[2], found[3]
+                    if text.rstrip().endswith("<unfinished ...>"):
+                        waiting[found[1]] = (began, text.rpartition("<unfinished")[0])
+                        if name == "close":  # another thread may be given the number before this one returns
+                            self._call(name, text, 0, began, marks)
+                        continue
+                else:
+                    continue
+                said, _, result = text.rpartition(" = ")
+                number = re.match(r"\d+", result)  # none: it failed
+                if number is not None:
+                    self._call(name, said, int(number[0]), began, marks)
+
+    def _call(self, name: str, said: str, result: int, began: int, marks: Path) -> None:
+        texts = []
+        for found in _TEXT.finditer(said):
+            if found[2]:
+                raise ValueError(f"A {name} is cut short in the trace.")
+            texts.append(bytes.fromhex(found[1].replace("\\x", "")))
+        handles = [
+            (found[1], bytes.fromhex(found[2].replace("\\x", "")).decode(errors="surrogateescape"))
+            for found in _HANDLE.finditer(said)
+        ]
+        if (
+            name in ("write", "pwrite64", "writev", "lseek", "fsync", "fdatasync", "ftruncate", "close")
+            or not texts
+        ):
+            handle, path = (int(handles[0][0]), handles[0][1]) if handles else (-1, "")
+            if name == "write" and path == str(marks):
+                self.marks.append((began, texts[0]))
+            elif handle in self._open and self._inside(path.removesuffix("(deleted)")) is None:
+                del self._open[handle]
+            elif handle in self._open:
+                self._on_open(name, said, handle, texts, result, began)
+            elif self._inside(path) and name not in ("close", "lseek", "fsync"):
+                raise ValueError(f"{name} on {path}, which no call has opened.")
+            return
+        bases = [path for _, path in handles if name.endswith(("at", "at2"))]
+        paths = []
+        for at, text in enumerate(texts):
+            path = text.decode(errors="surrogateescape")
+            if not bases and not path.startswith("/"):
+                raise ValueError(f"{name} of {path}: which folder it is in is not in the trace.")
+            paths.append(
+                self._inside(str(PurePosixPath(bases[min(at, len(bases) - 1)] if bases else "/") / path))
+            )
+        if any(path is not None for path in paths):
+            self._on_names(name, said, paths, result, began)
+
+    def _inside(self, path: str) -> tuple[str, ...] | None:
+        """Return the parts of a path below the root; None outside."""
+        pure = PurePosixPath(path)
+        return pure.relative_to(self.root).parts if pure.is_relative_to(self.root) else None
+
+    def _on_open(
+        self, name: str, said: str, handle: int, texts: list[bytes], result: int, began: int
+    ) -> None:
+        node, at, appends = self._open[handle]
+        if name == "close":
+            del self._open[handle]
+        elif name == "lseek":
+            self._open[handle] = (node, result, appends)
+        elif name in ("fsync", "fdatasync"):
+            node.syncs.append((began, self.time))
+            self.moments.append(self.time)
+        elif isinstance(node, File) and name in ("write", "pwrite64", "writev", "ftruncate"):
+            content = None if name == "ftruncate" else b"".join(texts)[:result]
+            if name == "pwrite64" or content is None:
+                place = int(said.rstrip(") ").rpartition(", ")[2])
+            else:
+                place = node.size if appends else at
+                self._open[handle] = (node, place + result, appends)
+            node.changes.append((began, self.time, place, content))
+            self.moments.append(self.time)
+        else:
+            raise ValueError(f"What {name} does to a file is not modelled.")
+
+    def _on_names(
+        self, name: str, said: str, paths: list[tuple[str, ...] | None], result: int, began: int
+    ) -> None:
+        path = paths[0]
+        if None in paths or not path:
+            if name in ("open", "openat") and path is not None:
+                self._open[result] = (self.tree, 0, False)
+                return
+            raise ValueError(f"{name} on the folder itself, or into or out of it.")
+        node = self._find(path)
+        if name in ("open", "openat", "creat"):
+            if node is None:
+                node = File()
+                self._set(began, {path: node})
+            if "O_TRUNC" in said and isinstance(node, File) and node.size:
+                node.changes.append((began, self.time, 0, None))
+            self._open[result] = (node, 0, "O_APPEND" in said)
+        elif name in ("mkdir", "mkdirat"):
+            self._set(began, {path: Folder()})
+        elif name in ("unlink", "unlinkat", "rmdir"):
+            self._set(began, {path: None})
+        elif name in ("link", "linkat"):
+            self._set(began, {self._other(paths): node})
+        elif name.startswith("rename"):
+            other = self._other(paths)
+            self._set(began, {path: self._find(other) if "RENAME_EXCHANGE" in said else None, other: node})
+        else:
+            raise ValueError(f"What {name} does to names is not modelled.")
+
+    @staticmethod
+    def _other(paths: list[tuple[str, ...] | None]) -> tuple[str, ...]:
+        assert paths[1]
+        return paths[1]
+
+    def _find(self, path: tuple[str, ...]) -> File | Folder | None:
+        node: File | Folder | None = self.tree
+        for part in path:
+            node = node.names.get(part) if isinstance(node, Folder) else None
+        return node
+
+    def _set(self, began: int, changed: dict[tuple[str, ...], File | Folder | None]) -> None:
+        """Change names; those of one folder change together, as every journal has it."""
+        folders: dict[Folder, dict[str, File | Folder | None]] = {}
+        for path, node in changed.items():
+            folder = self._find(path[:-1])
+            if not isinstance(folder, Folder):
+                raise ValueError(f"No folder holds {'/'.join(path)}.")
+            folders.setdefault(folder, {})[path[-1]] = node
+        for folder, names in folders.items():
+            folder.changes.append((began, self.time, names))
+            folder.names = {name: node for name, node in (folder.names | names).items() if node is not None}  # type: ignore[assignment]
+        self.moments.append(self.time)
+
+    def write(self, target: Path, cut: int, names: str, data: str, draw: random.Random) -> None:
+        """Write to a new folder what a cut at a moment may leave.
+
+        Args:
+            target: the new folder.
+            cut: when.
+            names: what became of changes of names that were not synced: see `MODES`.
+            data: the same of what was written to files.
+            draw: for what is left to chance.
+        """
+        order = draw.uniform(
+            max(0, cut - draw.choice([3, 30, 300])), cut
+        )  # what came before is there, of a "prefix"
+        _write_folder(
+            self.tree, target, _Chance(cut, names, data, order, draw.choice(SECTORS), draw.random(), draw)
+        )
+
+
+@dataclass(frozen=True)
+class _Chance:
+    """How one cut came out; `likely`: the share of sectors that got there."""
+
+    cut: int
+    names: str
+    data: str
+    order: float
+    sector: int
+    likely: float
+    draw: random.Random
+
+    def there(self, mode: str, ended: float) -> bool:
+        """Whether a change that was not synced is there."""
+        if mode == "any":
+            return self.draw.random() < self.likely
+        return mode == "all" or (mode == "prefix" and ended <= self.order)
+
+
+def _write_folder(folder: Folder, target: Path, chance: _Chance) -> None:
+    target.mkdir()
+    synced = _synced(folder, chance.cut)
+    names: dict[str, File | Folder | None] = {}
+    for began, ended, changed in folder.changes:
+        if ended <= synced or (began <= chance.cut and chance.there(chance.names, ended)):
+            names |= changed
+    for name, node in names.items():
+        if isinstance(node, Folder):
+            _write_folder(node, target / name, chance)
+        elif node is not None:
+            content = _content(node, chance)
+            if name.endswith(
+                "-shm"
+            ):  # written through memory, which a trace does not show: it may hold anything
+                content = chance.draw.randbytes(len(content))
+            (target / name).write_bytes(content)
+
+
+def _content(file: File, chance: _Chance) -> bytes:
+    synced, content = _synced(file, chance.cut), bytearray()
+    pending = []
+    for began, ended, at, written in file.changes:
+        if ended <= synced:
+            _apply(content, at, written)
+        elif began <= chance.cut and chance.data != "none":
+            pending.append((ended, at, written))
+    if chance.data == "any":
+        return _torn(content, [change[1:] for change in pending], chance)
+    there = [change for change in pending if chance.there(chance.data, change[0])]
+    for _, at, written in there:
+        _apply(content, at, written)
+    return _torn(content, [change[1:] for change in pending[len(there) :][:1]], chance)
+
+
+def _apply(content: bytearray, at: int, written: bytes | None) -> None:
+    """Do a write, or a cut to a length."""
+    content.extend(bytes(max(0, at - len(content))))
+    if written is None:
+        del content[at:]
+    else:
+        content[at : at + len(written)] = written
+
+
+def _torn(content: bytearray, pending: list[tuple[int, bytes | None]], chance: _Chance) -> bytes:
+    """Return a file of which each sector, and the length, is of some moment of what was written since."""
+    if not pending:
+        return bytes(content)
+    now, lengths, sector = bytearray(content), [len(content)], chance.sector
+    versions: dict[int, list[bytes]] = {}
+    for at, written in pending:
+        _apply(now, at, written)
+        lengths.append(len(now))
+        for place in range(at // sector, -(-(at + len(written or b"")) // sector)):
+            versions.setdefault(place, []).append(bytes(now[place * sector : (place + 1) * sector]))
+    for place, held in versions.items():
+        if chance.draw.random() < chance.likely:
+            _apply(content, place * sector, chance.draw.choice(held))
+    length = chance.draw.choice([lengths[-1], chance.draw.choice(lengths)])
+    return bytes(content[:length]).ljust(length, b"\0")

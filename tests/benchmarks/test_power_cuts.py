@@ -1,0 +1,142 @@
+"""A power cut loses nothing of a living index that was acknowledged: a few of what `benchmarks/power_cuts.py` does a thousand times."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "power_cuts.py"
+pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+
+
+def cut(output: Path, *options: object) -> tuple[int, Any]:
+    """Run the script, and return its exit status and what it keeps."""
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *map(str, options), "--output", output],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(output)},
+    )
+    kept = output / "raw" / "power_cuts.json"
+    if not kept.exists():
+        pytest.fail(done.stdout + done.stderr)
+    return done.returncode, json.loads(kept.read_text(encoding="utf-8"))
+
+
+def test_what_was_acknowledged_is_there_after_a_power_cut(tmp_path: Path) -> None:
+    status, raw = cut(tmp_path, "--count", 40, "--seed", 5, "--lives", 2)
+    assert raw["wrong"] == [] and status == 0 and raw["cuts"] == 40
+    assert {outcome for _, outcome, _ in raw["cells"]} >= {"there", "not there", "same either way"}
+
+
+@pytest.mark.parametrize("fault", ["commits", "folders"])
+def test_a_store_that_does_not_sync_is_found_out(fault: str, tmp_path: Path) -> None:
+    status, raw = cut(tmp_path, "--count", 60, "--each", 60, "--seed", 5, "--lives", 1, "--without", fault)
+    assert len(raw["wrong"]) >= 3 and status == 1
+    assert {outcome for _, outcome, _ in raw["cells"]} & {"wrong", "refused"}
+
+
+def trace(folder: Path, code: str) -> Any:
+    """Record what a program does in the folder `disk`."""
+    script: Any = importlib.import_module("power_disk")
+    (folder / "disk").mkdir()
+    done = subprocess.run(
+        [*script.strace(folder / "trace"), sys.executable, "-c", code, folder / "disk"], timeout=60
+    )
+    assert done.returncode == 0
+    disk = script.Disk(folder / "disk")
+    disk.replay(folder / "trace", folder / "marks")
+    return disk
+
+
+PROGRAM = """
+import os, sys
+os.chdir("/")
+disk = sys.argv[1]
+for name in ("a", "b"):
+    with open(f"{disk}/{name}.tmp", "wb") as file:
+        file.write(b"old " * 1000)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(f"{disk}/{name}.tmp", f"{disk}/{name}")
+    if name == "a":
+        handle = os.open(disk, os.O_RDONLY)
+        os.fsync(handle)
+with open(f"{disk}/a", "r+b") as file:
+    file.seek(512)
+    file.write(b"new " * 300)
+"""
+
+
+def test_what_was_synced_stays_and_what_was_not_may_go(tmp_path: Path) -> None:
+    disk = trace(tmp_path, PROGRAM)
+    old = b"old " * 1000
+    new = old[:512] + b"new " * 300 + old[1712:]
+    seen = set()
+    for seed in range(200):
+        draw, target = random.Random(seed), tmp_path / f"left{seed}"
+        disk.write(target, disk.time, draw.choice(["none", "all", "prefix", "any"]), draw.choice(["none", "all", "prefix", "any"]), draw)  # fmt: skip
+        left = {path.name: path.read_bytes() for path in target.iterdir()}
+        content = left.pop("a")  # its folder was synced after it had its name
+        assert len(content) == 4000 and all(
+            content[at : at + 512] in (old[at : at + 512], new[at : at + 512]) for at in range(0, 4000, 512)
+        )
+        assert left in ({}, {"b": old}, {"b.tmp": old})
+        seen.add((content == old, content == new, *left))
+    assert {one[:2] for one in seen} == {(True, False), (False, True), (False, False)}
+    assert {one[2:] for one in seen} == {(), ("b",), ("b.tmp",)}
+
+
+LIFE = """
+import os, sys
+from pathlib import Path
+from living_model import LocalStore, item_of, make_bundles, small, upkeep, widths_of
+from retrieval.serving.local.create import create_local
+
+folder, life = Path(sys.argv[1]), sys.argv[2]
+if life == "killed":
+    small()
+    bundle = make_bundles(folder)[0]
+    create_local(folder / "disk" / "index", bundle, widths_of(bundle, features=8))
+    store = LocalStore(folder / "disk" / "index", upkeep=False)
+    for at in range(0, 200, 50):
+        store.upsert([item_of(f"id{n}", 1, 0) for n in range(at, at + 50)], bundle.sha256)
+    upkeep.remove_files = lambda *names: os._exit(0)  # called once the merge is committed
+    store.compact()
+else:
+    LocalStore(folder / "disk" / "index", upkeep=False).writer.hold()
+    os._exit(0)
+"""
+
+
+def test_a_writer_builds_on_nothing_that_a_power_cut_can_still_take(tmp_path: Path) -> None:
+    """A merge whose process was killed while it synced the commit: others see it, and remove the files that it replaces."""
+    model: Any = importlib.import_module("living_model")
+    script: Any = importlib.import_module("power_disk")
+    (tmp_path / "disk").mkdir()
+    disk = script.Disk(tmp_path / "disk")
+    for life in ("killed", "next"):
+        line = [*script.strace(tmp_path / "trace"), sys.executable, "-c", LIFE, tmp_path, life]
+        subprocess.run(line, check=True, timeout=120, env=os.environ | {"PYTHONPATH": str(SCRIPT.parent)})
+        disk.replay(tmp_path / "trace", tmp_path / "marks")
+        if life == "killed":
+            disk.tree.names["index"].names[
+                "items.sqlite-wal"
+            ].syncs.pop()  # it was killed before this had ended
+    bundle = model.Bundle.open(tmp_path / "bundle0", threads=1)
+    held = model.State({f"id{n}": 1 for n in range(200)})
+    for names, data in ((names, data) for names in ("none", "all") for data in ("none", "all")):
+        target = tmp_path / f"{names} {data}"
+        disk.write(target, disk.time, names, data, random.Random(0))
+        with model.LocalStore(target / "index", upkeep=False) as store:
+            assert model.differences(store, held, [bundle], 0) == []
