@@ -26,6 +26,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -53,7 +54,8 @@ def forked(work: Callable[[int], None]) -> tuple[int, int]:
         work(writing)
         os._exit(0)
     except BaseException:
-        os.write(writing, json.dumps({"fault": traceback.format_exc()}).encode() + b"\n")
+        with suppress(OSError):  # nobody listens any more
+            os.write(writing, json.dumps({"fault": traceback.format_exc()}).encode() + b"\n")
         os._exit(1)
 
 

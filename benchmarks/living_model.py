@@ -15,7 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import as_filter
-from retrieval.serving.local import record, structures, upkeep, view, writer
+from retrieval.serving.local import record, structures, upkeep, writer
+from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.segment import features_file
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.structures import Wanted
@@ -286,7 +287,7 @@ def _searches(
 def leftovers(folder: Path, store: LocalStore) -> list[str]:
     """Return files of an index that its record does not name."""
     with store.home.record.reading() as connection:
-        named = {f"{view.SEGMENTS}/{name}" for row in record.ask(connection, "select file, structure from segments") for name in writer.files_of(*row)}  # fmt: skip
+        named = {f"{SEGMENTS}/{name}" for row in record.ask(connection, "select file, structure from segments") for name in writer.files_of(*row)}  # fmt: skip
     named |= {features_file(Path(name)).as_posix() for name in named if name.endswith(".segment")}
     named |= {f"bundles/{one.bundle[:16]}/" for one in store.generations()}
     named |= {"index.json", "acknowledged", *(record.FILE + end for end in ("", "-wal", "-shm"))}
