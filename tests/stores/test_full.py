@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import resource
+import shutil
 import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +18,12 @@ import numpy as np
 import pytest
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.local import structures
+from retrieval.serving.index.restoring import restore
+from retrieval.serving.local import structures, upkeep
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.structures import Wanted
+from retrieval.serving.local.upkeep import Upkeep
 from retrieval.serving.stores.contract import Item, widths_of
 
 VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
@@ -94,3 +101,135 @@ def test_a_write_that_finds_no_room_changes_nothing(
         holds(store, bundle, ids)
     with LocalStore(tmp_path / "i") as again:
         holds(again, bundle, ids)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own, of 20 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    line = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", folder]
+    if shutil.which("mount") is None or subprocess.run(line, capture_output=True).returncode:
+        pytest.skip("nothing may be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@contextmanager
+def room(disk: Path, left: int) -> Iterator[None]:
+    """Fill a disk until so many bytes are left."""
+    known = os.statvfs(disk)
+    with (disk / "ballast").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, known.f_bavail * known.f_frsize - left)
+    try:
+        yield
+    finally:
+        (disk / "ballast").unlink()
+
+
+def embed(store: LocalStore, other: Bundle) -> None:
+    generation = store.begin(other, widths_of(other))
+    while pending := store.pending(generation, 4500):
+        store.embed(
+            generation, [Item(one.id, arrays={"vector": VECTORS[int(one.id[2:])]}) for one in pending]
+        )
+
+
+FULL: dict[str, Callable[[LocalStore, Bundle, Bundle, Path], Any]] = CALLS | {
+    "upsert": lambda store, bundle, other, folder: store.upsert(items(range(8000, 8050)), bundle.sha256),
+    "large": lambda store, bundle, other, folder: store.upsert(items(range(4500, 9000)), bundle.sha256),
+    "flush": lambda store, bundle, other, folder: Upkeep(store.home, store.writer, thread=False).step(),
+    "embed": lambda store, bundle, other, folder: embed(store, other),
+    "switch": lambda store, bundle, other, folder: store.switch(store.generations()[1]),
+    "drop": lambda store, bundle, other, folder: store.drop(store.generations()[1]),
+    "restore": lambda store, bundle, other, folder: restore(folder / "whole", folder / "new"),
+}
+LEFT = (0, 4096, 20_000, 50_000, 150_000, 8_000_000)
+WHOLE = range(4300)
+CHANGED = {
+    "upsert": [*WHOLE, *range(8000, 8050)],
+    "large": [*WHOLE, *range(4500, 9000)],
+    "delete": range(40, 4300),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_disk_is_said_and_changes_nothing(
+    name: str, disk: Path, plain_bundle: Path, other_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structures, "LEAST", 60)
+    monkeypatch.setattr(upkeep, "FLUSH_ROWS", len(WHOLE))
+    bundle, other = Bundle.open(plain_bundle, threads=1), Bundle.open(other_bundle, threads=1)
+    create_local(disk / "i", bundle, widths_of(bundle), structure=Wanted("hnsw"))
+    said: list[str] = []
+    with LocalStore(disk / "i", upkeep=False) as store:
+        for start in range(0, len(WHOLE), 2150):
+            store.upsert(items(range(start, start + 2150)), bundle.sha256)
+        if name in ("switch", "drop"):
+            embed(store, other)
+        if name == "restore":
+            store.snapshot(disk / "whole")
+        before = sorted(path.name for path in disk.iterdir())
+        for left in LEFT:
+            with room(disk, left):
+                try:
+                    FULL[name](store, bundle, other, disk)
+                    break
+                except StoreError as fault:
+                    said.append(str(fault))
+                holds(store, bundle, {f"id{n}" for n in WHOLE})  # searches go on
+            assert sorted(path.name for path in disk.iterdir()) == before
+        assert said and all(
+            "the disk is full" in one and "Free some space and try again." in one for one in said
+        )
+        assert not any(
+            "\n" in one or ".part" in one or "cannot be read" in one for one in said if "/whole " not in one
+        )
+        served = other if name == "switch" else bundle
+        ids = {f"id{n}" for n in CHANGED.get(name, WHOLE)}
+        holds(store, served, ids)
+        store.upsert([Item("id4400", arrays={"vector": VECTORS[4400]})], served.sha256)
+        holds(store, served, ids | {"id4400"})
+    with LocalStore(disk / "i") as again:
+        holds(again, served, ids | {"id4400"})
+
+
+def test_a_full_disk_stops_merging_and_nothing_else(
+    disk: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(upkeep, "FLUSH_ROWS", 4100)
+    monkeypatch.setattr(upkeep, "_PAUSE", 0.05)
+    bundle = Bundle.open(plain_bundle, threads=1)
+    create_local(disk / "i", bundle, widths_of(bundle))
+    with LocalStore(disk / "i") as store:
+        store.upsert(items(range(4000)), bundle.sha256)
+        with room(disk, 200_000), caplog.at_level(logging.WARNING, "retrieval.serving.local"):
+            store.upsert(items(range(4000, 4300)), bundle.sha256)
+            wait(lambda: "the disk is full" in caplog.text)
+            holds(store, bundle, {f"id{n}" for n in WHOLE})
+            assert store.stats().details["fresh"] == len(WHOLE)
+        store.delete(["id0"])
+        wait(lambda: not store.stats().details["fresh"])
+        holds(store, bundle, {f"id{n}" for n in WHOLE[1:]})
+
+
+def test_a_reader_that_finds_no_room_says_so(disk: Path, plain_bundle: Path) -> None:
+    """SQLite needs memory beside the record, also to read it."""
+    bundle = Bundle.open(plain_bundle, threads=1)
+    create_local(disk / "i", bundle, widths_of(bundle))
+    with LocalStore(disk / "i", upkeep=False) as store:
+        store.upsert(items(range(100)), bundle.sha256)
+    with (
+        room(disk, 0),
+        pytest.raises(StoreError, match=r"cannot be read: the disk is full .* Free some space"),
+    ):
+        LocalStore(disk / "i")
+    with LocalStore(disk / "i") as again:
+        holds(again, bundle, {f"id{n}" for n in range(100)})
+
+
+def wait(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.05)

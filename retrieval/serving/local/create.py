@@ -17,7 +17,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.local.generation_table import BUNDLES, add_generation, keep_bundle
 from retrieval.serving.local.home import INDEX
 from retrieval.serving.local.piece import SEGMENTS
-from retrieval.serving.local.record import Record
+from retrieval.serving.local.record import Record, reason
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.stores.contract import Keep
 
@@ -80,7 +80,8 @@ def create_local(
                 add_generation(connection, bundle, widths, "served")
             record.checkpoint()
             record.close()
-    except (OSError, apsw.Error) as fault:
-        raise StoreError(
-            f"The index {folder} cannot be written: {getattr(fault, 'strerror', None) or fault}."
-        ) from fault
+    except (OSError, apsw.Error, StoreError) as fault:
+        cause = fault.__cause__ if isinstance(fault, StoreError) else fault
+        if not isinstance(cause, OSError | apsw.Error):
+            raise
+        raise StoreError(f"The index {folder} cannot be written: {reason(cause)}") from cause

@@ -12,7 +12,7 @@ import apsw
 from retrieval.errors import StoreError
 from retrieval.host.files import whole_folder
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.local.record import ask, value
+from retrieval.serving.local.record import ask, reason, value
 from retrieval.serving.stores.contract import Generation, spans_of
 
 BUNDLES = "bundles"
@@ -68,9 +68,7 @@ def keep_bundle(bundle: Bundle, folder: Path, *, known: bool = False) -> None:
         with whole_folder(target, replace=True, taken=StoreError(f"{target} is there.")) as fresh:
             bundle.copy(fresh)
     except OSError as fault:
-        raise StoreError(
-            f"The bundle cannot be kept in the index {folder}: {fault.strerror or fault}."
-        ) from fault
+        raise StoreError(f"The bundle cannot be kept in the index {folder}: {reason(fault)}") from fault
 
 
 def served(connection: apsw.Connection) -> Generation:

@@ -110,9 +110,10 @@ class Record:
             reserved = ctypes.c_int(_RESERVED)
             connection.file_control("main", apsw.SQLITE_FCNTL_RESERVE_BYTES, ctypes.addressof(reserved))
             connection.execute("pragma journal_mode = wal; pragma synchronous = full")
-            with connection:
-                for sql in _PLAIN.values():
-                    connection.execute(sql)
+            connection.execute("begin")
+            for sql in _PLAIN.values():
+                connection.execute(sql)
+            connection.execute("commit")
         finally:
             connection.close()
 
@@ -264,9 +265,9 @@ class Record:
         try:
             yield
         except apsw.InterruptError as fault:
-            raise TooSlow(f"The index {self.folder} cannot be {doing}: {_reason(fault, doing)}") from fault
+            raise TooSlow(f"The index {self.folder} cannot be {doing}: {reason(fault)}") from fault
         except (apsw.Error, OSError) as fault:
-            raise StoreError(f"The index {self.folder} cannot be {doing}: {_reason(fault, doing)}") from fault
+            raise StoreError(f"The index {self.folder} cannot be {doing}: {reason(fault)}") from fault
 
     def settle(self) -> None:
         """Have on the disk what is seen of the record, and its name.
@@ -319,22 +320,18 @@ def _connect(path: Path | str, flags: int) -> apsw.Connection:
     return connection
 
 
-def _reason(fault: apsw.Error | OSError, doing: str) -> str:
-    """Return why, and what to do, as the end of a sentence."""
-    if isinstance(fault, OSError):
-        if fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return _FULL
-        return f"{fault.strerror or fault}. Nothing was changed."
-    if isinstance(fault, apsw.FullError):
+def reason(fault: apsw.Error | OSError) -> str:
+    """Return why the disk or SQLite refuses, and what to do, as the end of a sentence."""
+    if no_room(fault):
         return _FULL
+    if isinstance(fault, OSError):
+        return f"{fault.strerror or fault}. Nothing was changed."
     if isinstance(fault, apsw.ReadOnlyError | apsw.CantOpenError):
         return "it, or the folder it lies in, is read-only or its files may not be opened."
     if isinstance(fault, apsw.BusyError):
         return "another process is writing to it. Try again."
     if isinstance(fault, apsw.InterruptError):
         return "the question took too long. Ask for less."
-    if isinstance(fault, apsw.IOError) and doing == "written" and _no_room(fault):
-        return _FULL
     if isinstance(fault, apsw.IOError | apsw.CorruptError | apsw.NotADBError):
         return f"{FILE} is damaged, or the disk fails ({fault}). Run 'retrieval index check', and restore a snapshot."
     return f"{fault}."
@@ -343,9 +340,11 @@ def _reason(fault: apsw.Error | OSError, doing: str) -> str:
 _FULL = "the disk is full (or a quota or limit on file sizes is reached). Nothing was changed. Free some space and try again."
 
 
-def _no_room(fault: apsw.Error) -> bool:
-    """Whether an error of writing is one of a disk or a file that may not grow: SQLite gives both the same name."""
-    return getattr(fault, "extendedresult", 0) in (
+def no_room(fault: apsw.Error | OSError) -> bool:
+    """Whether an error is one of a disk or a file that may not grow. SQLite has other names for some of them; a reader, too, needs memory beside the file."""
+    if isinstance(fault, OSError):
+        return fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(fault, apsw.FullError) or getattr(fault, "extendedresult", 0) in (
         apsw.SQLITE_IOERR_WRITE,
         apsw.SQLITE_IOERR_FSYNC,
         apsw.SQLITE_IOERR_TRUNCATE,

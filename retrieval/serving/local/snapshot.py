@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import apsw
@@ -12,7 +14,7 @@ from retrieval.host.files import whole_folder
 from retrieval.serving.local.generation_table import BUNDLES, all_of
 from retrieval.serving.local.home import INDEX
 from retrieval.serving.local.piece import SEGMENTS
-from retrieval.serving.local.record import FILE, Record, ask, backup
+from retrieval.serving.local.record import FILE, Record, ask, backup, no_room, reason
 from retrieval.serving.local.segment import features_file
 from retrieval.serving.local.writer import files_of
 from retrieval.serving.stores.contract import FEATURES
@@ -38,6 +40,7 @@ def write_snapshot(record: Record, folder: Path, target: Path) -> None:
         try:
             with (
                 record.reading(seconds=_SECONDS) as connection,
+                _faults(folder, target),
                 whole_folder(target, replace=False, taken=taken) as fresh,
             ):
                 _copy(connection, folder, fresh, whole=attempt < _WHOLE)
@@ -51,6 +54,20 @@ def write_snapshot(record: Record, folder: Path, target: Path) -> None:
     raise StoreError(
         f"The index {folder} is damaged: a file that its record names is missing: {missing}. Restore a snapshot."
     )
+
+
+@contextmanager
+def _faults(folder: Path, target: Path) -> Iterator[None]:
+    """Say of what the disk refuses to the target that it is the target's; what is wrong with the index is for others to say."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, apsw.Error) as fault:
+        elsewhere = isinstance(fault, OSError) and not Path(fault.filename or folder).is_relative_to(folder)
+        if not elsewhere and not no_room(fault):
+            raise
+        raise StoreError(f"{target} cannot be written: {reason(fault)}") from fault
 
 
 def _copy(connection: apsw.Connection, folder: Path, fresh: Path, *, whole: bool) -> None:
