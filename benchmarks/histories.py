@@ -31,6 +31,7 @@ import numpy as np
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
+from retrieval.serving.local import store as store_module
 from retrieval.serving.local import upkeep, writer
 from retrieval.serving.local.create import create_local
 from retrieval.serving.stores.contract import FEATURES, VECTOR, Item, widths_of
@@ -223,13 +224,15 @@ def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list
 
 @contextmanager
 def small_segments() -> Iterator[None]:
-    """Have segments made of so few items that merges go on all the while."""
-    before = writer.FLUSH_ROWS
+    """Have segments made of so few items that merges go on all the while, and filters looked up as those of a large index."""
+    before = writer.FLUSH_ROWS, store_module._SMALL
     writer.FLUSH_ROWS = upkeep.FLUSH_ROWS = SMALL
+    store_module._SMALL = 0
     try:
         yield
     finally:
-        writer.FLUSH_ROWS = upkeep.FLUSH_ROWS = before
+        writer.FLUSH_ROWS = upkeep.FLUSH_ROWS = before[0]
+        store_module._SMALL = before[1]
 
 
 def run(folder: Path, seconds: float, seed: int, threads: int = 8, processes: int = 2) -> dict[str, Any]:
@@ -302,7 +305,7 @@ def render(kept: list[dict[str, Any]]) -> str:
 
 
 def _reader(folder: Path, seed: int) -> None:
-    with open_index(folder / "index", threads=1) as index:
+    with small_segments(), open_index(folder / "index", threads=1) as index:
         assert isinstance(index, LivingIndex)
         (folder / f"ready {seed}").touch()
         answers = read(index, Counts(folder / "counts"), seed)

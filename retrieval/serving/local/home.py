@@ -18,6 +18,7 @@ from retrieval.serving.files.plain import read_plain
 from retrieval.serving.files.strict_json import parse_json, strict_loads
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.local.acknowledged import acknowledged
+from retrieval.serving.local.columns import Columns
 from retrieval.serving.local.generation_table import served
 from retrieval.serving.local.ready import Ready
 from retrieval.serving.local.record import FILE, Record, ask, value
@@ -44,6 +45,7 @@ class Home:
         record: the SQLite file.
         read_only: nothing can be written here.
         view: the newest one that was taken; None before the first.
+        columns: fields that were filtered by.
     """
 
     def __init__(self, folder: Path, plugins: Sequence[str] = ()) -> None:
@@ -54,6 +56,7 @@ class Home:
         self.record = Record(folder, read_only=self.read_only)
         self.view: View | None = None
         self._refresh = threading.Lock()
+        self.columns = Columns()
         self.ready = Ready(folder, self.make, self._renew)
         try:
             with self.record.reading() as connection:

@@ -158,7 +158,9 @@ class LocalStore(Store):
         """Return the numbers of each query's nearest items that match."""
         if where is None:
             return view.search(queries, count)
-        known = view.matched.get(where)
+        known, columns = view.matched.get(where), self.home.columns
+        if known is None and view.count > _SMALL and columns.has(where):
+            known = self._known(view, where, columns.matching(connection, where, view.seq))
         for over in (
             _OVER if known is None and view.count > _SMALL and len(view.generation.spans) == 1 else ()
         ):
@@ -173,6 +175,8 @@ class LocalStore(Store):
             chosen = [one[[n in good for n in one.tolist()]] for one in found]
             if min(map(len, chosen)) >= count:
                 return chosen
+        if known is None and view.count > _SMALL:
+            known = self._known(view, where, columns.matching(connection, where, view.seq))
         if known is None:
             condition, values = condition_of(where)
             text = value(
@@ -180,11 +184,18 @@ class LocalStore(Store):
                 f"select json_group_array(n) from (select n from items where {condition} order by n)",
                 values,
             )
-            known = Matches(np.array(json.loads(text), np.int64))
-            while len(view.matched) >= _KEPT:
-                view.matched.pop(next(iter(view.matched)), None)
-            view.matched[where] = known
+            known = self._known(view, where, np.array(json.loads(text), np.int64))
         return view.search(queries, count, known)
+
+    @staticmethod
+    def _known(view: View, where: Filter, numbers: Numbers | None) -> Matches | None:
+        """Have a view keep what matches a filter."""
+        if numbers is None:
+            return None
+        while len(view.matched) >= _KEPT:
+            view.matched.pop(next(iter(view.matched)), None)
+        view.matched[where] = found = Matches(numbers)
+        return found
 
     @staticmethod
     def _items(rows: Sequence[Any], view: View | None, names: Sequence[str]) -> list[Item]:

@@ -1,0 +1,323 @@
+"""Fields that were filtered by, as arrays in memory: a filter on a million items is then a few passes over arrays, not over JSON.
+
+An item's number is never given again, and an item that changes gets a new one: what a column says of a number stays true. So columns are read from
+the record once, grow by what is new, and need not forget what was deleted, which searches mask anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import apsw
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.serving.filters import And, Compare, Exists, Filter, In, Not, Or, to_sql
+from retrieval.serving.local.piece import Mask
+from retrieval.serving.local.record import ask, value
+from retrieval.serving.local.segment import Numbers
+
+_STEP = 20_000  # items that are read at a time
+_COLUMNS = 8
+_BYTES = 256 << 20  # of all columns
+_TEXTS = 1 << 16  # different texts of a column
+_CHARACTERS = 16 << 20  # of them together
+_EXACT = 2**53
+_MOMENTS = 64
+_TAIL = 20_000  # items that the record may be asked about beside the columns
+
+OTHER, NULL, FALSE, TRUE, NUMBER, TEXT = range(6)
+_PLAIN = {None: NULL, False: FALSE, True: TRUE}
+_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "=": operator.eq, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+_ABSENT = object()
+
+Path = tuple[str, ...] | str
+
+
+class Unfit(Exception):
+    """A field that no column can hold: whole numbers beyond 2⁵³, or too many or too long texts."""
+
+
+class _Growing:
+    """An array that grows at its end; what was given out stays as it is."""
+
+    def __init__(self, kind: Any) -> None:
+        self._held = np.empty(1024, kind)
+        self._count = 0
+
+    def extend(self, more: Any) -> None:
+        end = self._count + len(more)
+        if end > len(self._held):
+            held = np.empty(max(end, len(self._held) * 3 // 2), self._held.dtype)
+            held[: self._count] = self._held[: self._count]
+            self._held = held
+        self._held[self._count : end] = more
+        self._count = end
+
+    @property
+    def array(self) -> NDArray[Any]:
+        return self._held[: self._count]
+
+    @property
+    def bytes(self) -> int:
+        return self._held.nbytes
+
+
+class Column:
+    """One field of all items up to some number: of each item whether it is there, and of each of its values the item, kind and value.
+
+    A list has as many values as elements, anything else one. A number is its own value, a text the number of its text in `texts`.
+
+    Args:
+        since: the transaction from which on it holds what it should.
+    """
+
+    def __init__(self, since: int) -> None:
+        self.since = since
+        self.used = 0
+        self._there = _Growing(np.bool_)
+        self._rows, self._kinds, self._values = _Growing(np.int32), _Growing(np.int8), _Growing(np.float64)
+        self._texts: dict[str, int] = {}
+        self._characters = 0
+
+    @property
+    def bytes(self) -> int:
+        """What it takes of memory."""
+        parts = (self._there, self._rows, self._kinds, self._values)
+        return sum(part.bytes for part in parts) + 100 * len(self._texts) + self._characters
+
+    def extend(self, count: int, rows: Numbers, found: Sequence[Any]) -> None:
+        """Add items.
+
+        Args:
+            count: how many.
+            rows: (n,) which of them the record still has.
+            found: (n,) what the field is, as `json.loads` gives it; `_ABSENT` where it is not there.
+        """
+        first = len(self._there.array)
+        types = set(map(type, found))
+        if list in types:
+            each = [(row, one) for row, held in zip(rows.tolist(), found, strict=True) for one in (held if type(held) is list else (held,)) if one is not _ABSENT]  # fmt: skip
+            of, single = np.array([row for row, _ in each], np.int64), [one for _, one in each]
+        elif object in types:
+            of = rows[[one is not _ABSENT for one in found]]
+            single = [one for one in found if one is not _ABSENT]
+        else:
+            of, single = rows, list(found)
+        kinds, values = self._coded(single)
+        mask = np.zeros(count, bool)
+        mask[rows] = [one is not _ABSENT for one in found] if object in types else True
+        self._there.extend(mask)
+        self._rows.extend(of + first)
+        self._kinds.extend(kinds)
+        self._values.extend(values)
+        if self.bytes > _BYTES:
+            raise Unfit
+
+    def _coded(self, found: Sequence[Any]) -> tuple[Any, Any]:
+        """Return kinds and values (n,)."""
+        types = set(map(type, found))
+        if types == {str}:
+            for text in set(found) - self._texts.keys():
+                self._code(text)
+            return np.full(len(found), TEXT), np.fromiter(map(self._texts.__getitem__, found), np.float64)
+        if types == {float}:
+            return np.full(len(found), NUMBER), found
+        if types == {int} and min(found) >= -_EXACT and max(found) <= _EXACT:
+            return np.full(len(found), NUMBER), found
+        coded = [self._code(one) for one in found]
+        return [kind for kind, _ in coded], [code for _, code in coded]
+
+    def _code(self, one: Any) -> tuple[int, float]:
+        kind = type(one)
+        if kind is str:
+            code = self._texts.get(one)
+            if code is None:
+                self._characters += len(one)
+                if len(self._texts) >= _TEXTS or self._characters > _CHARACTERS:
+                    raise Unfit
+                code = self._texts[one] = len(self._texts)
+            return TEXT, code
+        if kind is float or (kind is int and -_EXACT <= one <= _EXACT):
+            return NUMBER, one
+        if kind is int:
+            raise Unfit
+        return (_PLAIN[one], 0.0) if one is None or kind is bool else (OTHER, 0.0)
+
+    def exists(self) -> Mask:
+        """Return which items have the field (N,)."""
+        return self._there.array.copy()
+
+    def some(self, op: str, wanted: Sequence[Any]) -> Mask:
+        """Return of which items (N,) one value is in a relation to one of those wanted; of "!=", to none of them equal."""
+        kinds, values = self._kinds.array, self._values.array
+        good = np.zeros(len(kinds), bool)
+        for one in wanted:
+            if one is None or isinstance(one, bool):
+                good |= kinds == _PLAIN[one]
+            elif isinstance(one, str):
+                holds = _COMPARE["=" if op == "!=" else op]
+                codes = [code for text, code in self._texts.items() if holds(text, one)] if op not in ("=", "!=") else [self._texts[one]] if one in self._texts else []  # fmt: skip
+                if codes:
+                    told = np.zeros(len(self._texts), bool)
+                    told[codes] = True
+                    text = np.flatnonzero(kinds == TEXT)
+                    good[text] |= told[values[text].astype(np.int64)]
+            else:
+                good |= (kinds == NUMBER) & _COMPARE["=" if op == "!=" else op](values, float(one))
+        if op == "!=":
+            good = ~good
+        out = np.zeros(len(self._there.array), bool)
+        out[self._rows.array[good]] = True
+        return out
+
+
+class Columns:
+    """The columns of an index, which all searches share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = _Growing(np.int64)
+        self._moments: list[tuple[int, int]] = []  # a transaction, and how many numbers there were
+        self._columns: dict[Path, Column] = {}
+        self._unfit: set[Path] = set()
+        self._clock = 0
+
+    def has(self, where: Filter) -> bool:
+        """Whether all fields of a filter are in memory."""
+        return all(field in self._columns for field in _fields(where))
+
+    def matching(self, connection: apsw.Connection, where: Filter, seq: int) -> Numbers | None:
+        """Return the numbers of the items that match, and maybe of some that are gone; None where columns can't tell.
+
+        Args:
+            connection: inside a moment of the record.
+            where: the filter.
+            seq: number of that moment's last transaction.
+        """
+        names = _fields(where)
+        with self._lock:
+            if "id" in names or len(names) > _COLUMNS or names & self._unfit or not _exact(where):
+                return None
+            try:
+                count = self._counted(connection, seq)
+                if count is None or not all(self._ready(connection, name, seq, count) for name in names):
+                    return None
+            except (Unfit, apsw.TooBigError):
+                return None  # as from now on
+            known = self._numbers.array
+            numbers: Numbers = known[:count][self._true(where)[:count]]
+        last = int(known[count - 1]) if count else 0
+        if value(connection, "select count(*) from (select 1 from items where n > ? limit ?)", (last, _TAIL)) >= _TAIL:  # fmt: skip
+            return None
+        condition, values = to_sql(where)
+        rows = ask(connection, f"select n from items where n > ? and ({condition}) order by n", (last, *values))  # fmt: skip
+        return np.concatenate([numbers, np.array([n for (n,) in rows], np.int64)])
+
+    def _counted(self, connection: apsw.Connection, seq: int) -> int | None:
+        """Return how many of the numbers tell all that a moment holds up to there, after reading those that are new to everyone.
+
+        Another search may have read a later moment, which lacks what was deleted in between: then an earlier count is the right one.
+        """
+        if not self._moments or self._moments[-1][0] <= seq:
+            self._extend(connection, seq)
+        return next((count for then, count in reversed(self._moments) if then <= seq), None)
+
+    def _extend(self, connection: apsw.Connection, seq: int) -> None:
+        held = self._numbers.array
+        last = int(held[-1]) if len(held) else 0
+        newest = value(connection, "select max(n) from items")
+        if newest is None or newest <= last:
+            return
+        more = np.array(json.loads(value(connection, "select json_group_array(n) from (select n from items where n > ? order by n)", (last,))), np.int64)  # fmt: skip
+        columns, self._columns = self._columns, {}  # where one cannot be read on, all are read again
+        for name, column in list(columns.items()):
+            try:
+                self._read(connection, name, column, more)
+            except (Unfit, apsw.TooBigError):
+                self._unfit.add(name)
+                del columns[name]
+        self._columns = columns
+        self._numbers.extend(more)
+        self._moments = [*self._moments[1 - _MOMENTS :], (seq, len(self._numbers.array))]
+
+    def _ready(self, connection: apsw.Connection, name: Path, seq: int, count: int) -> bool:
+        """Have a field's column in memory; False where it holds what came later than a moment."""
+        column = self._columns.get(name)
+        if column is None:
+            if self._moments[-1][1] != count:
+                return False
+            column = Column(seq)
+            try:
+                self._read(connection, name, column, self._numbers.array)
+            except (Unfit, apsw.TooBigError):
+                self._unfit.add(name)
+                raise
+            self._columns[name] = column
+        self._clock += 1
+        column.used = self._clock
+        while len(self._columns) > _COLUMNS or sum(one.bytes for one in self._columns.values()) > _BYTES:
+            del self._columns[min(self._columns, key=lambda one: self._columns[one].used)]
+        return column.since <= seq and name in self._columns
+
+    @staticmethod
+    def _read(connection: apsw.Connection, name: Path, column: Column, numbers: Numbers) -> None:
+        """Read a field of items from the record into its column, many at a time."""
+        if isinstance(name, str):
+            said, values = "case when label is null then 'NaN' else json_quote(label) end", []
+        else:
+            said = "ifnull(metadata -> ?, 'NaN')"  # which no JSON of an item holds
+            values = ["$" + "".join(f'."{part}"' for part in name)]
+        sql = f"select json_group_array(n), group_concat({said}) from items where n >= ? and n <= ?"
+        for start in range(0, len(numbers), _STEP):
+            part = numbers[start : start + _STEP]
+            ((there, text),) = ask(connection, sql, (*values, int(part[0]), int(part[-1])))
+            rows = np.searchsorted(part, np.array(json.loads(there), np.int64))
+            found = json.loads(f"[{text or ''}]", parse_constant=lambda word: _ABSENT)
+            column.extend(len(part), rows, found)
+
+    def _true(self, where: Filter) -> Mask:
+        """Return of which numbers a filter is true (N,)."""
+        if isinstance(where, And | Or):
+            join = np.logical_and if isinstance(where, And) else np.logical_or
+            out: Mask = self._true(where.parts[0])
+            for part in where.parts[1:]:
+                join(out, self._true(part), out=out)
+            return out
+        if isinstance(where, Not):
+            return ~self._true(where.part)
+        column = self._columns[where.field]
+        if isinstance(where, Exists):
+            return column.exists()
+        if isinstance(where, In):
+            return column.some("=", where.values)
+        return column.some(where.op, [where.value])
+
+
+def _fields(where: Filter) -> set[Path]:
+    return {one.field for one in _leaves(where)}
+
+
+def _leaves(where: Filter) -> Iterable[Compare | In | Exists]:
+    if isinstance(where, And | Or):
+        for part in where.parts:
+            yield from _leaves(part)
+    elif isinstance(where, Not):
+        yield from _leaves(where.part)
+    else:
+        yield where
+
+
+def _exact(where: Filter) -> bool:
+    """Whether float64 holds all numbers of a filter, and its lists are short enough to be looked through one by one."""
+    for one in _leaves(where):
+        values = one.values if isinstance(one, In) else (one.value,) if isinstance(one, Compare) else ()
+        if len(values) > 100 or any(isinstance(each, int) and abs(each) > _EXACT for each in values):
+            return False
+    return True

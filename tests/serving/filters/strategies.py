@@ -1,0 +1,48 @@
+"""Filters and items of every kind, for tests by property."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from retrieval.serving.filters import And, Compare, Exists, In, Not, Or
+
+ODD = [
+    "a.b", "a b", "é", "💥", "[0]", "$", "#-1", "'", "metadata", "id", "label", "and", "Exists", "a]", "\x7f", "\u2028", "İ",
+    "--", "a/*", "?1", " a", "%s", "{}", "key", "value", "type",
+]  # fmt: skip
+NAMES = st.sampled_from(["a", "b", "c", *ODD])
+NUMBERS = st.one_of(
+    st.sampled_from(
+        [0, -0.0, 1, 1.0, 2**53, 2**53 + 1, float(2**53), 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**70, float(2**70), 10**300,
+         0.1, 0.1 + 0.2, 0.3, 5e-324, 1.7976931348623157e308, 1e22, 1e23]
+    ),
+    st.integers(-3, 3),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+)  # fmt: skip
+TEXTS = st.one_of(
+    st.sampled_from(["", "a", "A", "b", "1", "true", "null", "it's", '"', "\\", "\n", "\ud7ff", "\ue000", "\uffff", "𐀀"]),
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=4),
+)  # fmt: skip
+SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)
+FIELDS = st.one_of(st.sampled_from(["id", "label"]), st.lists(NAMES, min_size=1, max_size=3).map(tuple))
+COMPARISONS = st.one_of(
+    st.builds(Compare, FIELDS, st.sampled_from(["=", "!="]), SCALARS),
+    st.builds(Compare, FIELDS, st.sampled_from(["<", "<=", ">", ">="]), st.one_of(NUMBERS, TEXTS)),
+    st.builds(In, FIELDS, st.lists(SCALARS, min_size=1, max_size=5).map(tuple)),
+    st.builds(Exists, FIELDS),
+)
+FILTERS = st.recursive(
+    COMPARISONS,
+    lambda inner: st.one_of(
+        st.builds(Not, inner),
+        st.builds(And, st.lists(inner, min_size=2, max_size=4).map(tuple)),
+        st.builds(Or, st.lists(inner, min_size=2, max_size=4).map(tuple)),
+    ),
+    max_leaves=8,
+)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=3)),
+    max_leaves=6,
+)
+ITEM = st.tuples(st.one_of(st.none(), TEXTS), st.dictionaries(NAMES, JSON, max_size=4))
