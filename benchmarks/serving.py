@@ -21,6 +21,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from PIL import Image
@@ -50,7 +51,7 @@ def requests(folder: Path) -> dict[str, bytes]:
         "image, 640 × 480 JPEG": form(jpeg.getvalue()),
         "vector of 16": post("application/json", vector),
         "item's image": b"GET /v1/items/3/image HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        "live": b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "the page's style": b"GET /page.css HTTP/1.1\r\nHost: localhost\r\n\r\n",
     }
 
 
@@ -79,21 +80,40 @@ class Server:
     port: int
 
     @classmethod
-    def start(cls, sources: Path, index: Path, hidden: tuple[str, ...] = ()) -> Server:
-        """Start it, and wait until it is ready."""
+    def start(
+        cls,
+        sources: Path,
+        index: Path,
+        hidden: tuple[str, ...] = (),
+        before: str = "",
+        options: tuple[str, ...] = (),
+        stderr: IO[str] | None = None,
+    ) -> Server:
+        """Start it, and wait until it is ready.
+
+        Args:
+            sources: of the checkout.
+            index: what it serves.
+            hidden: modules that it must do without.
+            before: code that runs first.
+            options: further ones, of the command line.
+            stderr: where its log goes.
+        """
         hide = "".join(f"sys.modules[{name!r}] = None; " for name in hidden)
-        code = f"import sys, runpy; {hide}sys.path[:0] = [{str(sources)!r}]; runpy.run_module('retrieval.cli', run_name='__main__')"
+        code = f"import sys, runpy; {hide}sys.path[:0] = [{str(sources)!r}]; exec({before!r}); runpy.run_module('retrieval.cli', run_name='__main__')"
         process = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", str(index), "--port", "0", "--workers", "2"],
+            [sys.executable, "-c", code, "serve", str(index), "--port", "0", "--workers", "2", *options],
             stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert process.stdout is not None
         line = process.stdout.readline()
         server = cls(process, int(line.split("/ ")[0].rsplit(":", 1)[1]))
-        for _ in range(200):
-            if b" 200 " in server.ask(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n", 1)[:20]:
+        for turn in range(400):
+            path = (b"/readyz", b"/v1/health/ready")[turn % 2]  # an older checkout has it elsewhere
+            if b" 200 " in server.ask(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 1)[:20]:
                 return server
             time.sleep(0.1)
         process.terminate()

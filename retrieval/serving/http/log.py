@@ -26,6 +26,7 @@ _KEPT = 10_000  # lines that wait for whatever reads standard error
 _PAUSE = (
     0.25  # seconds between two writes of requests' lines: waking a thread for each costs more than the line
 )
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _NAMES = ("retrieval.serving.http", "uvicorn.error", "asyncio")
 
 
@@ -212,7 +213,7 @@ class _Handler(logging.Handler):
 
 def _as_json(level: str, said: Mapping[str, Any]) -> str:
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return json.dumps({"time": now, "level": level, **said}, separators=(",", ":"))
+    return _ENCODE({"time": now, "level": level, **said})
 
 
 def _as_text(said: Mapping[str, Any]) -> str:

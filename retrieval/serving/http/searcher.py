@@ -30,6 +30,7 @@ from retrieval.serving.images import Limits
 from retrieval.serving.index.base import Hit, Index
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.gallery import KEPT, Gallery
+from retrieval.serving.local.store import LocalStore
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.runtime import load_faiss
 from retrieval.serving.stages import stage
@@ -340,7 +341,10 @@ class Searcher:
         try:
             if isinstance(index, Collection):
                 with patience(self.settings.deadline):
-                    return index.stats()
+                    stats = index.stats()
+                if isinstance(index.store, LocalStore):
+                    stats = replace(stats, details={**stats.details, "merges": index.store.merges})
+                return stats
             return Stats(len(index), (), None, {})
         except StoreError as fault:
             report(fault, self.settings.debug)

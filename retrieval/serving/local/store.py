@@ -85,6 +85,11 @@ class LocalStore(Store):
         if self._upkeep is not None:
             self._upkeep.wake()
 
+    @property
+    def merges(self) -> int:
+        """How many segments the background has made of several, since this store was opened."""
+        return 0 if self._upkeep is None else self._upkeep.merges
+
     def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
         """Merge all segments of every generation into one each, drop what was deleted, and give the room back."""
         (self._upkeep or Upkeep(self.home, self.writer, thread=False)).compact(report)

@@ -59,9 +59,13 @@ class Upkeep:
         home: of the store.
         writer: of the store.
         thread: whether to work in the background.
+
+    Attributes:
+        merges: how many segments it has made of several.
     """
 
     def __init__(self, home: Home, writer: Writer, *, thread: bool = True) -> None:
+        self.merges = 0
         self._home = home
         self._writer = writer
         self._work = threading.Event()
@@ -268,6 +272,7 @@ class Upkeep:
                     (generation.number, file, sum_, len(numbers), structure and structure.text()),
                 )
             self._forget(connection, removed)
+        self.merges += 1
         remove_files(self._home.folder, files)
         self._home.ready.forget(files)
 

@@ -1,0 +1,84 @@
+"""The page on watching the server: its commands run, and its tables name every figure and every stage, and no other."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.stages import STAGES
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """Return the cells of the table below a heading."""
+    part = text.split(f"\n{heading}\n", 1)[1].split("\n#", 1)[0]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in part.splitlines()
+        if line.startswith("| `")
+    ]
+
+
+@pytest.mark.skipif(
+    shutil.which("curl") is None, reason="the page talks to the server by curl, which is not here"
+)
+def test_monitoring(reader: Any, root: Path, blocks: Callable[..., Any], capfd: Any) -> None:
+    spec = importlib.util.spec_from_file_location("serving_makers", root / "tests" / "serving" / "makers.py")
+    assert spec is not None and spec.loader is not None
+    makers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(makers)
+    makers.write_digits(reader.folder / "photos", 20)
+    create_index(reader.folder / "photos.index", makers.make_bundle(reader.folder / "bundle"), progress=False)
+    with LivingIndex.open(reader.folder / "photos.index", threads=1) as index:
+        index.add(reader.folder / "photos", progress=False)
+    page = root / "docs" / "monitoring.md"
+    text = page.read_text(encoding="utf-8")
+    reader.follow(page)
+    assert sum(line.startswith("curl ") for line in reader.ran) == 3
+    query = next((reader.folder / "photos").rglob("*.png"))
+    reader._line(f"curl -F image=@{query} -F k=1 http://127.0.0.1:8000/v1/search", "here")
+    with urllib.request.urlopen(f"http://127.0.0.1:{reader.port}/metrics") as answer:
+        families = {each.name: each for each in text_string_to_metric_families(answer.read().decode())}
+
+    families = {name: each for name, each in families.items() if not name.endswith("_created")}
+    # Every metric has its row, with its labels
+    shown: dict[str, set[str]] = {}
+    for names, labels, _ in rows(text, "## Metrics"):
+        first, *more = re.findall(r"`(\w+)`", names)
+        stem = "retrieval_index"
+        for name in (first, *(stem + end for end in more)):
+            shown[name.removesuffix("_total")] = set(re.findall(r"`(\w+)`", labels))
+    assert set(shown) == set(families)
+    for name, family in families.items():
+        given = {label for sample in family.samples for label in sample.labels} - {"le"}
+        assert given <= shown[name] and (given == shown[name] or not family.samples), name
+    assert [stage for (stage, *_) in rows(text, "### Stages")] == [f"`{stage}`" for stage in STAGES]
+    checks = [check.strip("`") for (check, _) in rows(text, "## Health")]
+    with urllib.request.urlopen(f"http://127.0.0.1:{reader.port}/readyz") as answer:
+        assert list(json.loads(answer.read())["checks"]) == checks
+
+    # A line of the log has what the page shows of one
+    reader.close()
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    (line,) = [line for line in lines if line["route"] == "/v1/search"]
+    (log,) = [json.loads(b.body) for b in blocks(page) if b.language == "json" and "request_id" in b.body]
+    assert set(log) == set(line) and set(log["stages"]) == set(line["stages"])
+    assert {name: type(value) for name, value in log.items()} == {
+        name: type(value) for name, value in line.items()
+    }
+
+
+def test_every_deployed_file_is_named(root: Path) -> None:
+    text = (root / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    for path in (root / "deploy").iterdir():
+        if path.suffix in (".service",) or path.name in ("Dockerfile", "compose.yaml"):
+            assert f"`{path.name}`" in text

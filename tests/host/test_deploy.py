@@ -1,0 +1,215 @@
+"""What `deploy/` holds fits the code: options, extras, ports, addresses, and every figure of the dashboard."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from configparser import ConfigParser
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from retrieval.cli.serving import serve_command
+from retrieval.serving.http.settings import HEALTH
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "retrieval"
+OPTIONS = {name for each in serve_command.params for name in each.opts}
+
+
+def takes(words: list[str]) -> dict[str, Any]:
+    """Return what `retrieval serve` makes of its arguments; it must take them."""
+    with serve_command.make_context("serve", words, resilient_parsing=False) as context:
+        return dict(context.params)
+
+
+# --- the image
+
+
+def stages() -> list[list[tuple[str, str]]]:
+    """Return the instructions of each stage of the Dockerfile, as (name, rest)."""
+    text = re.sub(r"(?m)^\s*#.*\n", "", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    instructions = [line.split(None, 1) for line in lines if line.strip()]
+    found: list[list[tuple[str, str]]] = [[]]
+    for name, rest in instructions:
+        if name == "FROM":
+            found.append([])
+        found[-1].append((name, rest))
+    return found[1:]
+
+
+def test_the_image_is_of_two_stages_and_not_roots() -> None:
+    build, final = stages()
+    assert build[0][1].endswith(" AS build")
+    said = dict(final)
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", said["USER"])
+    assert said["COPY"].startswith("--from=build")
+    assert "pip install" not in " ".join(rest for _, rest in final)
+    assert json.loads(said["ENTRYPOINT"]) == ["retrieval", "serve"]
+
+
+def test_the_image_has_extras_that_there_are_and_no_torch() -> None:
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    extras = config["options.extras_require"]
+    (installs,) = [rest for name, rest in stages()[0] if name == "RUN"]
+    (wanted,) = re.findall(r'"\.\[([\w,-]+)\]"', installs)
+    packages = " ".join(extras[extra] for extra in wanted.split(","))
+    assert {"cpu", "serve"} <= set(wanted.split(",")) and "torch" not in packages
+    copied = [word for name, rest in stages()[0] if name == "COPY" for word in rest.split()[:-1]]
+    assert all((ROOT / word).exists() for word in copied)
+    roots = {root for root in config["options"]["package_dir"].split() if root.isidentifier()}
+    assert roots <= set(copied)
+    taken = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {f"!{word}" for word in copied} <= set(taken)
+
+
+def test_the_image_serves_with_options_that_there_are() -> None:
+    said = dict(stages()[1])
+    given = takes(json.loads(said["CMD"]))
+    assert said["EXPOSE"].split() == [str(given["port"]), str(given["health_port"])]
+    assert given["host"] == "0.0.0.0" and given["log_format"] == "json"
+    check = said["HEALTHCHECK"]
+    assert f"http://127.0.0.1:{given['health_port']}/readyz" in check and "/readyz" in HEALTH
+    (words,) = re.findall(r"CMD (\[.*\])", check)
+    compile(json.loads(words)[2], "HEALTHCHECK", "exec")
+    assert given["index"] == Path(said["VOLUME"])
+
+
+# --- compose
+
+
+def test_compose_mounts_what_there_is_and_gives_no_rights() -> None:
+    said = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+    services = said["services"]
+    assert set(services) == {"retrieval", "prometheus", "grafana"}
+    for service in services.values():
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:")
+        for volume in service.get("volumes", ()):
+            source = volume.partition(":")[0]
+            assert source.startswith("${") or (DEPLOY / source).is_file(), source
+    server = services["retrieval"]
+    assert server["read_only"] and services["prometheus"]["read_only"]
+    assert (
+        DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]
+    ).resolve() == DEPLOY / "Dockerfile"
+    port = takes(json.loads(dict(stages()[1])["CMD"]))["health_port"]
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))["scrape_configs"]
+    assert scraped[0]["static_configs"][0]["targets"] == [f"retrieval:{port}"]
+
+
+# --- systemd
+
+
+def test_the_unit_serves_with_options_that_there_are(tmp_path: Path) -> None:
+    text = (DEPLOY / "retrieval.service").read_text(encoding="utf-8")
+    (line,) = re.findall(r"(?m)^ExecStart=(.*)$", text)
+    command, verb, *words = shlex.split(line)
+    assert Path(command).name == "retrieval" and verb == "serve"
+    given = takes(words)
+    assert given["log_format"] == "json" and given["host"] == "127.0.0.1"
+    assert int(re.findall(r"(?m)^TimeoutStopSec=(\d+)$", text)[0]) > given["grace"]
+    assert int(re.findall(r"(?m)^LimitNOFILE=(\d+)$", text)[0]) >= given["connections"] + 256
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+def test_the_unit_is_one_that_systemd_reads(tmp_path: Path) -> None:
+    unit = tmp_path / "retrieval.service"
+    text = (DEPLOY / "retrieval.service").read_text(encoding="utf-8")
+    unit.write_text(text.replace("/opt/retrieval/bin/retrieval", "/bin/true"), encoding="utf-8")
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    rated = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(unit)],
+        capture_output=True,
+        text=True,
+    )
+    assert rated.returncode == 0, rated.stdout[-500:]  # exposure of at most 2.0 of 10
+
+
+# --- Helm
+
+
+def templates() -> str:
+    """Return all templates of the chart."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted((CHART / "templates").iterdir()))
+
+
+def test_the_chart_uses_values_that_there_are() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    used = set(re.findall(r"\.Values\.([\w.]+)", templates()))
+    for name in used:
+        found: Any = values
+        for part in name.split("."):
+            assert part in found, f"values.yaml has no {name}"
+            found = found[part]
+    tops = {name.split(".")[0] for name in used}
+    assert tops == set(values)
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    assert set(schema["properties"]) == {*values, "global"}
+    for name, value in values.items():
+        if schema["properties"][name].get("additionalProperties") is False:
+            assert set(value) == set(schema["properties"][name]["properties"]), name
+
+
+def test_the_chart_serves_with_options_that_there_are() -> None:
+    text = templates()
+    given = [word.partition("=")[0] for word in re.findall(r"(?m)^\s+- (--\S+)", text)]
+    assert {"--host", "--port", "--health-port", "--log-format"} <= set(given) <= OPTIONS
+    assert set(re.findall(r"path: (/[a-z]+z)\b", text)) == {"/livez", "/readyz"}
+    user = dict(stages()[1])["USER"].split(":")[0]
+    assert f"runAsUser: {user}\n" in text and "readOnlyRootFilesystem: true" in text
+    wait = int(re.findall(r"terminationGracePeriodSeconds: (\d+)", text)[0])
+    assert wait > serve_grace() + int(re.findall(r"time\.sleep\((\d+)\)", text)[0])
+
+
+def serve_grace() -> float:
+    """Return the seconds that a server takes to end, by default."""
+    (option,) = [each for each in serve_command.params if each.name == "grace"]
+    assert isinstance(option, click.Option)
+    return float(option.default)  # type: ignore[arg-type]
+
+
+def test_helm_finds_no_fault_with_the_chart() -> None:
+    helm = pytest.importorskip(
+        "helm_python", reason="helm-python-sdk, Helm without its program, is not installed"
+    )
+    full: dict[str, Any] = {
+        "keysSecret": "keys",
+        "metrics": {"serviceMonitor": True},
+        "options": ["--workers", "2"],
+        "env": [{"name": "OTEL_TRACES_EXPORTER", "value": "otlp"}],
+        "nodeSelector": {"disk": "fast"},
+    }
+    for more in ({}, full):
+        values = {"index": {"existingClaim": "photos"}, **more}
+        report = helm.lint(str(CHART), values, strict=True)
+        assert not report["errors"] and all(found["severity"] < 2 for found in report["messages"]), report
+        rendered = helm.Chart.load(str(CHART)).render(values)
+        found = [
+            each
+            for name, text in rendered.items()
+            if name.endswith(".yaml")
+            for each in yaml.safe_load_all(text)
+        ]
+        (deployment,) = [each for each in found if each["kind"] == "Deployment"]
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        given = takes(container["args"])
+        assert given["port"] == container["ports"][0]["containerPort"] == 8000
+        assert given["health_port"] == container["ports"][1]["containerPort"]
+        assert {each["kind"] for each in found} == {
+            "Deployment",
+            "Service",
+            *(["ServiceMonitor"] if more else []),
+        }
+    assert any("/replicas" in error for error in helm.lint(str(CHART), {"replicas": "two"})["errors"])

@@ -1,0 +1,68 @@
+"""The dashboard of `deploy/` shows every figure that the server gives, by the names and labels of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+from retrieval.serving.http.metrics import Metrics
+from retrieval.serving.http.protocol import Connections
+from retrieval.serving.http.searcher import Searcher
+from retrieval.serving.http.settings import Settings
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.stages import STAGES, Trail
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def exposed(path: Path) -> dict[str, set[str]]:
+    """Return the names of all samples that a server of an index gives, each with the labels that it may have."""
+    gate = Connections(8, 8, 1.0)
+    gate.refused[400] += 1
+    with LivingIndex.open(path, threads=1) as index:
+        searcher = Searcher(index, Settings())
+        metrics = Metrics(searcher, ["/v1/search"], {"main": gate})
+        trail = Trail()
+        for name in STAGES:
+            trail.note(name, 0.0, 0.5)
+        metrics.answered(trail, "POST", "/v1/search", 503, 1.0)
+        text = metrics.exposition().decode()
+        searcher.close()
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return {name: labels for name, labels in found.items() if not name.endswith("_created")}
+
+
+def family(name: str) -> str:
+    """Return a sample's metric: `…_seconds` of `…_seconds_bucket`."""
+    return re.sub(r"_(bucket|sum|count)$", "", name)
+
+
+def test_the_dashboard_shows_every_figure_and_no_other(bundle_path, photos, tmp_path) -> None:
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+        index.add([photos / "1"], progress=False)
+    dashboard = json.loads((DEPLOY / "grafana" / "retrieval.json").read_text(encoding="utf-8"))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    found = exposed(tmp_path / "i")
+    assert len(expressions) > 20
+    shown = {name for text in expressions for name in re.findall(r"\bretrieval_\w+", text)}
+    assert not shown - set(found), "no figure has this name"
+    assert {family(name) for name in shown} == {family(name) for name in found}, (
+        "the dashboard leaves figures out"
+    )
+    known = set().union(*found.values()) | {"job"}
+    for text in expressions:
+        inside = " ".join(re.findall(r"\{([^}]*)\}", text))
+        by = " ".join(re.findall(r"by \(([^)]*)\)", text))
+        assert set(re.findall(r'(\w+)[!=]~?"', inside)) | set(re.findall(r"\w+", by)) <= known, text
+        assert text.count("(") == text.count(")") and text.count("{") == text.count("}")
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+    for panel in dashboard["panels"]:
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
