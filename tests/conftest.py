@@ -14,6 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+# Several workers share the cores; said before anything loads a library that reads it
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Ctrl-C is ignored in what a shell starts in the background, and so by all that it starts; tests send it
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
