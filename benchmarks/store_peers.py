@@ -296,7 +296,9 @@ class Faiss(System):
         if below is not None:
             bits = np.packbits(self.shares < below, bitorder="little")
             only = self.faiss.IDSelectorBitmap(bits)
-        rows = self.index.search(queries, count, params=self.parameters(only))[1]
+        # pytorch-metric-learning, imported elsewhere, has FAISS's own module put a narrower function in the place of `search`
+        search = getattr(self.index, "search_numpy", self.index.search)
+        rows = search(queries, count, params=self.parameters(only))[1]
         return [self.ids[row[row >= 0]].tolist() for row in rows]
 
     def parameters(self, only: Any) -> Any:
