@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import faiss
 import numpy as np
 from numpy.typing import NDArray
+from retrieval.host.files import write_text
 from retrieval.serving.local import compact, exact
 
 from exact_search_report import COMPACT, DEFAULT, INDEX, KNN, KNN_BLAS, NORMS, OURS, POST, render
@@ -226,19 +227,13 @@ def main() -> None:
             "versions": ", ".join(f"{name} {version(name)}" for name in ("numpy", "faiss-cpu"))
             + f", Python {platform.python_version()}",
         } | plain(data, SHAPES[shape], given.rounds)
-        _write(RAW, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+        write_text(RAW, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
         if shape == FILTERED:
             kept[shape]["filtered"] = filtered(data, max(2, given.rounds // 2))
-        _write(RAW, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+        write_text(RAW, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     page = render(kept)
-    _write(RAW.parents[1] / "exact_search.md", page)
+    write_text(RAW.parents[1] / "exact_search.md", page)
     print(page)
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from PIL import Image
+from retrieval.host.files import write_text
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.images import Preprocessing
 from retrieval.serving.index.living import LivingIndex
@@ -38,6 +39,7 @@ from retrieval.serving.local.create import create_local
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.manifest import DistanceEntry, Input, Manifest, SplitEntry, Verified, write_manifest
 from retrieval.serving.stores.contract import FEATURES, VECTOR, Item, widths_of
+from retrieval.serving.testing.bundles import save_graph
 
 RAW = Path(__file__).parent / "results" / "raw" / "migrate_head.json"
 SIZES = ("200000x1280", "1000000x256", "1000000x1280")
@@ -50,19 +52,13 @@ def head_weights(width: int, seed: int) -> NDArray[np.float32]:
     return (random.normal(size=(width, OUT)) / width**0.5).astype(np.float32)
 
 
-def _graph(path: Path, nodes: list[Any], given: Any, out: Any, constants: dict[str, Any]) -> None:
-    held = [numpy_helper.from_array(value, name) for name, value in constants.items()]
-    made = helper.make_graph(nodes, path.stem, [given], [out], held)
-    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
-
-
 def bundle(folder: Path, width: int, seed: int) -> Path:
     """Write a split bundle: pixels through one fixed matrix and a ReLU, as many features as asked for, and a head by its seed."""
     folder.mkdir()
     pixels = SIDE * SIDE
     matrix = np.random.default_rng(99).normal(size=(pixels, width)).astype(np.float32) / np.float32(SIDE)
     value, node = helper.make_tensor_value_info, helper.make_node
-    _graph(
+    save_graph(
         folder / "backbone.onnx",
         [
             node("Cast", ["input"], ["float"], to=TensorProto.FLOAT),
@@ -70,18 +66,18 @@ def bundle(folder: Path, width: int, seed: int) -> Path:
             node("MatMul", ["flat", "B"], ["product"]),
             node("Relu", ["product"], ["features"]),
         ],
-        value("input", TensorProto.UINT8, ["N", 1, SIDE, SIDE]),
-        value("features", TensorProto.FLOAT, ["N", width]),
+        [value("input", TensorProto.UINT8, ["N", 1, SIDE, SIDE])],
+        [value("features", TensorProto.FLOAT, ["N", width])],
         {"shape": np.array([0, pixels], np.int64), "B": matrix},
     )
-    _graph(
+    save_graph(
         folder / "head.onnx",
         [
             node("MatMul", ["input", "W"], ["product"]),
             node("LpNormalization", ["product"], ["vector"], axis=1, p=2),
         ],
-        value("input", TensorProto.FLOAT, ["N", width]),
-        value("vector", TensorProto.FLOAT, ["N", OUT]),
+        [value("input", TensorProto.FLOAT, ["N", width])],
+        [value("vector", TensorProto.FLOAT, ["N", OUT])],
         {"W": head_weights(width, seed)},
     )
     write_manifest(
@@ -255,16 +251,10 @@ def main() -> None:
         count, width = map(int, size.split("x"))
         kept[size] = measured(given.work, count, width)
         kept = {name: kept[name] for name in SIZES if name in kept}
-        _write(RAW, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+        write_text(RAW, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     page = render(kept)
-    _write(RAW.parents[1] / "migrate_head.md", page)
+    write_text(RAW.parents[1] / "migrate_head.md", page)
     print(page)
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 if __name__ == "__main__":

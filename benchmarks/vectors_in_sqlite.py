@@ -1,6 +1,6 @@
 """Why vectors lie in files beside SQLite and not in it, and what SQLite's checksums notice: both ways side by side, in one run.
 
-    python benchmarks/vectors_in_sqlite.py        # writes results/vectors_in_sqlite.md; 1 GB of disk in the temporary folder, some minutes
+    python benchmarks/vectors_in_sqlite.py        # writes results/vectors_in_sqlite.md and results/raw/vectors_in_sqlite.json; 1 GB of disk in the temporary folder, some minutes
 
 The vectors are pixels of Fashion-MNIST (Debian's package dataset-fashion-mnist) by random projection to 128 numbers, each image with pixels shifted as often as it takes.
 Blobs: a table of SQLite with the checksums of `cksumvfs`, as an index's record has them. File: a segment, as an index writes it. Each opening is in a process of its own.
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -32,6 +33,7 @@ from retrieval.serving.local.record import FILE, Record, _register
 from retrieval.serving.local.segment import Segment, write_segment
 
 RESULT = Path(__file__).parent / "results" / "vectors_in_sqlite.md"
+RAW = RESULT.parent / "raw" / "vectors_in_sqlite.json"
 IMAGES = Path("/usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz")
 QUERIES, ROWS, MORE = 32, 40, 10_000
 Vectors = NDArray[np.float32]
@@ -69,7 +71,7 @@ def make_vectors(count: int, width: int) -> Vectors:
     """Return projected images (count, width), the first 60,000 as they are, the others shifted."""
     with gzip.open(IMAGES) as file:
         pixels = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 28, 28)
-    matrix = np.random.default_rng(0).normal(size=(784, width)).astype(np.float32) / 784
+    matrix = np.random.default_rng(0).normal(size=(784, width)).astype(np.float32) / np.float32(784)
     parts = []
     for turn in range(-(-count // len(pixels))):
         moved = np.roll(pixels, (turn % 3, turn // 3), axis=(1, 2)).reshape(len(pixels), -1)
@@ -107,7 +109,8 @@ def open_blobs(folder: str, sum_: str) -> Vectors:
     """Read all vectors into one array."""
     connection = connect(Path(folder, "blobs", FILE))
     sql = "select n + 1, length(vector) / 4 from vectors order by n desc limit 1"
-    ((count, width),) = connection.execute(sql).fetchall()
+    (found,) = connection.execute(sql).fetchall()
+    count, width = map(int, found)  # type: ignore[arg-type]
     out = np.empty((count, width), np.float32)
     for number, (blob,) in enumerate(connection.execute("select vector from vectors order by n")):
         out[number] = np.frombuffer(blob, np.float32)
@@ -203,9 +206,13 @@ def child(way: str, folder: Path, sum_: str) -> dict[str, float]:
     return made
 
 
-def page(given: argparse.Namespace, found: dict[str, dict[str, float]], sizes: dict[str, float], added: dict[str, float], flips: dict[str, int]) -> str:  # fmt: skip
-    """Return the page."""
-    blobs, file = found["blobs"], found["file"]
+def render(raw: dict[str, Any]) -> str:
+    """Return the page of what `main` measured."""
+    said, sizes, added, flips = raw["machine"], raw["sizes"], raw["added"], raw["flips"]
+    blobs, file = (
+        {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        for runs in (raw["runs"]["blobs"], raw["runs"]["file"])
+    )
 
     def row(name: str, key: str, unit: float, form: str) -> str:
         ratio = blobs[key] / max(file[key], 1e-9)
@@ -216,9 +223,9 @@ def page(given: argparse.Namespace, found: dict[str, dict[str, float]], sizes: d
     lines = [
         "# Vectors in SQLite, or in a file beside it",
         "",
-        f"`python benchmarks/vectors_in_sqlite.py`, {time.strftime('%Y-%m-%d')}. {platform.machine()}, {os.cpu_count()} cores, load average at the end {os.getloadavg()[0]:.1f}; "
-        f"Python {platform.python_version()}, NumPy {np.__version__}, SQLite {apsw.sqlite_lib_version()}. {given.count:,} × {given.width}, images of Fashion-MNIST by random "
-        f"projection; medians of {given.times} processes, one thread, files in the system's cache.",
+        f"`python benchmarks/vectors_in_sqlite.py`, {said['date']}. {said['machine']}, {said['cores']} cores, load average at the end {said['load']:.1f}; "
+        f"Python {said['python']}, NumPy {said['numpy']}, SQLite {said['sqlite']}. {raw['count']:,} × {raw['width']}, images of Fashion-MNIST by random "
+        f"projection; medians of {len(raw['runs']['file'])} processes, one thread, files in the system's cache.",
         "",
         "| | blobs | segment | blobs / segment |",
         "| --- | --- | --- | --- |",
@@ -231,8 +238,8 @@ def page(given: argparse.Namespace, found: dict[str, dict[str, float]], sizes: d
         f"| adding {MORE:,}, synced, ms | {added['blobs'] * 1e3:.0f} | {added['file'] * 1e3:.0f} | {added['blobs'] / added['file']:.1f} |",
         f"| on the disk, MB | {sizes['blobs']:.1f} | {sizes['file']:.1f} | {sizes['blobs'] / sizes['file']:.2f} |",
         "",
-        f"One bit flipped behind the first page, {given.flips} times, everything read and `integrity_check` asked after each: with the checksums of `cksumvfs` "
-        f"SQLite noticed {flips['cksmvfs']} of {given.flips}, without them {flips['plain']}.",
+        f"One bit flipped behind the first page, {flips['times']} times, everything read and `integrity_check` asked after each: with the checksums of `cksumvfs` "
+        f"SQLite noticed {flips['cksmvfs']} of {flips['times']}, without them {flips['plain']}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -245,6 +252,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--flips", type=int, default=200)
     parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--raw", type=Path, default=RAW)
     given = parser.parse_args()
     vectors = make_vectors(given.count + MORE, given.width)
     base, more = vectors[: given.count], vectors[given.count :]
@@ -266,13 +274,28 @@ def main() -> None:
         for _ in range(given.times):
             for way, kept in runs.items():
                 kept.append(child(way, folder, sum_))
-        found = {
-            way: {key: statistics.median(run[key] for run in kept) for key in kept[0]}
-            for way, kept in runs.items()
-        }
         added = adding(folder, more, given.count)
         flips = noticed(folder, base[:2000], given.flips)
-    text = page(given, found, sizes, added, flips)
+    machine = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "sqlite": apsw.sqlite_lib_version(),
+    }
+    raw = {
+        "machine": machine,
+        "count": given.count,
+        "width": given.width,
+        "runs": runs,
+        "sizes": sizes,
+        "added": added,
+        "flips": {"times": given.flips, **flips},
+    }
+    given.raw.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    text = render(raw)
     given.output.write_text(text, encoding="utf-8")
     print(text)
 

@@ -108,7 +108,10 @@ def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
     )
     assert instead(bundle, "run") == " It is a bundle. Name the run that it was exported from."
     assert instead(bundle, "index").startswith(" It is a bundle. Make an index with: retrieval index")
-    assert instead(tmp_path, "index") == " Make one with 'retrieval index' (in Python retrieval.build_index)."
+    assert (
+        instead(tmp_path, "index")
+        == " Make one with 'retrieval index create' (in Python retrieval.build_index)."
+    )
     (tmp_path / "bundle").symlink_to(bundle)  # as in a demo's folder
     assert instead(tmp_path, "bundle") == f" The bundle in it is {tmp_path / 'bundle'}."
     (run / "bundle").symlink_to(bundle)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from PIL import Image
 from retrieval.serving.images import Preprocessing
 from retrieval.serving.index import items
@@ -29,6 +29,7 @@ from retrieval.serving.manifest import (
     read_manifest,
     write_manifest,
 )
+from retrieval.serving.testing.bundles import save_graph, write_rescorer
 from sklearn.datasets import load_digits
 
 SIDE = 8
@@ -55,14 +56,6 @@ def write_digits(folder: Path, count: int = 200) -> list[Path]:
         Image.fromarray(images[number]).save(path)
         paths.append(path)
     return paths
-
-
-def _save(path: Path, nodes: list, inputs: list, outputs: list, constants: dict[str, NDArray]) -> None:
-    initialisers = [numpy_helper.from_array(value, name) for name, value in constants.items()]
-    graph = helper.make_graph(nodes, "graph", inputs, outputs, initialisers)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    onnx.checker.check_model(model)
-    onnx.save(model, path)
 
 
 def make_bundle(
@@ -108,12 +101,12 @@ def make_bundle(
         nodes.append(helper.make_node("Identity", ["projected"], ["code"]))
         names.append("code")
     outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", WIDTH]) for name in names]
-    _save(folder / "encoder.onnx", nodes, [given], outputs, constants)
+    save_graph(folder / "encoder.onnx", nodes, [given], outputs, constants)
     if variant:
         constants["W"] = constants["W"].astype(np.float16).astype(np.float32)
-        _save(folder / "encoder.fp16.onnx", nodes, [given], outputs, constants)
+        save_graph(folder / "encoder.fp16.onnx", nodes, [given], outputs, constants)
     if rescorer:
-        _manhattan(folder / "rescorer.onnx")
+        write_rescorer(folder / "rescorer.onnx", WIDTH)
     preprocessing = Preprocessing((side, side), 1, (0.0,), (1.0,)) if kind == "image" else None
     write_manifest(
         folder,
@@ -180,24 +173,6 @@ def cut_in_two(path: Path) -> Path:
     entry = SplitEntry(backbone="backbone.onnx", head="head.onnx", features=64)
     write_manifest(path, read_manifest(path).model_copy(update={"encoder": None, "split": entry}))
     return path
-
-
-def _manhattan(path: Path) -> None:
-    """Write a rescorer that gives the sum of absolute differences: an order of its own."""
-    query = helper.make_tensor_value_info("query", TensorProto.FLOAT, ["Q", WIDTH])
-    items = helper.make_tensor_value_info("items", TensorProto.FLOAT, ["N", WIDTH])
-    distance = helper.make_tensor_value_info("distance", TensorProto.FLOAT, ["Q", "N"])
-    nodes = [
-        helper.make_node("Unsqueeze", ["query", "one"], ["q"]),
-        helper.make_node("Unsqueeze", ["items", "zero"], ["i"]),
-        helper.make_node("Sub", ["q", "i"], ["difference"]),
-        helper.make_node("Abs", ["difference"], ["absolute"]),
-        helper.make_node("ReduceSum", ["absolute", "two"], ["distance"], keepdims=0),
-    ]
-    constants = {
-        name: np.array([value], dtype=np.int64) for name, value in (("zero", 0), ("one", 1), ("two", 2))
-    }
-    _save(path, nodes, [query, items], [distance], constants)
 
 
 def summed(index: Path) -> Path:

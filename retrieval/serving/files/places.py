@@ -15,7 +15,7 @@ _MARKS: dict[Kind, str] = {"index": "index.json", "run": "recipe.toml", "bundle"
 _MAKE = {
     "run": "Name a folder that training wrote.",
     "bundle": "Make one with 'retrieval export' (in Python retrieval.export_run).",
-    "index": "Make one with 'retrieval index' (in Python retrieval.build_index).",
+    "index": "Make one with 'retrieval index create' (in Python retrieval.build_index).",
 }
 _INSTEAD = {
     ("run", "bundle"): "Make its bundle with: retrieval export {0} (in Python retrieval.export_run)",

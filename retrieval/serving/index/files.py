@@ -120,14 +120,12 @@ def refuse_existing(output: Path, replace: bool) -> None:
     if not (output.exists() or output.is_symlink()):
         return
     if not output.is_dir():
-        raise StoreError(f"{output} is a file, and an index is a folder. Choose another --output.")
+        raise StoreError(f"{output} is a file, and an index is a folder. Choose another name.")
     if not replace:
         raise exists_already(output)
     record = any((output / name).is_file() for name in (SUMS, "items.sqlite"))
     if output.is_symlink() or not record or not (output / "index.json").is_file():
-        raise StoreError(
-            f"{output} is not an index, so --replace does not touch it. Choose another --output."
-        )
+        raise StoreError(f"{output} is not an index, so --replace does not touch it. Choose another name.")
 
 
 def put_in_place(finished: Path, output: Path, *, replace: bool) -> None:
@@ -147,5 +145,5 @@ def put_in_place(finished: Path, output: Path, *, replace: bool) -> None:
 def exists_already(output: Path) -> StoreError:
     """Return the error for an output that is there and was not to be replaced."""
     return StoreError(
-        f"{output} exists already. Choose another --output, or pass --replace (in Python replace=True) to put the new index there."
+        f"{output} exists already. Choose another name, or pass --replace (in Python replace=True) to put the new index there."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,10 @@ def make_bundle(
     if rescorer:
         nodes.append(helper.make_node("Identity", ["vector"], ["code"]))
         names.append("code")
-        _write_rescorer(folder / "rescorer.onnx", width)
+        write_rescorer(folder / "rescorer.onnx", width)
     given = helper.make_tensor_value_info("input", proto.FLOAT, ["N", features])
     outputs = [helper.make_tensor_value_info(name, proto.FLOAT, ["N", width]) for name in names]
-    _save(folder / "encoder.onnx", nodes, [given], outputs, {"projection": projection})
+    save_graph(folder / "encoder.onnx", nodes, [given], outputs, {"projection": projection})
     middle = width // 3
     spaces = (
         SubspaceEntry(name="left", start=0, stop=middle),
@@ -120,7 +120,8 @@ def _onnx() -> tuple[Any, Any]:
     return helper, TensorProto
 
 
-def _write_rescorer(path: Path, width: int) -> None:
+def write_rescorer(path: Path, width: int) -> None:
+    """Write a rescorer of codes (width,) that gives the sum of absolute differences: an order of its own."""
     helper, proto = _onnx()
     query = helper.make_tensor_value_info("query", proto.FLOAT, ["Q", width])
     items = helper.make_tensor_value_info("items", proto.FLOAT, ["N", width])
@@ -133,12 +134,17 @@ def _write_rescorer(path: Path, width: int) -> None:
         helper.make_node("ReduceSum", ["absolute", "two"], ["distance"], keepdims=0),
     ]
     axes = {name: np.array([axis], dtype=np.int64) for name, axis in (("zero", 0), ("one", 1), ("two", 2))}
-    _save(path, nodes, [query, items], [distance], axes)
+    save_graph(path, nodes, [query, items], [distance], axes)
 
 
-def _save(
-    path: Path, nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], constants: dict[str, Any]
+def save_graph(
+    path: Path,
+    nodes: Sequence[Any],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    constants: Mapping[str, Any],
 ) -> None:
+    """Write a checked ONNX graph of opset 17, with constants by name."""
     import onnx
     from onnx import helper, numpy_helper
 
