@@ -125,7 +125,18 @@ def trust_command(paths: tuple[Path, ...], forget: bool) -> None:
     default="loss",
     show_default=True,
     type=Choice(
-        ["loss", "miner", "generator", "combiner", "learner", "dataset", "backbone", "metric", "index"]
+        [
+            "loss",
+            "miner",
+            "generator",
+            "combiner",
+            "learner",
+            "dataset",
+            "backbone",
+            "metric",
+            "index",
+            "store",
+        ]
     ),
     help="What it offers.",
 )

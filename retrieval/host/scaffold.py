@@ -37,6 +37,11 @@ EXAMPLES = {
     "index": Example(
         "Matrix", "matrix", "retrieval index BUNDLE IMAGES --output items.index --backend acme.matrix"
     ),
+    "store": Example(
+        "JournalPlace",
+        "journal",
+        "retrieval index create journal:///tmp/items.journal IMAGES --bundle BUNDLE",
+    ),
 }
 """By kind. The templates lie in `scaffolds/`, with `acme` for the plugin's name."""
 
@@ -55,6 +60,8 @@ def package_files(name: str, kind: str = "loss") -> dict[str, str]:
         "tests/test_acme.py": f"{kind}/test.py",
         "README.md": "README.md",
     }
+    if kind == "store":
+        places["retrieval_acme/lines.py"] = "store/lines.py"
     if EXAMPLES[kind].use == TRAIN:
         places["recipe.toml"] = f"{kind}/recipe.toml"
     return {place.replace("acme", name): _filled(template, name, kind) for place, template in places.items()}

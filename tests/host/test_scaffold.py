@@ -104,12 +104,16 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
     done = subprocess.run(pip, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     own = ["-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib"]
-    tested = process(*own, *(folder / "tests" for folder in folders), path=site, cwd=tmp_path)
-    assert tested.code == 0, tested.out + tested.err
+    for some in (
+        [one for one in folders if one.name != "retrieval-my_store"],
+        [tmp_path / "retrieval-my_store"],
+    ):
+        tested = process(*own, *(folder / "tests" for folder in some), path=site, cwd=tmp_path)
+        assert tested.code == 0, tested.out + tested.err
 
     for row, image in enumerate(load_digits().images[:30]):
         Image.fromarray((image * 15.9).astype("uint8")).save(tmp_path / f"{row}.png")
-    trained = [kind for kind in KINDS if kind != "index"]
+    trained = [kind for kind in KINDS if kind not in ("index", "store")]
     calls = [
         call
         for kind in trained
@@ -131,6 +135,15 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
             "my_index.matrix",
         ],
         ["search", "i", "7.png", "-k", "3", "--json"],
+        [
+            "index",
+            "create",
+            f"journal://{tmp_path}/items",
+            *(f"{row}.png" for row in range(30)),
+            "--bundle",
+            "bundle",
+        ],
+        ["search", f"my_store.journal://{tmp_path}/items", "8.png", "-k", "3", "--json"],
     ]
     done = process("-c", CALLS, json.dumps(calls), path=site, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.code == 0, done.err
@@ -141,6 +154,7 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
         ]
         assert 0 < figures["map_at_r"] <= 1
         assert ("my_metric.reciprocal_rank" in figures) == (kind == "metric")
+    assert "30 items" in done.out and '"key": "8.png"' in done.out
     assert '"key": "7.png"' in done.out and "my_index.matrix" in done.out
 
 

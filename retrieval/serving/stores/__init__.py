@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from retrieval.serving.stores.contract import TooSlow as TooSlow
     from retrieval.serving.stores.contract import spans_of as spans_of
     from retrieval.serving.stores.contract import stop_at as stop_at
+    from retrieval.serving.stores.contract import widths_of as widths_of
     from retrieval.serving.stores.items import check_queries as check_queries
     from retrieval.serving.stores.items import checked as checked
     from retrieval.serving.stores.items import refuse_fields as refuse_fields
@@ -43,6 +44,7 @@ __getattr__, __dir__ = lazy(
             "TooSlow",
             "spans_of",
             "stop_at",
+            "widths_of",
         ],
         "retrieval.serving.stores.items": ["check_queries", "checked", "refuse_fields", "usable"],
         "retrieval.serving.stores.place": ["StorePlace"],

@@ -78,7 +78,7 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
     """Leave out whose file it was, and when."""
-    return info.replace(mtime=0, mode=0o644, uid=0, gid=0, uname="", gname="")
+    return info.replace(mtime=0, mode=0o644, uid=0, gid=0, uname="", gname="", deep=False)
 
 
 def _fetch(pieces: Iterable[bytes], packed: IO[bytes]) -> None:

@@ -1,0 +1,130 @@
+"""A store that a plugin brings, as `retrieval plugins new --kind store` writes it: every verb of the command line, and HTTP, at its address."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import retrieval
+from retrieval.host.scaffold import write_package
+from retrieval.serving.bundle import Bundle
+
+Call = Callable[..., Any]
+
+
+@pytest.fixture
+def journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Call, makers: Any, plain_bundle: Path
+) -> Call:
+    """The verb of `retrieval index` at `journal://…/d.journal`, which holds thirty digits, as JSON where it gives that."""
+    monkeypatch.syspath_prepend(str(write_package("acme", tmp_path / "package", "store")))
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
+    makers.write_digits(tmp_path / "digits", 30)
+    address = f"journal://{tmp_path}/d.journal?sync=false"
+
+    def call(verb: str, *words: Any, code: int = 0, json_: bool = True) -> Any:
+        done = cli(
+            "index", verb, address, *words, "--plugin", "retrieval_acme", *(["--json"] if json_ else [])
+        )
+        assert done.code == code, done.err
+        return json.loads(done.out) if json_ and code == 0 else done
+
+    call.address = address  # type: ignore[attr-defined]
+    made = call("create", tmp_path / "digits", "--bundle", plain_bundle, json_=False)
+    assert "Indexed 30 items" in made.out and "back end journal" in made.out and address in made.out
+    return call
+
+
+def test_the_verbs_of_the_command_line(
+    journal: Any, tmp_path: Path, cli: Call, makers: Any, plain_bundle: Path
+) -> None:
+    digits = sorted((tmp_path / "digits").rglob("*.png"))
+    assert journal("list")["count"] == 30
+    again = journal("add", tmp_path / "digits")
+    assert (again["index"], again["added"], again["unchanged"]) == (journal.address, 0, 30)
+    first = journal("list", "--limit", 1)["items"][0]["id"]
+    shown = journal("show", first)
+    assert len(shown["vector"]) == 16 and journal("show")["items"] == 30
+    found = cli("search", journal.address, digits[4], "-k", "1", "--json", "--plugin", "retrieval_acme")
+    (hit,) = json.loads(found.out)[0]["results"]
+    assert str(digits[4]).endswith(hit["key"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
+    assert journal("delete", first)["deleted"] == 1 and journal("list")["count"] == 29
+    assert journal("add", tmp_path / "digits", "--sync")["added"] == 1
+    assert journal("check")["damaged"] == [] and len(journal("clusters", "--count", 3)["clusters"]) == 3
+    for verb, words, said in [
+        ("compact", (), "A journal keeps every transaction"),
+        ("tune", (), "chooses by itself how it searches"),
+        ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
+        ("create", (digits[0], "--bundle", plain_bundle, "--backend", "hnsw", "--replace"), "are of folders"),
+        ("create", (digits[0], "--bundle", plain_bundle, "--frozen"), "A frozen index is a folder"),
+        ("migrate", (), "Name the bundle"),
+        ("show", ("nobody",), "has no item 'nobody'"),
+    ]:  # fmt: skip
+        told = journal(verb, *words, code=2, json_=False)
+        assert said in told.err and "Traceback" not in told.err, (verb, told.err)
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    told = journal("create", tmp_path / "bad.png", digits[0], "--bundle", plain_bundle, "--replace", code=2)
+    assert "bad.png" in told.err
+    assert (
+        journal("list", code=2).err.count("There is no index at") == 1
+    )  # what was there went first, as --replace says
+
+
+def test_snapshots_go_both_ways(journal: Any, tmp_path: Path, cli: Call) -> None:
+    journal("snapshot", tmp_path / "s.index")
+    assert json.loads(cli("index", "list", tmp_path / "s.index", "--json").out)["count"] == 30
+    second = f"journal://{tmp_path}/second.journal"
+    done = cli("index", "restore", tmp_path / "s.index", second, "--plugin", "retrieval_acme")
+    assert done.code == 0 and f"Restored {second}" in done.out
+    with (
+        retrieval.open_index(journal.address, plugins=["retrieval_acme"]) as one,
+        retrieval.open_index(second, plugins=["retrieval_acme"]) as other,
+    ):
+        assert str(other.path) == second and one.sha256 == other.sha256 and len(other) == 30
+        query = sorted((tmp_path / "digits").rglob("*.png"))[3]
+        assert one.search(query) == other.search(query)
+    told = cli("index", "restore", tmp_path / "s.index", second, "--plugin", "retrieval_acme")
+    assert told.code == 2 and "exists already" in told.err
+
+
+def test_two_servers_of_one_address_follow_a_migration(
+    journal: Any, tmp_path: Path, plain_bundle: Path, other_bundle: Path
+) -> None:
+    image = sorted((tmp_path / "digits").rglob("*.png"))[7]
+    old, new = (Bundle.open(path, threads=1).sha256 for path in (plain_bundle, other_bundle))
+
+    def answer(url: str) -> dict[str, Any]:
+        body = (
+            b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
+            + image.read_bytes()
+        )
+        request = urllib.request.Request(
+            f"{url}v1/search", body + b"\r\n--x--\r\n", {"Content-Type": "multipart/form-data; boundary=x"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as done:
+            found: dict[str, Any] = json.load(done)
+        return found
+
+    settings = {"port": 0, "plugins": ["retrieval_acme"], "wait": False}
+    with (
+        retrieval.serve(journal.address, **settings) as one,
+        retrieval.serve(journal.address, **settings) as other,
+    ):
+        for url in (one.url, other.url):
+            nearest = answer(url)["results"][0]
+            assert str(image).endswith(nearest["key"]) and nearest["distance"] == pytest.approx(0, abs=1e-3)
+        journal("migrate", other_bundle)
+        journal("delete", nearest["key"])
+        for url in (one.url, other.url):
+            assert not str(image).endswith(answer(url)["results"][0]["key"])
+    states = {made["bundle"]: made["state"] for made in journal("show")["generations"]}
+    assert states == {old: "kept", new: "served"}
+    assert journal("rollback")["generation"] == 1
+    assert (
+        journal("migrate", other_bundle, "--drop-old")["generation"] == 2
+        and len(journal("show")["generations"]) == 1
+    )
