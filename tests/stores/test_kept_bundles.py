@@ -1,0 +1,96 @@
+"""Bundles that a store keeps in pieces: what comes back is the bundle, or a sentence; whatever the store gives."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from retrieval.errors import StoreError
+from retrieval.host.files import cache_folder
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.stores import bundles
+from retrieval.serving.stores.bundles import bundle_pieces, kept_bundle
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
+
+
+def packed(*files: tuple[str, bytes], change: Callable[[tarfile.TarInfo], None] = lambda info: None) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, content in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            change(info)
+            tar.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+def test_a_bundle_comes_back_and_is_fetched_once(plain_bundle: Path) -> None:
+    bundle = Bundle.open(plain_bundle, threads=1)
+    pieces = list(bundle_pieces(bundle, 1000))
+    assert all(len(piece) == 1000 for piece in pieces[:-1]) and 0 < len(pieces[-1]) <= 1000
+    assert pieces == list(bundle_pieces(bundle, 1000))
+    asked = []
+
+    def give() -> list[bytes]:
+        asked.append(1)
+        return pieces
+
+    for _ in range(2):
+        assert Bundle.open(kept_bundle(bundle.sha256, give), threads=1).sha256 == bundle.sha256
+    assert len(asked) == 1
+    for path in sorted(kept_bundle(bundle.sha256, give).iterdir()):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        assert Bundle.open(kept_bundle(bundle.sha256, give), threads=1).sha256 == bundle.sha256
+        path.unlink()
+        assert Bundle.open(kept_bundle(bundle.sha256, give), threads=1).sha256 == bundle.sha256
+
+
+def test_what_is_not_the_bundle_is_refused_and_leaves_nothing(
+    plain_bundle: Path, other_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = b"".join(bundle_pieces(Bundle.open(plain_bundle, threads=1)))
+    sha256 = Bundle.open(plain_bundle, threads=1).sha256
+
+    def link(info: tarfile.TarInfo) -> None:
+        info.type, info.linkname, info.size = tarfile.SYMTYPE, str(tmp_path / "outside"), 0
+
+    files = [(path.name, path.read_bytes()) for path in sorted(plain_bundle.iterdir())]
+    for what, content in {
+        "another bundle": b"".join(bundle_pieces(Bundle.open(other_bundle, threads=1))),
+        "nothing": b"",
+        "noise": b"no bundle" * 1000,
+        "half": whole[: len(whole) // 2],
+        "one bit": whole[:-9000] + bytes([whole[-9000] ^ 1]) + whole[-8999:]
+        if whole[-9000]
+        else whole[:700] + b"?" + whole[701:],
+        "outside": packed(("../outside", b"x"), *files),
+        "absolute": packed((str(tmp_path / "outside"), b"x"), *files),
+        "a link": packed(("encoder.onnx", b""), change=link),
+        "twice": packed(*files, *files),
+        "many": packed(*[(f"f{n}", b"") for n in range(1200)]),
+    }.items():
+        with pytest.raises(StoreError, match="it is damaged"):
+            kept_bundle(sha256, lambda content=content: [content])  # type: ignore[misc]
+        assert not (tmp_path / "outside").exists(), what
+        assert not list((cache_folder() / "bundles").iterdir()), what
+    monkeypatch.setattr(bundles, "BUNDLE_BYTES", 10_000)
+    given = []
+
+    def endless() -> object:
+        while True:
+            given.append(1)
+            yield b"x" * 1000
+
+    with pytest.raises(StoreError, match="more than"):
+        kept_bundle(sha256, endless)  # type: ignore[arg-type]
+    assert len(given) == 11
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(plain_bundle / "manifest.json"))
+    with pytest.raises(StoreError, match="RETRIEVAL_CACHE names another"):
+        kept_bundle(sha256, lambda: [whole])
