@@ -95,7 +95,13 @@ def shown() -> Callable[[Path, str], None]:
 def process() -> Callable[..., Outcome]:
     """A Python of its own: `process("-m", "retrieval.cli", "--help", path=folder)`, with `path` first on its path."""
 
-    def run(*arguments: str | Path, path: Path | None = None, cwd: Path | None = None, **env: str) -> Outcome:
+    def run(
+        *arguments: str | Path,
+        path: Path | None = None,
+        cwd: Path | None = None,
+        seconds: float = 120,
+        **env: str,
+    ) -> Outcome:
         settings = {**os.environ, **env}
         if path is not None:
             settings["PYTHONPATH"] = os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")]).rstrip(
@@ -108,7 +114,7 @@ def process() -> Callable[..., Outcome]:
             errors="replace",
             env=settings,
             cwd=cwd,
-            timeout=120,
+            timeout=seconds,
         )
         return Outcome(done.returncode, done.stdout, done.stderr)
 

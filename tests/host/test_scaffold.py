@@ -108,7 +108,7 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
         [one for one in folders if one.name != "retrieval-my_store"],
         [tmp_path / "retrieval-my_store"],
     ):
-        tested = process(*own, *(folder / "tests" for folder in some), path=site, cwd=tmp_path)
+        tested = process(*own, *(folder / "tests" for folder in some), path=site, cwd=tmp_path, seconds=300)
         assert tested.code == 0, tested.out + tested.err
 
     for row, image in enumerate(load_digits().images[:30]):

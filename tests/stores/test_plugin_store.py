@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -105,9 +107,17 @@ def test_two_servers_of_one_address_follow_a_migration(
         request = urllib.request.Request(
             f"{url}v1/search", body + b"\r\n--x--\r\n", {"Content-Type": "multipart/form-data; boundary=x"}
         )
-        with urllib.request.urlopen(request, timeout=30) as done:
-            found: dict[str, Any] = json.load(done)
-        return found
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=60) as done:
+                    found: dict[str, Any] = json.load(done)
+                    return found
+            except (
+                urllib.error.HTTPError
+            ) as refused:  # busy: it says when to come again, and pytest's time-out bounds this
+                if refused.code != 503:
+                    raise
+                time.sleep(0.2)
 
     settings = {"port": 0, "plugins": ["retrieval_acme"], "wait": False}
     with (
