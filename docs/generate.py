@@ -1,4 +1,4 @@
-"""Write hooks.md, recipe.md, plugins.md and floors.svg from the code. A test compares the committed files with what this gives.
+"""Write hooks.md, recipe.md, plugins.md, floors.svg and openapi.json from the code. A test compares the committed files with what this gives.
 
 Run it after a change of a hook, a recipe table, a bundled plugin or who imports whom:  python docs/generate.py
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from retrieval.host.factory import COMPONENTS, GIVEN, KINDS, Factory
 from retrieval.host.plugins import Plugins, installed_plugins, load_plugins
 from retrieval.host.values import toml_value, type_text
 from retrieval.recipe.read import Recipe
+from retrieval.serving.http.openapi import document
 
 FOLDER = Path(__file__).parent
 NOTE = "<!-- Written by docs/generate.py from the code: change that, and run it again. -->\n"
@@ -172,7 +174,18 @@ def floors() -> str:
     return drawn
 
 
-PAGES = {"hooks.md": hooks, "recipe.md": recipe, "plugins.md": plugins, "floors.svg": floors}
+def openapi() -> str:
+    """The OpenAPI document of the server."""
+    return json.dumps(document(), indent=1, ensure_ascii=False) + "\n"
+
+
+PAGES = {
+    "openapi.json": openapi,
+    "hooks.md": hooks,
+    "recipe.md": recipe,
+    "plugins.md": plugins,
+    "floors.svg": floors,
+}
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def search_command(
         say("\n\n".join(_table(name, hits) for name, hits in zip(names, answers, strict=True)))
 
 
-_SIZES = {"max_pixels": Pixels, "max_bytes": Bytes, "body_memory": Bytes}
+_SIZES = {"max_pixels": Pixels, "max_bytes": Bytes, "body_memory": Bytes, "batch_bytes": Bytes}
 
 
 def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,11 +105,12 @@ def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
     epilog="""\b
 Examples:
   retrieval serve photos.index
-  retrieval serve photos.index --port 8080
+  retrieval serve photos.index --port 8080 --write
+  retrieval serve photos.index shoes=/data/shoes.index
   curl -F image=@query.png -F k=5 http://127.0.0.1:8000/v1/search
 """,
 )
-@click.argument("index", type=IndexArgument())
+@click.argument("indexes", metavar="INDEX…", nargs=-1, required=True)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option(
     "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one."
@@ -136,6 +137,14 @@ Examples:
     metavar="FOLDER",
     help="Show items' images from here; without it, of an index that you built on this machine. Repeatable.",
 )
+@click.option("--write", is_flag=True, help="Let clients of this machine change indexes.")
+@click.option("--writable", is_flag=True, help="Let all clients change indexes.")
+@click.option(
+    "--snapshots",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="FOLDER",
+    help="Where snapshots that clients ask for are written.",
+)
 @_limits
 @click.option(
     "--log-format",
@@ -147,13 +156,16 @@ Examples:
 @_SIGNED
 @click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
 def serve_command(
-    index: IndexPlace,
+    indexes: tuple[str, ...],
     host: str,
     port: int,
     health_port: int | None,
     hosts: tuple[str, ...],
     workers: int | None,
     images: tuple[Path, ...],
+    write: bool,
+    writable: bool,
+    snapshots: Path | None,
     log_format: Any,
     debug: bool,
     extra: tuple[str, ...],
@@ -161,8 +173,12 @@ def serve_command(
     signed_by: Path | None,
     **limits: Any,
 ) -> None:
-    """Serve INDEX, a folder or an address, over HTTP: a page to search with an image, and the same as JSON at POST /v1/search."""
+    """Serve INDEX, a folder or an address, over HTTP: a page to search with an image, and the same as JSON at POST /v1/search.
+
+    Several indexes have names: PATH is called what its folder is, NAME=PATH as you like.
+    """
     _quiet_threads()
+    from retrieval.serving.http.naming import named
     from retrieval.serving.http.server import serve
 
     settings = Settings(
@@ -170,11 +186,22 @@ def serve_command(
         hosts=tuple(name.lower() for name in hosts),
         health_port=health_port,
         images=images,
+        write=write,
+        writable=writable,
+        snapshots=snapshots,
         log_format=log_format,
         debug=debug,
         **limits,
     )
-    serve(index, host=host, port=port, settings=settings, plugins=extra, device=device, signed_by=signed_by)
+    serve(
+        named(indexes),
+        host=host,
+        port=port,
+        settings=settings,
+        plugins=extra,
+        device=device,
+        signed_by=signed_by,
+    )
 
 
 def _quiet_threads() -> None:

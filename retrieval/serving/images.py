@@ -211,6 +211,7 @@ _UPRIGHT = {
 }
 _ORIENTATION = 0x0112
 _BAND = 1_000_000  # pixels
+_THUMBNAIL = 256  # pixels of the longer side
 
 
 def decode(
@@ -322,6 +323,19 @@ def to_png(image: Image.Image) -> bytes:
     out = io.BytesIO()
     shown = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else to_mode(image, "RGB")
     shown.save(out, "PNG", compress_level=1)  # quick: it goes to one reader, once
+    return out.getvalue()
+
+
+def thumbnail(image: Image.Image) -> bytes:
+    """Return a small JPEG of a decoded image.
+
+    Raises:
+        DataError: its colour space cannot be converted.
+    """
+    small = to_mode(image, "RGB").copy()
+    small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    out = io.BytesIO()
+    small.save(out, "JPEG", quality=85)
     return out.getvalue()
 
 

@@ -95,6 +95,7 @@ class Generator:
             (1, self._chunks),
             (1, self._pipelined),
             (1, self._gallery),
+            (2, self._v1),
         ]
 
     def make(self, number: int) -> Request:
@@ -232,3 +233,28 @@ class Generator:
             f"/v1/items/{number}/image", *chance.choice([(), ('If-None-Match: "x"',), ("Range: bytes=5-1",)])
         )
         return Request("gallery", content * chance.choice([1, 1, 30]))
+
+    def _v1(self, chance: random.Random) -> Request:
+        """Lists, batches and changes, the last of which this server does not allow."""
+        many = chance.choice([1, 50, 5000])
+        text = chance.choice(["%00", "..%2f" * 50, "%ff%fe", "a" * 3000, "(" * 3000, "%5B" * 1000, "%7B%22a%22%3A" * 300, "1 OR 1=1"]).replace(" ", "+")  # fmt: skip
+        name = chance.choice(["cursor", "limit", "filter", "fields", "id", "vector", "k", "x" * 300])
+        if chance.random() < 0.4:
+            path = chance.choice(["/v1/items", "/v1/item", "/v1/index", "/v1/item/image", f"/v1/items/{text}", f"/v1/indexes/{text}/index"])  # fmt: skip
+            return Request(
+                "v1", get(f"{path}?{name}={text}", *chance.choice([(), ("Idempotency-Key: " + "k" * 5000,)]))
+            )
+        body = chance.choice(
+            [json.dumps({"queries": [{"vector": [0.5] * self._width}] * many}).encode(), json.dumps({"queries": [{"id": "x" * 900}] * many}).encode(),
+             json.dumps({"items": [{"id": str(n), "vector": [0.5] * self._width} for n in range(many)]}).encode(), b'{"queries":[' * many,
+             json.dumps({"ids": ["x"] * many}).encode(), b'{"all": true}', b'{"filter": ' + b'{"not":' * many + b"1" + b"}" * many + b"}",
+             json.dumps({"id": 10**18, "explain": True, "candidates": 10_000, "k": 1000}).encode(), json.dumps({"fields": ["x"] * many, "id": "0"}).encode()]
+        )  # fmt: skip
+        kind = chance.choice(["application/json"] * 4 + [FORM, "image/png"])
+        path = chance.choice(
+            ["/v1/search", "/v1/search/batch", "/v1/items", "/v1/delete", "/v1/snapshots", "/v1/items/x"]
+        )
+        method = "PUT" if path == "/v1/items/x" else "POST"
+        content = body if kind != FORM else form(self.sound) * min(many, 200)
+        head = f"{method} {path} HTTP/1.1".encode()
+        return Request("v1", post(content, kind).replace(b"POST /v1/search HTTP/1.1", head, 1))

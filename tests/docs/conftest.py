@@ -142,6 +142,8 @@ class Reader:
             assert done.returncode == 0, f"{where}: {done.stderr}"
             if done.stdout.startswith(("{", "[")):  # /metrics is text
                 self.answers.append(json.loads(done.stdout))
+        elif words[0] == "mkdir":
+            (self.folder / words[1]).mkdir()
         elif "sha256sum" in words:
             assert subprocess.run(line, shell=True).returncode == 0, where
         else:

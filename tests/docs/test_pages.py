@@ -19,6 +19,7 @@ from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.run.open import load_run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import filter_from_json, parse_filter
+from retrieval.serving.http.openapi import document
 
 
 def test_python_blocks_compile(python_block: Any) -> None:
@@ -90,8 +91,17 @@ def test_engineer(after_tutorial: Any, root: Path, shown: Callable[[Path, str], 
 def test_operator(after_tutorial: Any, root: Path) -> None:
     shutil.rmtree(after_tutorial.folder / "photos.index")
     after_tutorial.follow(root / "docs" / "operator.md")
+    assert sum(line.startswith("curl ") for line in after_tutorial.ran) >= 2
+
+
+def test_http(after_tutorial: Any, root: Path) -> None:
+    after_tutorial.follow(root / "docs" / "http.md")
     assert (after_tutorial.folder / "nearest.png").read_bytes().startswith(b"\x89PNG")
-    assert sum(line.startswith("curl ") for line in after_tutorial.ran) >= 6
+    assert (after_tutorial.folder / "small.jpg").read_bytes().startswith(b"\xff\xd8\xff")
+    assert sum(line.startswith("curl ") for line in after_tutorial.ran) >= 26
+    described = {path for path in document()["paths"] if "{index}" not in path}
+    shown = (root / "docs" / "http.md").read_text(encoding="utf-8")
+    assert all(path in shown for path in described if not path.startswith("/v1/item/"))
 
 
 def test_bundle(after_tutorial: Any, root: Path) -> None:

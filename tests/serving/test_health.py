@@ -73,7 +73,7 @@ def nothing_starts(monkeypatch: Any) -> Iterator[None]:
 
 def test_without_a_process_that_decodes_it_is_not_ready(probed, monkeypatch):
     probed.probe()
-    decoders = probed.searcher._decoders
+    decoders = probed.searcher.machinery.decoders
     assert decoders.pids
     with nothing_starts(monkeypatch):
         for pid in decoders.pids:

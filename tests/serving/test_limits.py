@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import wire
 from PIL import Image
-from retrieval.serving.http import app
-from retrieval.serving.http.body import Budget
+from retrieval.serving.http import budget as bodies
+from retrieval.serving.http.budget import Budget
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.pool import Pool
 from retrieval.serving.index.build import write_index
@@ -267,7 +267,7 @@ def test_memory_comes_back_after_large_uploads(served, index_path):
 
 def test_what_cycles_hold_after_a_burst_is_collected_in_the_lull(monkeypatch):
     """Also when the burst's own memory was given back while it lasted."""
-    monkeypatch.setattr(app, "_LULL", 0.01)
+    monkeypatch.setattr(bodies, "_LULL", 0.01)
 
     def refused() -> weakref.ref[RequestError]:
         try:
@@ -278,7 +278,7 @@ def test_what_cycles_hold_after_a_burst_is_collected_in_the_lull(monkeypatch):
 
     async def scenario() -> None:
         budget = Budget(1_000_000_000)
-        keeper = asyncio.create_task(app.give_back(budget))
+        keeper = asyncio.create_task(bodies.give_back(budget))
         held = refused()
         with budget.upload() as upload:
             budget.take(upload, 100_000_000)

@@ -68,7 +68,7 @@ def test_pages_and_health(server, index_path):
     assert ready == {"status": "ready", "items": 200}
     about = server.client.get("/v1/index").json()
     assert about["items"] == 200
-    assert about["limits"] == {"bytes": 100_000, "pixels": 1_000_000}
+    assert about["limits"] == {"bytes": 100_000, "pixels": 1_000_000, "batch": 100, "batch_bytes": 64_000_000}
     page = server.client.get("/").text
     assert "http://" not in page
     assert "https://" not in page

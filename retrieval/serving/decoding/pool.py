@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from dataclasses import asdict
 
 from retrieval.errors import RetrievalError
-from retrieval.serving.decoding.process import PIXELS, PNG, Setting
+from retrieval.serving.decoding.process import PIXELS, PNG, THUMBNAIL, Setting
 from retrieval.serving.decoding.worker import Busy as Busy
 from retrieval.serving.decoding.worker import Decoded as Decoded
 from retrieval.serving.decoding.worker import Job as Job
@@ -32,7 +32,7 @@ class Decoders:
     """A pool of processes that decode: one at once, the others when they are needed.
 
     Args:
-        preprocessing: what `pixels` gives, unless it is told otherwise; None where only `png` is called.
+        preprocessing: what `pixels` gives, unless it is told otherwise; None where only `png` and `thumbnail` are called.
         workers: images at a time; as many as there are cores by default.
         limits: larger images are refused.
         seconds: that decoding an image may take, by the clock and of CPU time; it may wait as long for its turn.
@@ -116,6 +116,14 @@ class Decoders:
             Busy: too many are waiting.
         """
         return self._submit(PNG, content, name, client, None)
+
+    def thumbnail(self, content: bytes, *, name: str = "the file", client: str = "") -> Job:
+        """Make a small JPEG of an image, whatever its format; its future is the JPEG's bytes.
+
+        Raises:
+            Busy: too many are waiting.
+        """
+        return self._submit(THUMBNAIL, content, name, client, None)
 
     def __enter__(self) -> Decoders:
         return self

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from retrieval.errors import DataError
-from retrieval.serving.images import Limits, Preprocessing, decode, to_png
+from retrieval.serving.images import Limits, Preprocessing, decode, thumbnail, to_png
 from retrieval.serving.memory import Memory
 
 REQUEST = struct.Struct(">BIIQ")  # kind, bytes of the name, of the preprocessing as JSON, of the image
 ANSWER = struct.Struct(">BIIQ")  # kind, width and height of the decoded image, bytes that follow
-READY, PIXELS, PNG, SENTENCE = range(4)
+READY, PIXELS, PNG, SENTENCE, THUMBNAIL = range(5)
 LONGEST_SENTENCE = 4096
 BUFFER = 65_536  # bytes: one read for a small image
 _KEPT = 8_000_000  # bytes of free memory that the next image finds ready
@@ -74,11 +74,13 @@ def main() -> None:
 
 def _answer(out: int, kind: int, name: str, content: bytes, preprocessing: bytes, limits: Limits) -> None:
     try:
-        if kind == PNG:  # an item's own picture may be larger than what may be uploaded
+        if kind in (PNG, THUMBNAIL):  # an item's own picture may be larger than what may be uploaded
             limits = replace(limits, bytes=max(limits.bytes, len(content)))
         image = decode(content, limits, name)
         if kind == PNG:
             made = memoryview(to_png(image))
+        elif kind == THUMBNAIL:
+            made = memoryview(thumbnail(image))
         else:
             made = memoryview(_read(preprocessing)(image).data).cast("B")
     except DataError as fault:

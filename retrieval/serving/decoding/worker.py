@@ -30,6 +30,7 @@ from retrieval.serving.decoding.process import (
     READY,
     REQUEST,
     SENTENCE,
+    THUMBNAIL,
     write,
 )
 from retrieval.serving.images import Limits, Preprocessing
@@ -38,7 +39,7 @@ _STARTING = 60.0
 _PIPE = 1 << 20  # bytes: what Linux allows to everyone
 _MOMENT = 1.0  # what an image may take outside the slow places
 _ABANDONED = 0.2  # what it may still take once nobody waits for it: starting a process anew costs as much
-_PNG_START = b"\x89PNG\r\n\x1a\n"
+_STARTS = {PNG: b"\x89PNG\r\n\x1a\n", THUMBNAIL: b"\xff\xd8\xff"}
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -70,8 +71,8 @@ class Job:
     """One image on its way.
 
     Attributes:
-        preprocessing: what makes pixels of it; None where a PNG is asked for.
-        future: `Decoded`, or a PNG's bytes. Raises `DataError` for what is wrong with the image, `Busy` when its turn
+        preprocessing: what makes pixels of it; None where a PNG or a thumbnail is asked for.
+        future: `Decoded`, or a file's bytes. Raises `DataError` for what is wrong with the image, `Busy` when its turn
             did not come.
         begun: when a process was given it, by `time.perf_counter`.
     """
@@ -247,11 +248,11 @@ class Worker(threading.Thread):
             return DataError("".join(sign if sign.isprintable() else " " for sign in text))
         if kind != job.kind or not width or not height or width * height > self._limits.pixels:
             raise ValueError
-        if kind == PNG:
+        if kind in _STARTS:
             if size > 5 * width * height + 65_536:
                 raise ValueError
             content = bytes(self._read(size))
-            if not content.startswith(_PNG_START):
+            if not content.startswith(_STARTS[kind]):
                 raise ValueError
             return content
         assert job.preprocessing is not None

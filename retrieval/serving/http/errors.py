@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from retrieval.errors import RetrievalError
 
 
@@ -12,12 +15,16 @@ class RequestError(RetrievalError):
         status: HTTP status, 4xx or 503.
         sentence: for the person who sent it.
         reason: one word for the server's figures, one of a few; by default its status says enough.
+        more: further members of the problem.
     """
 
-    def __init__(self, status: int, sentence: str, reason: str = "") -> None:
+    def __init__(
+        self, status: int, sentence: str, reason: str = "", more: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(sentence)
         self.status = status
         self.reason = reason
+        self.more = more
 
 
 class Gone(Exception):

@@ -85,10 +85,6 @@ class Guard:
         port = (scope.get("server") or ("", None))[1]
         if port is not None and port == self._settings.health_port and scope["path"] not in HEALTH:
             return _error(scope, 404, f"This port answers {', '.join(HEALTH)} only.")
-        if scope["query_string"] and scope["path"].startswith("/v1/"):
-            return _error(
-                scope, 400, "The address takes no query string (?…); fields go into the request's body."
-            )
         if scope["method"] not in ("GET", "HEAD") and self._is_foreign(headers, host):
             return _error(scope, 403, "The request comes from another site's page.")
         return None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -33,13 +33,16 @@ class Metrics:
     """The figures of one server, in a registry of its own.
 
     Args:
-        searcher: whose queues, index and processes are looked up.
+        searchers: whose queues, indexes and processes are looked up, by the index's name.
         routes: the addresses that there are, as patterns; any other is "other".
         gates: the connections of each port, by name.
     """
 
     def __init__(
-        self, searcher: Searcher, routes: Iterable[str], gates: Mapping[str, Connections] | None = None
+        self,
+        searchers: Mapping[str, Searcher],
+        routes: Iterable[str],
+        gates: Mapping[str, Connections] | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self._routes = {*routes, OTHER}
@@ -79,7 +82,7 @@ class Metrics:
         # `labels` looks up under a lock each time; what there can be is bounded by routes, methods and statuses
         self._counters: dict[tuple[str, str, int], Counter] = {}
         self._durations: dict[str, Histogram] = {}
-        self.registry.register(_Looked(searcher, gates or {}))
+        self.registry.register(_Looked(searchers, gates or {}))
 
     def answered(self, trail: Trail, method: str, route: str, status: int, seconds: float) -> None:
         """Count one request.
@@ -125,9 +128,10 @@ class _Seen:
 class _Looked(Collector):
     """Looks up what need not be counted."""
 
-    def __init__(self, searcher: Searcher, gates: Mapping[str, Connections]) -> None:
-        self._searcher, self._gates = searcher, gates
-        self._seen = _Seen()
+    def __init__(self, searchers: Mapping[str, Searcher], gates: Mapping[str, Connections]) -> None:
+        self._searchers, self._gates = searchers, gates
+        self._searcher = next(iter(searchers.values()))  # all share their queues and processes
+        self._seen = {name: _Seen() for name in searchers}
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: the registry need not collect to learn the names."""
@@ -185,43 +189,44 @@ class _Looked(Collector):
         yield GaugeMetricFamily("retrieval_decode_processes", "Processes that decode.", value=len(pids))
 
     def _index(self) -> Iterator[Metric]:
+        """Give what each index is; with its name where there are several."""
+        found: dict[str, Any] = {}
+        labels = ["index"] if len(self._searchers) > 1 else []
+        for name, searcher in self._searchers.items():
+            for kind, figure, text, value in _figures(self._stats(name, searcher)):
+                family = found.setdefault(figure, kind(f"retrieval_index_{figure}", text, labels=labels))
+                family.add_metric([name] if labels else [], value)
+        yield from found.values()
+
+    def _stats(self, name: str, searcher: Searcher) -> Stats | None:
         now = time.monotonic()
-        if now - self._seen.at >= _STATS_SECONDS:
-            self._seen = _Seen(self._searcher.stats(), now)
-        stats = self._seen.stats
-        if stats is None:
-            return
-        yield GaugeMetricFamily("retrieval_index_items", "Items of the index.", value=stats.count)
-        if stats.bytes is not None:
-            yield GaugeMetricFamily("retrieval_index_bytes", "Of the index on the disk.", value=stats.bytes)
-        served = [one.number for one in stats.generations if one.state == "served"]
-        if served:
-            yield GaugeMetricFamily(
-                "retrieval_index_generation", "Number of the generation that is served.", value=served[0]
-            )
-            yield GaugeMetricFamily(
-                "retrieval_index_generations", "Generations that there are.", value=len(stats.generations)
-            )
-        segments = stats.details.get("segments")
-        if segments is not None:
-            yield GaugeMetricFamily(
-                "retrieval_index_segments", "Segments of the served generation.", value=len(segments)
-            )
-            yield GaugeMetricFamily(
-                "retrieval_index_deleted", "Rows of segments that are deleted and not yet merged away.",
-                value=sum(one["deleted"] for one in segments),
-            )  # fmt: skip
-        gauges = {"fresh": "Items that are in no segment yet."}
-        for name, text in gauges.items():
-            if name in stats.details:
-                yield GaugeMetricFamily(f"retrieval_index_{name}", text, value=stats.details[name])
-        counters = {
-            "transactions": "Writes to the index since it was made, whoever wrote.",
-            "merges": "Merges of segments that this server has made.",
-        }
-        for name, text in counters.items():
-            if name in stats.details:
-                yield CounterMetricFamily(f"retrieval_index_{name}", text, value=stats.details[name])
+        if now - self._seen[name].at >= _STATS_SECONDS:
+            self._seen[name] = _Seen(searcher.stats(), now)
+        return self._seen[name].stats
+
+
+def _figures(stats: Stats | None) -> Iterator[tuple[Any, str, str, float]]:
+    """Give the kind, name, meaning and value of each figure of an index."""
+    if stats is None:
+        return
+    gauge, counter, details = GaugeMetricFamily, CounterMetricFamily, stats.details
+    yield gauge, "items", "Items of the index.", stats.count
+    if stats.bytes is not None:
+        yield gauge, "bytes", "Of the index on the disk.", stats.bytes
+    if served := [one.number for one in stats.generations if one.state == "served"]:
+        yield gauge, "generation", "Number of the generation that is served.", served[0]
+        yield gauge, "generations", "Generations that there are.", len(stats.generations)
+    if (segments := details.get("segments")) is not None:
+        deleted = sum(one["deleted"] for one in segments)
+        yield gauge, "segments", "Segments of the served generation.", len(segments)
+        yield gauge, "deleted", "Rows of segments that are deleted and not yet merged away.", deleted
+    for kind, name, text in (
+        (gauge, "fresh", "Items that are in no segment yet."),
+        (counter, "transactions", "Writes to the index since it was made, whoever wrote."),
+        (counter, "merges", "Merges of segments that this server has made."),
+    ):
+        if name in details:
+            yield kind, name, text, details[name]
 
 
 def _resident(pid: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -32,41 +32,42 @@ class Monitoring:
     """How a server is, for the monitors that ask it.
 
     Args:
-        searcher: what is looked at.
+        searchers: of each index, by its name: what is looked at.
         checks: what must hold for readiness besides a search that succeeds, by name.
         gates: the connections of each port, by name, for the figures.
         log: has a line for each request; None for none.
         traces: None for none.
 
     Attributes:
-        readiness: whose `watch` the application runs.
+        readiness: of each index.
         routes: the addresses.
     """
 
     def __init__(
         self,
-        searcher: Searcher,
+        searchers: Searcher | Mapping[str, Searcher],
         checks: Mapping[str, Check] | None = None,
         gates: Mapping[str, Connections] | None = None,
         log: Log | None = None,
         traces: Traces | None = None,
     ) -> None:
-        self.readiness = Readiness(searcher, checks)
+        named = {"index": searchers} if isinstance(searchers, Searcher) else searchers
+        self.readiness = {name: Readiness(one, checks) for name, one in named.items()}
         self.routes = [
             Route("/livez", self._live),
             Route("/readyz", self._ready),
             Route("/metrics", self._metrics),
         ]
-        self._searcher = searcher
+        self._searchers = named
         self._gates = gates
         self._log, self._traces = log, traces
         self._scrapes = Pool("metrics", 1, _SCRAPES)
-        self._figures = Metrics(searcher, [], gates)
+        self._figures = Metrics(named, [], gates)
 
     def observer(self, routes: Sequence[BaseRoute]) -> Middleware:
         """Return what wraps the application, around everything else; it counts by the patterns of these routes."""
         patterns = patterns_of(routes)
-        self._figures = Metrics(self._searcher, patterns.values(), self._gates)
+        self._figures = Metrics(self._searchers, patterns.values(), self._gates)
         return Middleware(
             Observer, routes=patterns, metrics=self._figures, log=self._log, traces=self._traces
         )
@@ -79,16 +80,30 @@ class Monitoring:
         return JSONResponse({"status": "live"})
 
     async def _ready(self, request: Request) -> Response:
-        checks = {"checks": self.readiness.checks()}
-        if reason := self.readiness.reason():
-            return problem(request.scope, 503, reason, more=checks)
-        seen = self.readiness.seen
-        own = {} if isinstance(self._searcher.index, FrozenIndex) else {"bundle": seen.bundle}
-        return JSONResponse({"status": "ready", "items": seen.items, **own, **checks})
+        several = len(self.readiness) > 1
+        said = {name: self._found(name) for name in self.readiness}
+        content = {"indexes": said} if several else next(iter(said.values()))
+        for name, one in self.readiness.items():
+            if reason := one.reason():
+                checks = content if several else {"checks": content["checks"]}
+                return problem(
+                    request.scope, 503, f"Index {name}: {reason}" if several else reason, more=checks
+                )
+        return JSONResponse({"status": "ready", **content})
+
+    def _found(self, name: str) -> dict[str, Any]:
+        """Return what was found of one index."""
+        one = self.readiness[name]
+        own = {} if isinstance(self._searchers[name].index, FrozenIndex) else {"bundle": one.seen.bundle}
+        return {"items": one.seen.items, **own, "checks": one.checks()}
+
+    async def watch(self) -> None:
+        """Look at every index again and again, for ever."""
+        await asyncio.gather(*(one.watch() for one in self.readiness.values()))
 
     async def _metrics(self, request: Request) -> Response:
         try:
-            async with asyncio.timeout(self._searcher.settings.deadline):
+            async with asyncio.timeout(next(iter(self._searchers.values())).settings.deadline):
                 content = await self._scrapes.run(lambda job: self._figures.exposition())
         except TimeoutError:
             raise RequestError(503, "The storage of the index does not answer.", "index") from None

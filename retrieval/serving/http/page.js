@@ -3,6 +3,7 @@
 const byId = (id) => document.getElementById(id);
 const TINY = 64; // pixels: smaller images are shown with sharp edges instead of a blur
 
+let base = "v1"; // below it are the routes of the index that is searched
 let limits = { bytes: 20000000 };
 let last = null; // the query shown: asked again when the number of results changes
 let asked = 0; // only the answer to the newest question is shown
@@ -85,7 +86,7 @@ async function ask(query) {
     }
     let response;
     try {
-      response = await fetch("v1/search", request);
+      response = await fetch(`${base}/search`, request);
     } catch {
       throw new Error("The server cannot be reached. Is it still running?");
     }
@@ -133,17 +134,29 @@ function searchWithNumbers() {
   ask({ vector });
 }
 
+async function choose() {
+  const { indexes } = await (await fetch("v1/indexes")).json().catch(() => ({ indexes: [] }));
+  if (indexes.length < 2) return;
+  byId("indexes").hidden = false;
+  byId("index").replaceChildren(...indexes.map((name) => new Option(name, name)));
+  byId("index").addEventListener("change", () => {
+    base = `v1/indexes/${byId("index").value}`;
+    open();
+    if (last) ask(last);
+  });
+  base = `v1/indexes/${indexes[0]}`;
+}
+
 async function open() {
   try {
-    const about = await (await fetch("v1/index")).json();
+    const about = await (await fetch(`${base}/index`)).json();
     limits = about.limits;
     byId("about").textContent = `${about.name}: ${about.items.toLocaleString("en")} items, ${about.distance} distance`;
     document.title = `Image search: ${about.name}`;
-    if (about.input.kind === "features") {
-      byId("drop").hidden = true;
-      byId("numbers").hidden = false;
-      document.querySelector("h1").textContent = "Vector search";
-    }
+    const vectors = about.input.kind === "features";
+    byId("drop").hidden = vectors;
+    byId("numbers").hidden = !vectors;
+    document.querySelector("h1").textContent = vectors ? "Vector search" : "Image search";
   } catch {
     byId("about").textContent = "The index cannot be reached.";
   }
@@ -174,4 +187,4 @@ document.addEventListener("drop", (event) => {
   if (files.length) searchWithFile(files[0]);
   else show("Drop an image file: what was dropped holds no file.", true);
 });
-open();
+choose().finally(open);

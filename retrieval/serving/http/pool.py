@@ -16,6 +16,8 @@ from retrieval.serving.stages import current, following
 
 T = TypeVar("T")
 
+_BUSY = "The server is busy: too many searches are waiting. Try again in a moment."
+
 
 class Job(Generic[T]):
     """One piece of work that a coroutine waits for, and whether it still does.
@@ -81,10 +83,12 @@ class Pool:
         name: of the threads.
         threads: jobs at a time.
         waiting: jobs that may wait; beyond it the client with the most of them loses its newest.
+        busy: the sentence for those that do not find room.
     """
 
-    def __init__(self, name: str, threads: int, waiting: int) -> None:
+    def __init__(self, name: str, threads: int, waiting: int, busy: str = _BUSY) -> None:
         self._waiting = waiting
+        self._says = busy
         self._queues: dict[str, deque[Job[Any]]] = {}  # in the order of their turns
         self._count = 0
         self._idle = threads
@@ -110,7 +114,7 @@ class Pool:
             self._count += 1
         if dropped is not None:
             dropped.abandon()
-            dropped.settle(None, _busy())
+            dropped.settle(None, self._busy())
         self._ready.put(True)
         try:
             return await job.future
@@ -141,7 +145,7 @@ class Pool:
         """
         most = max(self._queues, key=lambda name: len(self._queues[name]), default=client)
         if len(self._queues.get(most, ())) <= len(self._queues.get(client, ())) + 1:
-            raise _busy()
+            raise self._busy()
         self._count -= 1
         return self._queues[most].pop()
 
@@ -183,8 +187,5 @@ class Pool:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-
-def _busy() -> RequestError:
-    return RequestError(
-        503, "The server is busy: too many searches are waiting. Try again in a moment.", "queue"
-    )
+    def _busy(self) -> RequestError:
+        return RequestError(503, self._says, "queue")

@@ -106,7 +106,7 @@ class Readiness:
 
     async def _searched(self) -> str | None:
         bundle, before = await self._searcher.state()
-        found = await self._searcher.search(self._searcher.sample(), lambda hits: bytes(len(hits)))
+        found = await self._searcher.search(self._searcher.sample(), lambda found: bytes(len(found.hits[0])))
         fault = await self._searcher.again()
         self.seen = Seen(before, bundle.sha256)
         return fault or (None if found or not before else "A search of the server's own found nothing.")
@@ -132,10 +132,9 @@ class Readiness:
         return None
 
     async def _unchanged(self) -> str | None:
-        """Return why the files on the disk are not what is served. What is served is held in memory, and stays right."""
-        index = self._searcher.index
+        """Return why the files on the disk are not what is served; another index that lies there whole is served from now on."""
         try:
-            changed = await self._searcher.pictures.run(lambda job: index.changed())
+            changed = await self._searcher.machinery.pictures.run(lambda job: self._searcher.take_up())
         except RequestError:
             return None  # the gallery is busy: asked again soon
         if changed is None:

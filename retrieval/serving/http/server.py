@@ -11,14 +11,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from retrieval.errors import MissingDependency, StoreError
 from retrieval.serving.files.places import StrPath
+from retrieval.serving.http.naming import check_name, default_name
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.index.base import Index
 from retrieval.serving.index.open import open_index
@@ -70,7 +72,7 @@ class Serving:
 
 
 def serve(
-    index: StrPath | Address | Index,
+    index: StrPath | Address | Index | Mapping[str, StrPath | Address | Index],
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -85,7 +87,7 @@ def serve(
     In a notebook, whose event loop runs already, the server runs beside it, and this returns at once.
 
     Args:
-        index: an opened index, or its folder or address.
+        index: an opened index, or its folder or address; or several by name.
         host: the address to listen on.
         port: 0 takes a free one, which is printed.
         settings: limits; a search at a time for each core by default.
@@ -104,6 +106,7 @@ def serve(
     _require()
     return_large_blocks()
     from retrieval.serving.http.log import Log
+    from retrieval.serving.http.machinery import Machinery
     from retrieval.serving.http.searcher import Searcher
     from retrieval.serving.http.traces import traces_of_environment
 
@@ -118,30 +121,41 @@ def serve(
             listeners.append(stack.enter_context(_listen(host, settings.health_port, "--health-port")))
             settings = replace(settings, health_port=listeners[1].getsockname()[1])
         threads = max(1, cores // settings.workers)
-        opened = index
-        if not isinstance(opened, Index):
-            opened = open_index(opened, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
+        given = index if isinstance(index, Mapping) else {_name_of(index): index}
+        opener = partial(open_index, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
+        opened, reopen = {}, {}
+        for name, one in given.items():
+            check_name(name)
+            if not isinstance(one, Index):
+                reopen[name] = partial(opener, one)
+                one = opener(one)
+            one.require_open()
+            opened[name] = one
         traces = traces_of_environment()
         log = Log(settings.log_format or "text", settings.debug, settings.log_lines)
-        opened.require_open()
-        searcher = Searcher(opened, settings)
-        url = _announce(host, listeners, len(opened), "close() stops it" if beside else "Ctrl-C stops")
-        if opened.bundle.manifest.input.kind == "image" and (note := searcher.gallery.note()):
-            print(note, file=sys.stderr, flush=True)
-        running = _Running(searcher, settings, listeners, log, traces)
-        own = opened if opened is not index else None
+        machinery = Machinery(settings, next(iter(opened.values())).bundle.manifest.input.preprocessing)
+        searchers = {
+            name: Searcher(one, settings, machinery, reopen.get(name)) for name, one in opened.items()
+        }
+        count = sum(map(len, opened.values()))
+        url = _announce(host, listeners, count, "close() stops it" if beside else "Ctrl-C stops")
+        for searcher in searchers.values():
+            images = searcher.index.bundle.manifest.input.kind == "image"
+            if images and (note := searcher.gallery.note()):
+                print(note, file=sys.stderr, flush=True)
+        running = _Running(searchers, settings, listeners, log, traces)
         closing = stack.pop_all()
 
     def finish(end: float) -> None:
         with closing:
-            done = searcher.close(max(0.1, end - time.monotonic()))
+            done = running.app.state.site.close(end) & machinery.close(max(0.1, end - time.monotonic()))
             if traces is not None:
                 traces.close()
             log.close()
             if not done and not beside:
                 _leave_now()  # closing the index under a search that hangs would crash
-            if done and own is not None:
-                own.close()
+            for name in reopen if done else ():
+                searchers[name].index.close()
 
     if beside:
         return Serving(url, running, finish)
@@ -154,7 +168,7 @@ class _Running:
 
     def __init__(
         self,
-        searcher: Any,
+        searchers: Any,
         settings: Settings,
         listeners: list[socket.socket],
         log: Log,
@@ -182,10 +196,11 @@ class _Running:
         self._grace = settings.grace
         self._listeners = listeners
         monitoring = Monitoring(
-            searcher, {"connections": exhausted}, named, log if settings.log_format else None, traces
+            searchers, {"connections": exhausted}, named, log if settings.log_format else None, traces
         )
+        self.app = create_app(searchers, monitoring)
         config = uvicorn.Config(
-            create_app(searcher, monitoring),
+            self.app,
             http=protocol_class(gates),
             loop="uvloop" if sys.platform != "win32" else "asyncio",
             ws="none",
@@ -287,6 +302,10 @@ def _announce(host: str, listeners: list[socket.socket], count: int, end: str) -
     url = f"http://{shown}:{port}/"
     print(f"Serving {count:,} items at {url} ({end}){health}", flush=True)
     return url
+
+
+def _name_of(index: StrPath | Address | Index) -> str:
+    return default_name(str(index.path if isinstance(index, Index) else index))
 
 
 def _in_event_loop() -> bool:

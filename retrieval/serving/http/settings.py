@@ -25,6 +25,9 @@ class Settings:
         images: folders whose files may be shown as items' images, besides those of an index that this user built here.
         log_format: "text" or "json": the log has a line for each request, for people or for programs; None: it has events only, as text.
         debug: whether the log holds tracebacks.
+        write: whether clients of this machine may change indexes.
+        writable: whether all clients may.
+        snapshots: the folder that snapshots are written to; None for none.
     """
 
     workers: int = 1
@@ -33,11 +36,17 @@ class Settings:
     images: tuple[Path, ...] = ()
     log_format: Literal["text", "json"] | None = None
     debug: bool = False
+    write: bool = False
+    writable: bool = False
+    snapshots: Path | None = None
     max_pixels: int = _limit(25_000_000, 1, "Largest image.")
     max_bytes: int = _limit(20_000_000, 1, "Largest file.")
     deadline: float = _limit(8.0, 0.1, "Seconds from a complete request to its answer; then 503.")
     decode_seconds: float = _limit(5.0, 0.1, "Of these, for decoding an image; then it is refused, 422.")
     waiting: int = _limit(16, 1, "Searches that may wait for each worker; then 503.")
+    batch: int = _limit(100, 1, "Images or vectors of one request, searched for or added.")
+    batch_bytes: int = _limit(64_000_000, 1, "Largest request of several images or vectors.")
+    writes: int = _limit(16, 1, "Changes of an index that may wait for their turn; then 503.")
     connections: int = _limit(512, 8, "Connections at a time; then idle ones are closed, or 503.")
     connections_per_address: int = _limit(256, 1, "Of these, from one address.")
     idle_seconds: float = _limit(

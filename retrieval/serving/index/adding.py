@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from collections import Counter
@@ -17,7 +16,7 @@ from PIL import Image
 from retrieval.errors import DataError, at_least_one, listed
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import Limits
+from retrieval.serving.images import Limits, thumbnail
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.encoding import Encoding
 from retrieval.serving.index.journal import Done
@@ -33,7 +32,6 @@ _ROWS = 4096
 _BYTES = 64_000_000
 _SECONDS = 1.0
 """What was encoded is written after so many items, so many bytes of kept originals, or so long: a kill costs no more."""
-_THUMBNAIL = 256
 _TRIES = 5
 
 
@@ -279,20 +277,14 @@ class _Sink:
         )
 
 
-def _thumbnail(_: bytes, image: Image.Image) -> bytes:
-    """Return a small JPEG of a decoded image."""
-    small = image.convert("RGB")
-    small.thumbnail((_THUMBNAIL, _THUMBNAIL))
-    out = io.BytesIO()
-    small.save(out, "JPEG", quality=85)
-    return out.getvalue()
-
-
 def _copy(content: bytes, _: Image.Image) -> bytes:
     return content
 
 
-_KEPT: dict[str, Callable[[bytes, Image.Image], bytes]] = {"copy": _copy, "thumbnail": _thumbnail}
+_KEPT: dict[str, Callable[[bytes, Image.Image], bytes]] = {
+    "copy": _copy,
+    "thumbnail": lambda _, image: thumbnail(image),
+}
 
 
 def originals(

@@ -10,7 +10,9 @@ from retrieval.errors import StoreError
 from retrieval.serving.index.base import Hit, Index
 from retrieval.serving.index.built import built_here
 from retrieval.serving.index.collection import Collection
+from retrieval.serving.index.items import Item as Listed
 from retrieval.serving.index.seals import Seals
+from retrieval.serving.stores.contract import Item
 
 _LOOKED_AT = 100  # items, before the operator is told that no image is shown
 
@@ -61,6 +63,13 @@ class Gallery:
         if hit.keep in KEPT:
             return True
         return hit.path is not None and (self.own or bool(self._folders) or self._named(hit.path, hit.stamp))
+
+    def offers(self, item: Item | Listed) -> bool:
+        """Whether to offer an item's image; as `shows`."""
+        keep, stamp = (item.keep, item.stamp) if isinstance(item, Item) else ("reference", None)
+        return self.shows(
+            Hit(item.key if isinstance(item, Listed) else item.id, "", None, 0.0, {}, item.path, keep, stamp)
+        )
 
     def _named(self, path: Path, stamp: str | None) -> bool:
         return self._seals is not None and self._seals.hold(stamp, path)

@@ -60,6 +60,9 @@ SCHEMA = {
 
 _PLAIN = {name: " ".join(sql.split()) for name, sql in SCHEMA.items()}
 
+ANSWERS = "create table answers (key text primary key, request text not null, answer blob not null, made real not null) strict"
+"""Answers that were given under a key; made by the first one: see `retrieval.serving.local.answers`."""
+
 
 @cache
 def _register() -> None:
@@ -140,8 +143,9 @@ class Record:
                 )
             )
             checked = connection.pragma("checksum_verification")
+        wanted = _PLAIN | ({"answers": ANSWERS} if "answers" in found else {})
         if {name: " ".join(str(sql).split()).lower() for name, sql in found.items()} != {
-            name: sql.lower() for name, sql in _PLAIN.items()
+            name: sql.lower() for name, sql in wanted.items()
         }:
             raise StoreError(
                 f"{self.path} is not the record of an index as this version of retrieval writes it: its tables are others. If another "

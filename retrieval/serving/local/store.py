@@ -15,6 +15,7 @@ from retrieval.errors import DataError, StoreError, printable
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import Filter, matches
 from retrieval.serving.index.recall import recall_at_10
+from retrieval.serving.local.answers import answered
 from retrieval.serving.local.conditions import condition_of, refuse_unknown
 from retrieval.serving.local.derive import derive
 from retrieval.serving.local.generation_table import BUNDLES, all_of
@@ -45,6 +46,7 @@ from retrieval.serving.stores.items import check_queries, usable
 
 _OVER = (8, 128)  # times as many as asked for, before a filter is looked up in the whole record
 _SMALL = 20_000  # items, of which a filter is looked up at once
+_FIELDS = 1000  # names that `settings` gives
 _KEPT = 16  # filters whose matches a view keeps
 
 
@@ -80,6 +82,15 @@ class LocalStore(Store):
         count = self.writer.delete(list(ids), where)
         self._tend()
         return count
+
+    def answered(self, key: str) -> tuple[str, bytes] | None:
+        """Return what is kept under a key; see `Store`."""
+        with self.home.record.reading() as connection:
+            return answered(connection, key)
+
+    def once(self, key: str, request: str, write: Callable[[], bytes]) -> bytes:
+        """Write, and keep the answer; see `Store`."""
+        return self.writer.once(key, request, write)
 
     def _tend(self) -> None:
         if self._upkeep is not None:
@@ -337,6 +348,17 @@ class LocalStore(Store):
         files = [path.stat() for path in self.folder.rglob("*") if path.is_file()]
         size = sum({(one.st_dev, one.st_ino): one.st_size for one in files}.values())
         return Stats(count, all_, size, details)
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return how the index is set up; see `Store`."""
+        with self.home.record.reading() as connection:
+            fields = ask(connection, "select name from fields order by name limit ?", (_FIELDS,))
+            said = dict(ask(connection, "select key, value from state where key in ('structure', 'keep')"))
+        return {
+            "structure": json.loads(said["structure"]),
+            "keep": said["keep"],
+            "fields": [name for (name,) in fields],
+        }
 
     def changed(self) -> str | None:
         """Return a sentence when the folder was replaced or removed; see `Store`."""

@@ -7,7 +7,7 @@ import json
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from retrieval.errors import StoreError
 from retrieval.serving.files.locks import hold
 from retrieval.serving.filters import Filter
 from retrieval.serving.local.acknowledged import Acknowledged
+from retrieval.serving.local.answers import keep_answer
 from retrieval.serving.local.conditions import condition_of, refuse_unknown
 from retrieval.serving.local.generation_table import BUNDLES, all_of, served
 from retrieval.serving.local.home import Home
@@ -52,6 +53,9 @@ class Writer:
         self._held = ExitStack()
         self._holding = False
         self._acknowledged: Acknowledged | None = None
+        self._open: tuple[apsw.Connection, int] | None = (
+            None  # the transaction under way, of whoever has the turn
+        )
 
     def hold(self) -> None:
         """Hold the index against every other process and store.
@@ -67,6 +71,8 @@ class Writer:
                 raise StoreError(f"The index {self.folder} is read-only here, and cannot be written to.")
             with ExitStack() as held:
                 held.enter_context(hold(self.folder, "writing to this index", StoreError))
+                if fault := self.record.replaced():  # from now on nobody can put another index in its place
+                    raise StoreError(fault)
                 self.record.settle()
                 with self.record.faults("written"):
                     self._acknowledged = held.enter_context(Acknowledged(self.folder))
@@ -91,17 +97,34 @@ class Writer:
 
     @contextmanager
     def transaction(self, *, segments: bool = False) -> Iterator[tuple[apsw.Connection, int]]:
-        """Give the record inside a transaction, and its number; `segments` says that the list of segments changes."""
+        """Give the record inside a transaction, and its number; `segments` says that the list of segments changes. Within another, it joins that."""
         with self.turn:
             self.hold()
+            if self._open is not None:
+                connection, seq = self._open
+                if segments:
+                    connection.execute("update state set value = value + 1 where key = 'epoch'")
+                yield self._open
+                return
             with self.record.writing() as connection:
                 seq = int(value(connection, "select value from state where key = 'seq'")) + 1
                 connection.execute("update state set value = ? where key = 'seq'", (seq,))
                 if segments:
                     connection.execute("update state set value = value + 1 where key = 'epoch'")
-                yield connection, seq
+                try:
+                    self._open = connection, seq
+                    yield self._open
+                finally:
+                    self._open = None
             if self._acknowledged is not None:
                 self._acknowledged.write(seq)
+
+    def once(self, key: str, request: str, write: Callable[[], bytes]) -> bytes:
+        """See `Store.once`."""
+        with self.transaction() as (connection, _):
+            answer = write()
+            keep_answer(connection, key, request, answer)
+        return answer
 
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """See `Store.upsert`."""

@@ -185,6 +185,15 @@ class Store(ABC):
             StoreError: see `upsert`.
         """
 
+    def answered(self, key: str) -> tuple[str, bytes] | None:
+        """Return the request and the answer that `once` keeps under a key; None where there is none, or no more."""
+        return None
+
+    def once(self, key: str, request: str, write: Callable[[], bytes]) -> bytes:
+        """Do what `write` does with this store, and keep its answer under a client's key, with what tells the request from every other, in the
+        same transaction; return it. A store that keeps no answers, as this default, does a repeated request again."""
+        return write()
+
     # Reading
 
     @abstractmethod
@@ -369,6 +378,10 @@ class Store(ABC):
     @abstractmethod
     def stats(self) -> Stats:
         """Return what the store holds."""
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return how the index is set up, for people: `fields` are the names of metadata; the rest is this kind of store's."""
+        return {}
 
     def changed(self) -> str | None:
         """Return a sentence when what was opened is not there any more, or another stands in its place; None where that cannot be."""

@@ -1,0 +1,143 @@
+"""From what a client gives to what an index is asked: in a thread, with the index held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import DataError
+from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.http.errors import RequestError
+from retrieval.serving.http.queries import Given, Query
+from retrieval.serving.index.base import Hit, Index
+from retrieval.serving.index.collection import Collection
+from retrieval.serving.index.frozen import FrozenIndex
+from retrieval.serving.queries import encode_vectors
+from retrieval.serving.stages import stage
+from retrieval.serving.stores.contract import CODE, VECTOR, Superseded
+
+_LONGEST_NUMBER = 18  # digits: what SQLite and Python count with
+
+
+@dataclass(frozen=True)
+class Found:
+    """What searches found.
+
+    Attributes:
+        hits: of each query.
+        searched: what was searched, where the query asked to be told.
+    """
+
+    hits: list[list[Hit]]
+    searched: dict[str, Any] | None = None
+
+
+def encoded_of(
+    index: Index, bundle: Bundle, given: Sequence[Given], pixels: NDArray[Any] | None
+) -> Encoded | NDArray[Any]:
+    """Return queries of one kind as an index is asked for them.
+
+    Args:
+        index: held.
+        bundle: that encodes.
+        given: all images, all vectors or all ids.
+        pixels: of the images (N, C, H, W); None for vectors and ids.
+
+    Raises:
+        DataError: vectors of another width, or an index that cannot be searched by id.
+        RequestError: 404, no such item.
+        Superseded: another bundle is served.
+    """
+    if pixels is not None:
+        with stage("encode", len(pixels)):
+            return bundle.encode(pixels)
+    if given[0].vector is not None:
+        vectors = [one.vector for one in given if one.vector is not None]
+        if len({len(vector) for vector in vectors}) > 1:
+            raise DataError("The vectors of one request must have the same number of numbers.")
+        if bundle.manifest.input.kind != "features":
+            return np.stack(vectors)
+        with stage("encode", len(vectors)):
+            return encode_vectors(bundle, np.stack(vectors))
+    return _stored(index, bundle, [str(one.id) for one in given])
+
+
+def _stored(index: Index, bundle: Bundle, ids: list[str]) -> Encoded:
+    if bundle.manifest.query_vectors:
+        raise DataError(
+            "The bundle of this index encodes queries in another way than items: search with the item's image."
+        )
+    if isinstance(index, Collection):
+        arrays = _arrays(index, bundle, ids)
+    else:
+        assert isinstance(index, FrozenIndex)
+        arrays = [index.arrays(number_of(id, index)) for id in ids]
+    vectors = np.stack([one[VECTOR] for one in arrays])
+    codes = np.stack([one[CODE] for one in arrays]) if bundle.manifest.rescorer is not None else None
+    return Encoded(vectors, vectors, codes, bundle.sha256)
+
+
+def _arrays(index: Collection, bundle: Bundle, ids: list[str]) -> list[Any]:
+    items = index.get(ids, arrays=True)
+    if index.follow() is not bundle:  # what was read may be of the bundle that is served since
+        raise Superseded("Another bundle is served.")
+    missing = [
+        number for number, id in enumerate(ids, 1) if id not in items or VECTOR not in items[id].arrays
+    ]
+    if missing:
+        where = f"Query {missing[0]}: there" if len(ids) > 1 else "There"
+        raise RequestError(404, f"{where} is no such item.")
+    return [items[id].arrays for id in ids]
+
+
+def ask(index: Index, query: Query, bundle: Bundle, pixels: NDArray[Any] | None) -> list[list[Hit]]:  # fmt: skip
+    """Return what is nearest to each thing that a query gives, in order.
+
+    Raises:
+        DataError, RequestError, Superseded: see `encoded_of`.
+        StoreError: the index is damaged.
+    """
+    answers: list[list[Hit]] = [[] for _ in query.given]
+    for by_id in (False, True):
+        places = [at for at, one in enumerate(query.given) if (one.id is not None) == by_id]
+        if not places:
+            continue
+        part = [query.given[at] for at in places]
+        encoded = encoded_of(index, bundle, part, None if by_id else pixels)
+        with stage("search"):
+            found = index.search(encoded, query.k + by_id, candidates=query.candidates, where=query.where)
+        for at, one, hits in zip(places, part, found, strict=True):
+            answers[at] = [hit for hit in hits if not by_id or str(hit.id) != one.id][: query.k]
+    return answers
+
+
+def searched(index: Index, query: Query) -> dict[str, Any]:
+    """Return what was searched, for a client who asked to be told."""
+    said: dict[str, Any] = {
+        "items": len(index),
+        "bundle": index.bundle.sha256,
+        "candidates": query.candidates,
+        "filtered": query.where is not None,
+    }
+    if isinstance(index, Collection):
+        stats = index.stats()
+        details = {name: stats.details[name] for name in ("segments", "fresh") if name in stats.details}
+        return {**said, "generation": index.generation.number, **details}
+    return said
+
+
+def number_of(id: str, index: Index) -> int:
+    """Return the number that an address names an item of a folder of format 1 by.
+
+    Raises:
+        RequestError: 404, no item has it.
+    """
+    if not (id.isascii() and id.isdecimal() and len(id) <= _LONGEST_NUMBER):
+        raise RequestError(404, "There is no such item.")
+    if int(id) >= len(index):
+        raise RequestError(404, f"There is no item {int(id)}.")
+    return int(id)

@@ -1,0 +1,1 @@
+"""The routes: what is done at each address."""

@@ -1,0 +1,121 @@
+"""What a server is: its indexes, their snapshots, its health, its own description."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from retrieval.errors import StoreError
+from retrieval.serving.http.errors import RequestError
+from retrieval.serving.http.guard import report
+from retrieval.serving.http.openapi import document
+from retrieval.serving.http.pool import Pool
+from retrieval.serving.http.sending import answer, as_json
+from retrieval.serving.http.site import Served, Site, parameters_of
+from retrieval.serving.http.waiting import client_of, in_time
+from retrieval.serving.index.base import Index
+from retrieval.serving.index.collection import Collection
+
+_SNAPSHOTS_WAITING = 4
+
+
+class About:
+    """What a site says of itself.
+
+    Args:
+        site: which.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._settings = site.settings
+        busy = "The server is busy: too many snapshots are waiting. Try again in some minutes."
+        self._copies = Pool("snapshot", 1, _SNAPSHOTS_WAITING, busy)
+
+    async def indexes(self, request: Request) -> Response:
+        """List the names of the indexes."""
+        parameters_of(request)
+        self._site.of_any(request)
+        return answer({"indexes": sorted(self._site.indexes)})
+
+    async def index(self, request: Request) -> Response:
+        """Describe one."""
+        served = self._site.of(request)
+        parameters_of(request)
+        reading = served.searcher.read(
+            lambda index: as_json(self._described(served, index)), client_of(request)
+        )
+        return answer(await in_time(request, reading, self._settings.deadline))
+
+    def _described(self, served: Served, index: Index) -> dict[str, Any]:
+        bundle = index.follow() if isinstance(index, Collection) else index.bundle
+        manifest, settings = bundle.manifest, self._settings
+        return {
+            "index": served.name,
+            "name": manifest.name,
+            "items": len(index),
+            "bundle": bundle.sha256,
+            "input": {"kind": manifest.input.kind, "shape": list(manifest.input.shape)},
+            "vector": manifest.vector,
+            "distance": manifest.distance.name,
+            "rescores": manifest.rescorer is not None,
+            **_living(index),
+            "limits": {
+                "bytes": settings.max_bytes,
+                "pixels": settings.max_pixels,
+                "batch": settings.batch,
+                "batch_bytes": settings.batch_bytes,
+            },
+        }
+
+    async def snapshot(self, request: Request) -> Response:
+        """Write a copy of one moment of an index below the folder that the operator named; returns when it is whole."""
+        served, folder = self._site.of(request, "admin"), self._settings.snapshots
+        parameters_of(request)
+        if folder is None:
+            raise RequestError(
+                403, "This server writes no snapshots. Its operator can name a folder: --snapshots FOLDER."
+            )
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        name = f"{served.name}-{stamp}-{secrets.token_hex(4)}"
+
+        def work() -> bytes:
+            with served.searcher.current.use() as index:
+                if not isinstance(index, Collection):
+                    raise RequestError(403, "This index never changes: copy its folder. It is of format 1.")
+                index.snapshot(folder / name)
+            return as_json({"snapshot": name})
+
+        try:
+            made = await in_time(request, self._copies.run(lambda job: work(), client_of(request)), None)
+        except StoreError as fault:
+            report(fault, self._settings.debug)
+            raise RequestError(503, "The snapshot cannot be written. The server's log says more.") from None
+        return answer(made, 201)
+
+    async def openapi(self, request: Request) -> Response:
+        """Give the OpenAPI document."""
+        return answer(document())
+
+
+def _living(index: Index) -> Mapping[str, Any]:
+    """Return what only a living index has."""
+    if not isinstance(index, Collection):
+        return {"format": 1}
+    stats = index.stats()
+    return {
+        "format": 2,
+        "generation": index.generation.number,
+        "generations": [
+            {"number": one.number, "state": one.state, "bundle": one.bundle} for one in stats.generations
+        ],
+        "bytes": stats.bytes,
+        "segments": stats.details.get("segments"),
+        "fresh": stats.details.get("fresh"),
+        **index.store.settings(),
+    }

@@ -1,0 +1,176 @@
+"""The OpenAPI document: it says what the code does, and answers are what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+from retrieval.serving.http.openapi import OPERATIONS, document
+from retrieval.serving.index.creating import create_index
+from starlette.routing import Route
+
+jsonschema_rs = pytest.importorskip("jsonschema_rs")
+WIDTH = 16
+
+
+@pytest.fixture
+def living(bundle_path: Path, photos: Path, tmp_path: Path) -> Path:
+    create_index(tmp_path / "i", bundle_path, [photos / "1", photos / "2"], progress=False)
+    return tmp_path / "i"
+
+
+def valid(schema: dict, content: object) -> bool:
+    """Whether JSON is what a schema of the document says."""
+    whole = {**schema, "components": document()["components"]}
+    return jsonschema_rs.is_valid(whole, content)
+
+
+def test_every_route_is_described_and_every_description_is_a_route(index_path):
+    from retrieval.serving.http.app import create_app
+    from retrieval.serving.http.searcher import Searcher
+    from retrieval.serving.http.settings import Settings
+    from retrieval.serving.index.open import open_index
+
+    with open_index(index_path, threads=1) as index:
+        searcher = Searcher(index, Settings())
+        app = create_app(searcher)
+        searcher.close()
+    routes = {
+        (re.sub(r":\w+}", "}", route.path), method.lower())
+        for route in app.routes
+        if isinstance(route, Route) and route.path.startswith("/v1")
+        for method in route.methods - {"HEAD"}
+    }
+    assert routes == {(path, method) for path, said in document()["paths"].items() for method in said}
+    names = [one["operationId"] for said in document()["paths"].values() for one in said.values()]
+    assert len(names) == len(set(names)) == len(OPERATIONS) + sum(one.of_index for one in OPERATIONS)
+
+
+def test_the_document_is_openapi_and_the_copy_in_docs_is_it():
+    said = json.loads((Path(__file__).parents[2] / "docs" / "openapi.json").read_text())
+    assert said == json.loads(json.dumps(document()))
+    for path, operations in said["paths"].items():
+        assert {
+            one["name"] for op in operations.values() for one in op["parameters"] if one["in"] == "path"
+        } == set(re.findall(r"{(\w+)}", path))
+    for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(said)):
+        assert reference in said["components"]["schemas"]
+
+
+def test_examples_are_what_the_schemas_say():
+    shown = 0
+    for said in document()["paths"].values():
+        for operation in said.values():
+            media = [*operation.get("requestBody", {}).get("content", {}).values()]
+            media += [
+                one
+                for answer in operation["responses"].values()
+                for one in answer.get("content", {}).values()
+            ]
+            media += operation["parameters"]
+            for one in media:
+                if "example" in one:
+                    shown += 1
+                    assert valid(one["schema"], one["example"]), (operation["operationId"], one)
+                    assert not valid(one["schema"], [one["example"]])
+    assert shown > 60
+
+
+def test_answers_are_what_the_document_says(served, living, photos):
+    """One answer at least of each operation, and its parameters are those that the code takes."""
+    server = served(living, "--write", "--snapshots", str(living.parent))
+    image = next(photos.rglob("*.png")).read_bytes()
+    vector, seen = [0.5] * WIDTH, set()
+
+    def ask(path, method="GET", template=None, **more):
+        answer = server.client.request(method, path, **more)
+        template = template or path.partition("?")[0]
+        said = document()["paths"][template][method.lower()]
+        seen.add(said["operationId"].removesuffix("Of"))
+        described = said["responses"].get(str(answer.status_code)) or said["responses"]["4XX"]
+        kind = answer.headers["content-type"]
+        assert kind in described["content"], (path, kind, answer.text[:300])
+        if "json" in kind:
+            assert valid(described["content"][kind]["schema"], answer.json()), answer.text
+        return answer
+
+    for prefix, pattern in (("/v1", "/v1"), ("/v1/indexes/i", "/v1/indexes/{index}")):
+
+        def own(path, method="GET", end=None, prefix=prefix, pattern=pattern, status=200, **more):
+            answer = ask(prefix + path, method, pattern + (end or path.partition("?")[0]), **more)
+            assert answer.status_code == status, (path, answer.text)
+
+        own("/items/a%2Fb", "PUT", "/items/{id}", files={"image": image}, data={"label": "x"})
+        own("/item?id=c", "PUT", json={"vector": vector, "metadata": {"n": 1}})
+        for body in ({"vector": vector, "explain": True}, {"id": "c", "fields": []}):
+            own("/search", "POST", json=body)
+        own("/search?explain=true", "POST", content=image, headers={"Content-Type": "image/png"})
+        own("/search", "POST", json={}, status=400)
+        own("/search/batch", "POST", json={"queries": [{"id": "c"}], "explain": True})
+        own("/index")
+        own("/items?limit=3")
+        own("/items", "POST", json={"items": [{"id": "d", "vector": vector}]})
+        own("/items/a%2Fb?vector=true", end="/items/{id}")
+        own("/items/a%2Fb/image", end="/items/{id}/image")
+        own("/items/a%2Fb/thumbnail", end="/items/{id}/thumbnail")
+        own("/item?id=a/b&vector=true")
+        own("/item/image?id=a/b")
+        own("/item/thumbnail?id=a/b")
+        own("/snapshots", "POST", status=201)
+        own("/item?id=c", "DELETE")
+        own("/items/a%2Fb", "DELETE", "/items/{id}")
+        own("/items/a%2Fb", "DELETE", "/items/{id}", status=404)
+        own("/delete", "POST", json={"ids": ["d"]})
+    for path in ("/v1/indexes", "/v1/openapi.json"):
+        assert ask(path).status_code == 200
+    assert seen == {operation.id for operation in OPERATIONS}
+    for operation in OPERATIONS:  # and no others: each unknown parameter is refused
+        if operation.method == "get" and operation.query:
+            path = operation.path.replace("{id}", "x")
+            answer = server.client.get(f"/v1{path}?unknown=1")
+            assert answer.status_code == 400 and "no parameter 'unknown'" in answer.json()["detail"]
+            assert all(name in answer.json()["detail"] for name in operation.query if name != "id")
+
+
+def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, living):
+    """Bounded: a few requests an operation, right and wrong ones."""
+    schemathesis = pytest.importorskip("schemathesis")
+    from hypothesis import HealthCheck, Phase, given, settings
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.generation import GenerationMode
+    from schemathesis.specs.openapi import checks
+
+    server = served(living, "--write")
+    wanted = (
+        not_a_server_error,
+        checks.status_code_conformance,
+        checks.content_type_conformance,
+        checks.response_schema_conformance,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        schema = schemathesis.openapi.from_dict(document())
+        asked = 0
+        for one in schema.get_all_operations():
+            operation = one.ok()
+            if operation.path.startswith("/v1/indexes/"):
+                continue
+            for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+
+                @given(case=operation.as_strategy(generation_mode=mode))
+                @settings(max_examples=6, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate])  # fmt: skip
+                def test(case):
+                    nonlocal asked
+                    asked += 1
+                    case.call_and_validate(base_url=server.url, checks=list(wanted))
+
+                try:
+                    test()
+                except Exception as fault:
+                    if type(fault).__name__ not in ("Unsatisfiable", "SkipTest", "Skipped"):
+                        raise
+    assert asked > 100
+    assert server.client.get("/livez").status_code == 200

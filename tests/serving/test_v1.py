@@ -1,0 +1,483 @@
+"""The routes of /v1 over real HTTP: what is written is found, listed, shown and deleted; keys, cursors, limits."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+import wire
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.open import open_index
+
+WIDTH = 16
+IDS = [
+    "plain",
+    "a/b/image",
+    "100% sure?#&=+",
+    "日本語 🐟",
+    "line\nbreak",
+    "image",
+    "%2e%2e",
+    ".",
+    "..",
+    "é" * 900,
+]
+
+
+@pytest.fixture
+def empty(bundle_path: Path, tmp_path: Path) -> Path:
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    return tmp_path / "i"
+
+
+@pytest.fixture
+def living(bundle_path: Path, photos: Path, tmp_path: Path) -> Path:
+    create_index(tmp_path / "i", bundle_path, [photos], progress=False)
+    return tmp_path / "i"
+
+
+def path_of(id: str, end: str = "") -> str:
+    """Return an item's address; a client tidies dots away, so these two go behind the question mark."""
+    if id in (".", ".."):
+        return f"/v1/item{end}?id={id}"
+    return f"/v1/items/{quote(id, safe='')}{end}"
+
+
+def refused(answer, status: int, says: str) -> None:
+    content = answer.json()
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json"), (
+        answer.text
+    )
+    assert content["status"] == status and content["instance"] == answer.headers["x-request-id"]
+    assert says in content["detail"], content
+
+
+def test_items_of_any_id_are_put_found_shown_and_deleted(served, empty, photos):
+    server = served(empty, "--write")
+    images = [path.read_bytes() for path in sorted(photos.rglob("*.png"))[: len(IDS)]]
+    for id, image in zip(IDS, images, strict=True):
+        said = {"label": "digit", "metadata": json.dumps({"length": len(id), "of": {"id": id}})}
+        put = server.client.put(path_of(id), files={"image": image}, data=said)
+        assert (put.status_code, put.json()) == (200, {"id": id, "replaced": False}), put.text
+    for id, image in zip(IDS, images, strict=True):
+        item = server.client.get(path_of(id)).json()
+        assert (item["id"], item["label"], item["metadata"]["of"]["id"]) == (id, "digit", id)
+        assert (item["bytes"], item["width"], item["height"], item["keep"]) == (len(image), 8, 8, "copy")
+        assert server.client.get(path_of(id, "/image")).content == image
+        small = server.client.get(path_of(id, "/thumbnail"))
+        assert small.headers["content-type"] == "image/jpeg" and small.content.startswith(b"\xff\xd8\xff")
+        again = server.client.get(path_of(id, "/thumbnail"), headers={"If-None-Match": small.headers["etag"]})
+        assert again.status_code == 304
+        found = server.client.post("/v1/search", files={"image": image}, data={"k": "1"}).json()["results"]
+        assert found[0]["id"] == id and found[0]["distance"] == pytest.approx(0, abs=1e-5)
+    assert server.client.put(path_of(IDS[0]), files={"image": images[1]}).json()["replaced"] is True
+    with LivingIndex.open(empty, threads=1) as index:  # durable, and as embedding it here gives
+        assert len(index) == len(IDS)
+        assert np.allclose(index.vector(IDS[1]), index.bundle.encode_image(images[1]).vector[0], atol=1e-6)
+    for id in IDS:
+        assert server.client.delete(path_of(id)).json() == {"deleted": 1}
+        refused(server.client.delete(path_of(id)), 404, "no such item")
+        refused(server.client.get(path_of(id)), 404, "no such item")
+    assert server.client.get("/v1/index").json()["items"] == 0
+
+
+def test_a_search_takes_an_image_in_three_ways_a_vector_or_an_id(served, living, photos):
+    server = served(living)
+    path = sorted(photos.rglob("*.png"))[5]
+    image, key = path.read_bytes(), path.relative_to(photos).as_posix()
+    form = server.client.post("/v1/search", files={"image": image}, data={"k": "5", "filter": "label = '0'"})
+    raw = server.client.post(
+        "/v1/search", params={"k": "5", "filter": '{"label": "0"}'}, content=image, headers={"Content-Type": "image/png"}
+    )  # fmt: skip
+    vector = server.client.get(path_of(key), params={"vector": "true"}).json()["vector"]
+    numbers = server.client.post("/v1/search", json={"vector": vector, "k": 5, "filter": {"label": "0"}})
+    with open_index(living, threads=1) as index:
+        wanted = [hit.id for hit in index.search(path, 6, where="label = '0'")]
+    assert wanted[0] == key
+    for answer in (form, raw, numbers):
+        assert [hit["id"] for hit in answer.json()["results"]] == wanted[:5], answer.text
+    neighbours = server.client.post("/v1/search", json={"id": key, "k": 5, "filter": {"label": "0"}})
+    assert [hit["id"] for hit in neighbours.json()["results"]] == wanted[1:]
+    refused(server.client.post("/v1/search", json={"id": "nobody"}), 404, "no such item")
+    refused(server.client.post("/v1/search", json={"id": key, "vector": vector}), 400, "JSON must be")
+    refused(server.client.post("/v1/search?k=1", files={"image": image}), 400, "query string")
+    wrong = server.client.post("/v1/search?kk=1", content=image, headers={"Content-Type": "image/png"})
+    refused(wrong, 400, "no parameter 'kk'")
+
+
+def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
+    with LivingIndex.open(empty, threads=1) as index:
+        from retrieval.serving.stores.contract import Item
+
+        vectors = np.eye(3, WIDTH, dtype=np.float32)
+        index.upsert([Item(f"i{n}", "x", {"a": n, "b": -n}, arrays={"vector": vectors[n]}) for n in range(3)])
+    server = served(empty)
+    asked = {"vector": [1.0] * WIDTH, "explain": True, "fields": ["b", "none"], "candidates": 20}
+    said = server.client.post("/v1/search", json=asked).json()
+    assert [hit["metadata"] for hit in said["results"]] == [{"b": -n} for n in range(3)]
+    stages, searched = said["explain"]["stages_ms"], said["explain"]["searched"]
+    assert set(stages) >= {"read", "wait", "search"} and all(ms >= 0 for ms in stages.values())
+    assert said["took_ms"] > 0
+    assert (searched["items"], searched["generation"], searched["fresh"], searched["candidates"]) == (
+        3,
+        1,
+        3,
+        20,
+    )
+    assert (
+        server.client.post("/v1/search", json={**asked, "fields": []}).json()["results"][0]["metadata"] == {}
+    )
+
+
+def test_a_batch_answers_as_its_searches_do(served, living, photos):
+    server = served(living, "--batch", "8")
+    paths = sorted(photos.rglob("*.png"))[:40:5]
+    images = [("image", (path.name, path.read_bytes())) for path in paths]
+    together = server.client.post("/v1/search/batch", files=images, data={"k": "3"}).json()["answers"]
+    alone = [server.client.post("/v1/search", files=[image], data={"k": "3"}).json() for image in images]
+    assert [one["results"] for one in together] == [one["results"] for one in alone]
+    key = together[0]["results"][0]["id"]
+    mixed = [{"vector": [0.5] * WIDTH}, {"id": key}, {"vector": [-0.5] * WIDTH}]
+    found = server.client.post("/v1/search/batch", json={"queries": mixed, "k": 2}).json()["answers"]
+    for one, given in zip(found, mixed, strict=True):
+        single = server.client.post("/v1/search", json={**given, "k": 2}).json()["results"]
+        assert [hit["id"] for hit in one["results"]] == [hit["id"] for hit in single]
+    for answer, status, says in (
+        (server.client.post("/v1/search/batch", files=images + images), 400, "8 at most"),
+        (server.client.post("/v1/search/batch", json={"queries": mixed * 3}), 400, "9 queries; 8 are the most"),
+        (server.client.post("/v1/search/batch", json={"queries": []}), 400, '"queries" must be'),
+        (server.client.post("/v1/search/batch", json={"queries": [{}]}), 400, "A query must be"),
+        (server.client.post("/v1/search/batch", json={"queries": [{"vector": [1]}, {"vector": [True]}]}), 400, 'entry 1: "vector" must be a list'),
+        (server.client.post("/v1/search/batch", json={"queries": [{"vector": [1]}, {"vector": [1, 2]}]}), 422, "same number"),
+        (server.client.post("/v1/search/batch", json={"queries": [{"id": key}, {"id": "no"}]}), 404, "Query 2"),
+        (server.client.post("/v1/search/batch", files=[images[0], ("image", ("x", b"no image"))]), 422, "Image 2"),
+    ):  # fmt: skip
+        refused(answer, status, says)
+
+
+def test_many_items_come_together_or_not_at_all(served, empty, photos):
+    server = served(empty, "--write", "--batch", "20")
+    paths = sorted(photos.rglob("*.png"))[:12]
+    images = [("image", (path.name, path.read_bytes())) for path in paths]
+    named = [{"id": f"p{n}", "label": path.parent.name, "metadata": {"n": n}} for n, path in enumerate(paths)]
+
+    def add(items, files, **more):
+        return server.client.post("/v1/items", data={"items": json.dumps(items)}, files=files, **more)
+
+    assert add(named, images).json() == {"added": 12, "replaced": 0}
+    assert add(named[:5], images[:5]).json() == {"added": 0, "replaced": 5}
+    broken = [*images[:3], ("image", ("x.png", images[3][1][1][:40]))]
+    fresh = [{"id": f"q{n}"} for n in range(4)]
+    refused(add(fresh, broken), 422, "Image 4")
+    vectors = [{"id": f"v{n}", "vector": [float(n)] * WIDTH} for n in range(3)]
+    assert server.client.post("/v1/items", json={"items": vectors}).json() == {"added": 3, "replaced": 0}
+    relabelled = [{"id": "p0", "label": "other", "metadata": {"n": -1}}]
+    assert server.client.post("/v1/items", json={"items": relabelled}).json() == {"added": 0, "replaced": 1}
+    item = server.client.get("/v1/items/p0").json()
+    assert (item["label"], item["metadata"], item["keep"]) == ("other", {"n": -1}, "copy")
+    assert server.client.get("/v1/items/p0/image").content == images[0][1][1]
+    for answer, status, says in (
+        (add(fresh[:3], images[:4]), 400, "each of the 4 images"),
+        (add([fresh[0]] * 2, images[:2]), 400, "an id twice"),
+        (add(fresh, []), 415, "multipart/form-data"),
+        (server.client.post("/v1/items", files={"items": (None, "[]")}), 400, 'a file in its field "image"'),
+        (add([{"id": "x", "vector": [1.0] * WIDTH}], images[:1]), 400, "without vectors"),
+        (add([{"id": ""}], images[:1]), 400, '"id" must be text'),
+        (add([{"id": "x\0"}], images[:1]), 400, "NUL"),
+        (server.client.post("/v1/items", json={"items": [{"id": f"w{n}"} for n in range(21)]}), 400, "20 are the most"),
+        (server.client.post("/v1/items", json={"items": [{"id": "nobody", "label": "x"}]}), 422, "no item 'nobody'"),
+        (server.client.post("/v1/items", json={"items": [{"id": "x", "vector": [1.0]}]}), 422, "has 16 numbers, not 1"),
+        (server.client.post("/v1/items", json={"items": [vectors[0] | {"id": "x"}, {"id": "y", "vector": [1e300] * WIDTH}]}), 422, "beyond float32"),
+    ):  # fmt: skip
+        refused(answer, status, says)
+    assert server.client.get("/v1/index").json()["items"] == 15  # nothing of what was refused
+
+
+def test_a_key_gives_the_same_answer_again_also_after_a_restart(served, empty):
+    server = served(empty, "--write")
+    body, key = {"items": [{"id": "a", "vector": [1.0] * WIDTH}]}, {"Idempotency-Key": "k 1"}
+    first = server.client.post("/v1/items", json=body, headers=key)
+    assert first.json() == {"added": 1, "replaced": 0}
+    assert server.client.post("/v1/items", json=body, headers=key).json() == first.json()
+    assert server.client.post("/v1/items", json=body).json() == {"added": 0, "replaced": 1}
+    other = {"items": [{"id": "b", "vector": [1.0] * WIDTH}]}
+    refused(server.client.post("/v1/items", json=other, headers=key), 422, "another request")
+    failed = server.client.post(
+        "/v1/items", json={"items": [{"id": "no"}]}, headers={"Idempotency-Key": "k 2"}
+    )
+    assert failed.status_code == 422  # and the key is free for the request put right
+    assert (
+        server.client.post("/v1/items", json=other, headers={"Idempotency-Key": "k 2"}).json()["added"] == 1
+    )
+    server.process.kill()
+    server.process.wait()
+    again = served(empty, "--write")
+    assert again.client.post("/v1/items", json=body, headers=key).json() == first.json()
+    for bad in ({"Idempotency-Key": ""}, {"Idempotency-Key": "x" * 256}):
+        refused(again.client.post("/v1/items", json=body, headers=bad), 400, "1 to 255")
+    twice = [("Idempotency-Key", "a"), ("Idempotency-Key", "b")]
+    refused(again.client.post("/v1/items", json=body, headers=twice), 400, "a request has one")
+    assert again.client.get("/v1/index").json()["items"] == 2
+
+
+def test_answers_under_keys_are_bounded(empty, monkeypatch):
+    from retrieval.serving.local import answers
+    from retrieval.serving.stores.contract import Item
+
+    with LivingIndex.open(empty, threads=1) as index:
+        store, bundle = index.store, index.bundle.sha256
+        monkeypatch.setattr(answers, "MOST", 3)
+
+        def write(n):
+            item = Item(f"i{n}", arrays={"vector": np.full(WIDTH, n, np.float32)})
+            return lambda: b"%d" % store.upsert([item], bundle)
+
+        for n in range(6):
+            assert store.once(f"k{n}", "r", write(n)) == b"0"
+        assert [store.answered(f"k{n}") for n in range(6)] == [None] * 3 + [("r", b"0")] * 3
+        with pytest.raises(ZeroDivisionError):
+            store.once("k9", "r", lambda: write(9)() * (1 // 0))
+        assert store.answered("k9") is None and len(store.get(["i9"])) == 0 and len(index) == 6
+        monkeypatch.setattr(answers, "SECONDS", -1.0)
+        assert store.answered("k5") is None
+        assert len(index.search(np.zeros(WIDTH), 10)) == 6
+
+
+def test_a_list_comes_in_pages_and_its_cursor_is_its_own(served, living):
+    server = served(living)
+
+    def pages(**said):
+        found, cursor = [], None
+        while True:
+            page = server.client.get(
+                "/v1/items", params={**said, **({"cursor": cursor} if cursor else {})}
+            ).json()
+            found += [item["id"] for item in page["items"]]
+            cursor = page["cursor"]
+            if cursor is None:
+                return found
+
+    with open_index(living, threads=1) as index:
+        everything = [item.id for item in index.scan(limit=1000)]
+        sevens = [item.id for item in index.scan("label = '7'", limit=1000)]
+    assert pages(limit=30) == pages() == everything and len(everything) == 200
+    assert pages(limit=7, filter="label = '7'") == pages(filter='{"label": "7"}') == sevens
+    cursor = server.client.get("/v1/items", params={"limit": 3}).json()["cursor"]
+    forged = base64.urlsafe_b64encode(b'["' + b"[" * 5000 + b'", ""]').decode()
+    for said, status, says in (
+        ({"cursor": cursor, "filter": "label = '7'"}, 400, "cursor"),
+        *(({"cursor": bad}, 400, "cursor") for bad in ("", "x", "é", "a" * 9000, forged, "W10=", "e30=", cursor[:-8])),
+        *(({"limit": bad}, 400, "1 to 1000") for bad in ("0", "1001", "-1", "x", "9" * 20, "1.5", "²")),
+        ({"filter": "label ="}, 400, "filter"),
+        ({"filter": "lable = '7'"}, 422, "No item of this index has a field 'lable'"),
+        ({"filter": "{"}, 400, "not JSON"),
+        ({"filter": "label = '3' or " * 900 + "label = '3'"}, 400, "filter"),
+        ({"fields": ",".join(map(str, range(101)))}, 400, "100 names"),
+        ({"fields": "[1]"}, 400, "100 names"),
+        ({"offset": "3"}, 400, "no parameter 'offset'"),
+    ):  # fmt: skip
+        refused(server.client.get("/v1/items", params=said), status, says)
+    refused(server.client.get("/v1/items?limit=1&limit=2"), 400, "twice")
+
+
+def test_deleting_by_filter_ids_or_all_and_never_by_accident(served, living):
+    server = served(living, "--write")
+
+    def delete(**said):
+        return server.client.post("/v1/delete", json=said)
+
+    sevens = server.client.get("/v1/items", params={"filter": "label = '7'", "limit": 1000}).json()["items"]
+    assert delete(filter="label = '7'").json() == {"deleted": len(sevens)}
+    ids = [item["id"] for item in server.client.get("/v1/items", params={"limit": 3}).json()["items"]]
+    assert delete(ids=[*ids, "nobody"]).json() == {"deleted": 3}
+    for said, status, says in (
+        ({}, 400, "one of"),
+        ({"filter": {}}, 400, "empty object"),
+        ({"filter": ""}, 400, "filter"),
+        ({"filter": None}, 400, "one of"),
+        ({"ids": []}, 400, '"ids" must be'),
+        ({"ids": ["x"] * 10_001}, 400, '"ids" must be'),
+        ({"all": False}, 400, '"all" must be true'),
+        ({"all": True, "ids": ["x"]}, 400, "one of"),
+        ({"where": "label = '7'"}, 400, "one of"),
+        ({"filter": "lable = '7'"}, 422, "field 'lable'"),
+    ):
+        refused(delete(**said), status, says)
+    assert server.client.get("/v1/index").json()["items"] == 200 - len(sevens) - 3
+    assert delete(all=True).json() == {"deleted": 200 - len(sevens) - 3}
+    assert server.client.get("/v1/index").json()["items"] == 0
+
+
+def test_a_server_is_read_only_unless_told_otherwise(served, living, index_path):
+    body = {"items": [{"id": "a", "vector": [1.0] * WIDTH}]}
+
+    def writes(server):
+        yield server.client.post("/v1/items", json=body)
+        yield server.client.put("/v1/items/a", json={"vector": [1.0] * WIDTH})
+        yield server.client.delete("/v1/items/a")
+        yield server.client.post("/v1/delete", json={"all": True})
+        yield server.client.post("/v1/snapshots")
+
+    for answer in writes(served(living)):
+        refused(answer, 403, "read-only")
+    frozen = served(index_path, "--write")
+    for answer in writes(frozen):
+        assert answer.status_code == 403
+    refused(frozen.client.put("/v1/items/a", json={"vector": [1.0] * WIDTH}), 403, "format 1")
+    assert frozen.client.get("/v1/items/5").json()["id"] == 5
+    page = frozen.client.get("/v1/items", params={"limit": 150}).json()
+    rest = frozen.client.get("/v1/items", params={"limit": 150, "cursor": page["cursor"]}).json()
+    assert [item["id"] for item in page["items"] + rest["items"]] == list(range(200))
+    assert rest["cursor"] is None
+    foreign = {"Origin": "http://evil.example", "Content-Type": "application/json"}
+    answer = served(living, "--write").client.post("/v1/items", json=body, headers=foreign)
+    refused(answer, 403, "another site's page")
+
+
+def test_writing_from_afar_needs_a_word_of_its_own(living):
+    from types import SimpleNamespace
+
+    from retrieval.serving.http.errors import RequestError
+    from retrieval.serving.http.permission import permit
+    from retrieval.serving.http.settings import Settings
+
+    def asked(host):
+        return SimpleNamespace(client=None if host is None else SimpleNamespace(host=host))
+
+    for host, near in (("127.0.0.1", True), ("::1", True), ("127.9.9.9", True), ("10.0.0.1", False), ("x", False), (None, False)):  # fmt: skip
+        for settings, role, allowed in (
+            (Settings(), "write", False),
+            (Settings(), "read", True),
+            (Settings(write=True), "write", near),
+            (Settings(write=True), "admin", near),
+            (Settings(writable=True), "admin", True),
+        ):
+            if allowed:
+                permit(asked(host), role, settings)
+            else:
+                with pytest.raises(RequestError) as caught:
+                    permit(asked(host), role, settings)
+                assert caught.value.status == 403
+
+
+def test_snapshots_go_where_the_operator_says(served, living, tmp_path):
+    (tmp_path / "copies").mkdir()
+    server = served(living, "--write", "--snapshots", str(tmp_path / "copies"))
+    refused(server.client.post("/v1/snapshots?name=../x"), 400, "query string")
+    made = [server.client.post("/v1/snapshots", json={"path": "/etc/x", "name": ".."}) for _ in range(2)]
+    names = [answer.json()["snapshot"] for answer in made]
+    assert [answer.status_code for answer in made] == [201, 201] and len(set(names)) == 2
+    assert sorted(
+        path.name for path in (tmp_path / "copies").iterdir() if not path.name.startswith(".")
+    ) == sorted(names)
+    with open_index(tmp_path / "copies" / names[0], threads=1) as copy:
+        assert len(copy) == 200
+    refused(served(living, "--write").client.post("/v1/snapshots"), 403, "--snapshots")
+
+
+def test_the_index_says_what_it_is(served, living):
+    server = served(living, "--batch", "7")
+    said = server.client.get("/v1/index").json()
+    assert (said["index"], said["items"], said["generation"], said["format"]) == ("i", 200, 1, 2)
+    assert said["limits"]["batch"] == 7 and said["keep"] == "reference" and said["fields"] == []
+    assert sum(one["items"] for one in said["segments"]) + said["fresh"] == 200
+    assert str(living.parent) not in json.dumps(said)
+
+
+def test_other_bodies_are_refused(served, empty):
+    """Depth, duplicates, sizes and kinds of bodies, on every route that takes one."""
+    server = served(empty, "--write", "--max-bytes", "100000", "--batch-bytes", "300000")
+    deep = '{"items": [{"id": "x", "metadata": ' + '{"a":' * 100 + "1" + "}" * 100 + "}]}"
+    nan = '{"items": [{"id": "x", "vector": [' + "NaN," * 15 + "NaN]}]}"
+    large = '{"metadata": {"a": NaN}, "vector": [' + ",".join(["1"] * WIDTH) + "]}"
+    for method, path, body, status in (
+        ("POST", "/v1/items", deep, 400),
+        ("POST", "/v1/items", nan, 400),
+        ("POST", "/v1/items", '{"items": [], "items": []}', 400),
+        ("POST", "/v1/items", "[" * 200_000, 400),
+        ("POST", "/v1/items", "{" * 400_000, 413),
+        ("POST", "/v1/search/batch", " " * 400_000, 413),
+        ("POST", "/v1/search/batch", '{"queries": [{"vector": [1e999]}]}', 400),
+        ("PUT", "/v1/items/x", large, 422),
+        ("PUT", "/v1/items/x", '{"label": 5}', 400),
+        ("PUT", "/v1/items/x", '{"metadata": []}', 400),
+        ("PUT", "/v1/items/x", '{"path": "/etc/passwd"}', 400),
+        ("PUT", f"/v1/items/{'x' * 1001}", "{}", 400),
+        ("PUT", "/v1/items/%00", "{}", 400),
+        ("PUT", "/v1/items/%ff%fe", "{}", 400),
+        ("PUT", "/v1/item", "{}", 400),
+        ("PUT", "/v1/item?id=", "{}", 400),
+        ("PUT", "/v1/items/x", json.dumps({"vector": [1.0] * WIDTH, "metadata": {"a": "x" * 1_100_000}}), 422),
+        ("POST", "/v1/delete", "null", 400),
+        ("POST", "/v1/delete", '{"filter": ' + '{"not":' * 60 + "1" + "}" * 61, 400),
+    ):  # fmt: skip
+        head = {"Content-Type": "application/json"}
+        answer = server.client.request(method, path, content=body, headers=head)
+        assert answer.status_code == status, (path[:40], body[:60], answer.text[:300])
+        assert answer.json()["detail"].endswith("."), answer.text
+    for path in ("/v1/items", "/v1/delete", "/v1/search/batch"):
+        answer = server.client.post(path, content=b"x", headers={"Content-Type": "text/plain"})
+        assert answer.status_code == 415
+    assert server.client.get("/v1/index").json()["items"] == 0
+    assert wire.ask(server.port, wire.get("/v1/items/..%2F..%2Fetc%2Fpasswd")).status == 404
+
+
+def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_path):
+    """Each by its name; one that is not named is refused with the names; what is written to one is not in the other."""
+    from retrieval.serving.index.build import write_index
+
+    other = makers.make_bundle(tmp_path / "b", seed=3)
+    write_index(other, [photos / "1"], tmp_path / "frozen.index", progress=False)
+    create_index(tmp_path / "j", other, progress=False)
+    server = served(living, str(tmp_path / "frozen.index"), f"third={tmp_path / 'j'}", "--write")
+    assert server.client.get("/v1/indexes").json() == {"indexes": ["frozen", "i", "third"]}
+    missing = server.client.post("/v1/search", json={"vector": [0.5] * WIDTH})
+    refused(missing, 404, "several indexes")
+    assert missing.json()["indexes"] == ["frozen", "i", "third"]
+    refused(server.client.get("/v1/indexes/none/index"), 404, "no index of this name")
+    refused(server.client.get("/v1/indexes/..%2Fi/index"), 404, "")
+    said = {name: server.client.get(f"/v1/indexes/{name}/index").json() for name in ("frozen", "i", "third")}
+    assert [one["format"] for one in said.values()] == [1, 2, 2] and said["i"]["items"] == 200
+    image = next(photos.rglob("*.png")).read_bytes()
+    for name, one in said.items():
+        answer = server.client.post(f"/v1/indexes/{name}/search", files={"image": image}).json()["results"]
+        assert len(answer) == min(10, one["items"])
+        for hit in answer[:1]:
+            assert hit["image_url"].startswith(f"/v1/indexes/{name}/items/")
+            assert server.client.get(hit["image_url"]).status_code == 200
+    put = server.client.put("/v1/indexes/third/items/a%2Fb", files={"image": image})
+    assert put.status_code == 200 and server.client.get("/v1/indexes/third/items/a%2Fb").json()["id"] == "a/b"
+    refused(server.client.get("/v1/indexes/i/items/a%2Fb"), 404, "no such item")
+    refused(server.client.put("/v1/indexes/frozen/items/a", files={"image": image}), 403, "format 1")
+    ready = server.client.get("/readyz").json()
+    assert {name: one["items"] for name, one in ready["indexes"].items()} == {
+        name: one["items"] for name, one in said.items()
+    }
+    figures = server.client.get("/metrics").text
+    assert 'retrieval_index_items{index="i"} 200.0' in figures
+
+
+def test_names_of_indexes(tmp_path):
+    from retrieval.errors import StoreError
+    from retrieval.serving.http.naming import named
+
+    assert named(["a/photos.index", "b=c/photos.index", "/x/ü"]) == {
+        "photos": "a/photos.index",
+        "b": "c/photos.index",
+        "index": "/x/ü",
+    }
+    (tmp_path / "a=b").mkdir()
+    assert named([str(tmp_path / "a=b")]) == {"index": str(tmp_path / "a=b")}
+    for given, says in (
+        (["a/x", "b/x"], "Two indexes are called 'x'"),
+        (["=x"], "cannot be called"),
+        (["ü=x"], "cannot be called"),
+        (["x" * 101 + "=y"], "cannot be called"),
+    ):
+        with pytest.raises(StoreError, match=says):
+            named(given)
