@@ -37,6 +37,7 @@ def test_every_route_is_described_and_every_description_is_a_route(index_path):
     with open_index(index_path, threads=1) as index:
         searcher = Searcher(index, Settings())
         app = create_app(searcher)
+        app.state.site.close(0.0)
         searcher.close()
     routes = {
         (re.sub(r":\w+}", "}", route.path), method.lower())
@@ -138,6 +139,7 @@ def test_answers_are_what_the_document_says(served, living, photos):
 def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, living):
     """Bounded: a few requests an operation, right and wrong ones."""
     schemathesis = pytest.importorskip("schemathesis")
+    requests = pytest.importorskip("requests")
     from hypothesis import HealthCheck, Phase, given, settings
     from schemathesis.checks import not_a_server_error
     from schemathesis.generation import GenerationMode
@@ -150,7 +152,7 @@ def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, li
         checks.content_type_conformance,
         checks.response_schema_conformance,
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), requests.Session() as session:
         warnings.simplefilter("ignore")
         schema = schemathesis.openapi.from_dict(document())
         asked = 0
@@ -161,16 +163,16 @@ def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, li
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
 
                 @given(case=operation.as_strategy(generation_mode=mode))
-                @settings(max_examples=6, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate])  # fmt: skip
+                @settings(max_examples=3, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate])  # fmt: skip
                 def test(case):
                     nonlocal asked
                     asked += 1
-                    case.call_and_validate(base_url=server.url, checks=list(wanted))
+                    case.call_and_validate(base_url=server.url, checks=list(wanted), session=session)
 
                 try:
                     test()
                 except Exception as fault:
                     if type(fault).__name__ not in ("Unsatisfiable", "SkipTest", "Skipped"):
                         raise
-    assert asked > 100
+    assert asked > 60
     assert server.client.get("/livez").status_code == 200
