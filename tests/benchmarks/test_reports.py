@@ -34,6 +34,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "damage": ("damage", lambda script, raw: script.render(raw)),
     "daml_weights": ("daml_weights", lambda script, raw: script.render()),
     "histories": ("histories", lambda script, raw: script.render(raw)),
+    "merging": ("merging", lambda script, raw: script.render(raw)),
     "fashion": ("fashion", lambda script, raw: script.render(raw)),
     "oahu_sensitivity": ("oahu_sensitivity", lambda script, raw: script.render()),
     "store": ("store_report", lambda script, raw: script.render(raw)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
-from retrieval.serving.local import ready as ready_module
 from retrieval.serving.local import segment
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.segment import Segment
@@ -242,17 +240,3 @@ def test_closing_ends_the_thread(
     assert reader.home.ready._thread is None
     with pytest.raises(StoreError, match="closed"):
         ids(reader, bundle)
-
-
-def test_a_thread_steps_back(writer: LocalStore) -> None:
-    found: list[int] = []
-
-    def look() -> None:
-        ready_module.step_back()
-        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert found[0] == min(19, own + 10) and os.getpriority(os.PRIO_PROCESS, 0) == own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -15,8 +14,6 @@ from retrieval.serving.local.piece import SEGMENTS, Piece, damaged, structure_of
 from retrieval.serving.local.segment import Segment
 from retrieval.serving.local.structures import Structure
 from retrieval.serving.stores.contract import Generation
-
-_LOWER = 10  # added to the niceness of a thread that nobody waits for
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,6 @@ class Ready:
             self._written = {file: piece for file, piece in self._written.items() if file not in files}
 
     def _run(self) -> None:
-        step_back()
         while True:
             with self._lock:
                 if self._closed or not self._asked:
@@ -181,10 +177,3 @@ class Ready:
 
 def _key(row: Row) -> str:
     return f"{row.file} {row.structure}"
-
-
-def step_back() -> None:
-    """Have the system prefer other threads to this one: nobody waits for it."""
-    if hasattr(os, "setpriority") and hasattr(os, "PRIO_PROCESS"):
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.nice(0) + _LOWER)

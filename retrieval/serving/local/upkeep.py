@@ -16,7 +16,7 @@ from retrieval.serving.local.generation_table import all_of
 from retrieval.serving.local.home import Home
 from retrieval.serving.local.merged import Rows, Stopped
 from retrieval.serving.local.piece import SEGMENTS, damaged, positions
-from retrieval.serving.local.ready import Row, step_back
+from retrieval.serving.local.ready import Row
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.segment import Segment, write_segment
 from retrieval.serving.local.structures import Structure, build_structure, is_whole
@@ -85,7 +85,8 @@ class Upkeep:
         self._work.set()
 
     def _run(self) -> None:
-        step_back()
+        # At the priority of every other thread: with a lower one it is put aside on a busy machine while it holds Python's lock, and
+        # searches wait two to three times as long.
         while not self._stop.is_set():
             self._work.wait()
             self._work.clear()
