@@ -33,6 +33,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "daml_real": ("daml_real", lambda script, raw: script.render(raw)),
     "damage": ("damage", lambda script, raw: script.render(raw)),
     "daml_weights": ("daml_weights", lambda script, raw: script.render()),
+    "filters": ("filters", lambda script, raw: script.render(raw)),
     "histories": ("histories", lambda script, raw: script.render(raw)),
     "merging": ("merging", lambda script, raw: script.render(raw)),
     "fashion": ("fashion", lambda script, raw: script.render(raw)),
