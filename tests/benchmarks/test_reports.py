@@ -40,6 +40,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "oahu_sensitivity": ("oahu_sensitivity", lambda script, raw: script.render()),
     "store": ("store_report", lambda script, raw: script.render(raw)),
     "vectors_in_sqlite": ("vectors_in_sqlite", lambda script, raw: script.render(raw)),
+    "power_cuts": ("power_cuts", lambda script, raw: script.render(raw)),
     "oahu_warm": ("oahu_warm", lambda script, raw: script.report(raw)),
     "whitening": ("whitening", lambda script, raw: script.render(raw)),
     "split": ("split", lambda script, raw: script.render(raw)),

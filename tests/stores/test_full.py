@@ -145,11 +145,11 @@ FULL: dict[str, Callable[[LocalStore, Bundle, Bundle, Path], Any]] = CALLS | {
     "restore": lambda store, bundle, other, folder: restore(folder / "whole", folder / "new"),
 }
 LEFT = (0, 4096, 20_000, 50_000, 150_000, 8_000_000)
-WHOLE = range(4300)
+WHOLE = range(1500)
 CHANGED = {
     "upsert": [*WHOLE, *range(8000, 8050)],
     "large": [*WHOLE, *range(4500, 9000)],
-    "delete": range(40, 4300),
+    "delete": WHOLE[40:],
 }
 
 
@@ -163,8 +163,8 @@ def test_a_full_disk_is_said_and_changes_nothing(
     create_local(disk / "i", bundle, widths_of(bundle), structure=Wanted("hnsw"))
     said: list[str] = []
     with LocalStore(disk / "i", upkeep=False) as store:
-        for start in range(0, len(WHOLE), 2150):
-            store.upsert(items(range(start, start + 2150)), bundle.sha256)
+        for start in range(0, len(WHOLE), 750):
+            store.upsert(items(range(start, start + 750)), bundle.sha256)
         if name in ("switch", "drop"):
             embed(store, other)
         if name == "restore":
@@ -197,14 +197,14 @@ def test_a_full_disk_is_said_and_changes_nothing(
 def test_a_full_disk_stops_merging_and_nothing_else(
     disk: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(upkeep, "FLUSH_ROWS", 4100)
+    monkeypatch.setattr(upkeep, "FLUSH_ROWS", 1400)
     monkeypatch.setattr(upkeep, "_PAUSE", 0.05)
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(disk / "i", bundle, widths_of(bundle))
     with LocalStore(disk / "i") as store:
-        store.upsert(items(range(4000)), bundle.sha256)
-        with room(disk, 200_000), caplog.at_level(logging.WARNING, "retrieval.serving.local"):
-            store.upsert(items(range(4000, 4300)), bundle.sha256)
+        store.upsert(items(range(1300)), bundle.sha256)
+        with room(disk, 150_000), caplog.at_level(logging.WARNING, "retrieval.serving.local"):
+            store.upsert(items(range(1300, 1500)), bundle.sha256)
             wait(lambda: "the disk is full" in caplog.text)
             holds(store, bundle, {f"id{n}" for n in WHOLE})
             assert store.stats().details["fresh"] == len(WHOLE)
@@ -233,3 +233,33 @@ def wait(done: Callable[[], bool]) -> None:
     while not done():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+VERBS: dict[str, tuple[str, ...]] = {
+    "create": ("create", "{disk}/new.index", "{photos}", "--bundle", "{bundle}"),
+    "add": ("add", "{disk}/i.index", "{more}"),
+    "delete": ("delete", "{disk}/i.index", "--where", "label = '3'"),
+    "migrate": ("migrate", "{disk}/i.index", "{other}"),
+    "rollback": ("rollback", "{disk}/i.index"),
+    "compact": ("compact", "{disk}/i.index"),
+    "snapshot": ("snapshot", "{disk}/i.index", "{disk}/copy.index"),
+    "restore": ("restore", "{disk}/copy.index", "{disk}/back.index"),
+}
+
+
+def test_each_command_says_that_the_disk_is_full_and_does_it_later(
+    disk: Path, plain_bundle: Path, other_bundle: Path, makers: Any, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    makers.write_digits(tmp_path / "photos", 40)
+    makers.write_digits(tmp_path / "more", 60)
+    names = {"disk": disk, "photos": tmp_path / "photos", "more": tmp_path / "more", "bundle": plain_bundle, "other": other_bundle}  # fmt: skip
+    assert cli("index", "create", disk / "i.index", tmp_path / "photos", "--bundle", plain_bundle).code == 0
+    for verb, words in VERBS.items():
+        line = [word.format(**names) for word in words]
+        with room(disk, 0):
+            told = cli("index", *line)
+        assert told.code == 2, verb
+        assert "the disk is full" in told.err and "Free some space and try again" in told.err, told.err
+        assert "Traceback" not in told.err and len(told.err.strip().splitlines()) == 1, told.err
+        assert cli("index", *line).code == 0, verb
+        assert cli("index", "check", disk / "i.index").code == 0
