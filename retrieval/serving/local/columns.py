@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import operator
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import apsw
@@ -205,12 +205,9 @@ class Columns:
         with self._lock:
             if "id" in names or len(names) > _COLUMNS or names & self._unfit or not _exact(where):
                 return None
-            try:
-                count = self._counted(connection, seq)
-                if count is None or not all(self._ready(connection, name, seq, count) for name in names):
-                    return None
-            except (Unfit, apsw.TooBigError):
-                return None  # as from now on
+            count = self._counted(connection, seq)
+            if count is None or not self._ready(connection, names, seq, count):
+                return None
             known = self._numbers.array
             numbers: Numbers = known[:count][self._true(where)[:count]]
         last = int(known[count - 1]) if count else 0
@@ -236,51 +233,57 @@ class Columns:
         if newest is None or newest <= last:
             return
         more = np.array(json.loads(value(connection, "select json_group_array(n) from (select n from items where n > ? order by n)", (last,))), np.int64)  # fmt: skip
-        columns, self._columns = self._columns, {}  # where one cannot be read on, all are read again
-        for name, column in list(columns.items()):
-            try:
-                self._read(connection, name, column, more)
-            except (Unfit, apsw.TooBigError):
-                self._unfit.add(name)
-                del columns[name]
-        self._columns = columns
+        columns, self._columns = self._columns, {}  # where they cannot be read on, all are read again
+        self._columns = self._read(connection, columns, more)
         self._numbers.extend(more)
         self._moments = [*self._moments[1 - _MOMENTS :], (seq, len(self._numbers.array))]
 
-    def _ready(self, connection: apsw.Connection, name: Path, seq: int, count: int) -> bool:
-        """Have a field's column in memory; False where it holds what came later than a moment."""
-        column = self._columns.get(name)
-        if column is None:
-            if self._moments[-1][1] != count:
+    def _ready(self, connection: apsw.Connection, names: Set[Path], seq: int, count: int) -> bool:
+        """Have the columns of fields in memory; False where one holds what came later than a moment, or does not fit."""
+        missing = sorted(names - self._columns.keys(), key=str)
+        if missing:
+            if self._moments[-1][1] != count or names & self._unfit:
                 return False
-            column = Column(seq)
-            try:
-                self._read(connection, name, column, self._numbers.array)
-            except (Unfit, apsw.TooBigError):
-                self._unfit.add(name)
-                raise
-            self._columns[name] = column
+            self._columns |= self._read(
+                connection, {name: Column(seq) for name in missing}, self._numbers.array
+            )
         self._clock += 1
-        column.used = self._clock
+        for name in names & self._columns.keys():
+            self._columns[name].used = self._clock
         while len(self._columns) > _COLUMNS or sum(one.bytes for one in self._columns.values()) > _BYTES:
             del self._columns[min(self._columns, key=lambda one: self._columns[one].used)]
-        return column.since <= seq and name in self._columns
+        return all(name in self._columns and self._columns[name].since <= seq for name in names)
 
-    @staticmethod
-    def _read(connection: apsw.Connection, name: Path, column: Column, numbers: Numbers) -> None:
-        """Read a field of items from the record into its column, many at a time."""
-        if isinstance(name, str):
-            said, values = "case when label is null then 'NaN' else json_quote(label) end", []
-        else:
-            said = "ifnull(metadata -> ?, 'NaN')"  # which no JSON of an item holds
-            values = ["$" + "".join(f'."{part}"' for part in name)]
-        sql = f"select json_group_array(n), group_concat({said}) from items where n >= ? and n <= ?"
-        for start in range(0, len(numbers), _STEP):
+    def _read(
+        self, connection: apsw.Connection, columns: dict[Path, Column], numbers: Numbers
+    ) -> dict[Path, Column]:
+        """Read fields of items from the record into their columns, many items at a time; return the columns of those that fit."""
+        said, values = [], []
+        for name in columns:
+            if isinstance(name, str):
+                said.append("group_concat(case when label is null then 'NaN' else json_quote(label) end)")
+            else:
+                said.append("group_concat(ifnull(metadata -> ?, 'NaN'))")  # which no JSON of an item holds
+                values.append("$" + "".join(f'."{part}"' for part in name))
+        sql = f"select {', '.join(['json_group_array(n)', *said])} from items where n >= ? and n <= ?"
+        left = dict(columns)
+        for start in range(0, len(numbers) if left else 0, _STEP):
             part = numbers[start : start + _STEP]
-            ((there, text),) = ask(connection, sql, (*values, int(part[0]), int(part[-1])))
+            try:
+                ((there, *texts),) = ask(connection, sql, (*values, int(part[0]), int(part[-1])))
+            except apsw.TooBigError:
+                left = {}
+                break
             rows = np.searchsorted(part, np.array(json.loads(there), np.int64))
-            found = json.loads(f"[{text or ''}]", parse_constant=lambda word: _ABSENT)
-            column.extend(len(part), rows, found)
+            for name, text in zip(columns, texts, strict=True):
+                if name in left:
+                    found = json.loads(f"[{text or ''}]", parse_constant=lambda word: _ABSENT)
+                    try:
+                        left[name].extend(len(part), rows, found)
+                    except Unfit:
+                        del left[name]
+        self._unfit |= columns.keys() - left.keys()
+        return left
 
     def _true(self, where: Filter) -> Mask:
         """Return of which numbers a filter is true (N,)."""
