@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +19,12 @@ from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.http.readiness import Readiness
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.storage import can_write, disk_fault
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
 
-PARTS = {"index", "search", "model", "decoders"}
+PARTS = {"index", "disk", "search", "model", "decoders"}
 
 
 @pytest.fixture
@@ -101,3 +106,52 @@ def test_asking_costs_no_search(probed):
     for _ in range(1000):
         assert probed.readiness.reason() is None
     assert not calls
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk needs root"
+)
+def test_a_disk_that_takes_no_writes_any_more(bundle_path, photos, tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        create_index(disk / "i", bundle_path, progress=False)
+        with LivingIndex.open(disk / "i", threads=1) as index:
+            index.add([photos / "1"], progress=False)
+            searcher = Searcher(index, Settings(deadline=5.0))
+            readiness = Readiness(searcher)
+
+            def probe() -> dict[str, str]:
+                asyncio.run(readiness.probe())
+                return readiness.checks()
+
+            assert probe() == dict.fromkeys(PARTS, "ok")
+            (disk / "filler").write_bytes(bytes(10_000_000))
+            said = probe()
+            assert "full" in said.pop("disk") and set(said.values()) == {"ok"}
+            (disk / "filler").unlink()
+            assert probe() == dict.fromkeys(PARTS, "ok")
+            searcher.close()
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk needs root"
+)
+def test_a_reader_needs_no_room(tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        assert can_write(disk) and disk_fault(disk, least=1) is None
+        assert "is full" in str(disk_fault(disk, least=10**9))
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        assert not can_write(disk) and "read-only" in str(disk_fault(disk))

@@ -15,6 +15,8 @@ from retrieval.serving.decoding.pool import Unstarted
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import report
 from retrieval.serving.http.searcher import DAMAGED, Searcher
+from retrieval.serving.http.storage import can_write, disk_fault
+from retrieval.serving.index.collection import Collection
 
 log = logging.getLogger("retrieval.serving.http")
 
@@ -54,6 +56,7 @@ class Readiness:
         self._checks = dict(checks or {})
         self._told = False
         self._undecoded: str | None = None
+        self._writes = isinstance(searcher.index, Collection) and can_write(searcher.index.path)
         self._references: dict[str, NDArray[np.float32]] = {}
         self._faults: dict[str, str | None] = {"search": _NEW}
         self.seen = Seen()
@@ -73,12 +76,18 @@ class Readiness:
         """Look at each part now, and note what came of it."""
         parts: dict[str, Callable[[], Awaitable[str | None]]] = {
             "index": self._unchanged,
+            "disk": self._disk,
             "search": self._searched,
             "model": self._embeds,
         }
         self._undecoded = None
         faults = {name: await self._noted(part) for name, part in parts.items()}
-        faults = {"index": faults.pop("index"), "decoders": self._undecoded, **faults}
+        faults = {
+            "index": faults.pop("index"),
+            "disk": faults.pop("disk"),
+            "decoders": self._undecoded,
+            **faults,
+        }
         before, now = (next(filter(None, each.values()), None) for each in (self._faults, faults))
         if now != before and now is not None:
             log.warning("Not ready. %s", now)
@@ -92,7 +101,7 @@ class Readiness:
             async with asyncio.timeout(settings.deadline):
                 return await part()
         except TimeoutError:
-            if part == self._unchanged:
+            if part in (self._unchanged, self._disk):
                 return "The storage of the index does not answer."
             return f"Searches take longer than {settings.deadline:g} seconds."
         except RequestError as error:
@@ -144,6 +153,16 @@ class Readiness:
             log.warning("%s", changed)  # its path is for the log only
             self._told = True
         return "The files of the index are no longer those that are served. Start the server again."
+
+    async def _disk(self) -> str | None:
+        """Return why an index that could be written to when the server opened it cannot be now."""
+        index = self._searcher.index
+        if not self._writes or not isinstance(index, Collection):
+            return None
+        try:
+            return await self._searcher.machinery.pictures.run(lambda job: disk_fault(index.path))
+        except RequestError:
+            return None  # as above
 
     async def watch(self) -> None:
         """Probe, for ever."""

@@ -18,6 +18,7 @@ from retrieval.serving.index.contract import Floats
 from retrieval.serving.index.items import Item as Listed
 from retrieval.serving.index.seals import Seals
 from retrieval.serving.sessions import Device
+from retrieval.serving.stages import stage
 from retrieval.serving.stores.address import Address, IndexPlace, place_of
 from retrieval.serving.stores.contract import Generation, Item, Stats, Store, Superseded
 from retrieval.serving.stores.find import store_place
@@ -168,7 +169,8 @@ class Collection(Index):
                 item if item.id in other and there[item.id].path == item.path else seals.sealed(item)
                 for item in items
             ]
-        return self.store.upsert(items, self.bundle.sha256)
+        with stage("write", len(items)):
+            return self.store.upsert(items, self.bundle.sha256)
 
     def delete(self, ids: str | Iterable[str] = (), *, where: Where = None) -> int:
         """Delete items by id, or all that match; return how many there were. Unknown ids are passed over.
@@ -178,7 +180,8 @@ class Collection(Index):
             StoreError: read-only, another writer holds the index, or the disk refuses.
         """
         chosen = as_filter(where)
-        return self.store.delete([ids] if isinstance(ids, str) else ids, where=chosen)
+        with stage("write"):
+            return self.store.delete([ids] if isinstance(ids, str) else ids, where=chosen)
 
     def get(self, ids: str | Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
         """Return items by id; unknown ids are left out.
