@@ -61,7 +61,7 @@ def alone(count: int, rounds: int) -> dict[str, float]:
         "client": ("127.0.0.1", 1),
     }
     searcher: Any = None  # asked only when Prometheus asks
-    metrics = Metrics(searcher, ["/v1/search"])
+    metrics = Metrics({"index": searcher}, ["/v1/search"])
     log = Log("json", per_second=10**9, stream=io.StringIO())
 
     async def receive() -> dict[str, Any]:

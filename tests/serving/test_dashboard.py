@@ -24,7 +24,7 @@ def exposed(path: Path) -> dict[str, set[str]]:
     gate.refused[400] += 1
     with LivingIndex.open(path, threads=1) as index:
         searcher = Searcher(index, Settings())
-        metrics = Metrics(searcher, ["/v1/search"], {"main": gate})
+        metrics = Metrics({"index": searcher}, ["/v1/search"], {"main": gate})
         trail = Trail()
         for name in STAGES:
             trail.note(name, 0.0, 0.5)
