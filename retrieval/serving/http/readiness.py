@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,6 @@ from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import report
 from retrieval.serving.http.searcher import DAMAGED, Searcher
 from retrieval.serving.http.storage import can_write, disk_fault
-from retrieval.serving.index.collection import Collection
 
 log = logging.getLogger("retrieval.serving.http")
 
@@ -56,7 +56,10 @@ class Readiness:
         self._checks = dict(checks or {})
         self._told = False
         self._undecoded: str | None = None
-        self._writes = isinstance(searcher.index, Collection) and can_write(searcher.index.path)
+        folder = searcher.index.path
+        self._written = (
+            folder if isinstance(folder, Path) and searcher.settings.write and can_write(folder) else None
+        )
         self._references: dict[str, NDArray[np.float32]] = {}
         self._faults: dict[str, str | None] = {"search": _NEW}
         self.seen = Seen()
@@ -156,11 +159,11 @@ class Readiness:
 
     async def _disk(self) -> str | None:
         """Return why an index that could be written to when the server opened it cannot be now."""
-        index = self._searcher.index
-        if not self._writes or not isinstance(index, Collection):
+        folder = self._written
+        if folder is None:
             return None
         try:
-            return await self._searcher.machinery.pictures.run(lambda job: disk_fault(index.path))
+            return await self._searcher.machinery.pictures.run(lambda job: disk_fault(folder))
         except RequestError:
             return None  # as above
 
