@@ -78,10 +78,11 @@ def alone(count: int, rounds: int) -> dict[str, float]:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"y" * 500})
 
+    patterns = {(app, frozenset[str]()): "/v1/search"}
     contestants = {
         "nothing": app,
-        "metrics": Observer(app, {app: "/v1/search"}, metrics),
-        "and a log": Observer(app, {app: "/v1/search"}, metrics, log),
+        "metrics": Observer(app, patterns, metrics),
+        "and a log": Observer(app, patterns, metrics, log),
     }
 
     async def run(one: Any) -> float:

@@ -35,11 +35,13 @@ def trace_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
 
 
 def patterns_of(routes: Sequence[BaseRoute]) -> dict[Any, str]:
-    """Return the pattern of the addresses that each endpoint answers: `/v1/items/{id}/image`."""
+    """Return the pattern of the addresses that each endpoint answers, by it and what it takes of the address: `/v1/items/{id}/image`."""
     found: dict[Any, str] = {}
     for route in routes:
         if isinstance(route, Route):
-            found.setdefault(route.endpoint, re.sub(r":\w+}", "}", route.path))
+            found.setdefault(
+                (route.endpoint, frozenset(route.param_convertors)), re.sub(r":\w+}", "}", route.path)
+            )
     return found
 
 
@@ -48,7 +50,7 @@ class Observer:
 
     Args:
         app: it.
-        routes: the pattern of each endpoint.
+        routes: the pattern of each endpoint; see `patterns_of`.
         metrics: counts.
         log: has a line for each request; None for no log. Monitors' have none.
         traces: None for none.
@@ -89,7 +91,7 @@ class Observer:
     def _finish(self, scope: Any, one: _Exchange, trace: str) -> None:
         ended = perf_counter()
         method = scope["method"] if scope["method"] in METHODS else OTHER
-        route = self._routes.get(scope.get("endpoint"), OTHER)
+        route = self._routes.get((scope.get("endpoint"), frozenset(scope.get("path_params", ()))), OTHER)
         self._metrics.answered(one.trail, method, route, one.status, ended - one.began)
         good = 0 < one.status < 400
         monitored = route in HEALTH and one.status in (200, 503)  # the log has a line when readiness changes
