@@ -141,7 +141,7 @@ Examples:
 @click.option("--writable", is_flag=True, help="Let all clients change indexes.")
 @click.option(
     "--snapshots",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    type=click.Path(path_type=Path),
     metavar="FOLDER",
     help="Where snapshots that clients ask for are written.",
 )

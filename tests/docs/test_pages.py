@@ -98,7 +98,7 @@ def test_http(after_tutorial: Any, root: Path) -> None:
     after_tutorial.follow(root / "docs" / "http.md")
     assert (after_tutorial.folder / "nearest.png").read_bytes().startswith(b"\x89PNG")
     assert (after_tutorial.folder / "small.jpg").read_bytes().startswith(b"\xff\xd8\xff")
-    assert sum(line.startswith("curl ") for line in after_tutorial.ran) >= 26
+    assert sum(line.startswith("curl ") for line in after_tutorial.ran) >= 24
     described = {path for path in document()["paths"] if "{index}" not in path}
     shown = (root / "docs" / "http.md").read_text(encoding="utf-8")
     assert all(path in shown for path in described if not path.startswith("/v1/item/"))

@@ -365,7 +365,7 @@ def test_writing_from_afar_needs_a_word_of_its_own(living):
                 assert caught.value.status == 403
 
 
-def test_snapshots_go_where_the_operator_says(served, living, tmp_path):
+def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
     (tmp_path / "copies").mkdir()
     server = served(living, "--write", "--snapshots", str(tmp_path / "copies"))
     refused(server.client.post("/v1/snapshots?name=../x"), 400, "query string")
@@ -378,6 +378,8 @@ def test_snapshots_go_where_the_operator_says(served, living, tmp_path):
     with open_index(tmp_path / "copies" / names[0], threads=1) as copy:
         assert len(copy) == 200
     refused(served(living, "--write").client.post("/v1/snapshots"), 403, "--snapshots")
+    none = cli("serve", living, "--snapshots", tmp_path / "none")
+    assert none.code == 2 and "which --snapshots names" in none.err
 
 
 def test_the_index_says_what_it_is(served, living):

@@ -113,6 +113,8 @@ def serve(
     cores = os.cpu_count() or 1
     settings = settings or Settings(workers=cores)
     settings = replace(settings, hosts=tuple(sorted({*(settings.hosts or ()), host.lower(), _own_name()})))
+    if settings.snapshots is not None and not settings.snapshots.is_dir():
+        raise StoreError(f"There is no folder {settings.snapshots}, which --snapshots names. Make it first.")
     _allow_files(settings.connections + _FILES)
     beside = _in_event_loop() if wait is None else not wait
     with ExitStack() as stack:
