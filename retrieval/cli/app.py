@@ -25,6 +25,7 @@ COMMANDS = {
     "index": "index:index",
     "search": "serving:search_command",
     "serve": "serving:serve_command",
+    "keys": "keys:keys",
     "sign": "sign:sign_command",
     "doctor": "doctor:doctor",
 }

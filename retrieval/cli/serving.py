@@ -82,7 +82,64 @@ def search_command(
         say("\n\n".join(_table(name, hits) for name, hits in zip(names, answers, strict=True)))
 
 
-_SIZES = {"max_pixels": Pixels, "max_bytes": Bytes, "body_memory": Bytes, "batch_bytes": Bytes}
+_SIZES = {
+    "max_pixels": Pixels,
+    "max_bytes": Bytes,
+    "body_memory": Bytes,
+    "batch_bytes": Bytes,
+    "bytes_per_minute": Bytes,
+}
+
+
+def _access(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say who may reach the server, and how."""
+    file = click.Path(path_type=Path)
+    for option in reversed(
+        [
+            click.option(
+                "--keys",
+                type=file,
+                metavar="KEYS",
+                help="File of API keys (retrieval keys add); also named by the environment variable RETRIEVAL_KEYS.",
+            ),
+            click.option(
+                "--open",
+                type=Choice(["read", "write", "admin"]),
+                help="What everybody may do without a key. A server that others can reach needs this or keys.",
+            ),
+            click.option(
+                "--audit",
+                type=file,
+                metavar="FILE",
+                help="Record each change of an index here, as JSON lines.",
+            ),
+            click.option(
+                "--certificate", type=file, metavar="FILE", help="TLS certificate with its chain, PEM."
+            ),
+            click.option(
+                "--private-key",
+                type=file,
+                metavar="FILE",
+                help="Its private key, PEM; the password is RETRIEVAL_PRIVATE_KEY_PASSWORD in the environment.",
+            ),
+            click.option(
+                "--proxy-header-from",
+                "proxies",
+                multiple=True,
+                metavar="ADDRESS",
+                help="Believe X-Forwarded-For of the proxy at this address or network; repeatable.",
+            ),
+            click.option(
+                "--cors-origin",
+                "cors_origins",
+                multiple=True,
+                metavar="ORIGIN",
+                help="Pages of this other site may use the server; repeatable.",
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
 
 
 def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +162,7 @@ def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
     epilog="""\b
 Examples:
   retrieval serve photos.index
-  retrieval serve photos.index --port 8080 --write
+  retrieval serve photos.index --port 8080 --open write
   retrieval serve photos.index shoes=/data/shoes.index
   curl -F image=@query.png -F k=5 http://127.0.0.1:8000/v1/search
 """,
@@ -137,14 +194,13 @@ Examples:
     metavar="FOLDER",
     help="Show items' images from here; without it, of an index that you built on this machine. Repeatable.",
 )
-@click.option("--write", is_flag=True, help="Let clients of this machine change indexes.")
-@click.option("--writable", is_flag=True, help="Let all clients change indexes.")
 @click.option(
     "--snapshots",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
     help="Where snapshots that clients ask for are written.",
 )
+@_access
 @_limits
 @click.option(
     "--log-format",
@@ -163,15 +219,13 @@ def serve_command(
     hosts: tuple[str, ...],
     workers: int | None,
     images: tuple[Path, ...],
-    write: bool,
-    writable: bool,
     snapshots: Path | None,
     log_format: Any,
     debug: bool,
     extra: tuple[str, ...],
     device: Any,
     signed_by: Path | None,
-    **limits: Any,
+    **settings: Any,
 ) -> None:
     """Serve INDEX, a folder or an address, over HTTP: a page to search with an image, and the same as JSON at POST /v1/search.
 
@@ -181,23 +235,23 @@ def serve_command(
     from retrieval.serving.http.naming import named
     from retrieval.serving.http.server import serve
 
-    settings = Settings(
+    if settings["private_key"] is not None and settings["certificate"] is None:
+        raise click.UsageError("--private-key needs --certificate.")
+    made = Settings(
         workers=workers or os.cpu_count() or 1,
         hosts=tuple(name.lower() for name in hosts),
         health_port=health_port,
         images=images,
-        write=write,
-        writable=writable,
         snapshots=snapshots,
         log_format=log_format,
         debug=debug,
-        **limits,
+        **settings,
     )
     serve(
         named(indexes),
         host=host,
         port=port,
-        settings=settings,
+        settings=made,
         plugins=extra,
         device=device,
         signed_by=signed_by,

@@ -14,9 +14,10 @@ from retrieval.cli.app import COMMANDS, app
 from retrieval.cli.index import COMMANDS as VERBS
 
 LEAVES = [
-    *(name for name in COMMANDS if name not in ("plugins", "index")),
+    *(name for name in COMMANDS if name not in ("plugins", "index", "keys")),
     *("plugins list", "plugins show", "plugins new"),
     *(f"index {verb}" for verb in VERBS),
+    *("keys add", "keys list", "keys remove"),
 ]
 
 

@@ -80,7 +80,7 @@ def test_the_image_serves_with_options_that_there_are() -> None:
     assert f"http://127.0.0.1:{given['health_port']}/readyz" in check and "/readyz" in HEALTH
     (words,) = re.findall(r"CMD (\[.*\])", check)
     compile(json.loads(words)[2], "HEALTHCHECK", "exec")
-    assert given["index"] == Path(said["VOLUME"])
+    assert given["indexes"] == (said["VOLUME"],)
 
 
 # --- compose

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import time
@@ -56,7 +57,9 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
     """Start `retrieval serve` in a process of its own on a free port; gives its url and process."""
     started, clients = [], []
 
-    def start(index: Path, *options: str, python: str = sys.executable) -> SimpleNamespace:
+    def start(
+        index: Path, *options: str, python: str = sys.executable, verify: ssl.SSLContext | bool = True
+    ) -> SimpleNamespace:
         process = subprocess.Popen(
             [python, "-m", "retrieval.cli", "serve", str(index), "--port", "0", *options],
             stdout=subprocess.PIPE,
@@ -69,7 +72,9 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
         line = process.stdout.readline()
         assert "Serving" in line, line + process.stderr.read()
         url = line.split(" at ")[1].split("/ ")[0]
-        server = SimpleNamespace(url=url, process=process, client=httpx.Client(base_url=url, timeout=30))
+        server = SimpleNamespace(
+            url=url, process=process, client=httpx.Client(base_url=url, timeout=30, verify=verify)
+        )
         server.port = int(url.rpartition(":")[2])
         clients.append(server.client)
         _until_ready(server.client)

@@ -130,7 +130,7 @@ def test_a_disk_that_takes_no_writes_any_more(bundle_path, photos, tmp_path):
         create_index(disk / "i", bundle_path, progress=False)
         with LivingIndex.open(disk / "i", threads=1) as index:
             index.add([photos / "1"], progress=False)
-            searcher = Searcher(index, Settings(deadline=5.0, write=True))
+            searcher = Searcher(index, Settings(deadline=5.0, open="write"))
             readiness = Readiness(searcher)
 
             def probe() -> dict[str, str]:

@@ -297,7 +297,7 @@ def test_a_folder_that_is_removed_ends_readiness(living, served):
 def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(makers, living, bundle_path, photos, served, tmp_path):  # fmt: skip
     """Also one with another bundle, of another format, and back again, under searches and after a write."""
     other = makers.make_bundle(tmp_path / "other", seed=7)
-    server = served(living, "--probe-seconds", "0.2", "--write", "--workers", "2")
+    server = served(living, "--probe-seconds", "0.2", "--open", "admin", "--workers", "2")
     image = next(photos.rglob("*.png")).read_bytes()
     statuses, stop = [], threading.Event()
 

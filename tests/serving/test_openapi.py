@@ -82,7 +82,7 @@ def test_examples_are_what_the_schemas_say():
 
 def test_answers_are_what_the_document_says(served, living, photos):
     """One answer at least of each operation, and its parameters are those that the code takes."""
-    server = served(living, "--write", "--snapshots", str(living.parent))
+    server = served(living, "--open", "admin", "--snapshots", str(living.parent))
     image = next(photos.rglob("*.png")).read_bytes()
     vector, seen = [0.5] * WIDTH, set()
 
@@ -145,7 +145,7 @@ def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, li
     from schemathesis.generation import GenerationMode
     from schemathesis.specs.openapi import checks
 
-    server = served(living, "--write")
+    server = served(living, "--open", "admin")
     wanted = (
         not_a_server_error,
         checks.status_code_conformance,

@@ -19,7 +19,7 @@ WIDTH = 16
 def writing(served, bundle_path, tmp_path) -> SimpleNamespace:
     """A server that is written to by four clients, each of which keeps what it was told."""
     create_index(tmp_path / "i", bundle_path, progress=False)
-    server = served(tmp_path / "i", "--write")
+    server = served(tmp_path / "i", "--open", "admin")
     told: list[str] = []
     others: list[int] = []
 

@@ -58,7 +58,7 @@ def refused(answer, status: int, says: str) -> None:
 
 
 def test_items_of_any_id_are_put_found_shown_and_deleted(served, empty, photos):
-    server = served(empty, "--write")
+    server = served(empty, "--open", "admin")
     images = [path.read_bytes() for path in sorted(photos.rglob("*.png"))[: len(IDS)]]
     for id, image in zip(IDS, images, strict=True):
         said = {"label": "digit", "metadata": json.dumps({"length": len(id), "of": {"id": id}})}
@@ -161,7 +161,7 @@ def test_a_batch_answers_as_its_searches_do(served, living, photos):
 
 
 def test_many_items_come_together_or_not_at_all(served, empty, photos):
-    server = served(empty, "--write", "--batch", "20")
+    server = served(empty, "--open", "admin", "--batch", "20")
     paths = sorted(photos.rglob("*.png"))[:12]
     images = [("image", (path.name, path.read_bytes())) for path in paths]
     named = [{"id": f"p{n}", "label": path.parent.name, "metadata": {"n": n}} for n, path in enumerate(paths)]
@@ -199,7 +199,7 @@ def test_many_items_come_together_or_not_at_all(served, empty, photos):
 
 
 def test_a_key_gives_the_same_answer_again_also_after_a_restart(served, empty):
-    server = served(empty, "--write")
+    server = served(empty, "--open", "admin")
     body, key = {"items": [{"id": "a", "vector": [1.0] * WIDTH}]}, {"Idempotency-Key": "k 1"}
     first = server.client.post("/v1/items", json=body, headers=key)
     assert first.json() == {"added": 1, "replaced": 0}
@@ -216,7 +216,7 @@ def test_a_key_gives_the_same_answer_again_also_after_a_restart(served, empty):
     )
     server.process.kill()
     server.process.wait()
-    again = served(empty, "--write")
+    again = served(empty, "--open", "admin")
     assert again.client.post("/v1/items", json=body, headers=key).json() == first.json()
     for bad in ({"Idempotency-Key": ""}, {"Idempotency-Key": "x" * 256}):
         refused(again.client.post("/v1/items", json=body, headers=bad), 400, "1 to 255")
@@ -286,7 +286,7 @@ def test_a_list_comes_in_pages_and_its_cursor_is_its_own(served, living):
 
 
 def test_deleting_by_filter_ids_or_all_and_never_by_accident(served, living):
-    server = served(living, "--write")
+    server = served(living, "--open", "admin")
 
     def delete(**said):
         return server.client.post("/v1/delete", json=said)
@@ -325,7 +325,7 @@ def test_a_server_is_read_only_unless_told_otherwise(served, living, index_path)
 
     for answer in writes(served(living)):
         refused(answer, 403, "read-only")
-    frozen = served(index_path, "--write")
+    frozen = served(index_path, "--open", "admin")
     for answer in writes(frozen):
         assert answer.status_code == 403
     refused(frozen.client.put("/v1/items/a", json={"vector": [1.0] * WIDTH}), 403, "format 1")
@@ -335,39 +335,23 @@ def test_a_server_is_read_only_unless_told_otherwise(served, living, index_path)
     assert [item["id"] for item in page["items"] + rest["items"]] == list(range(200))
     assert rest["cursor"] is None
     foreign = {"Origin": "http://evil.example", "Content-Type": "application/json"}
-    answer = served(living, "--write").client.post("/v1/items", json=body, headers=foreign)
+    answer = served(living, "--open", "admin").client.post("/v1/items", json=body, headers=foreign)
     refused(answer, 403, "another site's page")
 
 
-def test_writing_from_afar_needs_a_word_of_its_own(living):
-    from types import SimpleNamespace
-
-    from retrieval.serving.http.errors import RequestError
-    from retrieval.serving.http.permission import permit
-    from retrieval.serving.http.settings import Settings
-
-    def asked(host):
-        return SimpleNamespace(client=None if host is None else SimpleNamespace(host=host))
-
-    for host, near in (("127.0.0.1", True), ("::1", True), ("127.9.9.9", True), ("10.0.0.1", False), ("x", False), (None, False)):  # fmt: skip
-        for settings, role, allowed in (
-            (Settings(), "write", False),
-            (Settings(), "read", True),
-            (Settings(write=True), "write", near),
-            (Settings(write=True), "admin", near),
-            (Settings(writable=True), "admin", True),
-        ):
-            if allowed:
-                permit(asked(host), role, settings)
-            else:
-                with pytest.raises(RequestError) as caught:
-                    permit(asked(host), role, settings)
-                assert caught.value.status == 403
+def test_nobody_writes_unless_the_operator_said_so(served, living):
+    client = served(living).client
+    refused(client.delete("/v1/items/x"), 403, "read-only")
+    refused(client.put("/v1/items/x", json={}), 403, "--open")
+    refused(client.post("/v1/items", json={"items": []}), 403, "read-only")
+    refused(client.post("/v1/delete", json={"all": True}), 403, "read-only")
+    refused(client.post("/v1/snapshots"), 403, "read-only")
+    assert client.get("/v1/items/x").status_code in (200, 404)
 
 
 def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
     (tmp_path / "copies").mkdir()
-    server = served(living, "--write", "--snapshots", str(tmp_path / "copies"))
+    server = served(living, "--open", "admin", "--snapshots", str(tmp_path / "copies"))
     refused(server.client.post("/v1/snapshots?name=../x"), 400, "query string")
     made = [server.client.post("/v1/snapshots", json={"path": "/etc/x", "name": ".."}) for _ in range(2)]
     names = [answer.json()["snapshot"] for answer in made]
@@ -377,7 +361,7 @@ def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
     ) == sorted(names)
     with open_index(tmp_path / "copies" / names[0], threads=1) as copy:
         assert len(copy) == 200
-    refused(served(living, "--write").client.post("/v1/snapshots"), 403, "--snapshots")
+    refused(served(living, "--open", "admin").client.post("/v1/snapshots"), 403, "--snapshots")
     none = cli("serve", living, "--snapshots", tmp_path / "none")
     assert none.code == 2 and "which --snapshots names" in none.err
 
@@ -393,7 +377,7 @@ def test_the_index_says_what_it_is(served, living):
 
 def test_other_bodies_are_refused(served, empty):
     """Depth, duplicates, sizes and kinds of bodies, on every route that takes one."""
-    server = served(empty, "--write", "--max-bytes", "100000", "--batch-bytes", "300000")
+    server = served(empty, "--open", "admin", "--max-bytes", "100000", "--batch-bytes", "300000")
     deep = '{"items": [{"id": "x", "metadata": ' + '{"a":' * 100 + "1" + "}" * 100 + "}]}"
     nan = '{"items": [{"id": "x", "vector": [' + "NaN," * 15 + "NaN]}]}"
     large = '{"metadata": {"a": NaN}, "vector": [' + ",".join(["1"] * WIDTH) + "]}"
@@ -436,7 +420,7 @@ def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_p
     other = makers.make_bundle(tmp_path / "b", seed=3)
     write_index(other, [photos / "1"], tmp_path / "frozen.index", progress=False)
     create_index(tmp_path / "j", other, progress=False)
-    server = served(living, str(tmp_path / "frozen.index"), f"third={tmp_path / 'j'}", "--write")
+    server = served(living, str(tmp_path / "frozen.index"), f"third={tmp_path / 'j'}", "--open", "admin")
     assert server.client.get("/v1/indexes").json() == {"indexes": ["frozen", "i", "third"]}
     missing = server.client.post("/v1/search", json={"vector": [0.5] * WIDTH})
     refused(missing, 404, "several indexes")

@@ -15,6 +15,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from retrieval.errors import DataError
+from retrieval.serving.http.access.audit import Audit
+from retrieval.serving.http.access.cors import cross_origin
+from retrieval.serving.http.access.gate import Access, Gate
 from retrieval.serving.http.budget import give_back
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import Guard
@@ -42,20 +45,27 @@ _PAGE = {
 
 
 def create_app(
-    searchers: Searcher | Mapping[str, Searcher], monitoring: Monitoring | None = None
+    searchers: Searcher | Mapping[str, Searcher],
+    monitoring: Monitoring | None = None,
+    access: Access | None = None,
+    audit: Audit | None = None,
 ) -> Starlette:
     """Return the application over one or more searchers of the same settings.
 
     Args:
         searchers: what answers, by the name of its index; closing them is the caller's.
         monitoring: of those searchers; by default one that writes no log.
+        access: who may do what; by default what the settings let everybody do.
+        audit: where changes are recorded; None for nowhere.
     """
     named = {"index": searchers} if isinstance(searchers, Searcher) else searchers
     settings = next(iter(named.values())).settings
     monitoring = monitoring or Monitoring(named)
     watch, close = monitoring.watch, monitoring.close
     site = Site(
-        {name: Served(name, one, Originals(one), Writing(one)) for name, one in named.items()}, settings
+        {name: Served(name, one, Originals(one), Writing(one, name, audit)) for name, one in named.items()},
+        settings,
+        audit,
     )
     every = [
         *monitoring.routes,
@@ -78,7 +88,12 @@ def create_app(
     app = Starlette(
         routes=every,
         lifespan=lifespan,
-        middleware=[monitoring.observer(every), Middleware(Guard, settings=settings)],
+        middleware=[
+            monitoring.observer(every),
+            Middleware(Guard, settings=settings),
+            *cross_origin(settings.cors_origins),
+            Middleware(Gate, access=access or Access(settings)),
+        ],
         exception_handlers={HTTPException: _http_error, RequestError: _request_error, DataError: _data_error},
     )
     app.router.redirect_slashes = False  # a redirect would repeat the Host that it was sent
@@ -142,7 +157,7 @@ async def _request_error(request: Request, fault: Exception) -> Response:
     if (trail := current()) is not None:
         trail.reason = fault.reason
     fault.__traceback__ = None  # its frames hold the body, and through the job that failed, the fault
-    return problem(request.scope, fault.status, str(fault), more=fault.more)
+    return problem(request.scope, fault.status, str(fault), fault.headers, fault.more)
 
 
 async def _data_error(request: Request, fault: Exception) -> Response:

@@ -16,15 +16,22 @@ class RequestError(RetrievalError):
         sentence: for the person who sent it.
         reason: one word for the server's figures, one of a few; by default its status says enough.
         more: further members of the problem.
+        headers: of the answer, besides.
     """
 
     def __init__(
-        self, status: int, sentence: str, reason: str = "", more: Mapping[str, Any] | None = None
+        self,
+        status: int,
+        sentence: str,
+        reason: str = "",
+        more: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(sentence)
         self.status = status
         self.reason = reason
         self.more = more
+        self.headers = dict(headers or {})
 
 
 class Gone(Exception):

@@ -95,9 +95,11 @@ class Guard:
         return known is None or name in known or name == "localhost" or _is_address(name)
 
     def _is_foreign(self, headers: Mapping[str, str], host: str) -> bool:
+        origin = headers.get("origin")
+        if origin in self._settings.cors_origins:
+            return False
         if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return True
-        origin = headers.get("origin")
         if origin is None:
             return False
         where = origin.partition("://")[2]

@@ -58,7 +58,9 @@ class Readiness:
         self._undecoded: str | None = None
         folder = searcher.index.path
         self._written = (
-            folder if isinstance(folder, Path) and searcher.settings.write and can_write(folder) else None
+            folder
+            if isinstance(folder, Path) and searcher.settings.changeable and can_write(folder)
+            else None
         )
         self._references: dict[str, NDArray[np.float32]] = {}
         self._faults: dict[str, str | None] = {"search": _NEW}

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from retrieval.serving.http.access.audit import Audit
+from retrieval.serving.http.access.roles import caller_of
 from retrieval.serving.http.budget import Budget
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.originals import Originals
-from retrieval.serving.http.permission import Role, permit
 from retrieval.serving.http.searcher import Searcher
-from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.settings import Role, Settings
 from retrieval.serving.http.writing import Writing
 
 
@@ -40,9 +41,11 @@ class Site:
     Args:
         indexes: one or more.
         settings: limits, the same for all.
+        audit: the record of changes; None for none.
     """
 
-    def __init__(self, indexes: Mapping[str, Served], settings: Settings) -> None:
+    def __init__(self, indexes: Mapping[str, Served], settings: Settings, audit: Audit | None = None) -> None:
+        self.audit = audit
         self.indexes = indexes
         self.settings = settings
         self.budget = Budget(settings.body_memory)
@@ -53,17 +56,20 @@ class Site:
         Raises:
             RequestError: 403, it may not; 404, no index has the name, or several could be meant.
         """
-        permit(request, role, self.settings)
+        caller = caller_of(request.scope)
+        caller.require(role)
         name = request.path_params.get("index")
         if name is None and len(self.indexes) == 1:
-            return next(iter(self.indexes.values()))
+            name = next(iter(self.indexes))
+        if name is not None:
+            caller.require_index(name)
         if name is None:
             says = "This server has several indexes: name one in the address, as in /v1/indexes/NAME/search."
         elif name in self.indexes:
             return self.indexes[name]
         else:
             says = "This server has no index of this name."
-        raise RequestError(404, says, more={"indexes": sorted(self.indexes)})
+        raise RequestError(404, says, more={"indexes": sorted(filter(caller.may_use, self.indexes))})
 
     def close(self, end: float) -> bool:
         """Let what is being written end; return whether it has, until a time by `time.monotonic`."""
@@ -72,7 +78,7 @@ class Site:
 
     def of_any(self, request: Request) -> None:
         """Let a request pass that is about no index in particular; see `of`."""
-        permit(request, "read", self.settings)
+        caller_of(request.scope).require("read")
 
 
 def prefix_of(request: Request) -> str:

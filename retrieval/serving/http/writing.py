@@ -14,6 +14,7 @@ from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.decoding.pool import Decoded
 from retrieval.serving.filters import Filter, as_filter
+from retrieval.serving.http.access.audit import Audit, Change, author, recorded
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import report
 from retrieval.serving.http.models import Keeping
@@ -67,10 +68,13 @@ class Writing:
 
     Args:
         searcher: of the index.
+        name: of the index, for the record of changes.
+        audit: that record; None for none.
     """
 
-    def __init__(self, searcher: Searcher) -> None:
+    def __init__(self, searcher: Searcher, name: str = "index", audit: Audit | None = None) -> None:
         self._searcher = searcher
+        self._name, self._audit = name, audit
         self._machinery = searcher.machinery
         self._settings = searcher.settings
         waiting = "The server is busy: too many changes are waiting. Try again in a moment."
@@ -100,6 +104,7 @@ class Writing:
         self._living()
         if once is not None and (known := await self._turn(lambda index: _known(index, once), client)):
             return known
+        change = Change("put", self._name, [one.id for one in items], by=author.get())
         for _ in range(_TRIES):
             bundle = self._searcher.index.bundle
             images = [one.image for one in items if one.image is not None]
@@ -118,6 +123,7 @@ class Writing:
                         index, items, made, bundle, finish, once
                     ),
                     client,
+                    change,
                 )
             except Superseded:  # another bundle is served since
                 await self._searcher.state(client)
@@ -134,19 +140,25 @@ class Writing:
         """
         self._living()
         chosen = as_filter(_EVERY) if every else where
-        return await self._turn(lambda index: index.delete(ids, where=chosen), client)
+        change = Change("delete", self._name, ids, chosen, author.get())
+        return await self._turn(lambda index: index.delete(ids, where=chosen), client, change)
 
-    async def _turn(self, work: Callable[[Collection], T], client: str) -> T:
-        """Do some work in the one thread that writes.
+    async def _turn(self, work: Callable[[Collection], T], client: str, change: Change | None = None) -> T:
+        """Do some work in the one thread that writes; what changes the index is recorded.
 
         Raises:
-            RequestError: 503, too many are waiting, or the index cannot be written to.
+            RequestError: 503, too many are waiting, or the index cannot be written to, or the change not be recorded.
         """
 
         def do(job: Job[T]) -> T:
             with self._searcher.current.use() as index:
                 assert isinstance(index, Collection)
-                return work(index)
+                if change is None:
+                    return work(index)
+                with recorded(self._audit, change) as outcome:
+                    made = work(index)
+                    outcome.count = made if isinstance(made, int) else len(change.ids)
+                return made
 
         try:
             try:

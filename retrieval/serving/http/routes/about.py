@@ -11,6 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from retrieval.errors import StoreError
+from retrieval.serving.http.access.audit import Change, author, recorded
+from retrieval.serving.http.access.roles import caller_of
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import report
 from retrieval.serving.http.openapi import document
@@ -41,7 +43,8 @@ class About:
         """List the names of the indexes."""
         parameters_of(request)
         self._site.of_any(request)
-        return answer({"indexes": sorted(self._site.indexes)})
+        mine = filter(caller_of(request.scope).may_use, self._site.indexes)
+        return answer({"indexes": sorted(mine)})
 
     async def index(self, request: Request) -> Response:
         """Describe one."""
@@ -84,11 +87,14 @@ class About:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         name = f"{served.name}-{stamp}-{secrets.token_hex(4)}"
 
+        change = Change("snapshot", served.name, by=author.get())
+
         def work() -> bytes:
             with served.searcher.current.use() as index:
                 if not isinstance(index, Collection):
                     raise RequestError(403, "This index never changes: copy its folder. It is of format 1.")
-                index.snapshot(folder / name)
+                with recorded(self._site.audit, change):
+                    index.snapshot(folder / name)
             return as_json({"snapshot": name})
 
         try:

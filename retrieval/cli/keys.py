@@ -1,0 +1,103 @@
+"""`retrieval keys`: who may use a server. Nothing heavy is imported before one of the commands runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from retrieval.cli import say, say_json
+from retrieval.cli.types import Bytes, Choice, Number
+
+_FILE = click.argument("path", metavar="KEYS", type=click.Path(path_type=Path))
+_OUTPUT = click.option(
+    "--output", "-o", "path", required=True, metavar="KEYS", type=click.Path(path_type=Path), help="File of keys."
+)  # fmt: skip
+
+
+@click.group()
+def keys() -> None:
+    """Make, list and remove the API keys of a server (retrieval serve INDEX --keys KEYS).
+
+    The file holds salted hashes: a key itself is shown once, when it is made. A running server takes a changed file up by itself.
+
+    Example:  retrieval keys add shop --role read --output keys.jsonl
+    """
+
+
+@keys.command(
+    "add",
+    epilog="""\b
+Examples:
+  retrieval keys add shop --output keys.jsonl
+  retrieval keys add importer --role write --index photos --output keys.jsonl
+""",
+)
+@click.argument("name")
+@_OUTPUT
+@click.option(
+    "--role",
+    default="read",
+    show_default=True,
+    type=Choice(["read", "write", "admin"]),
+    help="read: search and look. write: add, change and delete items too. admin: snapshots and figures too.",
+)
+@click.option("--index", "indexes", multiple=True, metavar="NAME", help="Only this index; repeatable.")
+@click.option("--requests-per-second", type=Number(0), help="On average; 0 for no limit.")
+@click.option("--burst", type=click.IntRange(0), help="Requests at once after a pause.")
+@click.option("--concurrent", type=click.IntRange(0), help="Requests at a time; 0 for no limit.")
+@click.option("--bytes-per-minute", type=Bytes(0), help="Of bodies, sent and received; 0 for no limit.")
+def add(name: str, path: Path, role: Any, indexes: tuple[str, ...], **limits: Any) -> None:
+    """Make a key called NAME, keep its hash in a file, and print the key: it is shown this once.
+
+    Limits that are not given are those of the server (retrieval serve --help).
+    """
+    from retrieval.serving.http.access.key_file import add_key
+    from retrieval.serving.http.access.keys import Allowance, new_key
+
+    sent, kept = new_key(name, role, indexes, Allowance(**limits))
+    add_key(path, kept)
+    click.echo(sent)
+    say(f"Wrote its hash to {path}. Requests send it as 'Authorization: Bearer KEY'.", err=True)
+
+
+@keys.command(
+    "list",
+    epilog="""\b
+Example:
+  retrieval keys list keys.jsonl
+""",
+)
+@_FILE
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_keys(path: Path, as_json: bool) -> None:
+    """Print the keys of a file: names, roles, indexes and limits, and no hash."""
+    from retrieval.serving.http.access.key_file import read_keys
+
+    found = [key.model_dump(exclude={"salt", "hash"}, exclude_none=True) for key in read_keys(path)]
+    if as_json:
+        say_json(found)
+        return
+    for key in found:
+        name, role, id = key.pop("name"), key.pop("role"), key.pop("id")
+        rest = [f"indexes {', '.join(key.pop('indexes'))}"] if "indexes" in key else []
+        rest += [f"{what.replace('_', ' ')} {value}" for what, value in key.items() if value != ""]
+        say(f"{name}  {role}  rk_{id}_…  {'; '.join(rest)}".rstrip())
+
+
+@keys.command(
+    "remove",
+    epilog="""\b
+Example:
+  retrieval keys remove shop --output keys.jsonl
+""",
+)
+@click.argument("name")
+@_OUTPUT
+def remove(name: str, path: Path) -> None:
+    """Remove the key called NAME from a file; a running server refuses it within seconds."""
+    from retrieval.serving.http.access.key_file import remove_key
+
+    remove_key(path, name)
+    say(f"Removed {name} from {path}.")

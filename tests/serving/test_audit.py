@@ -1,0 +1,168 @@
+"""The record of changes, of a real server: what it holds, and that nothing is changed without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+import wire
+from retrieval.errors import RetrievalError
+from retrieval.serving.filters import as_filter
+from retrieval.serving.http.access.audit import Audit, Author, Change, recorded
+from retrieval.serving.http.access.key_file import add_key
+from retrieval.serving.http.access.keys import new_key
+from retrieval.serving.http.access.roles import Caller
+from retrieval.serving.http.errors import RequestError
+from retrieval.serving.index.creating import create_index
+
+BY = Author(Caller("shop", "write", "192.0.2.1"), "request-1")
+
+
+@pytest.fixture
+def living(bundle_path, photos, tmp_path) -> Path:
+    create_index(tmp_path / "living.index", bundle_path, [photos / "3"], progress=False)
+    return tmp_path / "living.index"
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_change_has_its_lines_before_its_answer(living, served, tmp_path):
+    keys, audit = tmp_path / "keys", tmp_path / "audit.jsonl"
+    sent, kept = new_key("importer", "write")
+    add_key(keys, kept)
+    server = served(living, "--keys", str(keys), "--audit", str(audit))
+    assert stat.S_IMODE(audit.stat().st_mode) == 0o600
+    client = server.client
+    assert client.put("/v1/items/a", json={"vector": [0.25] * 16}).status_code == 401
+    assert client.post("/v1/search", json={"vector": [0.25] * 16}).status_code == 401
+    client.headers["Authorization"] = f"Bearer {sent}"
+    assert client.post("/v1/search", json={"vector": [0.25] * 16}).status_code == 200
+    assert lines(audit) == []
+    answer = client.put("/v1/items/a", json={"vector": [0.25] * 16})
+    begun, done = lines(audit)
+    assert answer.status_code == 200, answer.text
+    assert (begun["outcome"], done["outcome"], done["count"]) == ("begun", "done", 1)
+    for line in (begun, done):
+        assert (line["key"], line["role"], line["address"]) == ("importer", "write", "127.0.0.1")
+        assert (line["index"], line["what"], line["ids"], line["ids_left_out"]) == ("living", "put", ["a"], 0)
+        assert line["request"] == answer.headers["x-request-id"]
+    items = [{"id": f"n/{number}", "vector": [0.5] * 16} for number in range(100)]
+    assert client.post("/v1/items", json={"items": items}).status_code == 200
+    assert lines(audit)[-1]["count"] == 100 and lines(audit)[-1]["ids"][99] == "n/99"
+    assert client.delete("/v1/items/a").status_code == 200
+    assert (lines(audit)[-1]["what"], lines(audit)[-1]["count"]) == ("delete", 1)
+    gone = client.post("/v1/delete", json={"filter": {"label": "3"}})
+    assert gone.status_code == 200 and lines(audit)[-1]["count"] == gone.json()["deleted"] > 0
+    assert lines(audit)[-1]["filter"] == "label = '3'"
+    before = len(lines(audit))
+    assert client.put("/v1/items/a", json={"vector": [0.25] * 15}).status_code == 422
+    assert client.put("/v1/items/new", json={"label": "x"}).status_code == 422
+    assert lines(audit)[-1]["outcome"] == "failed" and "no item" in lines(audit)[-1]["reason"]
+    assert len(lines(audit)) == before + 2  # the first did not come as far as a change
+    assert sent not in audit.read_text()
+
+
+def test_a_full_disk_makes_no_change_and_rotation_loses_none(living, served, tmp_path):
+    audit = tmp_path / "audit.jsonl"
+    with audit.open("wb") as file:
+        file.truncate(1_000_000_000)  # sparse, and larger than any file of the index
+    server = served(living, "--open", "admin", "--audit", str(audit))
+    size = audit.stat().st_size
+
+    def put(id: str) -> int:
+        return server.client.put(f"/v1/items/{id}", json={"vector": [0.25] * 16}).status_code
+
+    for room in (0, 10):  # nothing fits, and a part of a line
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))
+        answer = server.client.put("/v1/items/a", json={"vector": [0.25] * 16})
+        assert answer.status_code == 503 and "cannot record changes" in answer.json()["detail"]
+        assert server.client.delete("/v1/items/b").status_code == 503
+        assert server.client.get("/v1/items/a").status_code == 404
+        assert server.client.post("/v1/search", json={"vector": [0.25] * 16}).status_code == 200
+        assert audit.stat().st_size == size
+    os.truncate(audit, 0)  # as logrotate's copytruncate does
+    assert put("a") == 200
+    assert [line["outcome"] for line in lines(audit)] == ["begun", "done"]
+
+    audit.rename(tmp_path / "audit.1")
+    assert put("b") == 200
+    assert not audit.exists() and lines(tmp_path / "audit.1")[-1]["ids"] == ["b"]
+    server.process.send_signal(signal.SIGHUP)
+    wire.until(audit.exists)
+    assert put("c") == 200 and [line["ids"] for line in lines(audit)] == [["c"], ["c"]]
+    audit.unlink()
+    assert put("d") == 200 and [line["ids"] for line in lines(audit)] == [["d"], ["d"]]
+    server.process.terminate()
+    assert "record of changes" in server.process.communicate(timeout=20)[1]
+
+
+def test_a_line_is_bounded_and_whole(tmp_path):
+    audit = Audit(tmp_path / "a")
+    ids = ["x" * 100_000, "line\nbreak", "\ud800", *map(str, range(5000))]
+    with audit.change(Change("delete", "i", ids, by=BY)) as outcome:
+        outcome.count = 3
+    where = as_filter({"label": {"in": [str(number) * 50 for number in range(900)]}})
+    with recorded(audit, Change("delete", "i", where=where, by=BY)):
+        pass
+    found = lines(tmp_path / "a")
+    assert len(found) == 4 and all(len(json.dumps(line)) < 10_000 for line in found)
+    assert len(found[0]["ids"]) == 100 and found[0]["ids_left_out"] == 4903
+    with pytest.raises(ValueError, match="why"), audit.change(Change("put", "i", ["a"])):
+        raise ValueError("why")
+    assert lines(tmp_path / "a")[-1]["reason"] == "ValueError"
+    audit.close()
+    with (tmp_path / "a").open("a") as file:
+        file.write('{"time": "cut off by a power')
+    audit = Audit(tmp_path / "a")
+    with audit.change(Change("put", "i", ["b"], by=BY)):
+        pass
+    assert json.loads((tmp_path / "a").read_text().splitlines()[-1])["ids"] == ["b"]
+    audit.close()
+
+
+def test_many_threads_write_whole_lines(tmp_path):
+    audit = Audit(tmp_path / "a")
+
+    def work(number: int) -> None:
+        for turn in range(20):
+            with audit.change(Change("put", "i", [f"{number}.{turn}"], by=BY)):
+                pass
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = lines(tmp_path / "a")
+    assert len(found) == 160
+    assert {line["ids"][0] for line in found if line["outcome"] == "done"} == {
+        f"{n}.{t}" for n in range(4) for t in range(20)
+    }
+    audit.close()
+
+
+def test_what_cannot_be_a_record_is_refused(tmp_path, cli, index_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "no" / "a", tmp_path, tmp_path / "pipe"):
+        with pytest.raises(RetrievalError, match="cannot be written to"):
+            Audit(path)
+    told = cli("serve", index_path, "--port", "0", "--audit", tmp_path)
+    assert told.code == 2 and "record of changes" in told.err
+    audit, done = Audit(tmp_path / "a"), []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(RequestError, match="cannot record"), audit.change(Change("put", "i", ["a"])):
+            done.append("changed")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not done and not (tmp_path / "a").read_bytes()
+    audit.close()

@@ -1,0 +1,247 @@
+"""API keys: the file, the command, and how fast and how well a key is known again."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+
+import pytest
+from retrieval.errors import RetrievalError
+from retrieval.serving.http.access import key_file, source
+from retrieval.serving.http.access.key_file import add_key, parse_keys, read_keys, remove_key
+from retrieval.serving.http.access.keys import Allowance, Keys, new_key
+from retrieval.serving.http.access.source import KeySource, key_source
+
+
+def test_a_key_is_known_and_nothing_else_is():
+    sent, kept = new_key("shop", "read")
+    other, _ = new_key("other", "read")
+    keys = Keys([kept])
+    assert keys.find(sent) == kept
+    id, secret = sent.split("_", 2)[1:]
+    for wrong in (
+        other,
+        sent[:-1],
+        f"{sent}A",
+        f"{sent}\n",
+        f" {sent}",
+        sent.upper(),
+        f"rk_{id}_{'A' * 43}",
+        f"rk_{id}_",
+        f"rk_{'0' * 12}_{secret}",
+        kept.hash,
+        "",
+        "rk__",
+        "é" * 43,
+        "x" * 100_000,
+    ):
+        assert keys.find(wrong) is None, wrong
+    assert len({new_key("a", "read")[0] for _ in range(100)}) == 100
+
+
+def test_what_is_kept_says_nothing_of_the_secret():
+    sent, kept = new_key("shop", "write")
+    secret = sent.split("_", 2)[2]
+    assert secret not in kept.line() and len(secret) == 43
+    again = new_key("shop", "write")[1]
+    assert again.salt != kept.salt and again.hash != kept.hash
+
+
+def test_the_command_makes_lists_and_removes(cli, tmp_path):
+    path = tmp_path / "keys.jsonl"
+    made = cli("keys", "add", "shop", "--output", path)
+    limited = cli("keys", "add", "importer", "--role", "write", "--index", "photos", "--index", "shoes",
+                  "--requests-per-second", "2.5", "--concurrent", "3", "--bytes-per-minute", "10MB", "-o", path)  # fmt: skip
+    assert (made.code, limited.code) == (0, 0), limited.err
+    sent = made.out.strip()
+    assert "\n" not in sent and sent not in path.read_text() and sent not in made.err
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    keys = read_keys(path)
+    assert keys.find(sent).name == "shop"
+    found = keys.find(limited.out.strip())
+    assert (found.role, found.indexes, found.requests_per_second) == ("write", ("photos", "shoes"), 2.5)
+    assert (found.concurrent, found.bytes_per_minute, found.burst) == (3, 10_000_000, None)
+    listed = cli("keys", "list", path).out
+    assert "shop" in listed and "importer  write" in listed and "photos, shoes" in listed
+    assert found.hash not in listed and found.salt not in listed
+    shown = json.loads(cli("keys", "list", path, "--json").out)
+    assert [each["name"] for each in shown] == ["shop", "importer"] and "hash" not in shown[0]
+    path.chmod(0o640)
+    text = path.read_text().replace("# Keys", "# Mine: Keys")
+    path.write_text(text)
+    assert cli("keys", "remove", "shop", "--output", path).code == 0
+    assert [key.name for key in read_keys(path)] == ["importer"]
+    assert path.read_text() == "".join(line for line in text.splitlines(True) if '"shop"' not in line)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640  # a server that may read it may go on
+    assert cli("keys", "remove", "importer", "--output", path).code == 0
+    assert len(read_keys(path)) == 0
+
+
+def test_mistakes_are_sentences(cli, tmp_path):
+    path = tmp_path / "keys.jsonl"
+    assert cli("keys", "add", "shop", "--output", path).code == 0
+    before = path.read_bytes()
+    for arguments, says in (
+        (("add", "shop", "-o", path), "has a key shop already"),
+        (("add", "two words", "-o", path), "cannot be made"),
+        (("add", "x", "--role", "reader", "-o", path), "Did you mean 'read'"),
+        (("add", "x", "-o", tmp_path / "no" / "keys"), "cannot be locked"),
+        (("add", "x", "-o", tmp_path), "Is a directory"),
+        (("remove", "shoe", "-o", path), "has no key shoe. It has: shop."),
+        (("remove", "shop", "-o", tmp_path / "none"), "retrieval keys add NAME --output"),
+        (("list", tmp_path / "none"), "There is no file of keys"),
+    ):
+        outcome = cli("keys", *arguments)
+        assert outcome.code == 2 and says in outcome.err, (arguments, outcome)
+    assert path.read_bytes() == before
+
+
+def test_every_fault_of_a_file_is_told_without_what_is_there():
+    sent, kept = new_key("shop", "read")
+    good = json.loads(kept.line())
+    lines = [
+        "# a comment",
+        "",
+        json.dumps(good),
+        json.dumps(good),
+        "nonsense rk_secret",
+        json.dumps({**good, "name": "b", "id": "a" * 12, "role": "god"}),
+        json.dumps({**good, "name": "c", "id": "b" * 12, "hash": sent}),
+        json.dumps({**good, "name": "d", "id": "c" * 12, "burst": "3"}),
+        json.dumps({**good, "name": "e", "id": "d" * 12, "expires": sent}),
+        json.dumps({**good, "name": "f", "id": "e" * 12, "requests_per_second": 1})[:-1] + ', "burst": NaN}',
+        '{"name": "g", "name": "h"}',
+        "[]",
+    ]
+    with pytest.raises(RetrievalError) as caught:
+        parse_keys("\n".join(lines).encode(), "keys.jsonl")
+    text = str(caught.value)
+    for says in ("line 4 has the name shop of line 3 again", "line 5 is not", "line 6: role", "line 7: hash",
+                 "line 8: burst", "line 9: expires", "line 10", "line 11", "line 12"):  # fmt: skip
+        assert says in text, (says, text)
+    assert sent not in text and "rk_secret" not in text and good["hash"] not in text
+
+
+def test_a_file_is_bounded(tmp_path, monkeypatch):
+    path = tmp_path / "keys"
+    _, kept = new_key("shop", "read")
+    with path.open("wb") as file:
+        file.truncate(100_000_000_000)  # a sparse file: reading it would not end
+    for text, says in ((None, "too large"), (b"", "is empty"), (b" \n\n", "is empty")):
+        if text is not None:
+            path.write_bytes(text)
+        with pytest.raises(RetrievalError, match=says):
+            read_keys(path)
+    for hostile in (
+        b"[" * 500_000,
+        b'{"a":' * 100_000,
+        b'"' * 900_000,
+        b"\xff" * 1000,
+        b"9" * 900_000,
+        b"{}\n" * 300_000,
+    ):
+        with pytest.raises(RetrievalError) as caught:
+            parse_keys(hostile, "keys")
+        assert len(str(caught.value)) < 5000
+    monkeypatch.setattr(key_file, "MOST_KEYS", 3)
+    many = tmp_path / "many"
+    for number in range(3):
+        add_key(many, new_key(f"k{number}", "read")[1])
+    with pytest.raises(RetrievalError, match="has 4 keys; the limit is 3"):
+        add_key(many, kept)
+    assert len(read_keys(many)) == 3
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RetrievalError, match="not a regular file"):
+        read_keys(tmp_path / "pipe")
+    with pytest.raises(RetrievalError, match="name"):
+        new_key("a\nb", "read", (), Allowance())
+
+
+def test_two_commands_at_once_lose_no_key(tmp_path):
+    path, faults = tmp_path / "keys", []
+
+    def add(number: int) -> None:
+        for _ in range(100):
+            try:
+                add_key(path, new_key(f"k{number}", "read")[1])
+            except RetrievalError as fault:
+                faults.append(str(fault))
+            else:
+                return
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {key.name for key in read_keys(path)} == {f"k{number}" for number in range(5)}
+    assert all("Another process is changing these keys" in fault for fault in faults)
+
+
+def test_a_changed_file_is_taken_up_and_a_broken_one_is_not(tmp_path, caplog):
+    path = tmp_path / "keys"
+    first, kept = new_key("first", "read")
+    add_key(path, kept)
+    keys = KeySource(path)
+    second, other = new_key("second", "read")
+    add_key(path, other)
+    keys.look()
+    assert keys.keys.find(second) is None  # it might still be written
+    keys.look()
+    assert keys.keys.find(second) and keys.keys.find(first)
+    good = path.read_bytes()
+    for broken in (b"", b"nonsense", good[:-9], None):
+        path.unlink() if broken is None else path.write_bytes(broken)
+        caplog.clear()
+        for _ in range(4):
+            keys.look()
+        assert keys.keys.find(second) and keys.keys.find(first), broken
+        assert len(caplog.records) == 1, "said once"
+        assert "The keys stay as they were" in caplog.text and kept.hash not in caplog.text
+    path.write_bytes(good)
+    remove_key(path, "first")
+    for _ in range(2):
+        keys.look()
+    assert keys.keys.find(first) is None and keys.keys.find(second)
+    caplog.clear()
+    keys.again()
+    keys.look()
+    assert "has 1 key" in caplog.text
+
+
+def test_a_link_is_followed_as_where_secrets_are_mounted(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one, kept = new_key("one", "read")
+    add_key(tmp_path / "a" / "keys", kept)
+    two, kept = new_key("two", "read")
+    add_key(tmp_path / "b" / "keys", kept)
+    (tmp_path / "now").symlink_to("a")
+    (tmp_path / "keys").symlink_to("now/keys")
+    keys = KeySource(tmp_path / "keys")
+    assert keys.keys.find(one)
+    (tmp_path / "next").symlink_to("b")
+    (tmp_path / "next").rename(tmp_path / "now")
+    keys.look()
+    keys.look()
+    assert keys.keys.find(two) and not keys.keys.find(one)
+
+
+def test_keys_of_the_environment(monkeypatch, tmp_path):
+    sent, kept = new_key("shop", "read")
+    assert key_source(None) is None
+    monkeypatch.setenv(source.VARIABLE, kept.line())
+    assert key_source(None).keys.find(sent) == kept
+    add_key(tmp_path / "keys", kept)
+    with pytest.raises(RetrievalError, match="given twice"):
+        key_source(tmp_path / "keys")
+    monkeypatch.setenv(source.VARIABLE, str(tmp_path / "keys"))
+    assert key_source(None).keys.find(sent) == kept
+    monkeypatch.setenv(source.VARIABLE, "{nonsense")
+    with pytest.raises(RetrievalError, match="RETRIEVAL_KEYS: line 1 is not"):
+        key_source(None)
+    monkeypatch.setenv(source.VARIABLE, "nonsense")
+    with pytest.raises(RetrievalError, match="no file of keys nonsense"):
+        key_source(None)

@@ -1,0 +1,133 @@
+"""No URL of a request is fetched, and no path of one reaches the file system: a server is watched from inside while it is asked for both."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import wire
+from retrieval.serving.index.creating import create_index
+
+MARK = "zzmarker"
+WATCH = """
+import os, sys
+_out = os.open(os.environ["WATCHED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+def _hook(event, arguments):
+    if event == "open" or event.split(".")[0] in ("os", "shutil", "socket", "subprocess", "urllib", "http", "ftplib", "glob", "pathlib", "tempfile", "sqlite3", "webbrowser"):
+        os.write(_out, (event + " " + repr(arguments)[:2000] + "\\n").encode("utf-8", "replace"))
+sys.addaudithook(_hook)
+"""
+
+
+@pytest.fixture
+def watched(monkeypatch, tmp_path) -> Path:
+    """Every Python process that starts from here on writes what it opens and whom it calls into this file."""
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(WATCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hook"))
+    monkeypatch.setenv("WATCHED", str(tmp_path / "events"))
+    return tmp_path / "events"
+
+
+def request(
+    method: str, path: str, body: bytes = b"", kind: str = "application/json", *headers: str
+) -> bytes:
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "Host: localhost",
+        f"Content-Type: {kind}",
+        f"Content-Length: {len(body)}",
+    ]
+    return "\r\n".join([*lines, *headers, "", ""]).encode("latin-1") + body
+
+
+def attacks(url: str, folder: Path, image: bytes):
+    """Every place of a request that could be taken for a path or an address."""
+    paths = [
+        f"../../../../{folder}/{MARK}", f"{folder}/{MARK}", f"..\\..\\{MARK}", f"....//....//{MARK}", f"{MARK}\0.png", f"~/{MARK}", f"\\\\host\\{MARK}",
+        f"file://{folder}/{MARK}", f"{url}/{MARK}", url.replace("http", "ftp") + f"/{MARK}", url.replace("http:", "") + f"/{MARK}", f"s3://{MARK}/x", f"memory://{MARK}",
+        f"/proc/self/cwd/{MARK}", f"{MARK}; touch {folder}/{MARK}", f"$(touch {folder}/{MARK})", f"data:image/png;base64,{MARK}",
+    ]  # fmt: skip
+    for text in paths:
+        quoted = quote(text, safe="")
+        for path in (f"/{text}", f"/{quoted}", f"/page.js/../{text}", f"/v1/items/{quoted}", f"/v1/items/{quoted}/image", f"/v1/items/{quoted}/thumbnail",
+                     f"/v1/item?id={quoted}", f"/v1/item/image?id={quoted}", f"/v1/indexes/{quoted}/index", f"/v1/items?filter={quoted}", f"/v1/items?cursor={quoted}"):  # fmt: skip
+            if path.isascii() and path.isprintable() and " " not in path:
+                yield request("GET", path)
+        for path, content in (
+            ("/v1/search", {"image": text}), ("/v1/search", {"url": text}), ("/v1/search", {"vector": text}), ("/v1/search", {"id": text}), ("/v1/search", {"id": text, "filter": text}),
+            ("/v1/search", {"vector": [0.25] * 16, "fields": [text], "filter": {"id": text}}), ("/v1/search/batch", {"queries": [{"id": text}, {"image": text}]}),
+            ("/v1/items", {"items": [{"id": text, "image": text}]}), ("/v1/items", {"items": [{"id": text, "path": text, "vector": [0.25] * 16}]}),
+            ("/v1/items", {"items": [{"id": f"v {text}", "label": text, "metadata": {"path": text, "image": text, "url": text}, "vector": [0.25] * 16}]}),
+            ("/v1/delete", {"ids": [text]}), ("/v1/delete", {"filter": {"metadata": text}}), ("/v1/snapshots", {"path": text, "name": text, "folder": text}),
+        ):  # fmt: skip
+            yield request("POST", path, json.dumps(content).encode())
+        yield request(
+            "PUT",
+            f"/v1/items/{quoted}",
+            json.dumps({"image": text, "path": text, "vector": [0.25] * 16}).encode(),
+        )
+        yield request("PUT", f"/v1/items/{quoted}", json.dumps({"vector": [0.25] * 16}).encode())
+        yield request("GET", f"/v1/items/{quoted}/image")
+        if text.isprintable():
+            named = text.replace("\\", "\\\\").replace('"', "'")
+            yield request("PUT", f"/v1/items/{quoted}", wire.form(image, filename=named), wire.FORM)
+            yield request("POST", "/v1/search", wire.form(image, filename=named), wire.FORM)
+            yield request("GET", "/v1/index", b"", "text/plain", f"X-Original-URL: {text}", f"X-Rewrite-URL: {text}",
+                          f"X-Forwarded-Host: {MARK}", f"Referer: {text}", f"Forwarded: for={MARK}", f"Authorization: Bearer {text}", f"Idempotency-Key: {text}")  # fmt: skip
+        yield request("POST", "/v1/search", wire.form(text.encode(), filename=None), wire.FORM)
+        yield request("POST", "/v1/search", wire.form(text.encode()), wire.FORM)
+    for text in (
+        f'<svg xmlns="http://www.w3.org/2000/svg"><image href="{url}/{MARK}"/></svg>', f"#EXTM3U\n{url}/{MARK}\n", f'push graphic-context\nfill "url({url}/{MARK})"\n',
+        f'<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b SYSTEM "{url}/{MARK}">]><a>&b;</a>', f"%!PS\n({folder}/{MARK}) (w) file\n", f"P6 @{folder}/{MARK}",
+    ):  # fmt: skip
+        yield request("POST", "/v1/search", wire.form(text.encode()), wire.FORM)
+        yield request("PUT", "/v1/items/x", wire.form(text.encode()), wire.FORM)
+    for text in (
+        f"readfile('{folder}/{MARK}') = 'x'",
+        f"load_extension('{MARK}')",
+        f"id in (select '{MARK}')",
+        f"id = 'x'; attach '{folder}/{MARK}' as y",
+    ):
+        yield request("POST", "/v1/delete", json.dumps({"filter": text}).encode())
+        yield request("POST", "/v1/search", json.dumps({"vector": [0.25] * 16, "filter": text}).encode())
+
+
+def test_no_request_opens_a_file_or_calls_anybody(bundle_path, photos, watched, served, tmp_path):
+    create_index(tmp_path / "i", bundle_path, [photos / "3"], progress=False)
+    (tmp_path / "copies").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        url = f"http://127.0.0.1:{trap.getsockname()[1]}"
+        server = served(tmp_path / "i", "--open", "admin", "--snapshots", str(tmp_path / "copies"))
+        image = (photos / "3" / "0003.png").read_bytes()
+        assert (
+            wire.ask(server.port, request("PUT", "/v1/items/plain", wire.form(image), wire.FORM)).status
+            == 200
+        )
+        begun = watched.read_text()
+        assert "open " in begun and "sitecustomize" not in begun.splitlines()[-1]  # the watch works
+        sent = [wire.ask(server.port, each).status for each in attacks(url, tmp_path, image)]
+        trap.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            trap.accept()
+    assert 500 not in sent and len(sent) > 300
+    assert sent.count(200) > 50  # some of it are good requests: ids and file names may be anything
+    events = watched.read_text()[len(begun) :].splitlines()
+    assert [event for event in events if MARK in event] == []
+    calls = (
+        "socket.connect",
+        "socket.getaddrinfo",
+        "socket.gethostbyname",
+        "subprocess",
+        "os.system",
+        "os.exec",
+        "urllib",
+        "http",
+    )
+    started = [event for event in events if event.startswith(calls) and "retrieval" not in event]
+    assert started == []
+    assert not list(tmp_path.rglob(f"*{MARK}*"))
+    assert wire.ask(server.port, wire.get("/readyz")).status == 200
