@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shutil
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from retrieval.serving.index.build import write_index
+from retrieval.serving.index.creating import create_index
 
 pytestmark = pytest.mark.browser
 
@@ -64,6 +67,10 @@ def shot(page, name: str) -> None:
         page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True)
 
 
+def first_is(page, key: str) -> None:
+    page.wait_for_function("key => document.querySelector('.hit .key')?.textContent === key", arg=key)
+
+
 def loaded(page) -> None:
     page.wait_for_function(
         "() => [...document.querySelectorAll('.hit img')].every(image => image.complete && image.naturalWidth > 0)"
@@ -91,9 +98,13 @@ def test_a_chosen_image_shows_its_neighbours(page, served, index_path, photos):
     page.select_option("#k", "5")
     page.wait_for_function("() => document.querySelectorAll('.hit').length === 5")
     page.locator(".hit button").nth(2).click()  # a result as the next query
-    page.wait_for_function(
-        f"() => document.querySelector('.hit .key').textContent === {expected[2]['key']!r}"
-    )
+    asked = {"id": expected[2]["id"], "k": 5}
+    neighbours = server.client.post("/v1/search", json=asked).json()["results"]
+    first_is(page, neighbours[0]["key"])
+    assert page.locator(".hit .key").all_inner_texts() == [hit["key"] for hit in neighbours]
+    page.locator("#stages summary").click()
+    rows = page.locator("#stages tbody tr").all_inner_texts()
+    assert any(re.fullmatch(r"search\s+\d+\.\d\d", row) for row in rows), rows
     page.emulate_media(color_scheme="dark")
     loaded(page)
     shot(page, "dark")
@@ -144,13 +155,15 @@ def test_the_keyboard_and_the_names_of_things(page, served, index_path, photos):
     ):
         assert name in tree, tree
     assert page.locator("html").get_attribute("lang") == "en"
-    for _ in range(12):
+    for _ in range(20):
         page.keyboard.press("Tab")
         if page.evaluate("() => document.activeElement.matches('.hit:nth-child(2) button')"):
             break
-    key = page.locator(".hit .key").nth(1).inner_text()
+    image = page.locator(".hit img").nth(1).get_attribute("src")
+    id = int(image.split("/")[-2])
     page.keyboard.press("Enter")
-    page.wait_for_function(f"() => document.querySelector('.hit .key').textContent === {key!r}")
+    neighbours = server.client.post("/v1/search", json={"id": id, "k": 10}).json()["results"]
+    first_is(page, neighbours[0]["key"])
 
 
 def test_names_from_files_are_text_and_never_markup(page, served, makers, bundle_path, tmp_path):
@@ -185,3 +198,191 @@ def test_features_are_asked_for_as_numbers(page, served, makers, tmp_path):
     page.click("#numbers button")
     page.wait_for_selector("text=Write the vector as numbers")
     assert page.faults == []
+
+
+SPY = """const real = window.fetch;
+window.fetch = (address, request) => {
+  if (request?.body instanceof FormData) window.sent = request.body.get("image").type;
+  return real(address, request);
+}"""
+MARKUP = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def described(bundle_path, photos, tmp_path_factory) -> Path:
+    """A living index of 40 digits with metadata, some of which is markup. Not to be changed."""
+    tmp_path = tmp_path_factory.mktemp("described")
+    with (tmp_path / "list.csv").open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["path", "label", "price", "made by"])
+        for number, path in enumerate(sorted(photos.rglob("*.png"))[::5]):
+            copy = tmp_path / f"<b>{number}.png"
+            shutil.copy(path, copy)
+            rows.writerow([copy, MARKUP if number % 2 else "it's", number, MARKUP])
+    create_index(tmp_path / "i", bundle_path, [tmp_path / "list.csv"], progress=False)
+    return tmp_path / "i"
+
+
+def test_filters_are_built_from_the_metadata_and_markup_stays_text(page, served, described):
+    server = served(described)
+    page.goto(server.url)
+    page.wait_for_function("() => document.querySelectorAll('#field option').length === 4")
+    assert page.locator("#field option").all_text_contents() == ["label", "id", "made by", "price"]
+    page.set_input_files("#file", str(described.parent / "<b>3.png"))
+    page.wait_for_selector(".hit")
+    page.click("#conditions summary")
+    for field, relation, value in (("label", "=", "it's"), ("made by", "!=", "us"), ("price", ">=", "0")):
+        page.select_option("#field", field)
+        page.select_option("#relation", relation)
+        page.fill("#value", value)
+        page.click("#add-condition")
+    text = page.input_value("#filter")
+    assert text.startswith("label = 'it''s' and \"made by\" != 'us' and price >= ")
+    said = {"k": "10", "filter": text}
+    expected = server.client.post(
+        "/v1/search", files={"image": (described.parent / "<b>3.png").read_bytes()}, data=said
+    ).json()["results"]
+    assert expected
+    first_is(page, expected[0]["key"])
+    assert page.locator(".hit .key").all_inner_texts() == [hit["key"] for hit in expected]
+    assert f"made by: {MARKUP}" in page.locator(".hit").first.locator("li").all_inner_texts()
+    page.fill("#filter", "price < < 3")
+    page.press("#filter", "Enter")
+    page.wait_for_selector("#error:not([hidden])")
+    wrong = server.client.post("/v1/search", json={"id": expected[0]["id"], "filter": "price < < 3"})
+    assert page.locator("#error").text_content() == wrong.json()["detail"]
+    page.fill("#filter", f"label = '{MARKUP}'")
+    page.click("#apply")
+    page.wait_for_selector(".hit")
+    assert set(page.locator(".hit .label").all_inner_texts()) == {MARKUP}
+    assert [fault for fault in page.faults if "400" not in fault] == []
+
+
+def test_a_part_is_searched_for_by_pointer_and_by_keyboard(page, served, index_path, tmp_path, photos):
+    server = served(index_path)
+    three, five = (Image.open(photos / name) for name in ("3/0003.png", "5/0005.png"))
+    both = Image.new("L", (16, 8))
+    both.paste(three, (0, 0))
+    both.paste(five, (8, 0))
+    both.save(tmp_path / "both.bmp")
+    page.add_init_script(SPY)
+    page.goto(server.url)
+    page.set_input_files("#file", str(tmp_path / "both.bmp"))
+    page.wait_for_selector(".hit")
+    loaded(page)
+    frame = page.locator("#view").bounding_box()
+    y, height = frame["y"], frame["height"]
+    page.mouse.move(frame["x"] + frame["width"] / 2, y + 0.1)
+    page.mouse.down()
+    page.mouse.move(frame["x"] + frame["width"] - 0.1, y + height - 0.1, steps=4)
+    page.mouse.up()
+    assert [page.input_value(f"#{edge}") for edge in ("left", "top", "right", "bottom")] == [
+        "50",
+        "0",
+        "100",
+        "100",
+    ]
+    page.click("#cut")
+    first_is(page, "5/0005.png")
+    assert page.evaluate("() => window.sent") == "image/png"
+    assert page.locator(".hit .distance").first.inner_text() == "0.0000"
+    page.focus("#left")
+    page.keyboard.press("Home")
+    page.focus("#right")
+    page.keyboard.press("Home")  # as far as it goes: one percent
+    assert page.input_value("#right") == "1"
+    for _ in range(49):
+        page.keyboard.press("ArrowRight")
+    page.focus("#cut")
+    page.keyboard.press("Enter")
+    first_is(page, "3/0003.png")
+    page.click("#whole")
+    assert page.locator("#box").is_hidden()
+    assert page.faults == []
+
+
+def test_an_address_says_what_is_searched_for_and_never_the_image(page, served, described):
+    server = served(described)
+    page.goto(server.url)
+    page.set_input_files("#file", str(described.parent / "<b>3.png"))
+    page.wait_for_selector(".hit")
+    assert page.url == f"{server.url}/"
+    page.fill("#filter", "price > 5")
+    page.select_option("#k", "5")
+    page.wait_for_function("() => document.querySelectorAll('.hit').length === 5")
+    assert page.url == f"{server.url}/#filter=price+%3E+5&k=5"
+    name = page.locator(".hit .key").nth(1).inner_text()
+    with page.expect_response("**/v1/search"):
+        page.locator(".hit button").nth(1).click()
+    shared = page.url
+    page.wait_for_function("() => document.querySelector('#status').textContent.startsWith('5 nearest')")
+    keys = page.locator(".hit .key").all_inner_texts()
+    assert name not in keys
+    page.go_back()
+    page.goto("about:blank")
+    page.goto(shared)
+    page.wait_for_function("() => document.querySelectorAll('.hit').length === 5")
+    assert page.locator(".hit .key").all_inner_texts() == keys
+    assert page.input_value("#filter") == "price > 5" and page.input_value("#k") == "5"
+    assert all("#" not in url and "price" not in url for url in page.asked if url != shared)
+    page.goto("about:blank")
+    page.goto(f"{server.url}/#id=nobody%3Cb%3E&k=7")
+    page.wait_for_selector("text=There is no such item.")
+    assert page.input_value("#k") == "7"
+
+
+def test_two_indexes_side_by_side(page, served, index_path, described, photos):
+    server = served(index_path, f"priced={described}")
+    page.goto(server.url)
+    page.wait_for_selector("#beside")
+    page.select_option("#beside", "priced")
+    page.set_input_files("#file", str(photos / "3" / "0003.png"))
+    page.wait_for_selector("#others .hit")
+    for name, place in (("digits", "#results"), ("priced", "#others")):
+        found = server.client.post(
+            f"/v1/indexes/{name}/search", files={"image": (photos / "3" / "0003.png").read_bytes()}
+        ).json()["results"]
+        assert page.locator(f"{place} .key").all_inner_texts() == [hit["key"] for hit in found]
+    assert page.locator("h2").all_inner_texts() == ["digits", "priced"]
+    assert page.url.endswith("#index=digits&beside=priced")
+    shot(page, "beside")
+    page.locator(
+        "#others .hit button"
+    ).first.click()  # an item that the first index lacks: by its image there
+    page.wait_for_function("() => document.querySelector('#results .hit .distance').textContent === '0.0000'")
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_axe_finds_nothing(page, served, described, index_path):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
+    server = served(described, index_path)
+    page.goto(f"{server.url}/#beside=digits")
+    page.set_input_files("#file", str(described.parent / "<b>3.png"))
+    page.wait_for_selector("#others .hit")
+    loaded(page)
+    for each in page.locator("summary").all():
+        each.click()
+    for scheme, width, filter in (("light", 1180, ""), ("dark", 390, ""), ("light", 390, "price <")):
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        page.set_viewport_size({"width": width, "height": 900})
+        page.fill("#filter", filter)
+        page.click("#apply")
+        page.wait_for_selector("#error:not([hidden])" if filter else "#results .hit")
+        page.wait_for_selector("#answers:not(.stale)")
+        found = axe.run(page)
+        assert found.violations_count == 0, found.generate_report()
+    page.evaluate("() => document.querySelector('label[for=k]').remove()")
+    assert axe.run(page).violations_count > 0  # it does look
+
+
+def test_its_picture_in_the_docs_is_what_it_shows(page, served, index_path, photos, shown, tmp_path):
+    server = served(index_path)
+    page.set_viewport_size({"width": 900, "height": 860})
+    page.goto(server.url)
+    page.wait_for_selector("text=200 items")
+    page.set_input_files("#file", str(photos / "3" / "0003.png"))
+    page.wait_for_selector(".hit")
+    loaded(page)
+    page.screenshot(path=str(tmp_path / "page.png"))
+    shown(tmp_path / "page.png", "page.png")

@@ -2,17 +2,45 @@
 
 const byId = (id) => document.getElementById(id);
 const TINY = 64; // pixels: smaller images are shown with sharp edges instead of a blur
+const LARGEST_CUT = 1600; // pixels: no encoder looks at more
+const EDGES = ["left", "top", "right", "bottom"];
+const KEYWORDS = /^(and|or|not|in|exists|true|false|null)$/i; // of filters
 
-let base = "v1"; // below it are the routes of the index that is searched
+let roots = ["v1"]; // below each are the routes of an index that is searched: one, or two side by side
 let limits = { bytes: 20000000 };
-let last = null; // the query shown: asked again when the number of results changes
+let last = null; // the query shown: asked again when the filter, the index or the number of results changes
+let whole = null; // what the preview shows, of which `last` may be a part
 let asked = 0; // only the answer to the newest question is shown
+let severalIndexes = false;
+
+function element(tag, className, text) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
 
 function show(sentence, isError) {
   byId("error").hidden = !isError;
   byId("error").textContent = isError ? sentence : "";
   byId("status").textContent = isError ? "" : sentence;
-  if (isError) byId("results").replaceChildren();
+  if (!isError) return;
+  for (const id of ["results", "others"]) byId(id).replaceChildren();
+  byId("stages").hidden = true;
+}
+
+async function call(path, request = {}) {
+  let response;
+  try {
+    response = await fetch(path, request);
+  } catch {
+    throw new Error("The server cannot be reached. Is it still running?");
+  }
+  if (response.ok) return response;
+  const answer = await response.json().catch(() => ({}));
+  const fault = new Error(answer.detail || `The server answered with status ${response.status}.`);
+  fault.status = response.status;
+  throw fault;
 }
 
 function sharpen(image) {
@@ -21,107 +49,144 @@ function sharpen(image) {
   });
 }
 
-function card(hit) {
-  const item = document.createElement("li");
-  item.className = "hit";
+const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
+function card(hit, place) {
+  const item = element("li", "hit");
   const name = hit.label ?? "no label";
-  let frame;
+  const frame = element("button", "frame");
+  frame.type = "button";
+  frame.title = "Search with this item";
+  frame.setAttribute("aria-label", `Search with ${hit.key}, ${name}`);
+  frame.addEventListener("click", () => searchWithItem(hit, place));
   if (hit.image_url) {
-    frame = document.createElement("button");
-    frame.type = "button";
-    frame.title = "Search with this image";
-    frame.setAttribute("aria-label", `Search with ${hit.key}, ${name}`);
-    frame.addEventListener("click", () => searchWithItem(hit));
-    const image = document.createElement("img");
+    const image = element("img");
     image.alt = "";
     image.loading = "lazy";
     sharpen(image);
-    image.addEventListener("error", () => { frame.textContent = "The image is gone."; frame.disabled = true; });
+    image.addEventListener("error", () => { frame.textContent = "The image is gone."; });
     image.src = hit.image_url;
     frame.append(image);
   } else {
-    frame = document.createElement("div");
     frame.textContent = `item ${hit.id}`;
   }
-  frame.classList.add("frame");
-  const words = document.createElement("div");
-  words.className = "words";
-  for (const [kind, text] of [["distance", hit.distance.toFixed(4)], ["label", name]]) {
-    const span = document.createElement("span");
-    span.className = kind;
-    span.textContent = text;
-    if (kind === "distance") span.title = "Distance: smaller is closer";
-    words.append(span);
+  const words = element("div", "words");
+  const distance = element("span", "distance", hit.distance.toFixed(4));
+  distance.title = "Distance: smaller is closer";
+  words.append(distance, element("span", "label", name), element("p", "key", hit.key));
+  const entries = Object.entries(hit.metadata);
+  if (entries.length) {
+    const list = element("ul", "metadata");
+    list.append(...entries.map(([field, value]) => element("li", "", `${field}: ${text(value)}`)));
+    words.append(list);
   }
-  const key = document.createElement("p");
-  key.className = "key";
-  key.textContent = hit.key;
-  const more = Object.entries(hit.metadata).map(([column, value]) => `${column}: ${value}`).join("\n");
-  if (more) key.title = more;
-  words.append(key);
   item.append(frame, words);
   return item;
 }
 
+async function search(root, query) {
+  const k = Number(byId("k").value);
+  const filter = byId("filter").value.trim();
+  let request;
+  if (query.image) {
+    if (query.image.size > limits.bytes) {
+      throw new Error(`The image has ${query.image.size.toLocaleString("en")} bytes; the limit is ` +
+        `${limits.bytes.toLocaleString("en")}.`);
+    }
+    const form = new FormData();
+    form.append("k", String(k));
+    form.append("explain", "true");
+    if (filter) form.append("filter", filter);
+    form.append("image", query.image, "query");
+    request = { method: "POST", body: form };
+  } else {
+    const said = { k, explain: true, ...(query.vector ? { vector: query.vector } : { id: String(query.id) }) };
+    if (filter) said.filter = filter;
+    request = { method: "POST", body: JSON.stringify(said), headers: { "Content-Type": "application/json" } };
+  }
+  try {
+    return await (await call(`${root}/search`, request)).json();
+  } catch (fault) {
+    // Some bundles encode queries in another way than items, and some indexes do not have the item.
+    if (!query.image_url || (fault.status !== 422 && (fault.status !== 404 || root === query.root))) throw fault;
+    return search(root, { image: await (await call(query.image_url)).blob() });
+  }
+}
+
+function counted(answer) {
+  const count = answer.results.length;
+  return `${count} nearest ${count === 1 ? "item" : "items"}, found in ${answer.took_ms.toFixed(1)} ms`;
+}
+
+function tellStages(answers) {
+  const stages = [...new Set(answers.flatMap((one) => Object.keys(one.explain.stages_ms)))];
+  const row = (tag, cells) => {
+    const made = element("tr");
+    made.append(...cells.map((cell, at) => element(at === 0 ? "th" : tag, "", cell)));
+    return made;
+  };
+  const names = answers.length > 1 ? [byId("index").value, byId("beside").value] : ["Milliseconds"];
+  byId("stages").querySelector("thead").replaceChildren(row("th", ["Stage", ...names]));
+  byId("stages").querySelector("tbody").replaceChildren(...stages.map((stage) => (
+    row("td", [stage, ...answers.map((one) => (one.explain.stages_ms[stage] ?? 0).toFixed(2))])
+  )));
+}
+
+function offerValues(results) {
+  const field = byId("field").value;
+  const values = results.map((hit) => (field === "label" || field === "id" ? hit[field] : hit.metadata[field]));
+  const plain = values.filter((value) => value !== null && value !== undefined && typeof value !== "object");
+  byId("values").replaceChildren(...[...new Set(plain.map(String))].map((value) => new Option(value)));
+}
+
 async function ask(query) {
   last = query;
+  remember();
   const number = ++asked;
-  const k = Number(byId("k").value);
   show("Searching …", false);
-  byId("results").classList.add("stale");
-  try {
-    let request;
-    if (query.image) {
-      if (query.image.size > limits.bytes) {
-        throw new Error(`The image has ${query.image.size.toLocaleString("en")} bytes; the limit is ` +
-          `${limits.bytes.toLocaleString("en")}.`);
-      }
-      const form = new FormData();
-      form.append("k", String(k));
-      form.append("image", query.image, "query");
-      request = { method: "POST", body: form };
-    } else {
-      const body = JSON.stringify({ vector: query.vector, k });
-      request = { method: "POST", body, headers: { "Content-Type": "application/json" } };
-    }
-    let response;
-    try {
-      response = await fetch(`${base}/search`, request);
-    } catch {
-      throw new Error("The server cannot be reached. Is it still running?");
-    }
-    const answer = await response.json().catch(() => ({}));
-    if (number !== asked) return;
-    if (!response.ok) throw new Error(answer.detail || `The server answered with status ${response.status}.`);
-    byId("results").replaceChildren(...answer.results.map(card));
-    const count = answer.results.length;
-    show(`${count} nearest ${count === 1 ? "item" : "items"}, found in ${answer.took_ms.toFixed(1)} ms`, false);
-  } catch (fault) {
-    if (number === asked) show(fault.message, true);
-  } finally {
-    if (number === asked) byId("results").classList.remove("stale");
+  byId("answers").classList.add("stale");
+  const settled = await Promise.allSettled(roots.map((root) => search(root, query)));
+  if (number !== asked) return;
+  byId("answers").classList.remove("stale");
+  const [first, second] = settled;
+  if (first.status === "rejected") show(first.reason.message, true);
+  else {
+    byId("results").replaceChildren(...first.value.results.map((hit) => card(hit, 0)));
+    show(counted(first.value), false);
+    offerValues(first.value.results);
   }
+  if (second) {
+    const answered = second.status === "fulfilled";
+    byId("others").replaceChildren(...(answered ? second.value.results.map((hit) => card(hit, 1)) : []));
+    byId("others-status").textContent = answered ? counted(second.value) : second.reason.message;
+  }
+  const answers = settled.filter((one) => one.status === "fulfilled").map((one) => one.value);
+  byId("stages").hidden = answers.length < settled.length;
+  if (answers.length === settled.length) tellStages(answers);
+}
+
+function look(address, words) {
+  const preview = byId("preview");
+  if (preview.src.startsWith("blob:")) URL.revokeObjectURL(preview.src);
+  byId("view").hidden = byId("crop").hidden = !address;
+  preview.alt = address ? words : "";
+  preview.src = address ?? "data:,";
+  byId("crop").open = false;
+  setEdges([0, 0, 100, 100]);
 }
 
 function searchWithFile(file) {
   if (!file) return;
-  const preview = byId("preview");
-  if (preview.src.startsWith("blob:")) URL.revokeObjectURL(preview.src);
-  preview.alt = `The query: ${file.name || "a pasted image"}`;
-  preview.src = URL.createObjectURL(file);
-  preview.hidden = false;
-  ask({ image: file });
+  look(URL.createObjectURL(file), `The query: ${file.name || "a pasted image"}`);
+  whole = { image: file };
+  ask(whole);
 }
 
-async function searchWithItem(hit) {
-  try {
-    const response = await fetch(hit.image_url);
-    if (!response.ok) throw new Error((await response.json()).detail);
-    searchWithFile(new File([await response.blob()], hit.key));
-    window.scrollTo({ top: 0 });
-  } catch (fault) {
-    show(fault.message, true);
-  }
+function searchWithItem(item, place) {
+  look(item.image_url, `The query: ${item.key}`);
+  whole = { id: item.id, image_url: item.image_url, root: roots[place] };
+  ask(whole);
+  window.scrollTo({ top: 0 });
 }
 
 function searchWithNumbers() {
@@ -134,22 +199,149 @@ function searchWithNumbers() {
   ask({ vector });
 }
 
+// A part of the picture: its edges in percent of the whole.
+
+function setEdges(values) {
+  EDGES.forEach((edge, at) => { byId(edge).value = String(values[at]); });
+  drawBox();
+}
+
+function drawBox() {
+  const [left, top, right, bottom] = EDGES.map((edge) => Number(byId(edge).value));
+  const box = byId("box");
+  Object.assign(box.style, { left: `${left}%`, top: `${top}%`, right: `${100 - right}%`, bottom: `${100 - bottom}%` });
+  box.hidden = right - left === 100 && bottom - top === 100;
+}
+
+function moveEdge(event) {
+  const at = EDGES.indexOf(event.target.id);
+  const values = EDGES.map((edge) => Number(byId(edge).value));
+  const [low, high] = [at % 2, (at % 2) + 2]; // the two edges of this direction stay one percent apart
+  if (at === low) values[low] = Math.min(values[low], values[high] - 1);
+  else values[high] = Math.max(values[high], values[low] + 1);
+  setEdges(values);
+}
+
+function drawWithPointer(down) {
+  if (down.button !== 0) return;
+  const view = byId("view");
+  const point = (event) => {
+    const frame = view.getBoundingClientRect();
+    const inside = (share) => Math.round(100 * Math.min(1, Math.max(0, share)));
+    return [inside((event.clientX - frame.left) / frame.width), inside((event.clientY - frame.top) / frame.height)];
+  };
+  const [x, y] = point(down);
+  const move = (event) => {
+    const [to, at] = point(event);
+    setEdges([Math.min(x, to), Math.min(y, at), Math.max(x, to), Math.max(y, at)]);
+  };
+  const end = (event) => {
+    view.removeEventListener("pointermove", move);
+    for (const kind of ["pointerup", "pointercancel"]) view.removeEventListener(kind, end);
+    const [to, at] = point(event);
+    if (event.type === "pointercancel" || Math.abs(to - x) < 2 || Math.abs(at - y) < 2) setEdges([0, 0, 100, 100]);
+    else byId("crop").open = true;
+  };
+  view.setPointerCapture(down.pointerId);
+  view.addEventListener("pointermove", move);
+  for (const kind of ["pointerup", "pointercancel"]) view.addEventListener(kind, end);
+}
+
+async function searchWithPart() {
+  const preview = byId("preview");
+  const [left, top, right, bottom] = EDGES.map((edge) => Number(byId(edge).value) / 100);
+  const x = Math.floor(left * preview.naturalWidth);
+  const y = Math.floor(top * preview.naturalHeight);
+  const width = Math.max(1, Math.ceil(right * preview.naturalWidth) - x);
+  const height = Math.max(1, Math.ceil(bottom * preview.naturalHeight) - y);
+  const scale = Math.min(1, LARGEST_CUT / Math.max(width, height));
+  const canvas = element("canvas");
+  canvas.width = Math.max(1, Math.round(scale * width));
+  canvas.height = Math.max(1, Math.round(scale * height));
+  canvas.getContext("2d").drawImage(preview, x, y, width, height, 0, 0, canvas.width, canvas.height);
+  const image = await new Promise((done) => { canvas.toBlob(done, "image/png"); });
+  if (image) ask({ image });
+  else show("The browser cannot cut this picture.", true);
+}
+
+// The filter.
+
+function addCondition() {
+  const [field, relation, value] = ["field", "relation", "value"].map((id) => byId(id).value);
+  const own = field === "id" || field === "label"; // these are text, always
+  const name = own || (/^[A-Za-z_]\w*$/.test(field) && !KEYWORDS.test(field)) ? field : `"${field}"`;
+  const bare = !own && (/^(true|false|null)$/.test(value) || (value.trim() && Number.isFinite(Number(value))));
+  const literal = bare ? (KEYWORDS.test(value) ? value : String(Number(value))) : `'${value.replaceAll("'", "''")}'`;
+  const condition = relation === "exists" ? `exists(${name})` : `${name} ${relation} ${literal}`;
+  const before = byId("filter").value.trim();
+  const several = /\bor\b/i.test(before) ? `(${before})` : before;
+  byId("filter").value = before ? `${several} and ${condition}` : condition;
+  again();
+}
+
+const again = () => (last ? ask(last) : remember());
+
+// The address: what is searched for, never an image. It stays in the browser: servers do not get what is behind "#".
+
+function remember() {
+  const said = new URLSearchParams();
+  if (last && last.id !== undefined) said.set("id", last.id);
+  const filter = byId("filter").value.trim();
+  if (filter) said.set("filter", filter);
+  if (byId("k").value !== "10") said.set("k", byId("k").value);
+  if (severalIndexes) said.set("index", byId("index").value);
+  if (byId("beside").value) said.set("beside", byId("beside").value);
+  const address = String(said) && `#${said}`;
+  if (address !== location.hash) history.pushState(null, "", address || location.pathname);
+}
+
+async function restore() {
+  const said = new URLSearchParams(location.hash.slice(1));
+  const k = said.get("k") ?? "10";
+  if (![...byId("k").options].some((one) => one.value === k) && /^[1-9]\d{0,2}$/.test(k)) byId("k").add(new Option(k));
+  byId("k").value = k;
+  if (byId("k").selectedIndex < 0) byId("k").value = "10";
+  byId("filter").value = said.get("filter") ?? "";
+  if (severalIndexes) {
+    byId("index").value = said.get("index") ?? byId("index").options[0].value;
+    if (byId("index").selectedIndex < 0) byId("index").selectedIndex = 0;
+    byId("beside").value = said.get("beside") ?? "";
+    if (byId("beside").selectedIndex < 0) byId("beside").value = "";
+  }
+  await open();
+  const id = said.get("id");
+  if (id === null) {
+    if (last && last.id === undefined) ask(last);
+    return;
+  }
+  try {
+    searchWithItem(await (await call(`${roots[0]}/item?id=${encodeURIComponent(id)}`)).json(), 0);
+  } catch (fault) {
+    show(fault.message, true);
+  }
+}
+
+// The indexes.
+
 async function choose() {
-  const { indexes } = await (await fetch("v1/indexes")).json().catch(() => ({ indexes: [] }));
-  if (indexes.length < 2) return;
-  byId("indexes").hidden = false;
-  byId("index").replaceChildren(...indexes.map((name) => new Option(name, name)));
-  byId("index").addEventListener("change", () => {
-    base = `v1/indexes/${byId("index").value}`;
-    open();
-    if (last) ask(last);
-  });
-  base = `v1/indexes/${indexes[0]}`;
+  const { indexes } = await (await call("v1/indexes")).json();
+  severalIndexes = indexes.length > 1;
+  if (!severalIndexes) return;
+  for (const each of document.querySelectorAll(".indexes")) each.hidden = false;
+  byId("index").replaceChildren(...indexes.map((name) => new Option(name)));
+  byId("beside").replaceChildren(new Option("nothing", ""), ...indexes.map((name) => new Option(name)));
 }
 
 async function open() {
+  if (severalIndexes) {
+    roots = [byId("index").value, byId("beside").value].filter(Boolean).map((name) => `v1/indexes/${encodeURIComponent(name)}`);
+  }
+  byId("second").hidden = byId("results-title").hidden = roots.length < 2;
+  byId("answers").classList.toggle("two", roots.length > 1);
+  byId("results-title").textContent = byId("index").value;
+  byId("others-title").textContent = byId("beside").value;
   try {
-    const about = await (await fetch(`${base}/index`)).json();
+    const about = await (await call(`${roots[0]}/index`)).json();
     limits = about.limits;
     byId("about").textContent = `${about.name}: ${about.items.toLocaleString("en")} items, ${about.distance} distance`;
     document.title = `Image search: ${about.name}`;
@@ -157,6 +349,7 @@ async function open() {
     byId("drop").hidden = vectors;
     byId("numbers").hidden = !vectors;
     document.querySelector("h1").textContent = vectors ? "Vector search" : "Image search";
+    byId("field").replaceChildren(...["label", "id", ...(about.fields ?? [])].map((name) => new Option(name)));
   } catch {
     byId("about").textContent = "The index cannot be reached.";
   }
@@ -164,22 +357,37 @@ async function open() {
 
 const drop = byId("drop");
 sharpen(byId("preview"));
-byId("preview").addEventListener("error", () => { byId("preview").hidden = true; });
-byId("file").addEventListener("change", (event) => {
-  searchWithFile(event.target.files[0]);
-  event.target.value = ""; // the same file may be chosen again
+byId("preview").addEventListener("load", () => {
+  const { naturalWidth, naturalHeight } = byId("preview");
+  byId("view").style.aspectRatio = `${naturalWidth} / ${naturalHeight}`;
+  byId("view").style.width = `min(100%, ${(14 * naturalWidth) / naturalHeight}rem)`;
 });
-byId("k").addEventListener("change", () => { if (last) ask(last); });
+byId("preview").addEventListener("error", () => { byId("view").hidden = byId("crop").hidden = true; });
+for (const id of ["file", "photo"]) {
+  byId(id).addEventListener("change", (event) => {
+    searchWithFile(event.target.files[0]);
+    event.target.value = ""; // the same file may be chosen again
+  });
+}
+byId("view").addEventListener("pointerdown", drawWithPointer);
+for (const edge of EDGES) byId(edge).addEventListener("input", moveEdge);
+byId("cut").addEventListener("click", searchWithPart);
+byId("whole").addEventListener("click", () => { setEdges([0, 0, 100, 100]); ask(whole); });
+byId("k").addEventListener("change", again);
+byId("apply").addEventListener("click", again);
+for (const [id, act] of [["filter", again], ["value", addCondition]]) {
+  byId(id).addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); act(); } });
+}
+byId("add-condition").addEventListener("click", addCondition);
+for (const id of ["index", "beside"]) byId(id).addEventListener("change", () => open().then(again));
 byId("form").addEventListener("submit", (event) => { event.preventDefault(); searchWithNumbers(); });
+window.addEventListener("popstate", restore);
 document.addEventListener("paste", (event) => {
   const files = event.clipboardData.files;
   if (files.length && !drop.hidden) { event.preventDefault(); searchWithFile(files[0]); }
 });
-for (const kind of ["dragenter", "dragover"]) {
-  document.addEventListener(kind, (event) => { event.preventDefault(); drop.classList.add("over"); });
-}
-for (const kind of ["dragleave", "drop"]) {
-  document.addEventListener(kind, (event) => { event.preventDefault(); drop.classList.remove("over"); });
+for (const [kind, over] of [["dragenter", true], ["dragover", true], ["dragleave", false], ["drop", false]]) {
+  document.addEventListener(kind, (event) => { event.preventDefault(); drop.classList.toggle("over", over); });
 }
 document.addEventListener("drop", (event) => {
   const files = event.dataTransfer.files;
@@ -187,4 +395,4 @@ document.addEventListener("drop", (event) => {
   if (files.length) searchWithFile(files[0]);
   else show("Drop an image file: what was dropped holds no file.", true);
 });
-choose().finally(open);
+choose().catch(() => {}).finally(restore);
