@@ -145,7 +145,7 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
         ],
         ["search", f"my_store.journal://{tmp_path}/items", "8.png", "-k", "3", "--json"],
     ]
-    done = process("-c", CALLS, json.dumps(calls), path=site, cwd=tmp_path, OMP_NUM_THREADS="1")
+    done = process("-c", CALLS, json.dumps(calls), path=site, cwd=tmp_path, seconds=300, OMP_NUM_THREADS="1")
     assert done.code == 0, done.err
     for kind in trained:
         assert f"my_{kind}.{EXAMPLES[kind].part}" in (tmp_path / f"run_{kind}" / "recipe.toml").read_text()
