@@ -15,6 +15,7 @@ from retrieval.cli.index_common import JSON, PLACE, creating, embedding, quiet_t
 from retrieval.cli.types import IndexArgument, Place
 
 if TYPE_CHECKING:
+    from retrieval.serving.index.summary import Summary
     from retrieval.serving.stores.address import IndexPlace
 
 _LOW_RECALL = 0.9
@@ -146,7 +147,6 @@ def _create(
         raise click.UsageError("A frozen index is a folder: name one, or leave --frozen out.")
     quiet_threads()
     from retrieval.serving.images import Limits
-    from retrieval.serving.local.structures import LEAST
 
     given |= {
         "options": options_of(options),
@@ -171,9 +171,14 @@ def _create(
         if kept.exists():
             say(f"What was encoded is kept in {kept}. Go on with: {this_command()}", err=True)
         raise
+    _tell(path, summary, None if frozen else given["backend"].removeprefix("core."), as_json)
+
+
+def _tell(path: IndexPlace, summary: Summary, asked: str | None, as_json: bool) -> None:
+    from retrieval.serving.local.structures import LEAST
+
     notes = [f"back end {summary.backend}"]
-    asked = given["backend"].removeprefix("core.")
-    if not frozen and asked not in ("auto", summary.backend):
+    if asked not in (None, "auto", summary.backend):
         notes[0] += f"; {asked} from {LEAST:,} items in a segment on"
     if summary.recall_at_10 is not None:
         notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")

@@ -136,20 +136,20 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_a_wrong_host_is_no_wrong_port() -> None:
-    from retrieval.serving.http.server import _listen
+    from retrieval.serving.http.listening import listen
 
     with pytest.raises(StoreError) as refused:
-        _listen("203.0.113.1", 0, "--port")  # an address for documentation, which no machine has
+        listen("203.0.113.1", 0, "--port")  # an address for documentation, which no machine has
     assert "--host" in str(refused.value) and "--port" not in str(refused.value)
     with pytest.raises(
         StoreError, match=r"Cannot listen on no\.such\.host\.invalid: .* --host takes an address"
     ):
-        _listen("no.such.host.invalid", 0, "--port")
+        listen("no.such.host.invalid", 0, "--port")
     with (
-        _listen("127.0.0.1", 0, "--port") as taken,
+        listen("127.0.0.1", 0, "--port") as taken,
         pytest.raises(StoreError, match="Choose another port with --port"),
     ):
-        _listen("127.0.0.1", taken.getsockname()[1], "--port")
+        listen("127.0.0.1", taken.getsockname()[1], "--port")
 
 
 def test_ctrl_c_prints_the_whole_command_to_go_on_with(recipe: Path, tmp_path: Path) -> None:

@@ -173,11 +173,15 @@ def test_help_shows_an_example_that_works(command, retrieval, served, makers, bu
         assert run.returncode == 0, run.stderr
 
 
-_TIMES = [f"--{each.name.replace('_', '-')}" for each in fields(Settings) if isinstance(each.default, float)]
+_TIMES = [
+    (f"--{each.name.replace('_', '-')}", time)
+    for each in fields(Settings)
+    if isinstance(each.default, float)
+    for time in ("nan", "-NaN", "inf", "-inf", "-1", *(["0"] if each.default else []))  # 0: no limit
+]
 
 
-@pytest.mark.parametrize("option", _TIMES)
-@pytest.mark.parametrize("time", ["nan", "-NaN", "inf", "-inf", "-1", "0"])
+@pytest.mark.parametrize(("option", "time"), _TIMES)
 def test_a_time_is_a_number_within_bounds(option, time):
     run = CliRunner().invoke(serve_command, ["no.index", option, time])
     assert run.exit_code == 2 and f"Invalid value for '{option}'" in run.output, run.output

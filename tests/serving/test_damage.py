@@ -248,7 +248,7 @@ SLOW = textwrap.dedent("""
         summary = write_index(sys.argv[1], [sys.argv[2]], sys.argv[3], batch=16, skip_bad=True, progress=False)
     except KeyboardInterrupt:
         sys.exit(130)
-    print("resumed", summary.resumed, "skipped", summary.skipped)
+    print("resumed", summary.resumed, "skipped", len(summary.skipped))
 """)
 
 

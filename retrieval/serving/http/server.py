@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from retrieval.serving.stores.address import Address
 
 if TYPE_CHECKING:
     from retrieval.serving.http.running import Running
+    from retrieval.serving.http.searcher import Searcher
 
 
 class Serving:
@@ -106,10 +107,8 @@ def serve(
     from retrieval.serving.http.traces import traces_of_environment
 
     cores = os.cpu_count() or 1
-    settings = settings or Settings(workers=cores)
-    settings = _checked(settings, host)
-    if settings.snapshots is not None and not settings.snapshots.is_dir():
-        raise StoreError(f"There is no folder {settings.snapshots}, which --snapshots names. Make it first.")
+    settings = _checked(settings or Settings(workers=cores), host)
+    threads = max(1, cores // settings.workers)
     admission = Admission.of(settings)
     require_keys(host, settings, admission.keys is not None)
     # a handshake takes a file as a connection does
@@ -120,31 +119,20 @@ def serve(
         if settings.health_port is not None:
             listeners.append(stack.enter_context(listen(host, settings.health_port, "--health-port")))
             settings = replace(settings, health_port=listeners[1].getsockname()[1])
-        threads = max(1, cores // settings.workers)
-        given = index if isinstance(index, Mapping) else {_name_of(index): index}
         opener = partial(open_index, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
-        opened, reopen = {}, {}
-        for name, one in given.items():
-            check_name(name)
-            if not isinstance(one, Index):
-                reopen[name] = partial(opener, one)
-                one = opener(one)
-            one.require_open()
-            opened[name] = one
+        opened, reopen = _opened(index if isinstance(index, Mapping) else {_name_of(index): index}, opener)
         traces = traces_of_environment()
         log = Log(settings.log_format or "text", settings.debug, settings.log_lines)
         machinery = Machinery(settings, next(iter(opened.values())).bundle.manifest.input.preprocessing)
         searchers = {
             name: Searcher(one, settings, machinery, reopen.get(name)) for name, one in opened.items()
         }
-        count = sum(map(len, opened.values()))
-        scheme = "http" if admission.certificate is None else "https"
-        address = f"{scheme}://[{host}]" if ":" in host else f"{scheme}://{host}"
-        url = _announce(address, listeners, count, "close() stops it" if beside else "Ctrl-C stops")
-        for searcher in searchers.values():
-            images = searcher.index.bundle.manifest.input.kind == "image"
-            if images and (note := searcher.gallery.note()):
-                print(note, file=sys.stderr, flush=True)
+        address, how = (
+            _address(host, admission.certificate is not None),
+            "close() stops it" if beside else "Ctrl-C stops",
+        )
+        url = _announce(address, listeners, sum(map(len, opened.values())), how)
+        _note_galleries(searchers.values())
         running = Running(searchers, settings, listeners, admission, log, traces)
         closing = stack.pop_all()
 
@@ -163,6 +151,34 @@ def serve(
         return Serving(url, running, finish)
     finish(running.run())
     return None
+
+
+def _opened(
+    given: Mapping[str, StrPath | Address | Index], opener: Callable[[StrPath | Address], Index]
+) -> tuple[dict[str, Index], dict[str, Callable[[], Index]]]:
+    """Return the indexes, and of those that were opened here how to open them again."""
+    opened: dict[str, Index] = {}
+    reopen: dict[str, Callable[[], Index]] = {}
+    for name, one in given.items():
+        check_name(name)
+        if not isinstance(one, Index):
+            reopen[name] = partial(opener, one)
+            one = opener(one)
+        one.require_open()
+        opened[name] = one
+    return opened, reopen
+
+
+def _address(host: str, encrypted: bool) -> str:
+    scheme = "https" if encrypted else "http"
+    return f"{scheme}://[{host}]" if ":" in host else f"{scheme}://{host}"
+
+
+def _note_galleries(searchers: Iterable[Searcher]) -> None:
+    for searcher in searchers:
+        images = searcher.index.bundle.manifest.input.kind == "image"
+        if images and (note := searcher.gallery.note()):
+            print(note, file=sys.stderr, flush=True)
 
 
 def _require() -> None:
@@ -205,6 +221,8 @@ def _checked(settings: Settings, host: str) -> Settings:
     """
     from retrieval.serving.http.access.cors import check_origins
 
+    if settings.snapshots is not None and not settings.snapshots.is_dir():
+        raise StoreError(f"There is no folder {settings.snapshots}, which --snapshots names. Make it first.")
     return replace(
         settings,
         hosts=tuple(sorted({*(settings.hosts or ()), host.lower(), socket.gethostname().lower()})),

@@ -62,11 +62,7 @@ def create_index(
     place = place_of(output)
     if isinstance(place, Address):
         at = _free(place, replace, plugins)
-        if backend != "auto" or options:
-            raise DataError(
-                f"A back end and its parameters are of folders. What the store of {place} can be told stands in its address; 'retrieval "
-                "plugins show' names it."
-            )
+        _refuse_backend(place, backend, options)
     else:
         target = place.absolute()
         refuse_existing(target, replace)
@@ -99,6 +95,14 @@ def create_index(
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return dataclasses.replace(summary, path=target, seconds=time.monotonic() - began)
+
+
+def _refuse_backend(address: Address, backend: str, options: Mapping[str, Any] | None) -> None:
+    if backend != "auto" or options:
+        raise DataError(
+            f"A back end and its parameters are of folders. What the store of {address} can be told stands in its address; 'retrieval "
+            "plugins show' names it."
+        )
 
 
 def _wanted(backend: str, options: Mapping[str, Any] | None, plugins: Sequence[str]) -> Wanted:
