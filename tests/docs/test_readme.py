@@ -18,7 +18,7 @@ def test_set_up_is_two_lines_that_name_real_extras(root: Path, blocks: Callable[
     assert len(shell) == 2, "README has exactly two commands to set up"
     settings = configparser.ConfigParser()
     settings.read(root / "setup.cfg")
-    for block, last in zip(shell, ("retrieval demo", "pytest"), strict=True):
+    for block, last in zip(shell, ("retrieval demo", "pytest -n auto"), strict=True):
         (line,) = block.body.splitlines()
         steps = line.split(" && ")
         assert steps[:2] == ["python3 -m venv .venv", ". .venv/bin/activate"] and steps[-1] == last

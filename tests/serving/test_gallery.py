@@ -199,7 +199,7 @@ def test_seals_go_with_copies_snapshots_and_migrations(own, makers, photos, tmp_
         index.migrate(bundle, progress=False)
         assert index.add([photos / "1"], progress=False).changed == 0
         index.compact() if hasattr(index, "compact") else index.store.compact()
-    from retrieval.serving.index.checking import restore
+    from retrieval.serving.index.restoring import restore
 
     restore(tmp_path / "snapshot", tmp_path / "restored")
     shutil.copytree(own, tmp_path / "copy")
