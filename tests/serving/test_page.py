@@ -97,7 +97,7 @@ def test_a_chosen_image_shows_its_neighbours(page, served, index_path, photos):
     assert page.locator(".hit .key").all_inner_texts() == [hit["key"] for hit in expected]
     page.select_option("#k", "5")
     page.wait_for_function("() => document.querySelectorAll('.hit').length === 5")
-    page.locator(".hit button").nth(2).click()  # a result as the next query
+    page.locator(".hit button.frame").nth(2).click()  # a result as the next query
     asked = {"id": expected[2]["id"], "k": 5}
     neighbours = server.client.post("/v1/search", json=asked).json()["results"]
     first_is(page, neighbours[0]["key"])
@@ -313,7 +313,7 @@ def test_an_address_says_what_is_searched_for_and_never_the_image(page, served, 
     assert page.url == f"{server.url}/#filter=price+%3E+5&k=5"
     name = page.locator(".hit .key").nth(1).inner_text()
     with page.expect_response("**/v1/search"):
-        page.locator(".hit button").nth(1).click()
+        page.locator(".hit button.frame").nth(1).click()
     shared = page.url
     page.wait_for_function("() => document.querySelector('#status').textContent.startsWith('5 nearest')")
     keys = page.locator(".hit .key").all_inner_texts()
@@ -343,7 +343,7 @@ def test_two_indexes_side_by_side(page, served, index_path, described, photos):
             f"/v1/indexes/{name}/search", files={"image": (photos / "3" / "0003.png").read_bytes()}
         ).json()["results"]
         assert page.locator(f"{place} .key").all_inner_texts() == [hit["key"] for hit in found]
-    assert page.locator("h2").all_inner_texts() == ["digits", "priced"]
+    assert page.locator("section h2").all_inner_texts() == ["digits", "priced"]
     assert page.url.endswith("#index=digits&beside=priced")
     shot(page, "beside")
     page.locator(
@@ -386,3 +386,58 @@ def test_its_picture_in_the_docs_is_what_it_shows(page, served, index_path, phot
     loaded(page)
     page.screenshot(path=str(tmp_path / "page.png"))
     shown(tmp_path / "page.png", "page.png")
+
+
+def test_with_a_key_items_are_added_changed_and_deleted(
+    page, served, makers, bundle_path, photos, tmp_path, process
+):
+    create_index(tmp_path / "i", bundle_path, [photos / "1"], progress=False)
+    keys = tmp_path / "keys.jsonl"
+    made = {
+        role: process("-m", "retrieval.cli", "keys", "add", role, "--role", role, "--output", keys).out
+        for role in ("read", "write")
+    }
+    words = {role: max(text.split(), key=len) for role, text in made.items()}
+    server = served(tmp_path / "i", "--keys", str(keys))
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.goto(server.url)
+    page.wait_for_selector("text=A key is needed for searching and looking.")
+    page.fill("#key", words["read"])
+    page.press("#key", "Enter")
+    page.wait_for_selector("text=euclidean distance")
+    page.set_input_files("#file", str(photos / "7" / "0007.png"))
+    page.wait_for_selector(".hit")
+    loaded(page)  # the images too, which an <img> could not ask for
+    assert page.locator(".edit >> visible=true").count() == 0
+    page.fill("#key", words["write"])
+    page.press("#key", "Enter")
+    page.click("#add")
+    page.fill("#item-id", f"a/b {MARKUP}")
+    page.fill("#item-label", MARKUP)
+    page.fill("#item-metadata", "{price: 3}")
+    page.click("#item-form .main")
+    page.wait_for_selector("text=The metadata must be a JSON object")
+    page.fill("#item-metadata", '{"price": 3}')
+    page.click("#item-form .main")
+    first_is(page, f"a/b {MARKUP}")
+    assert page.locator(".hit .label").first.inner_text() == MARKUP
+    page.click("#add")  # its id is not given to another
+    page.fill("#item-id", f"a/b {MARKUP}")
+    page.click("#item-form .main")
+    page.wait_for_selector("text=An item has this id already.")
+    page.click("#cancel")
+    page.locator(".hit").first.get_by_text("Change").click()
+    page.fill("#item-label", "seven")
+    page.click("#item-form .main")
+    page.wait_for_function("() => document.querySelector('.hit .label').textContent === 'seven'")
+    assert page.locator(".hit .metadata").first.inner_text() == "price: 3"
+    page.locator(".hit").first.get_by_text("Delete").click()
+    page.wait_for_function("() => document.querySelector('.hit .label')?.textContent === '1'")
+    assert page.evaluate("() => [Object.values(sessionStorage), localStorage.length]") == [
+        [words["write"]],
+        0,
+    ]
+    assert all(words["write"] not in url for url in [*page.asked, page.url])
+    page.click("#forget")
+    page.wait_for_selector("text=A key is needed for searching and looking.")
+    assert [fault for fault in page.faults if "401" not in fault and "404" not in fault] == []

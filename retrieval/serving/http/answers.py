@@ -158,6 +158,7 @@ class IndexAnswer(Answer):
     segments: list[dict[str, Any]] | None = None
     fresh: int | None = None
     fields: Annotated[list[str] | None, Field(description="names of metadata that there are")] = None
+    role: Annotated[Literal["read", "write", "admin"], Field(description="what the request's sender may do")]
     limits: Limits
 
 

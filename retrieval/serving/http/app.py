@@ -40,7 +40,10 @@ Handler = Callable[[Request], Awaitable[Response]]
 _PAGE = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    **{
+        f"/{name}": (name, "text/javascript; charset=utf-8")
+        for name in ("page.js", "page-part.js", "page-edit.js")
+    },
 }
 
 

@@ -58,6 +58,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
             "structure": {"backend": "auto", "options": {}},
             "keep": "reference",
             "fields": ["price"],
+            "role": "write",
             "limits": {"bytes": 20_000_000, "pixels": 25_000_000, "batch": 100, "batch_bytes": 64_000_000},
         },
     },

@@ -2,8 +2,6 @@
 
 const byId = (id) => document.getElementById(id);
 const TINY = 64; // pixels: smaller images are shown with sharp edges instead of a blur
-const LARGEST_CUT = 1600; // pixels: no encoder looks at more
-const EDGES = ["left", "top", "right", "bottom"];
 const KEYWORDS = /^(and|or|not|in|exists|true|false|null)$/i; // of filters
 
 let roots = ["v1"]; // below each are the routes of an index that is searched: one, or two side by side
@@ -32,7 +30,7 @@ function show(sentence, isError) {
 async function call(path, request = {}) {
   let response;
   try {
-    response = await fetch(path, request);
+    response = await fetch(path, { ...request, headers: { ...request.headers, ...authorisation() } });
   } catch {
     throw new Error("The server cannot be reached. Is it still running?");
   }
@@ -65,7 +63,7 @@ function card(hit, place) {
     image.loading = "lazy";
     sharpen(image);
     image.addEventListener("error", () => { frame.textContent = "The image is gone."; });
-    image.src = hit.image_url;
+    fill(image, hit.image_url);
     frame.append(image);
   } else {
     frame.textContent = `item ${hit.id}`;
@@ -80,7 +78,7 @@ function card(hit, place) {
     list.append(...entries.map(([field, value]) => element("li", "", `${field}: ${text(value)}`)));
     words.append(list);
   }
-  item.append(frame, words);
+  item.append(frame, words, editButtons(hit));
   return item;
 }
 
@@ -170,7 +168,8 @@ function look(address, words) {
   if (preview.src.startsWith("blob:")) URL.revokeObjectURL(preview.src);
   byId("view").hidden = byId("crop").hidden = !address;
   preview.alt = address ? words : "";
-  preview.src = address ?? "data:,";
+  fill(preview, address ?? "data:,");
+  byId("add").hidden = !address?.startsWith("blob:");
   byId("crop").open = false;
   setEdges([0, 0, 100, 100]);
 }
@@ -197,71 +196,6 @@ function searchWithNumbers() {
     return;
   }
   ask({ vector });
-}
-
-// A part of the picture: its edges in percent of the whole.
-
-function setEdges(values) {
-  EDGES.forEach((edge, at) => { byId(edge).value = String(values[at]); });
-  drawBox();
-}
-
-function drawBox() {
-  const [left, top, right, bottom] = EDGES.map((edge) => Number(byId(edge).value));
-  const box = byId("box");
-  Object.assign(box.style, { left: `${left}%`, top: `${top}%`, right: `${100 - right}%`, bottom: `${100 - bottom}%` });
-  box.hidden = right - left === 100 && bottom - top === 100;
-}
-
-function moveEdge(event) {
-  const at = EDGES.indexOf(event.target.id);
-  const values = EDGES.map((edge) => Number(byId(edge).value));
-  const [low, high] = [at % 2, (at % 2) + 2]; // the two edges of this direction stay one percent apart
-  if (at === low) values[low] = Math.min(values[low], values[high] - 1);
-  else values[high] = Math.max(values[high], values[low] + 1);
-  setEdges(values);
-}
-
-function drawWithPointer(down) {
-  if (down.button !== 0) return;
-  const view = byId("view");
-  const point = (event) => {
-    const frame = view.getBoundingClientRect();
-    const inside = (share) => Math.round(100 * Math.min(1, Math.max(0, share)));
-    return [inside((event.clientX - frame.left) / frame.width), inside((event.clientY - frame.top) / frame.height)];
-  };
-  const [x, y] = point(down);
-  const move = (event) => {
-    const [to, at] = point(event);
-    setEdges([Math.min(x, to), Math.min(y, at), Math.max(x, to), Math.max(y, at)]);
-  };
-  const end = (event) => {
-    view.removeEventListener("pointermove", move);
-    for (const kind of ["pointerup", "pointercancel"]) view.removeEventListener(kind, end);
-    const [to, at] = point(event);
-    if (event.type === "pointercancel" || Math.abs(to - x) < 2 || Math.abs(at - y) < 2) setEdges([0, 0, 100, 100]);
-    else byId("crop").open = true;
-  };
-  view.setPointerCapture(down.pointerId);
-  view.addEventListener("pointermove", move);
-  for (const kind of ["pointerup", "pointercancel"]) view.addEventListener(kind, end);
-}
-
-async function searchWithPart() {
-  const preview = byId("preview");
-  const [left, top, right, bottom] = EDGES.map((edge) => Number(byId(edge).value) / 100);
-  const x = Math.floor(left * preview.naturalWidth);
-  const y = Math.floor(top * preview.naturalHeight);
-  const width = Math.max(1, Math.ceil(right * preview.naturalWidth) - x);
-  const height = Math.max(1, Math.ceil(bottom * preview.naturalHeight) - y);
-  const scale = Math.min(1, LARGEST_CUT / Math.max(width, height));
-  const canvas = element("canvas");
-  canvas.width = Math.max(1, Math.round(scale * width));
-  canvas.height = Math.max(1, Math.round(scale * height));
-  canvas.getContext("2d").drawImage(preview, x, y, width, height, 0, 0, canvas.width, canvas.height);
-  const image = await new Promise((done) => { canvas.toBlob(done, "image/png"); });
-  if (image) ask({ image });
-  else show("The browser cannot cut this picture.", true);
 }
 
 // The filter.
@@ -343,6 +277,7 @@ async function open() {
   try {
     const about = await (await call(`${roots[0]}/index`)).json();
     limits = about.limits;
+    allow(about);
     byId("about").textContent = `${about.name}: ${about.items.toLocaleString("en")} items, ${about.distance} distance`;
     document.title = `Image search: ${about.name}`;
     const vectors = about.input.kind === "features";
@@ -350,8 +285,9 @@ async function open() {
     byId("numbers").hidden = !vectors;
     document.querySelector("h1").textContent = vectors ? "Vector search" : "Image search";
     byId("field").replaceChildren(...["label", "id", ...(about.fields ?? [])].map((name) => new Option(name)));
-  } catch {
-    byId("about").textContent = "The index cannot be reached.";
+  } catch (fault) {
+    byId("about").textContent = fault.status ? fault.message : "The index cannot be reached.";
+    byId("access").open ||= fault.status === 401;
   }
 }
 
@@ -369,10 +305,6 @@ for (const id of ["file", "photo"]) {
     event.target.value = ""; // the same file may be chosen again
   });
 }
-byId("view").addEventListener("pointerdown", drawWithPointer);
-for (const edge of EDGES) byId(edge).addEventListener("input", moveEdge);
-byId("cut").addEventListener("click", searchWithPart);
-byId("whole").addEventListener("click", () => { setEdges([0, 0, 100, 100]); ask(whole); });
 byId("k").addEventListener("change", again);
 byId("apply").addEventListener("click", again);
 for (const [id, act] of [["filter", again], ["value", addCondition]]) {
@@ -395,4 +327,5 @@ document.addEventListener("drop", (event) => {
   if (files.length) searchWithFile(files[0]);
   else show("Drop an image file: what was dropped holds no file.", true);
 });
-choose().catch(() => {}).finally(restore);
+const start = () => choose().catch(() => {}).finally(restore);
+document.addEventListener("DOMContentLoaded", start); // after the scripts beside this one

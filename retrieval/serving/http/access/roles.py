@@ -12,7 +12,7 @@ from retrieval.serving.http.observer import KEY
 from retrieval.serving.http.settings import Role
 
 _ROLES: tuple[Role, ...] = ("read", "write", "admin")
-_FREE = re.compile(r"/|/page\.(?:css|js)|/livez|/readyz|/v1/openapi\.json")
+_FREE = re.compile(r"/|/page(?:-part|-edit)?\.(?:css|js)|/livez|/readyz|/v1/openapi\.json")
 """The page, which is code and no data; the health of the server; the description of its addresses."""
 
 _SEARCHES = re.compile(r"/v1(?:/indexes/[^/]+)?/search(?:/batch)?")

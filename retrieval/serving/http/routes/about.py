@@ -18,6 +18,7 @@ from retrieval.serving.http.guard import report
 from retrieval.serving.http.openapi import document
 from retrieval.serving.http.pool import Pool
 from retrieval.serving.http.sending import answer, as_json
+from retrieval.serving.http.settings import Role
 from retrieval.serving.http.site import Served, Site, parameters_of
 from retrieval.serving.http.waiting import client_of, in_time
 from retrieval.serving.index.base import Index
@@ -51,11 +52,12 @@ class About:
         served = self._site.of(request)
         parameters_of(request)
         reading = served.searcher.read(
-            lambda index: as_json(self._described(served, index)), client_of(request)
+            lambda index: as_json(self._described(served, index, caller_of(request.scope).role)),
+            client_of(request),
         )
         return answer(await in_time(request, reading, self._settings.deadline))
 
-    def _described(self, served: Served, index: Index) -> dict[str, Any]:
+    def _described(self, served: Served, index: Index, role: Role | None) -> dict[str, Any]:
         bundle = index.follow() if isinstance(index, Collection) else index.bundle
         manifest, settings = bundle.manifest, self._settings
         return {
@@ -68,6 +70,7 @@ class About:
             "distance": manifest.distance.name,
             "rescores": manifest.rescorer is not None,
             **_living(index),
+            "role": role,
             "limits": {
                 "bytes": settings.max_bytes,
                 "pixels": settings.max_pixels,

@@ -1,0 +1,123 @@
+"use strict";
+
+// The key, and what it allows: items are added, described anew and deleted.
+
+const KEY = "retrieval-key"; // in sessionStorage: it is gone with the tab
+
+let editing = null; // what the dialogue is about: an item that is there, or an image to add
+
+function authorisation() {
+  const key = sessionStorage.getItem(KEY);
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+async function fill(image, address) {
+  if (!sessionStorage.getItem(KEY) || !address.startsWith("/")) {
+    image.src = address;
+    return;
+  }
+  try { // an <img> sends no key
+    const content = URL.createObjectURL(await (await call(address)).blob());
+    if (image.id !== "preview") image.addEventListener("load", () => URL.revokeObjectURL(content), { once: true });
+    image.src = content;
+  } catch {
+    image.dispatchEvent(new Event("error"));
+  }
+}
+
+function allow(about) {
+  const writes = about.format === 2 && ["write", "admin"].includes(about.role);
+  document.body.classList.toggle("writable", writes);
+}
+
+function editButtons(hit) {
+  const row = element("p", "edit");
+  for (const [word, act] of [["Change", () => describe(hit)], ["Delete", () => remove(hit)]]) {
+    const button = element("button", "", word);
+    button.type = "button";
+    button.setAttribute("aria-label", `${word} ${hit.key}`);
+    button.addEventListener("click", act);
+    row.append(button);
+  }
+  return row;
+}
+
+const addressOf = (id) => `${roots[0]}/item?id=${encodeURIComponent(id)}`;
+
+function describe(item) {
+  editing = item;
+  byId("item-title").textContent = item.image ? "Add this picture" : "Change the item";
+  byId("item-id").value = item.image ? item.image.name ?? "" : item.id;
+  byId("item-id").readOnly = !item.image;
+  byId("item-label").value = item.label ?? "";
+  byId("item-metadata").value = JSON.stringify(item.metadata ?? {}, null, 2);
+  byId("item-fault").textContent = "";
+  byId("item").showModal();
+}
+
+async function isThere(id) {
+  try {
+    return Boolean(await call(addressOf(id)));
+  } catch (fault) {
+    if (fault.status === 404) return false;
+    throw fault;
+  }
+}
+
+async function save() {
+  const id = byId("item-id").value;
+  const label = byId("item-label").value;
+  const metadata = byId("item-metadata").value.trim() || "{}";
+  const item = editing;
+  try {
+    let described;
+    try {
+      described = JSON.parse(metadata);
+    } catch {
+      throw new Error('The metadata must be a JSON object, such as {"price": 20}.');
+    }
+    const request = { method: "PUT" };
+    if (item.image) {
+      if (await isThere(id)) throw new Error("An item has this id already. Choose another, or change that item.");
+      request.body = new FormData();
+      if (label) request.body.append("label", label);
+      request.body.append("metadata", metadata);
+      request.body.append("image", item.image, "item");
+    } else {
+      request.body = JSON.stringify({ label: label || null, metadata: described });
+      request.headers = { "Content-Type": "application/json" };
+    }
+    await call(addressOf(id), request);
+    byId("item").close();
+    await open();
+    await again();
+  } catch (fault) {
+    byId("item-fault").textContent = fault.message;
+  }
+}
+
+async function remove(hit) {
+  if (!window.confirm(`Delete ${hit.key} from the index? This cannot be undone.`)) return;
+  try {
+    await call(addressOf(hit.id), { method: "DELETE" });
+    await open();
+    await again();
+  } catch (fault) {
+    show(fault.message, true);
+  }
+}
+
+async function useKey(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+  byId("key").value = "";
+  byId("key-state").textContent = key ? "This tab has a key." : "This tab has no key.";
+  await start();
+}
+
+byId("key-state").textContent = sessionStorage.getItem(KEY) ? "This tab has a key." : "This tab has no key.";
+byId("key-form").addEventListener("submit", (event) => { event.preventDefault(); useKey(byId("key").value.trim()); });
+byId("forget").addEventListener("click", () => useKey(""));
+byId("add").addEventListener("click", () => describe({ image: whole.image }));
+byId("item-form").addEventListener("submit", (event) => { event.preventDefault(); save(); });
+byId("cancel").addEventListener("click", () => byId("item").close());
