@@ -22,6 +22,20 @@ _wire = importlib.util.module_from_spec(_wire_spec)
 sys.modules["wire"] = _wire  # `import wire` in the tests of the server, and in tests/attack
 _wire_spec.loader.exec_module(_wire)
 _spec.loader.exec_module(_makers)
+_pages_spec = importlib.util.spec_from_file_location("pages", Path(__file__).with_name("pages.py"))
+_pages = importlib.util.module_from_spec(_pages_spec)
+sys.modules["pages"] = _pages  # `import pages` in the tests of the page
+_pages_spec.loader.exec_module(_pages)
+
+
+QUIET = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 
 
 @pytest.fixture(scope="session")
@@ -114,3 +128,28 @@ def honest(tmp_path_factory: pytest.TempPathFactory, makers: ModuleType, photos:
 def index(honest: Path, tmp_path: Path) -> Path:
     """An index of one's own, to be spoilt."""
     return Path(shutil.copytree(honest, tmp_path / "i"))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=program, args=QUIET)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser) -> Iterator[object]:
+    context = browser.new_context(viewport={"width": 1180, "height": 900}, offline=False)
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    page.faults, page.asked = [], []
+    page.on("pageerror", lambda error: page.faults.append(str(error)))
+    page.on("console", lambda message: message.type == "error" and page.faults.append(message.text))
+    page.on("request", lambda request: page.asked.append(request.url))
+    yield page
+    context.close()

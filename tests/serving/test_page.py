@@ -6,7 +6,6 @@ import csv
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +14,9 @@ from PIL import Image
 from retrieval.serving.index.build import write_index
 from retrieval.serving.index.creating import create_index
 
-pytestmark = pytest.mark.browser
+from pages import MARKUP, first_is, loaded
 
-QUIET = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+pytestmark = pytest.mark.browser
 
 DROP = """async ([name, bytes]) => {
   const transfer = new DataTransfer();
@@ -36,45 +28,10 @@ DROP = """async ([name, bytes]) => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[object]:
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=program, args=QUIET)
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def page(browser) -> Iterator[object]:
-    context = browser.new_context(viewport={"width": 1180, "height": 900}, offline=False)
-    page = context.new_page()
-    page.set_default_timeout(10_000)
-    page.faults, page.asked = [], []
-    page.on("pageerror", lambda error: page.faults.append(str(error)))
-    page.on("console", lambda message: message.type == "error" and page.faults.append(message.text))
-    page.on("request", lambda request: page.asked.append(request.url))
-    yield page
-    context.close()
-
-
 def shot(page, name: str) -> None:
     """Keep a picture for people, where the variable says."""
     if folder := os.environ.get("RETRIEVAL_SCREENSHOTS"):
         page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True)
-
-
-def first_is(page, key: str) -> None:
-    page.wait_for_function("key => document.querySelector('.hit .key')?.textContent === key", arg=key)
-
-
-def loaded(page) -> None:
-    page.wait_for_function(
-        "() => [...document.querySelectorAll('.hit img')].every(image => image.complete && image.naturalWidth > 0)"
-    )
 
 
 def test_a_chosen_image_shows_its_neighbours(page, served, index_path, photos):
@@ -205,7 +162,6 @@ window.fetch = (address, request) => {
   if (request?.body instanceof FormData) window.sent = request.body.get("image").type;
   return real(address, request);
 }"""
-MARKUP = "<img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
@@ -386,58 +342,3 @@ def test_its_picture_in_the_docs_is_what_it_shows(page, served, index_path, phot
     loaded(page)
     page.screenshot(path=str(tmp_path / "page.png"))
     shown(tmp_path / "page.png", "page.png")
-
-
-def test_with_a_key_items_are_added_changed_and_deleted(
-    page, served, makers, bundle_path, photos, tmp_path, process
-):
-    create_index(tmp_path / "i", bundle_path, [photos / "1"], progress=False)
-    keys = tmp_path / "keys.jsonl"
-    made = {
-        role: process("-m", "retrieval.cli", "keys", "add", role, "--role", role, "--output", keys).out
-        for role in ("read", "write")
-    }
-    words = {role: max(text.split(), key=len) for role, text in made.items()}
-    server = served(tmp_path / "i", "--keys", str(keys))
-    page.on("dialog", lambda dialog: dialog.accept())
-    page.goto(server.url)
-    page.wait_for_selector("text=A key is needed for searching and looking.")
-    page.fill("#key", words["read"])
-    page.press("#key", "Enter")
-    page.wait_for_selector("text=euclidean distance")
-    page.set_input_files("#file", str(photos / "7" / "0007.png"))
-    page.wait_for_selector(".hit")
-    loaded(page)  # the images too, which an <img> could not ask for
-    assert page.locator(".edit >> visible=true").count() == 0
-    page.fill("#key", words["write"])
-    page.press("#key", "Enter")
-    page.click("#add")
-    page.fill("#item-id", f"a/b {MARKUP}")
-    page.fill("#item-label", MARKUP)
-    page.fill("#item-metadata", "{price: 3}")
-    page.click("#item-form .main")
-    page.wait_for_selector("text=The metadata must be a JSON object")
-    page.fill("#item-metadata", '{"price": 3}')
-    page.click("#item-form .main")
-    first_is(page, f"a/b {MARKUP}")
-    assert page.locator(".hit .label").first.inner_text() == MARKUP
-    page.click("#add")  # its id is not given to another
-    page.fill("#item-id", f"a/b {MARKUP}")
-    page.click("#item-form .main")
-    page.wait_for_selector("text=An item has this id already.")
-    page.click("#cancel")
-    page.locator(".hit").first.get_by_text("Change").click()
-    page.fill("#item-label", "seven")
-    page.click("#item-form .main")
-    page.wait_for_function("() => document.querySelector('.hit .label').textContent === 'seven'")
-    assert page.locator(".hit .metadata").first.inner_text() == "price: 3"
-    page.locator(".hit").first.get_by_text("Delete").click()
-    page.wait_for_function("() => document.querySelector('.hit .label')?.textContent === '1'")
-    assert page.evaluate("() => [Object.values(sessionStorage), localStorage.length]") == [
-        [words["write"]],
-        0,
-    ]
-    assert all(words["write"] not in url for url in [*page.asked, page.url])
-    page.click("#forget")
-    page.wait_for_selector("text=A key is needed for searching and looking.")
-    assert [fault for fault in page.faults if "401" not in fault and "404" not in fault] == []
