@@ -20,9 +20,12 @@ from retrieval.host.hookspecs import hookimpl
 from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
+    import retrieval.client as client
     import retrieval.evaluation.plot as plot
     import retrieval.serving.stores as stores
     import retrieval.serving.testing as testing
+    from retrieval.client.asynchronous import AsyncClient
+    from retrieval.client.synchronous import Client
     from retrieval.errors import (
         BundleError,
         DataError,
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
         PluginError,
         RecipeError,
         RetrievalError,
+        ServerError,
         StoreError,
     )
     from retrieval.evaluation.evaluate_run import evaluate_run
@@ -68,10 +72,12 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AsyncClient",
     "Backbone",
     "Bundle",
     "BundleError",
     "CheckedLoss",
+    "Client",
     "Combiner",
     "DataError",
     "Dataset",
@@ -92,12 +98,14 @@ __all__ = [
     "RecipeError",
     "RetrievalError",
     "Run",
+    "ServerError",
     "Store",
     "StoreError",
     "Subspace",
     "TripletIndices",
     "__version__",
     "build_index",
+    "client",
     "create",
     "evaluate",
     "evaluate_run",
@@ -121,6 +129,8 @@ __all__ = [
 _load, _ = lazy(
     __name__,
     {
+        "retrieval.client.asynchronous": ["AsyncClient"],
+        "retrieval.client.synchronous": ["Client"],
         "retrieval.errors": [
             "BundleError",
             "DataError",
@@ -128,6 +138,7 @@ _load, _ = lazy(
             "PluginError",
             "RecipeError",
             "RetrievalError",
+            "ServerError",
             "StoreError",
         ],
         "retrieval.evaluation.evaluate_run": ["evaluate_run"],
@@ -173,6 +184,10 @@ if not TYPE_CHECKING:  # else a type checker would take a name that there is not
             from retrieval.host.version import installed_version
 
             return installed_version()
+        if name == "client":
+            from retrieval import client
+
+            return client
         if name == "plot":
             from retrieval.evaluation import plot
 

@@ -54,6 +54,27 @@ class MissingDependency(RetrievalError):
     """A package that this call or command needs is not installed, or two that exclude each other are."""
 
 
+class ServerError(RetrievalError):
+    """A search server refused a request, failed, or could not be reached.
+
+    Args:
+        sentence: what happened, with the server's own sentence.
+        status: of HTTP; None where there was no answer.
+        request_id: by which the server's log knows the request.
+        detail: the server's own sentence alone.
+    """
+
+    def __init__(
+        self,
+        sentence: str,
+        status: int | None = None,
+        request_id: str | None = None,
+        detail: str | None = None,
+    ) -> None:
+        super().__init__(sentence)
+        self.status, self.request_id, self.detail = status, request_id, detail
+
+
 def printable(text: str) -> str:
     """Return text from outside as a terminal may show it: control characters, which could move its cursor, change what it shows
     or answer for the user, and marks that turn the direction of writing, as their escapes; line breaks and tabs as they are.

@@ -26,6 +26,7 @@ COMMANDS = {
     "search": "serving:search_command",
     "serve": "serving:serve_command",
     "keys": "keys:keys",
+    "push": "push:push_command",
     "sign": "sign:sign_command",
     "doctor": "doctor:doctor",
 }
@@ -164,6 +165,7 @@ def _extra_for(module: str) -> str:
     root = module.partition(".")[0]
     extras = {
         "faiss": "cpu",
+        "httpx": "client",
         "onnxruntime": "cpu",
         "starlette": "serve",
         "uvicorn": "serve",

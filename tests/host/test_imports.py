@@ -17,6 +17,7 @@ PLUGINS = ROOT / "plugins"
 FLOORS = [
     {"errors"},
     {"host"},
+    {"client"},
     {"serving"},
     {"model"},
     {"recipe"},
@@ -31,7 +32,7 @@ FLOORS = [
 
 TRAINING = {"model", "recipe", "data", "run", "evaluation", "export", "training"}
 
-MOST_ENTRIES = 12
+MOST_ENTRIES = 13
 
 # A plugin imports the face; what it may need besides is here, and is kept stable for it.
 INNER = {

@@ -1,0 +1,69 @@
+"""The command `push`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from retrieval.cli import say
+from retrieval.errors import DataError
+
+if TYPE_CHECKING:
+    from retrieval.client.folder import PushProgress
+
+
+@click.command(
+    "push",
+    epilog="""\b
+Examples:
+  retrieval push photos http://127.0.0.1:8000
+  RETRIEVAL_KEY=$(cat key) retrieval push photos https://search.example.com --index photos
+""",
+)
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("url")
+@click.option("--index", metavar="NAME", help="Name of the index, where the server has several.")
+@click.option(
+    "--connections", default=4, show_default=True, type=click.IntRange(1, 64), help="Requests at a time."
+)
+@click.option(
+    "--batch", default=16, show_default=True, type=click.IntRange(1), help="Most images of a request."
+)
+def push_command(folder: Path, url: str, index: str | None, connections: int, batch: int) -> None:
+    """Put the images below FOLDER into the index of the search server at URL.
+
+    An image's id is its path below the folder, its label the first folder of it. What is there with the same content is passed over, so that after an
+    interruption the same command goes on. The API key comes from the environment variable RETRIEVAL_KEY.
+    """
+    from retrieval.client.synchronous import Client
+    from retrieval.serving.progress import Meter
+
+    done = 0
+    with (
+        Client(url, key=os.environ.get("RETRIEVAL_KEY") or None, index=index) as client,
+        Meter("pushing", 0, "images") as meter,
+    ):
+
+        def show(progress: PushProgress) -> None:
+            nonlocal done
+            done = progress.done
+            meter.reach(progress.done, progress.total, "pushing")
+
+        try:
+            report = client.push(folder, connections=connections, batch=batch, progress=show)
+        except KeyboardInterrupt:
+            say(f"{done:,} images were done. The same command goes on.", err=True)
+            raise
+    say(
+        f"{report.added:,} images added, {report.replaced:,} replaced, {report.there:,} there already, "
+        f"{len(report.bad):,} refused; {report.left_out:,} files left out, being no images by their names."
+    )
+    for id, why in report.bad:
+        say(f"{id}: {why}", err=True)
+    if report.bad:
+        raise DataError(
+            f"{len(report.bad):,} of the images below {folder} are not on the server, for the reasons above."
+        )

@@ -1,0 +1,42 @@
+"""A client for a search server's `/v1`: `Client`, and `AsyncClient` for asyncio; typed answers, retries, folders pushed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from retrieval.host.lazy import lazy
+
+if TYPE_CHECKING:
+    from retrieval.client.answers import AddAnswer as AddAnswer
+    from retrieval.client.answers import BatchAnswer as BatchAnswer
+    from retrieval.client.answers import Hit as Hit
+    from retrieval.client.answers import IndexAnswer as IndexAnswer
+    from retrieval.client.answers import ItemAnswer as ItemAnswer
+    from retrieval.client.answers import PutAnswer as PutAnswer
+    from retrieval.client.answers import SearchAnswer as SearchAnswer
+    from retrieval.client.asynchronous import AsyncClient as AsyncClient
+    from retrieval.client.folder import PushProgress as PushProgress
+    from retrieval.client.folder import PushReport as PushReport
+    from retrieval.client.requests import NewItem as NewItem
+    from retrieval.client.retrying import Retries as Retries
+    from retrieval.client.synchronous import Client as Client
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "retrieval.client.answers": [
+            "AddAnswer",
+            "BatchAnswer",
+            "Hit",
+            "IndexAnswer",
+            "ItemAnswer",
+            "PutAnswer",
+            "SearchAnswer",
+        ],
+        "retrieval.client.asynchronous": ["AsyncClient"],
+        "retrieval.client.folder": ["PushProgress", "PushReport"],
+        "retrieval.client.requests": ["NewItem"],
+        "retrieval.client.retrying": ["Retries"],
+        "retrieval.client.synchronous": ["Client"],
+    },
+)

@@ -1,0 +1,248 @@
+"""A folder's images → a server: in batches, over several connections, without those that are there already."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from retrieval.client.images import file_bytes
+from retrieval.client.requests import NewItem
+from retrieval.errors import DataError, ServerError, at_least_one
+
+if TYPE_CHECKING:
+    from retrieval.client.asynchronous import AsyncClient
+
+EXTENSIONS = frozenset(
+    {
+        *(".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"),
+        *(".avif", ".heic", ".heif", ".hif"),
+    }
+)
+"""Of files that are taken for images, in small letters: those that `retrieval index` takes."""
+
+HASH = "sha256"
+"""Where an item's metadata have the hash of its file."""
+
+_BYTES = 8_000_000  # of a batch of more than one image
+_ADDRESS = 8_000  # characters of the ids of a batch in an address
+_ITEMS_FAULT = {400, 413, 422}
+
+
+@dataclass(frozen=True)
+class PushProgress:
+    """How far a push is: images done of the total, bytes sent, seconds since it began."""
+
+    done: int
+    total: int
+    sent: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Images a second."""
+        return self.done / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the end at this rate; None while there is none."""
+        return max(self.total - self.done, 0) / self.rate if self.rate else None
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What became of a folder's files.
+
+    Attributes:
+        added: how many images are new items.
+        replaced: how many took the place of an item with another content.
+        there: how many were there with the same content.
+        left_out: how many files are no images by their extension.
+        bad: the others: each file's path below the folder, and why it is not an item.
+    """
+
+    added: int
+    replaced: int
+    there: int
+    left_out: int
+    bad: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    id: str
+    label: str
+    size: int
+
+
+def walk(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Give the files below a folder in order, but for hidden ones, and whether each is taken for an image.
+
+    Raises:
+        DataError: it is not a folder, or a folder below it cannot be read.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder.")
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(name for name in names if not name.startswith(".")):
+            yield Path(parent, name), Path(name).suffix.lower() in EXTENSIONS
+
+
+class _Push:
+    """One push: the batches that are left, and what became of the files so far."""
+
+    def __init__(
+        self, client: AsyncClient, folder: Path, batch: int, progress: Callable[[PushProgress], None] | None
+    ) -> None:
+        self._client, self._folder, self._progress, self._batch = client, folder, progress, batch
+        self._turn = asyncio.Lock()
+        self._began = time.monotonic()
+        self._added = self._replaced = self._there = self._left_out = self._sent = self._done = (
+            self._total
+        ) = 0
+        self._bad: list[tuple[str, str]] = []
+        self._largest = self._most_bytes = 0
+        self._batches: Iterator[list[_File]] = iter(())
+
+    async def run(self, connections: int) -> PushReport:
+        index = await self._client.index()
+        if index.input.kind != "image":
+            raise DataError("This index takes features, not images.")
+        limits = index.limits
+        self._batch, self._largest = min(self._batch, limits.batch), min(limits.bytes, limits.batch_bytes)
+        self._most_bytes = min(limits.batch_bytes, _BYTES)
+        await asyncio.to_thread(self._count)
+        if not self._total:
+            raise DataError(f"{self._folder} holds no image (looked for {', '.join(sorted(EXTENSIONS))}).")
+        self._batches = self._batched()
+        fault: ServerError | DataError | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(connections):
+                    group.create_task(self._work())
+        except* (ServerError, DataError) as faults:
+            first: BaseException = faults
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            assert isinstance(first, ServerError | DataError)
+            fault = first
+        if fault is not None:
+            raise fault
+        return PushReport(self._added, self._replaced, self._there, self._left_out, tuple(sorted(self._bad)))
+
+    def _count(self) -> None:
+        for _, image in walk(self._folder):
+            self._total += image
+            self._left_out += not image
+
+    def _batched(self) -> Iterator[list[_File]]:
+        files: list[_File] = []
+        size = address = 0
+        for path, image in walk(self._folder):
+            if not image:
+                continue
+            inside = path.relative_to(self._folder)
+            id, weight = inside.as_posix(), 0
+            try:
+                length = len(quote(id, safe=""))
+                weight = path.stat().st_size
+            except UnicodeEncodeError:
+                self._refuse(id, "Its name is not text in UTF-8.")
+                continue
+            except OSError as fault:
+                self._refuse(id, f"It cannot be read: {fault.strerror}.")
+                continue
+            full = size + weight > self._most_bytes or address + length > _ADDRESS
+            if files and (full or len(files) >= self._batch):
+                yield files
+                files, size, address = [], 0, 0
+            label = inside.parts[0] if len(inside.parts) > 1 else self._folder.resolve().name
+            files.append(_File(path, id, label, weight))
+            size, address = size + weight, address + length
+        if files:
+            yield files
+
+    async def _work(self) -> None:
+        while True:
+            async with self._turn:
+                files = await asyncio.to_thread(next, self._batches, None)
+            if files is None:
+                return
+            known = await self._known(files)
+            items, size = await asyncio.to_thread(self._read, files, known)
+            if items:
+                await self._send(items)
+            self._sent += size
+            if self._progress is not None:
+                took = time.monotonic() - self._began
+                self._progress(PushProgress(self._done, self._total, self._sent, took))
+
+    async def _known(self, files: Sequence[_File]) -> dict[str, object]:
+        """Return the hashes of the items that are there."""
+        where = {"id": {"in": [file.id for file in files]}}
+        found = self._client.items(where, fields=[HASH], page=len(files))
+        return {str(item.id): item.metadata.get(HASH) async for item in found}
+
+    def _read(self, files: Sequence[_File], known: dict[str, object]) -> tuple[list[NewItem], int]:
+        """Return the items to send, and their bytes; for a thread."""
+        items, size = [], 0
+        for file in files:
+            try:
+                content = file_bytes(file.path, self._largest)
+            except DataError as fault:
+                self._refuse(file.id, str(fault))
+                continue
+            hash = hashlib.sha256(content).hexdigest()
+            if known.get(file.id) == hash:
+                self._there += 1
+                self._done += 1
+                continue
+            items.append(NewItem(file.id, content, None, file.label, {HASH: hash}))
+            size += len(content)
+        return items, size
+
+    async def _send(self, items: Sequence[NewItem]) -> None:
+        """Send items, and where one of them is refused, halves, until it stands alone."""
+        try:
+            answer = await self._client.add(items)
+        except ServerError as fault:
+            if fault.status not in _ITEMS_FAULT:
+                raise
+            if len(items) == 1:
+                self._refuse(items[0].id, fault.detail or str(fault))
+                return
+        else:
+            self._added += answer.added
+            self._replaced += answer.replaced
+            self._done += len(items)
+            return
+        for half in (items[: len(items) // 2], items[len(items) // 2 :]):
+            await self._send(half)
+
+    def _refuse(self, id: str, why: str) -> None:
+        self._bad.append((id, why))
+        self._done += 1
+
+
+async def push_folder(
+    client: AsyncClient,
+    folder: Path,
+    connections: int,
+    batch: int,
+    progress: Callable[[PushProgress], None] | None,
+) -> PushReport:
+    """Put the images below a folder on a server; see `AsyncClient.push`."""
+    connections, batch = at_least_one("connections", connections), at_least_one("batch", batch)
+    return await _Push(client, folder, batch, progress).run(connections)

@@ -1,0 +1,237 @@
+"""The client against a real server: every method, waiting and in asyncio; folders pushed, interrupted and pushed on."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import retrieval
+from PIL import Image
+from retrieval.client import AsyncClient, Client, Hit, NewItem
+from retrieval.client.folder import EXTENSIONS
+from retrieval.errors import DataError, ServerError
+from retrieval.serving.images import EXTENSIONS as TAKEN
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.open import open_index
+
+WRITE = "--write"
+IDS = ["plain", "a/b/image", "100% sure?#&=+", "日本語 🐟", "line\nbreak", ".."]
+
+
+@pytest.fixture
+def empty(bundle_path: Path, tmp_path: Path) -> Path:
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    return tmp_path / "i"
+
+
+@pytest.fixture
+def folder(photos: Path, tmp_path: Path) -> Path:
+    """40 images in two folders, among other files."""
+    place = tmp_path / "pictures"
+    for label in ("0", "1"):
+        shutil.copytree(photos / label, place / label)
+    (place / "notes.txt").write_text("no image")
+    (place / ".hidden.png").write_bytes(b"no image")
+    return place
+
+
+def push(server, folder, *options, **settings):
+    return subprocess.run(
+        [sys.executable, "-m", "retrieval.cli", "push", str(folder), server.url, *options],
+        capture_output=True, text=True, timeout=60, cwd=folder.parent, **settings,
+    )  # fmt: skip
+
+
+def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path):
+    server = served(empty, WRITE, "--snapshots", str(tmp_path))
+    paths = sorted(photos.rglob("*.png"))[: len(IDS)]
+    with Client(server.url) as client:
+        for id, path in zip(IDS, paths, strict=True):
+            put = client.put(id, path, label="digit", metadata={"length": len(id)})
+            assert (put.id, put.replaced) == (id, False)
+            assert client.image(id) == path.read_bytes()
+            assert client.thumbnail(id).startswith(b"\xff\xd8\xff")
+            item = client.get(id)
+            assert (item.id, item.label, item.metadata, item.vector) == (
+                id,
+                "digit",
+                {"length": len(id)},
+                None,
+            )
+        assert client.put(IDS[0], paths[0], keep="thumbnail").replaced is True
+        assert client.put(IDS[0], label="other", metadata={"length": 5}).replaced is True
+        vector = client.get(IDS[1], vector=True).vector
+        with Image.open(paths[1]) as picture:
+            given = [paths[1], str(paths[1]), paths[1].read_bytes(), picture.copy(), np.asarray(picture)]
+        for image in given:
+            found = client.search(image, k=2, filter={"label": "digit"}, fields=[], explain=True)
+            first = found.results[0]
+            assert isinstance(first, Hit) and (first.id, first.metadata) == (IDS[1], {}) and found.explain
+        assert client.search(vector=vector, k=1).results[0].id == IDS[1]
+        assert client.search(vector=np.array(vector), k=1).results[0].id == IDS[1]
+        assert IDS[1] not in {hit.id for hit in client.search(id=IDS[1]).results}
+        batch = client.search_batch(paths[:3], k=1)
+        assert [one.results[0].id for one in batch.answers] == IDS[:3]
+        assert [len(one.results) for one in client.search_batch(ids=IDS[:2], k=2).answers] == [2, 2]
+        assert len(client.search_batch(vectors=[vector], k=1).answers) == 1
+        assert sorted(item.id for item in client.items(page=2)) == sorted(IDS)
+        assert [item.id for item in client.items("label = 'other'")] == [IDS[0]]
+        about = client.index()
+        assert (about.items, about.input.kind, about.format) == (len(IDS), "image", 2)
+        added = client.add([NewItem("x", paths[0]), NewItem(IDS[1], paths[1])])
+        assert (added.added, added.replaced) == (1, 1)
+        twice = [client.add([NewItem("y", paths[0])], idempotency_key="same") for _ in range(2)]
+        assert twice[0] == twice[1] and twice[0].added == 1
+        with open_index(tmp_path / client.snapshot(), threads=1) as copy:
+            assert len(copy) == len(IDS) + 2
+        assert client.delete_where("id in ('x', 'y')") == 2
+        for id in IDS:
+            client.delete(id)
+        assert list(client.items()) == []
+        with pytest.raises(ServerError, match="no such item") as fault:
+            client.delete("x")
+        assert fault.value.status == 404 and fault.value.request_id.startswith("urn:uuid:")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.label = "x"
+
+
+def test_asyncio_answers_the_same(served, index_path, photos):
+    server = served(index_path)
+    paths = sorted(photos.rglob("*.png"))[:8]
+
+    async def ask():
+        async with AsyncClient(server.url) as client:
+            found = await asyncio.gather(*(client.search(path, k=3) for path in paths))
+            items = [item async for item in client.items(page=150)]
+            thumbnail, item = await client.thumbnail(0), await client.get(0, vector=True)
+            batch = await client.search_batch(paths, k=3)
+            with pytest.raises(ServerError) as fault:
+                await client.put("a", paths[0])
+            return found, items, thumbnail, item, batch, await client.index(), fault.value.status
+
+    found, items, thumbnail, item, batch, about, status = asyncio.run(ask())
+    with Client(server.url, index=about.index) as client:
+        assert [one.results for one in found] == [client.search(path, k=3).results for path in paths]
+        assert items == list(client.items()) and len(items) == about.items == 200
+        assert (thumbnail, item) == (client.thumbnail(0), client.get(0, vector=True))
+        assert [one.results for one in batch.answers] == [one.results for one in found]
+        assert about == client.index() and status == 403
+    with Client(server.url, index="nowhere") as client, pytest.raises(ServerError, match="no index"):
+        client.index()
+
+
+def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(tmp_path):
+    (tmp_path / "pipe.png").mkdir()
+    with Client("http://127.0.0.1:1") as client:
+        for work, says in (
+            (lambda: client.search(), "one of them"),
+            (lambda: client.search(b"x", id="a"), "one of them"),
+            (lambda: client.search(tmp_path / "none.png"), "cannot be read"),
+            (lambda: client.search(tmp_path / "pipe.png"), "is not a file"),
+            (lambda: client.search(np.zeros((2, 2))), "uint8 array"),
+            (lambda: client.search(vector=["a"]), "sequence of numbers"),
+            (lambda: client.search(vector=[float("nan")]), "JSON"),
+            (lambda: client.search(id="\ud800"), "surrogates"),
+            (lambda: client.search_batch(), "one of them"),
+            (lambda: client.put("", b"x"), "one character"),
+            (lambda: client.put("a", b"x", vector=[1.0]), "not both"),
+            (lambda: client.put("a", b"x", metadata={"a": object()}), "a object"),
+            (lambda: client.put("a", keep="copy"), "keep"),
+            (lambda: client.add([]), "one item"),
+            (lambda: client.push(tmp_path, connections=0), "connections"),
+        ):
+            with pytest.raises(DataError, match=says):
+                work()
+
+
+def test_a_folder_is_pushed_once_and_what_changed_again(served, empty, folder):
+    server = served(empty, WRITE)
+    images = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("[0-9]*.png"))
+    told = []
+    with Client(server.url) as client:
+        report = client.push(folder, connections=3, batch=5, progress=told.append)
+        assert (report.added, report.replaced, report.there, report.left_out) == (len(images), 0, 0, 1)
+        assert report.bad == ()
+        assert max(one.done for one in told) == told[-1].total == len(images)
+        assert all(one.rate > 0 and one.seconds_left >= 0 for one in told)
+        items = {item.id: item for item in client.items()}
+        assert sorted(items) == images
+        assert all(item.label == id.partition("/")[0] for id, item in items.items())
+        assert client.image(images[0]) == (folder / images[0]).read_bytes()
+        shutil.copy(folder / images[-1], folder / images[0])
+        again = client.push(folder)
+        assert (again.added, again.replaced, again.there) == (0, 1, len(images) - 1)
+
+
+def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(served, empty, folder):
+    server = served(empty, WRITE, "--max-bytes", "5000")
+    good = len(list(folder.rglob("[0-9]*.png")))
+    (folder / "0" / "text.png").write_text("text")
+    (folder / "1" / "large.jpg").write_bytes(bytes(6000))
+    (folder / "empty.gif").touch()
+    (folder / "gone.png").symlink_to("nowhere")
+    (folder / os.fsdecode(b"\xff.png")).write_bytes(b"x")
+    done = push(server, folder, "--batch", "100")
+    assert done.returncode == 2, done.stderr
+    assert f"{good} images added, 0 replaced, 0 there already, 5 refused; 1 files left out" in done.stdout
+    for said in ("0/text.png: ", "1/large.jpg: ", "empty.gif: ", "gone.png: ", ".png: Its name"):
+        assert said in done.stderr
+    assert "Traceback" not in done.stderr and "5 of the images below" in done.stderr
+    with Client(server.url) as client:
+        assert client.index().items == good
+
+
+def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(served, empty, folder):
+    server = served(empty, WRITE)
+    total = len(list(folder.rglob("[0-9]*.png")))
+    command = [sys.executable, "-m", "retrieval.cli", "push", str(folder), server.url]
+    pushing = subprocess.Popen(
+        [*command, "--batch", "1", "--connections", "1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder.parent,
+    )  # fmt: skip
+    with Client(server.url) as client:
+        while client.index().items < 2:
+            assert pushing.poll() is None, pushing.communicate()
+        pushing.send_signal(signal.SIGINT)
+        _, said = pushing.communicate(timeout=30)
+        assert pushing.returncode == 130, said
+        assert "The same command goes on." in said and "Traceback" not in said
+        there = client.index().items
+        assert 2 <= there < total
+        done = push(server, folder)
+        assert done.returncode == 0, done.stderr
+        assert f"{total - there} images added, 0 replaced, {there} there already" in done.stdout
+        assert client.index().items == total
+
+
+def test_a_push_that_cannot_be_says_so(served, index_path, folder, tmp_path):
+    server = served(index_path)
+    refused = push(server, folder, env={**os.environ, "RETRIEVAL_KEY": "rk_a_b"})
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "answered 40" in refused.stderr and "rk_a_b" not in refused.stderr + refused.stdout
+    (tmp_path / "none").mkdir()
+    with Client(server.url) as client, pytest.raises(DataError, match="holds no image"):
+        client.push(tmp_path / "none")
+
+    async def inside():
+        with Client(server.url) as client, pytest.raises(DataError, match="await"):
+            client.push(folder)
+
+    asyncio.run(inside())
+
+
+def test_the_names_are_of_the_face_and_light():
+    assert retrieval.Client is Client and retrieval.client.AsyncClient is AsyncClient
+    assert EXTENSIONS == TAKEN
+    code = "import sys, retrieval; retrieval.Client('http://a').close(); print(sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for heavy in ("torch", "faiss", "onnxruntime", "starlette", "uvicorn", "PIL", "retrieval.serving"):
+        assert f"'{heavy}'" not in loaded

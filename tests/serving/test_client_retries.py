@@ -1,0 +1,228 @@
+"""When a client sends again, against a real HTTP server that drops, hangs, drips and refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+from retrieval.client import AsyncClient, Client, Retries
+from retrieval.client import transport as transport_module
+from retrieval.errors import DataError, ServerError
+
+SOON = Retries(times=3, seconds=20, first=0.01, longest=0.02)
+FOUND = {"results": [], "took_ms": 1.0, "new": "member"}
+BUSY = {"detail": "The server is busy.", "instance": "urn:uuid:1"}
+
+
+class Server(ThreadingHTTPServer):
+    """Does, request by request, what `script` says, and its last entry from then on; remembers what it was sent.
+
+    An entry: ("drop",), ("hang",), ("drip",), ("half",), ("endless",), or (status, headers, JSON).
+    """
+
+    daemon_threads = True
+
+    def __init__(self, *script: tuple) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.script, self.seen, self.over = script, [], threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *fault):
+        self.over.set()
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+    def handle_error(self, request, client_address):
+        """Say nothing: clients leave."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *said):
+        """Say nothing."""
+
+    def act(self):
+        server: Server = self.server
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        at = time.monotonic()
+        server.seen.append(
+            SimpleNamespace(method=self.command, path=self.path, headers=dict(self.headers), body=body, at=at)
+        )
+        what = server.script[min(len(server.seen), len(server.script)) - 1]
+        self.close_connection = True
+        if what[0] == "drop":
+            return
+        if what[0] == "hang":
+            server.over.wait(30)
+            return
+        if isinstance(what[0], str):
+            self.send_response(200)
+            self.send_header("Content-Length", "1000000000")
+            self.end_headers()
+            while what[0] != "half" and not server.over.wait(0.05 if what[0] == "drip" else 0):
+                self.wfile.write(b" " * (1 if what[0] == "drip" else 1_000_000))
+            return
+        status, headers, said = what
+        content = said if isinstance(said, bytes) else json.dumps(said).encode()
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = do_PUT = do_DELETE = act
+
+
+def waiting(url, work, **settings):
+    with Client(url, **{"retries": SOON, **settings}) as client:
+        return work(client)
+
+
+def asyncio_run(url, work, **settings):
+    async def run():
+        async with AsyncClient(url, **{"retries": SOON, **settings}) as client:
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+both = pytest.mark.parametrize("ask", [waiting, asyncio_run])
+
+
+@both
+@pytest.mark.parametrize(
+    "wrong", [("drop",), ("half",), (503, {"Retry-After": "0"}, BUSY), (429, {}, BUSY), (502, {}, b"<html>")]
+)
+def test_a_search_is_sent_again_until_it_is_answered(ask, wrong):
+    with Server(wrong, wrong, (200, {}, FOUND)) as server:
+        assert ask(server.url, lambda client: client.search(b"image", k=3)).results == ()
+        assert len(server.seen) == 3
+        assert all(b"image" in one.body and one.path == "/v1/search" for one in server.seen)
+
+
+@both
+def test_a_server_that_hangs_is_left_and_asked_again(ask):
+    with Server(("hang",), (200, {}, FOUND)) as server:
+        assert ask(server.url, lambda client: client.search(id="a"), timeout=0.2).took_ms == 1
+        assert len(server.seen) == 2
+
+
+@both
+@pytest.mark.parametrize("what", ["drip", "hang"])
+def test_all_tries_together_are_bounded_in_time(ask, what):
+    bounded = Retries(times=100, seconds=0.6, first=0.01, longest=0.02)
+    with Server((what,)) as server:
+        with pytest.raises(ServerError, match="did not answer in time|took too long") as fault:
+            ask(server.url, lambda client: client.search(id="a"), timeout=0.3, retries=bounded)
+        assert fault.value.status is None and len(server.seen) < 100
+
+
+@both
+def test_the_number_of_tries_is_bounded_and_the_servers_sentence_told(ask):
+    with Server((503, {"Retry-After": "0"}, BUSY)) as server:
+        with pytest.raises(ServerError, match=r"503: The server is busy\. It was tried 4 times\.") as fault:
+            ask(server.url, lambda client: client.index())
+        assert (fault.value.status, fault.value.request_id, fault.value.detail) == (
+            503,
+            "urn:uuid:1",
+            "The server is busy.",
+        )
+        assert len(server.seen) == 4
+
+
+@both
+def test_retry_after_is_waited_for_and_not_beyond_the_time_there_is(ask):
+    with Server((503, {"Retry-After": "1"}, BUSY), (200, {}, FOUND)) as server:
+        ask(server.url, lambda client: client.search(id="a"))
+        assert server.seen[1].at - server.seen[0].at >= 1
+    for later in ("3600", "Fri, 31 Dec 2100 23:59:59 GMT"):
+        with Server((503, {"Retry-After": later}, BUSY)) as server:
+            with pytest.raises(ServerError, match="It asks to come again in"):
+                ask(server.url, lambda client: client.search(id="a"))
+            assert len(server.seen) == 1
+
+
+@both
+@pytest.mark.parametrize("wrong", [("drop",), (503, {}, BUSY)])
+def test_what_is_not_idempotent_is_sent_once(ask, wrong):
+    for work in (lambda client: client.delete_where("a = 1"), lambda client: client.snapshot()):
+        with Server(wrong) as server:
+            with pytest.raises(ServerError):
+                ask(server.url, work)
+            assert len(server.seen) == 1
+
+
+@both
+def test_a_fault_of_the_request_is_told_at_once(ask):
+    for status in (400, 401, 403, 404, 422, 500):
+        with Server((status, {}, {"detail": "So it is.", "instance": "urn:uuid:2"})) as server:
+            with pytest.raises(ServerError, match="So it is") as fault:
+                ask(server.url, lambda client: client.delete("a"))
+            assert (fault.value.status, len(server.seen)) == (status, 1)
+
+
+@both
+def test_a_deletion_whose_answer_was_lost_is_done(ask):
+    with Server(("drop",), (404, {}, BUSY)) as server:
+        assert ask(server.url, lambda client: client.delete("a")) is None
+
+
+@both
+def test_a_repeated_addition_has_its_key_and_others_have_another(ask):
+    from retrieval.client import NewItem
+
+    done = (200, {}, {"added": 1, "replaced": 0})
+    with Server(("drop",), done, done) as server:
+        for _ in range(2):
+            assert ask(server.url, lambda client: client.add([NewItem("a", b"x")]), key="rk_a_b").added == 1
+        keys = [one.headers["Idempotency-Key"] for one in server.seen]
+        assert keys[0] == keys[1] != keys[2]
+        assert {one.headers["Authorization"] for one in server.seen} == {"Bearer rk_a_b"}
+
+
+@both
+def test_no_answer_is_too_large_or_misread(ask, monkeypatch):
+    monkeypatch.setattr(transport_module, "MOST", 5_000_000)
+    with Server(("endless",)) as server, pytest.raises(ServerError, match="more than 5,000,000 bytes"):
+        ask(server.url, lambda client: client.image("a"))
+    for said in (b"<html>", b"[" * 100_000, {"results": "none"}):
+        with Server((200, {}, said)) as server, pytest.raises(ServerError, match="not of /v1"):
+            ask(server.url, lambda client: client.search(id="a"))
+    with Server((301, {"Location": "http://elsewhere.example/"}, b"")) as server:
+        with pytest.raises(ServerError, match="sends on to http://elsewhere"):
+            ask(server.url, lambda client: client.search(id="a"), key="secret")
+        assert len(server.seen) == 1
+
+
+@both
+def test_a_server_that_is_not_there(ask):
+    with Server() as server:
+        url = server.url
+    with pytest.raises(ServerError, match="cannot be reached.*tried 4 times"):
+        ask(url, lambda client: client.snapshot())
+
+
+def test_settings_that_cannot_be_are_refused_and_no_key_is_told():
+    for url in ("photos", "ftp://a", "http://", "http://me:secret@host", "http://a?b=c", "http://a b"):
+        with pytest.raises(DataError, match="address"):
+            Client(url)
+    for key in ("", "a\nb", "é", " a"):
+        with pytest.raises(DataError, match="key"):
+            Client("http://a", key=key)
+    with pytest.raises(DataError, match="timeout"):
+        Client("http://a", timeout=0)
+    with pytest.raises(DataError, match="Retries"):
+        Retries(times=-1)
