@@ -118,7 +118,10 @@ class Reader:
         if block.file:
             (self.folder / block.file).write_text(block.body, encoding="utf-8")
         elif block.language == "python":
-            exec(compile(block.body, str(block), "exec"), {"__name__": "__main__"})
+            body = (
+                block.body.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}") if self.server else block.body
+            )
+            exec(compile(body, str(block), "exec"), {"__name__": "__main__"})
         elif block.language == "sh":
             self.answers = []
             for line in block.body.splitlines():
@@ -133,7 +136,8 @@ class Reader:
         if words[:2] == ["retrieval", "serve"]:
             self._serve(words[1:])
         elif words[0] == "retrieval":
-            self.call(words[1:], where)
+            here = f"127.0.0.1:{self.port}"
+            self.call([word.replace("127.0.0.1:8000", here) for word in words[1:]], where)
         elif words[0] == "python":
             runpy.run_path(words[1], run_name="__main__")
         elif words[0] == "curl":

@@ -104,6 +104,12 @@ def test_http(after_tutorial: Any, root: Path) -> None:
     assert all(path in shown for path in described if not path.startswith("/v1/item/"))
 
 
+def test_client(after_tutorial: Any, root: Path) -> None:
+    after_tutorial.follow(root / "docs" / "client.md")
+    assert (after_tutorial.folder / "nearest.png").read_bytes().startswith(b"\x89PNG")
+    assert sum(line.startswith("retrieval push ") for line in after_tutorial.ran) == 1
+
+
 def test_bundle(after_tutorial: Any, root: Path) -> None:
     after_tutorial.follow(root / "docs" / "bundle.md")
 

@@ -17,14 +17,26 @@ VERBS = {
     "build_index", "create", "evaluate", "evaluate_run", "export_backbone", "export_run", "load_run", "names", "open_bundle",
     "open_index", "read_recipe", "serve", "train", "verify_run",
 }  # fmt: skip
-CLASSES = {"Bundle", "Index", "Recipe", "Run"}
+CLASSES = {"AsyncClient", "Bundle", "Client", "Index", "Recipe", "Run"}
 CONTRACTS = {
     "Backbone", "Combiner", "Dataset", "Generator", "IndexBackend", "Item", "Learner", "Loss", "Metric", "Miner", "Preprocessing",
     "Store", "Subspace", "TripletIndices",
 }  # fmt: skip
-HELP = {"CheckedLoss", "LinearMap", "Part", "__version__", "hookimpl", "plot", "stores", "testing", "traits"}
+HELP = {
+    "CheckedLoss",
+    "LinearMap",
+    "Part",
+    "__version__",
+    "client",
+    "hookimpl",
+    "plot",
+    "stores",
+    "testing",
+    "traits",
+}
 ERRORS = {
-    "BundleError", "DataError", "MissingDependency", "PluginError", "RecipeError", "RetrievalError", "StoreError",
+    "BundleError", "DataError", "MissingDependency", "PluginError", "RecipeError", "RetrievalError", "ServerError",
+    "StoreError",
 }  # fmt: skip
 
 
@@ -37,6 +49,7 @@ def test_every_name_loads() -> None:
     for name in dir(retrieval):
         value = getattr(retrieval, name)
         assert callable(value) or name in (
+            "client",
             "plot",
             "stores",
             "testing",

@@ -125,7 +125,7 @@ def test_a_server_that_hangs_is_left_and_asked_again(ask):
 def test_all_tries_together_are_bounded_in_time(ask, what):
     bounded = Retries(times=100, seconds=0.6, first=0.01, longest=0.02)
     with Server((what,)) as server:
-        with pytest.raises(ServerError, match="did not answer in time|took too long") as fault:
+        with pytest.raises(ServerError, match=r"did not answer in time|took too long") as fault:
             ask(server.url, lambda client: client.search(id="a"), timeout=0.3, retries=bounded)
         assert fault.value.status is None and len(server.seen) < 100
 
@@ -211,7 +211,7 @@ def test_no_answer_is_too_large_or_misread(ask, monkeypatch):
 def test_a_server_that_is_not_there(ask):
     with Server() as server:
         url = server.url
-    with pytest.raises(ServerError, match="cannot be reached.*tried 4 times"):
+    with pytest.raises(ServerError, match=r"cannot be reached.*tried 4 times"):
         ask(url, lambda client: client.snapshot())
 
 
