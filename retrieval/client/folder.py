@@ -120,6 +120,8 @@ class _Push:
         index = await self._client.index()
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")
+        if index.format == 1:
+            raise DataError("This index cannot be changed: it is a folder of format 1.")
         limits = index.limits
         self._batch, self._largest = min(self._batch, limits.batch), min(limits.bytes, limits.batch_bytes)
         self._most_bytes = min(limits.batch_bytes, _BYTES)

@@ -46,7 +46,8 @@ class Connection:
             address = httpx.URL(url)
         except (httpx.InvalidURL, TypeError):
             raise DataError(f"The server's address is not a URL: {str(url)[:200]!r}.") from None
-        if address.scheme not in ("http", "https") or not address.host or address.query or address.fragment:
+        odd = address.query or address.fragment or any(one.isspace() for one in url)
+        if address.scheme not in ("http", "https") or not address.host or odd:
             raise DataError(
                 f"The server's address must be like http://127.0.0.1:8000, not {str(address)[:200]!r}."
             )

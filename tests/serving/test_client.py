@@ -119,6 +119,8 @@ def test_asyncio_answers_the_same(served, index_path, photos):
 
     found, items, thumbnail, item, batch, about, status = asyncio.run(ask())
     with Client(server.url, index=about.index) as client:
+        assert client.index() == about and len(client.search(paths[0], k=3).results) == 3
+    with Client(server.url) as client:
         assert [one.results for one in found] == [client.search(path, k=3).results for path in paths]
         assert items == list(client.items()) and len(items) == about.items == 200
         assert (thumbnail, item) == (client.thumbnail(0), client.get(0, vector=True))
@@ -212,11 +214,13 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(served, empty, folder)
         assert client.index().items == total
 
 
-def test_a_push_that_cannot_be_says_so(served, index_path, folder, tmp_path):
-    server = served(index_path)
+def test_a_push_that_cannot_be_says_so(served, empty, index_path, folder, tmp_path):
+    frozen = push(served(index_path), folder)
+    assert frozen.returncode == 2 and "format 1" in frozen.stderr
+    server = served(empty)
     refused = push(server, folder, env={**os.environ, "RETRIEVAL_KEY": "rk_a_b"})
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "answered 40" in refused.stderr and "rk_a_b" not in refused.stderr + refused.stdout
+    assert "answered 403" in refused.stderr and "rk_a_b" not in refused.stderr + refused.stdout
     (tmp_path / "none").mkdir()
     with Client(server.url) as client, pytest.raises(DataError, match="holds no image"):
         client.push(tmp_path / "none")
