@@ -23,7 +23,7 @@ Examples:
   RETRIEVAL_KEY=$(cat key) retrieval push photos https://search.example.com --index photos
 """,
 )
-@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("url")
 @click.option("--index", metavar="NAME", help="Name of the index, where the server has several.")
 @click.option(

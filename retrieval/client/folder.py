@@ -6,18 +6,16 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 from urllib.parse import quote
 
+from retrieval.client.answers import AddAnswer, IndexAnswer, ItemAnswer
 from retrieval.client.images import file_bytes
 from retrieval.client.requests import NewItem
 from retrieval.errors import DataError, ServerError, at_least_one
-
-if TYPE_CHECKING:
-    from retrieval.client.asynchronous import AsyncClient
 
 EXTENSIONS = frozenset(
     {
@@ -33,6 +31,24 @@ HASH = "sha256"
 _BYTES = 8_000_000  # of a batch of more than one image
 _ADDRESS = 8_000  # characters of the ids of a batch in an address
 _ITEMS_FAULT = {400, 413, 422}
+
+
+class Server(Protocol):
+    """What a push asks of a client: some of `AsyncClient`."""
+
+    async def index(self) -> IndexAnswer:
+        """Return what the index is."""
+        ...
+
+    async def add(self, items: Iterable[NewItem]) -> AddAnswer:
+        """Add several items, all or none."""
+        ...
+
+    def items(
+        self, filter: Mapping[str, Any], *, fields: Sequence[str], page: int
+    ) -> AsyncIterator[ItemAnswer]:
+        """Iterate over the items that match."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +120,7 @@ class _Push:
     """One push: the batches that are left, and what became of the files so far."""
 
     def __init__(
-        self, client: AsyncClient, folder: Path, batch: int, progress: Callable[[PushProgress], None] | None
+        self, client: Server, folder: Path, batch: int, progress: Callable[[PushProgress], None] | None
     ) -> None:
         self._client, self._folder, self._progress, self._batch = client, folder, progress, batch
         self._turn = asyncio.Lock()
@@ -239,7 +255,7 @@ class _Push:
 
 
 async def push_folder(
-    client: AsyncClient,
+    client: Server,
     folder: Path,
     connections: int,
     batch: int,
