@@ -22,7 +22,7 @@ from retrieval.serving.images import EXTENSIONS as TAKEN
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.open import open_index
 
-WRITE = "--write"
+WRITE = "--open=admin"
 IDS = ["plain", "a/b/image", "100% sure?#&=+", "日本語 🐟", "line\nbreak", ".."]
 
 
