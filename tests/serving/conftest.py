@@ -22,10 +22,10 @@ _wire = importlib.util.module_from_spec(_wire_spec)
 sys.modules["wire"] = _wire  # `import wire` in the tests of the server, and in tests/attack
 _wire_spec.loader.exec_module(_wire)
 _spec.loader.exec_module(_makers)
-_pages_spec = importlib.util.spec_from_file_location("pages", Path(__file__).with_name("pages.py"))
-_pages = importlib.util.module_from_spec(_pages_spec)
-sys.modules["pages"] = _pages  # `import pages` in the tests of the page
-_pages_spec.loader.exec_module(_pages)
+_browsing_spec = importlib.util.spec_from_file_location("browsing", Path(__file__).with_name("browsing.py"))
+_browsing = importlib.util.module_from_spec(_browsing_spec)
+sys.modules["browsing"] = _browsing  # `import browsing` in the tests of the page
+_browsing_spec.loader.exec_module(_browsing)
 
 
 QUIET = [

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from browsing import MARKUP, first_is, loaded
 from PIL import Image
 from retrieval.serving.index.build import write_index
 from retrieval.serving.index.creating import create_index
-
-from pages import MARKUP, first_is, loaded
 
 pytestmark = pytest.mark.browser
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from browsing import MARKUP, first_is, loaded
 from retrieval.serving.index.creating import create_index
-
-from pages import MARKUP, first_is, loaded
 
 pytestmark = pytest.mark.browser
 
