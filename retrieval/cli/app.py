@@ -10,6 +10,7 @@ import io
 import os
 import sys
 import traceback
+from importlib.util import find_spec
 
 import click
 
@@ -147,8 +148,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("retrieval"):
             raise
-        extra = _extra_for(error.name or "")
-        _leave(f"Error: this command needs {error.name}, which is not installed. Install it: {extra}", 2)
+        _leave(f"Error: this command needs {error.name}, {_how_to_have(error.name or '')}", 2)
     except OSError as error:
         if not error.strerror:
             raise
@@ -161,8 +161,10 @@ def _leave(sentence: str, code: int) -> None:
     sys.exit(code)
 
 
-def _extra_for(module: str) -> str:
-    root = module.partition(".")[0]
+def _how_to_have(module: str) -> str:
+    root, _, inner = module.partition(".")
+    if inner and find_spec(root) is not None:
+        return f"which the installed {root} lacks: it is too old or damaged. `retrieval doctor` says what versions are needed."
     extras = {
         "faiss": "cpu",
         "httpx": "client",
@@ -172,4 +174,4 @@ def _extra_for(module: str) -> str:
         "multipart": "serve",
         "timm": "timm",
     }
-    return f"pip install 'embedding-retrieval[{extras.get(root, 'train')}]'."
+    return f"which is not installed. Install it: pip install 'embedding-retrieval[{extras.get(root, 'train')}]'."

@@ -50,6 +50,8 @@ def retrieval_commands(app):
             open("/proc/1/mem", "w") if os.geteuid() else os.makedirs("/proc/new")
         if how == "module":
             raise ModuleNotFoundError("No module named 'faiss'", name="faiss")
+        if how == "old":
+            import pluggy.sooner
         if how == "error":
             from retrieval.errors import DataError
             raise DataError("The data are wrong.")
@@ -95,6 +97,11 @@ def test_a_plugin_adds_commands(shout: Path, process: Callable[..., Any]) -> Non
         (
             "module",
             "Error: this command needs faiss, which is not installed. Install it: pip install 'embedding-retrieval[cpu]'.",
+        ),
+        (
+            "old",
+            "Error: this command needs pluggy.sooner, which the installed pluggy lacks: it is too old or damaged. "
+            "`retrieval doctor` says what versions are needed.",
         ),
         ("error", "Error: The data are wrong."),
     ],
