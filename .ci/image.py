@@ -23,9 +23,12 @@ command = json.loads(re.findall(r"^CMD (\[.*\])$", text, re.M)[0])
 check = json.loads(re.findall(r"^ +CMD (\[.*\])$", text, re.M)[0])
 folder = tempfile.TemporaryDirectory()
 keys = Path(folder.name) / "keys"
-subprocess.run([program, "keys", "add", "check", "--output", str(keys)], check=True, stdout=subprocess.DEVNULL)
+subprocess.run(
+    [program, "keys", "add", "check", "--output", str(keys)], check=True, stdout=subprocess.DEVNULL
+)
 process = subprocess.Popen(
-    [program, "serve", *[index if word == "/index" else word for word in command]], env={**os.environ, "RETRIEVAL_KEYS": str(keys)}
+    [program, "serve", *[index if word == "/index" else word for word in command]],
+    env={**os.environ, "RETRIEVAL_KEYS": str(keys)},
 )
 try:
     for _ in range(300):

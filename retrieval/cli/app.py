@@ -174,4 +174,6 @@ def _how_to_have(module: str) -> str:
         "multipart": "serve",
         "timm": "timm",
     }
-    return f"which is not installed. Install it: pip install 'embedding-retrieval[{extras.get(root, 'train')}]'."
+    return (
+        f"which is not installed. Install it: pip install 'embedding-retrieval[{extras.get(root, 'train')}]'."
+    )
