@@ -10,11 +10,17 @@ from typing import Any
 
 from starlette.responses import Response
 
-from retrieval.serving.http.errors import Gone
+from retrieval.errors import StoreError
+from retrieval.serving.http.errors import Gone, RequestError
 from retrieval.serving.http.problems import problem, request_id
 from retrieval.serving.http.settings import HEALTH, Settings
+from retrieval.serving.stores.contract import StoreUnavailable
 
 log = logging.getLogger("retrieval.serving.http")
+
+UNREACHABLE = (
+    "The store of this index cannot be reached now. Nothing is known to be damaged: try again in a moment."
+)
 
 _HEADERS = [
     (name.encode(), value.encode())
@@ -114,6 +120,14 @@ def report(fault: BaseException, debug: bool) -> None:
     where = f" ({code.tb_frame.f_code.co_filename}:{code.tb_lineno})" if code is not None else ""
     text = str(fault)[:200].encode("unicode_escape").decode()
     log.error("%s: %s%s", type(fault).__name__, text, where, exc_info=fault if debug else None)
+
+
+def store_failed(fault: StoreError, sentence: str, reason: str, debug: bool) -> RequestError:
+    """Write about a fault of an index's store, and return what the client is told: `sentence`, unless it cannot be reached now."""
+    report(fault, debug)
+    if isinstance(fault, StoreUnavailable):
+        return RequestError(503, UNREACHABLE, "unreachable")
+    return RequestError(503, sentence, reason)
 
 
 def _error(scope: Any, status: int, sentence: str) -> Response:

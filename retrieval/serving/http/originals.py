@@ -8,7 +8,7 @@ from dataclasses import replace
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.http.asking import number_of
 from retrieval.serving.http.errors import RequestError
-from retrieval.serving.http.guard import report
+from retrieval.serving.http.guard import store_failed
 from retrieval.serving.http.pictures import Picture
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.index.base import Index
@@ -46,8 +46,8 @@ class Originals:
         try:
             return await self._machinery.pictures.run(lambda job: work(), client)
         except StoreError as fault:
-            report(fault, self._settings.debug)
-            raise RequestError(503, "The item cannot be read. The server's log says more.", "index") from None
+            said = "The item cannot be read. The server's log says more."
+            raise store_failed(fault, said, "index", self._settings.debug) from None
 
     def _frozen(self, index: Index, id: str) -> Picture:
         number = number_of(id, index)

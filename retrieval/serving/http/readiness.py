@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.decoding.pool import Unstarted
 from retrieval.serving.http.errors import RequestError
-from retrieval.serving.http.guard import report
+from retrieval.serving.http.guard import UNREACHABLE, report
 from retrieval.serving.http.searcher import DAMAGED, Searcher
 from retrieval.serving.http.storage import can_write, disk_fault
+from retrieval.serving.stores.contract import StoreUnavailable
 
 log = logging.getLogger("retrieval.serving.http")
 
@@ -111,6 +112,8 @@ class Readiness:
             return f"Searches take longer than {settings.deadline:g} seconds."
         except RequestError as error:
             return f"A search of the server's own was refused: {error}"
+        except StoreUnavailable:
+            return UNREACHABLE
         except Unstarted as error:
             self._undecoded = str(error)
             return f"A search of the server's own failed: {error}"

@@ -18,7 +18,7 @@ from retrieval.serving.decoding.pool import Decoded
 from retrieval.serving.http.asking import Found, ask, searched
 from retrieval.serving.http.current import Current
 from retrieval.serving.http.errors import RequestError
-from retrieval.serving.http.guard import report
+from retrieval.serving.http.guard import UNREACHABLE, report, store_failed
 from retrieval.serving.http.machinery import Machinery
 from retrieval.serving.http.pool import Job
 from retrieval.serving.http.queries import Given, Query
@@ -29,10 +29,11 @@ from retrieval.serving.index.gallery import Gallery
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.runtime import load_faiss
-from retrieval.serving.stores.contract import Stats, Superseded, TooSlow, patience
+from retrieval.serving.stores.contract import Stats, StoreUnavailable, Superseded, TooSlow, patience
 
 DAMAGED = "The index cannot be searched: it is damaged, or its disk fails. The server's log says more."
 _TRIES = 5
+_PASSING = (TooSlow, StoreUnavailable)  # of which the index's files are not the cause
 
 T = TypeVar("T")
 
@@ -131,7 +132,7 @@ class Searcher:
 
         Raises:
             DataError: an image or vector cannot be used, or the filter names what no item has.
-            RequestError: 400, this index takes no filters; 404, no such item; 503, too many are waiting, or the index is damaged.
+            RequestError: 400, this index takes no filters; 404, no such item; 503, too many are waiting, the index is damaged, or its store cannot be reached.
         """
         if query.where is not None and not isinstance(self.index, Collection):
             raise RequestError(400, "This index is searched without filters: it is a folder of format 1.")
@@ -144,13 +145,12 @@ class Searcher:
                 ):  # another bundle is served since, which may preprocess images in another way
                     continue
                 except StoreError as fault:
-                    if isinstance(fault, TooSlow) or not await self.elsewhere():
+                    if isinstance(fault, _PASSING) or not await self.elsewhere():
                         raise
         except TooSlow:
             raise RequestError(503, "The filter takes too long here. Ask for less.", "deadline") from None
         except StoreError as fault:
-            report(fault, self.settings.debug)
-            raise RequestError(503, DAMAGED, "index") from None
+            raise store_failed(fault, DAMAGED, "index", self.settings.debug) from None
         raise RequestError(503, "The index changes its bundle again and again. Try again in a moment.")
 
     async def _search(self, query: Query, finish: Callable[[Found], bytes], client: str) -> bytes:
@@ -183,7 +183,7 @@ class Searcher:
                 with patience(self.settings.deadline):
                     hits = ask(index, query, bundle, pixels)
                     return Found(hits, searched(index, query) if query.explain else None)
-            except (Superseded, TooSlow):
+            except (Superseded, *_PASSING):
                 raise
             except StoreError:
                 self.failed = self.failed or _Failed(query, pixels)
@@ -200,7 +200,7 @@ class Searcher:
                 self._found(self.index.bundle, failed.pixels, failed.query, job)
             except (StoreError, Superseded) as fault:
                 report(fault, self.settings.debug)
-                return DAMAGED
+                return UNREACHABLE if isinstance(fault, StoreUnavailable) else DAMAGED
             except (DataError, RequestError):  # another bundle is served since, or the item is gone
                 pass
             self.failed = None
@@ -212,7 +212,7 @@ class Searcher:
         """Return the bundle that is served now, and the number of items.
 
         Raises:
-            RequestError: 503, too many are waiting, or the index is damaged.
+            RequestError: 503, too many are waiting, the index is damaged, or its store cannot be reached.
         """
 
         def work(index: Index) -> tuple[Bundle, int]:
@@ -225,7 +225,7 @@ class Searcher:
 
         Raises:
             DataError: of the filter.
-            RequestError: 503, too many are waiting, the index is damaged, or it takes too long.
+            RequestError: 503, too many are waiting, the index is damaged, its store cannot be reached, or it takes too long.
         """
 
         def read(job: Job[T]) -> T:
@@ -236,16 +236,14 @@ class Searcher:
             try:
                 return await self.machinery.searches.run(read, client)
             except StoreError as fault:
-                if isinstance(fault, TooSlow) or not await self.elsewhere():
+                if isinstance(fault, _PASSING) or not await self.elsewhere():
                     raise
                 return await self.machinery.searches.run(read, client)
         except TooSlow:
             raise RequestError(503, "The filter takes too long here. Ask for less.", "deadline") from None
         except StoreError as fault:
-            report(fault, self.settings.debug)
-            raise RequestError(
-                503, "The index cannot be read. The server's log says more.", "index"
-            ) from None
+            said = "The index cannot be read. The server's log says more."
+            raise store_failed(fault, said, "index", self.settings.debug) from None
 
     def sample(self) -> Query:
         """Return a query that goes the whole way of a client's, for readiness."""

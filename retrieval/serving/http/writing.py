@@ -16,13 +16,21 @@ from retrieval.serving.decoding.pool import Decoded
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.http.access.audit import Audit, Change, author, recorded
 from retrieval.serving.http.errors import RequestError
-from retrieval.serving.http.guard import report
+from retrieval.serving.http.guard import store_failed
 from retrieval.serving.http.models import Keeping
 from retrieval.serving.http.pool import Job, Pool
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.queries import encode_vectors
-from retrieval.serving.stores.contract import CODE, FEATURES, VECTOR, Floats, Item, Superseded
+from retrieval.serving.stores.contract import (
+    CODE,
+    FEATURES,
+    VECTOR,
+    Floats,
+    Item,
+    StoreUnavailable,
+    Superseded,
+)
 
 T = TypeVar("T")
 
@@ -164,14 +172,13 @@ class Writing:
             try:
                 return await self._turns.run(do, client)
             except StoreError as fault:
-                if isinstance(fault, Superseded) or not await self._searcher.elsewhere():
+                if isinstance(fault, Superseded | StoreUnavailable) or not await self._searcher.elsewhere():
                     raise
                 return await self._turns.run(do, client)
         except Superseded:
             raise
         except StoreError as fault:
-            report(fault, self._settings.debug)
-            raise RequestError(503, _REFUSED) from None
+            raise store_failed(fault, _REFUSED, "", self._settings.debug) from None
 
     def _living(self) -> None:
         if not isinstance(self._searcher.index, Collection):

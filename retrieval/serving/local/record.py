@@ -21,7 +21,7 @@ import apsw.sqlite_extra
 from retrieval.errors import StoreError
 from retrieval.host.files import sync
 from retrieval.serving.local.log import altered, pages
-from retrieval.serving.stores.contract import TooSlow, stop_at
+from retrieval.serving.stores.contract import StoreUnavailable, TooSlow, stop_at
 
 FILE = "items.sqlite"
 _VFS = "cksmvfs"  # SQLite's own: eight bytes of each page are its checksum, compared whenever it is read
@@ -264,14 +264,16 @@ class Record:
         """Turn what SQLite or the disk refuses into a sentence; `doing` is "read" or "written".
 
         Raises:
-            StoreError: in place of SQLite's own errors and an OSError.
+            StoreUnavailable: another process has it for longer than one waits.
+            StoreError: in place of SQLite's other errors and an OSError.
         """
         try:
             yield
         except apsw.InterruptError as fault:
             raise TooSlow(f"The index {self.folder} cannot be {doing}: {reason(fault)}") from fault
         except (apsw.Error, OSError) as fault:
-            raise StoreError(f"The index {self.folder} cannot be {doing}: {reason(fault)}") from fault
+            kind = StoreUnavailable if isinstance(fault, apsw.BusyError) else StoreError
+            raise kind(f"The index {self.folder} cannot be {doing}: {reason(fault)}") from fault
 
     def settle(self) -> None:
         """Have on the disk what is seen of the record, and its name.

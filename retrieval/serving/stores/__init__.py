@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from retrieval.serving.stores.contract import Item as Item
     from retrieval.serving.stores.contract import Stats as Stats
     from retrieval.serving.stores.contract import Store as Store
+    from retrieval.serving.stores.contract import StoreUnavailable as StoreUnavailable
     from retrieval.serving.stores.contract import Superseded as Superseded
     from retrieval.serving.stores.contract import TooSlow as TooSlow
     from retrieval.serving.stores.contract import spans_of as spans_of
@@ -40,6 +41,7 @@ __getattr__, __dir__ = lazy(
             "Item",
             "Stats",
             "Store",
+            "StoreUnavailable",
             "Superseded",
             "TooSlow",
             "spans_of",

@@ -32,6 +32,11 @@ class Superseded(StoreError):
     """What was asked with one bundle, and the index is served by another by now. Encode again with the one that is served."""
 
 
+class StoreUnavailable(StoreError):
+    """A store cannot be reached now, and nothing is known to be damaged: ask again in a moment. A write that was under way may have been made
+    or not; the same one made again changes nothing more."""
+
+
 class TooSlow(StoreError):
     """A question took longer than it may. Nothing is damaged: ask for less."""
 
@@ -155,7 +160,8 @@ class Store(ABC):
     All methods may be called from several threads at a time; writes take
     turns. **When a method that writes returns, what it wrote survives a power cut, and every search that begins afterwards sees it.**
     One call is one transaction: all of it is visible, or nothing. What is refused changes nothing. A store that is closed refuses every call
-    with a `StoreError` but `close`.
+    with a `StoreError` but `close`. One that cannot be reached raises `StoreUnavailable`, from any call, and answers again when it can be: whoever
+    has it open need not open it anew.
     """
 
     # Writing

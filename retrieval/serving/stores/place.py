@@ -34,7 +34,7 @@ class StorePlace(ABC):
         """Return whether there is an index.
 
         Raises:
-            StoreError: nobody answers there.
+            StoreUnavailable: nobody answers there.
         """
 
     @abstractmethod
@@ -49,7 +49,8 @@ class StorePlace(ABC):
             identity: what tells the index from every other; a new one by default. See `Store.identity`.
 
         Raises:
-            StoreError: there is one already, nobody answers, or it cannot be written.
+            StoreUnavailable: nobody answers there.
+            StoreError: there is one already, or it cannot be written.
         """
 
     @abstractmethod
@@ -57,7 +58,8 @@ class StorePlace(ABC):
         """Open the index.
 
         Raises:
-            StoreError: there is none, it is damaged or of another format, or nobody answers.
+            StoreUnavailable: nobody answers there.
+            StoreError: there is none, or it is damaged or of another format.
         """
 
     @abstractmethod
@@ -65,5 +67,6 @@ class StorePlace(ABC):
         """Delete the index with all that is in it; nothing where there is none.
 
         Raises:
-            StoreError: it cannot be deleted, or nobody answers.
+            StoreUnavailable: nobody answers there.
+            StoreError: it cannot be deleted.
         """

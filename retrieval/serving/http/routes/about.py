@@ -14,7 +14,7 @@ from retrieval.errors import StoreError
 from retrieval.serving.http.access.audit import Change, author, recorded
 from retrieval.serving.http.access.roles import caller_of
 from retrieval.serving.http.errors import RequestError
-from retrieval.serving.http.guard import report
+from retrieval.serving.http.guard import store_failed
 from retrieval.serving.http.openapi import document
 from retrieval.serving.http.pool import Pool
 from retrieval.serving.http.sending import answer, as_json
@@ -103,8 +103,8 @@ class About:
         try:
             made = await in_time(request, self._copies.run(lambda job: work(), client_of(request)), None)
         except StoreError as fault:
-            report(fault, self._settings.debug)
-            raise RequestError(503, "The snapshot cannot be written. The server's log says more.") from None
+            said = "The snapshot cannot be written. The server's log says more."
+            raise store_failed(fault, said, "", self._settings.debug) from None
         return answer(made, 201)
 
     async def openapi(self, request: Request) -> Response:
