@@ -225,8 +225,9 @@ def render(kept: dict[str, Any]) -> str:
             )
         ),
         "",
-        "Where the fields are not in memory, a filter that was never asked is first tried on the nearest 80 items, then on 1,280, before all are looked at: so it is with 10 % and 50 %, and with 1 % now and "
-        "then. Post-filtering looks at so many of the nearest that ten match; its answers are exact here, since the search is.",
+        "Where the fields are not in memory, a filter that was never asked is first tried on the nearest 80 items, then on as many more as those suggest, up to 1,280, before all are looked at: so it is with 10 % and "
+        "50 %, and with 1 % now and then. Where they are, a sample of them tells about how many match: from a quarter on, twice as many of the nearest are searched as should be needed, below that all items are looked "
+        "at. Post-filtering looks at so many of the nearest that ten match; its answers are exact here, since the search is.",
         "",
         f"A write does nothing for columns: {with_:,.0f} adds a second of CPU time, {BATCH} at a time, with a column in memory, {without:,.0f} without ({with_ / without:.2f} ×).",
     ]

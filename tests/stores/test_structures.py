@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.filters import parse_filter
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
-from retrieval.serving.local import piece, store, structures
+from retrieval.serving.local import piece, store, structures, view
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.stores.contract import Item, widths_of
@@ -126,6 +127,44 @@ def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
     prices = np.arange(COUNT) % 100
     with made(tmp_path / "i", plain_bundle, vectors, Wanted("hnsw", {"m": 4, "ef_search": 8})) as index:
         assert recall(index, vectors, "price = 3", prices == 3) > 0.9
+
+
+@pytest.mark.parametrize("backend", ["flat", "hnsw"])
+def test_filters_answer_the_same_on_every_way(
+    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Few matches and many, fields that were never read and fields in memory, a filter that is asked again."""
+    monkeypatch.setattr(store, "_SMALL", COUNT // 2)
+    monkeypatch.setattr(store, "_FAR", 16)
+    prices = np.arange(COUNT) % 100
+    with made(tmp_path / "i", plain_bundle, vectors, Wanted(backend)) as index:
+        for below in (
+            90,
+            50,
+            30,
+            10,
+            1,
+        ):  # the broadest are answered without a column, so the first to be known is a narrow one
+            assert recall(index, vectors, f"price < {below}", prices < below) >= (
+                0.9 if backend == "hnsw" else 1.0
+            )
+        assert index.store.home.columns.share(parse_filter("price < 50")) == pytest.approx(0.5, abs=0.1)
+        for below in (91, 51, 31, 11, 2):
+            for _ in range(2):
+                assert recall(index, vectors, f"price < {below}", prices < below) >= (
+                    0.9 if backend == "hnsw" else 1.0
+                )
+
+
+def test_which_numbers_are_among_others() -> None:
+    rng = np.random.default_rng(0)
+    for room in (1, 5, 50, 5000):
+        numbers = np.unique(rng.integers(1, 1 + 200 * room, 200))
+        for count in (0, 1, 3, 100, 1000):
+            wanted = np.unique(rng.integers(-50, 50 + 200 * room, count))
+            assert (view._members(numbers, wanted) == np.isin(numbers, wanted)).all()
+    assert not len(view._members(numbers[:0], numbers))
+    assert view._members(np.arange(5, 105), np.arange(300)).all()
 
 
 def test_no_two_segments_ever_have_one_name(tmp_path: Path, plain_bundle: Path, vectors: np.ndarray) -> None:

@@ -29,8 +29,10 @@ _CHARACTERS = 16 << 20  # of them together
 _EXACT = 2**53
 _MOMENTS = 64
 _TAIL = 20_000  # items that the record may be asked about beside the columns
+_SAMPLE = 4096  # items that tell about how many match
+_SINGLY = 4  # texts that are looked for one after the other
 
-OTHER, NULL, FALSE, TRUE, NUMBER, TEXT = range(6)
+ABSENT, OTHER, NULL, FALSE, TRUE, NUMBER, TEXT = range(-1, 6)
 _PLAIN = {None: NULL, False: FALSE, True: TRUE}
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
@@ -73,6 +75,7 @@ class Column:
     """One field of all items up to some number: of each item whether it is there, and of each of its values the item, kind and value.
 
     A list has as many values as elements, anything else one. A number is its own value, a text the number of its text in `texts`.
+    Until a list comes, values lie in the order of the items, one each, of kind `ABSENT` where the field is not there.
 
     Args:
         since: the transaction from which on it holds what it should.
@@ -81,6 +84,7 @@ class Column:
     def __init__(self, since: int) -> None:
         self.since = since
         self.used = 0
+        self.single = True
         self._there = _Growing(np.bool_)
         self._rows, self._kinds, self._values = _Growing(np.int32), _Growing(np.int8), _Growing(np.float64)
         self._texts: dict[str, int] = {}
@@ -102,18 +106,20 @@ class Column:
         """
         first = len(self._there.array)
         types = set(map(type, found))
+        if object in types:
+            rows = rows[[one is not _ABSENT for one in found]]
+            found = [one for one in found if one is not _ABSENT]
+        there = np.zeros(count, bool)
+        there[rows] = True
         if list in types:
-            each = [(row, one) for row, held in zip(rows.tolist(), found, strict=True) for one in (held if type(held) is list else (held,)) if one is not _ABSENT]  # fmt: skip
-            of, single = np.array([row for row, _ in each], np.int64), [one for _, one in each]
-        elif object in types:
-            of = rows[[one is not _ABSENT for one in found]]
-            single = [one for one in found if one is not _ABSENT]
+            self.single = False
+            each = [(row, one) for row, held in zip(rows.tolist(), found, strict=True) for one in (held if type(held) is list else (held,))]  # fmt: skip
+            of = np.array([row for row, _ in each], np.int64)
+            kinds, values = self._coded([one for _, one in each])
         else:
-            of, single = rows, list(found)
-        kinds, values = self._coded(single)
-        mask = np.zeros(count, bool)
-        mask[rows] = [one is not _ABSENT for one in found] if object in types else True
-        self._there.extend(mask)
+            of, kinds, values = np.arange(count), np.full(count, ABSENT, np.int8), np.zeros(count)
+            kinds[rows], values[rows] = self._coded(found)
+        self._there.extend(there)
         self._rows.extend(of + first)
         self._kinds.extend(kinds)
         self._values.extend(values)
@@ -150,13 +156,14 @@ class Column:
             raise Unfit
         return (_PLAIN[one], 0.0) if one is None or kind is bool else (OTHER, 0.0)
 
-    def exists(self) -> Mask:
-        """Return which items have the field (N,)."""
-        return self._there.array.copy()
+    def exists(self, part: slice) -> Mask:
+        """Return which of some items have the field."""
+        return self._there.array[part].copy()
 
-    def some(self, op: str, wanted: Sequence[Any]) -> Mask:
-        """Return of which items (N,) one value is in a relation to one of those wanted; of "!=", to none of them equal."""
-        kinds, values = self._kinds.array, self._values.array
+    def some(self, op: str, wanted: Sequence[Any], part: slice) -> Mask:
+        """Return of which of some items one value is in a relation to one of those wanted; of "!=", to none of them equal."""
+        own = part if self.single else slice(None)
+        kinds, values = self._kinds.array[own], self._values.array[own]
         good = np.zeros(len(kinds), bool)
         for one in wanted:
             if one is None or isinstance(one, bool):
@@ -164,7 +171,10 @@ class Column:
             elif isinstance(one, str):
                 holds = _COMPARE["=" if op == "!=" else op]
                 codes = [code for text, code in self._texts.items() if holds(text, one)] if op not in ("=", "!=") else [self._texts[one]] if one in self._texts else []  # fmt: skip
-                if codes:
+                if len(codes) <= _SINGLY:
+                    for code in codes:
+                        good |= (kinds == TEXT) & (values == code)
+                else:
                     told = np.zeros(len(self._texts), bool)
                     told[codes] = True
                     text = np.flatnonzero(kinds == TEXT)
@@ -172,10 +182,12 @@ class Column:
             else:
                 good |= (kinds == NUMBER) & _COMPARE["=" if op == "!=" else op](values, float(one))
         if op == "!=":
-            good = ~good
+            good = ~good & (kinds != ABSENT)
+        if self.single:
+            return good
         out = np.zeros(len(self._there.array), bool)
         out[self._rows.array[good]] = True
-        return out
+        return out[part]
 
 
 class Columns:
@@ -189,9 +201,17 @@ class Columns:
         self._unfit: set[Path] = set()
         self._clock = 0
 
-    def has(self, where: Filter) -> bool:
-        """Whether all fields of a filter are in memory."""
-        return all(field in self._columns for field in _fields(where))
+    def share(self, where: Filter) -> float | None:
+        """Return about which part of the items match, of a sample of them; None where a field is not in memory."""
+        names = _fields(where)
+        if not all(name in self._columns for name in names):
+            return None
+        with self._lock:
+            columns = [self._columns.get(name) for name in names]
+            count = len(self._numbers.array)
+            if not count or not _exact(where) or not all(one is not None and one.single for one in columns):
+                return 0.0
+            return float(self._true(where, slice(0, count, -(-count // _SAMPLE))).mean())
 
     def matching(self, connection: apsw.Connection, where: Filter, seq: int) -> Numbers | None:
         """Return the numbers of the items that match, and maybe of some that are gone; None where columns can't tell.
@@ -205,37 +225,46 @@ class Columns:
         with self._lock:
             if "id" in names or len(names) > _COLUMNS or names & self._unfit or not _exact(where):
                 return None
-            count = self._counted(connection, seq)
+            count = self._counted(connection, seq, names)
             if count is None or not self._ready(connection, names, seq, count):
                 return None
             known = self._numbers.array
-            numbers: Numbers = known[:count][self._true(where)[:count]]
+            numbers: Numbers = known[np.flatnonzero(self._true(where, slice(0, count)))]
         last = int(known[count - 1]) if count else 0
         if value(connection, "select count(*) from (select 1 from items where n > ? limit ?)", (last, _TAIL)) >= _TAIL:  # fmt: skip
             return None
         condition, values = to_sql(where)
         rows = ask(connection, f"select n from items where n > ? and ({condition}) order by n", (last, *values))  # fmt: skip
-        return np.concatenate([numbers, np.array([n for (n,) in rows], np.int64)])
+        return np.concatenate([numbers, np.array([n for (n,) in rows], np.int64)]) if rows else numbers
 
-    def _counted(self, connection: apsw.Connection, seq: int) -> int | None:
+    def _counted(self, connection: apsw.Connection, seq: int, names: Set[Path]) -> int | None:
         """Return how many of the numbers tell all that a moment holds up to there, after reading those that are new to everyone.
 
         Another search may have read a later moment, which lacks what was deleted in between: then an earlier count is the right one.
         """
         if not self._moments or self._moments[-1][0] <= seq:
-            self._extend(connection, seq)
+            self._extend(connection, seq, names)
         return next((count for then, count in reversed(self._moments) if then <= seq), None)
 
-    def _extend(self, connection: apsw.Connection, seq: int) -> None:
+    def _extend(self, connection: apsw.Connection, seq: int, names: Set[Path]) -> None:
+        """Read the numbers that are new, and of them the columns that there are; the first time, those of some fields."""
         held = self._numbers.array
         last = int(held[-1]) if len(held) else 0
         newest = value(connection, "select max(n) from items")
         if newest is None or newest <= last:
             return
-        more = np.array(json.loads(value(connection, "select json_group_array(n) from (select n from items where n > ? order by n)", (last,))), np.int64)  # fmt: skip
         columns, self._columns = self._columns, {}  # where they cannot be read on, all are read again
-        self._columns = self._read(connection, columns, more)
-        self._numbers.extend(more)
+        left = dict(columns) if len(held) else {name: Column(seq) for name in sorted(names, key=str)}
+        columns, more = dict(left), list[Numbers]()
+        while not more or len(more[-1]) == _STEP:
+            source = "(select n, label, metadata from items where n > ? order by n limit ?)"
+            part, texts = _asked(connection, left, source, (last, _STEP))
+            _fill(left, len(part), np.arange(len(part)), texts)
+            more.append(part)
+            last = int(part[-1]) if len(part) else last
+        self._unfit |= columns.keys() - left.keys()
+        self._columns = left
+        self._numbers.extend(np.concatenate(more))
         self._moments = [*self._moments[1 - _MOMENTS :], (seq, len(self._numbers.array))]
 
     def _ready(self, connection: apsw.Connection, names: Set[Path], seq: int, count: int) -> bool:
@@ -258,49 +287,62 @@ class Columns:
         self, connection: apsw.Connection, columns: dict[Path, Column], numbers: Numbers
     ) -> dict[Path, Column]:
         """Read fields of items from the record into their columns, many items at a time; return the columns of those that fit."""
-        said, values = [], []
-        for name in columns:
-            if isinstance(name, str):
-                said.append("group_concat(case when label is null then 'NaN' else json_quote(label) end)")
-            else:
-                said.append("group_concat(ifnull(metadata -> ?, 'NaN'))")  # which no JSON of an item holds
-                values.append("$" + "".join(f'."{part}"' for part in name))
-        sql = f"select {', '.join(['json_group_array(n)', *said])} from items where n >= ? and n <= ?"
         left = dict(columns)
-        for start in range(0, len(numbers) if left else 0, _STEP):
-            part = numbers[start : start + _STEP]
-            try:
-                ((there, *texts),) = ask(connection, sql, (*values, int(part[0]), int(part[-1])))
-            except apsw.TooBigError:
-                left = {}
+        for start in range(0, len(numbers), _STEP):
+            if not left:
                 break
-            rows = np.searchsorted(part, np.array(json.loads(there), np.int64))
-            for name, text in zip(columns, texts, strict=True):
-                if name in left:
-                    found = json.loads(f"[{text or ''}]", parse_constant=lambda word: _ABSENT)
-                    try:
-                        left[name].extend(len(part), rows, found)
-                    except Unfit:
-                        del left[name]
+            part = numbers[start : start + _STEP]
+            there, texts = _asked(connection, left, "items where n >= ? and n <= ?", (int(part[0]), int(part[-1])))  # fmt: skip
+            _fill(left, len(part), np.searchsorted(part, there), texts)
         self._unfit |= columns.keys() - left.keys()
         return left
 
-    def _true(self, where: Filter) -> Mask:
-        """Return of which numbers a filter is true (N,)."""
+    def _true(self, where: Filter, part: slice) -> Mask:
+        """Return of which of some numbers a filter is true."""
         if isinstance(where, And | Or):
             join = np.logical_and if isinstance(where, And) else np.logical_or
-            out: Mask = self._true(where.parts[0])
-            for part in where.parts[1:]:
-                join(out, self._true(part), out=out)
+            out: Mask = self._true(where.parts[0], part)
+            for one in where.parts[1:]:
+                join(out, self._true(one, part), out=out)
             return out
         if isinstance(where, Not):
-            return ~self._true(where.part)
+            return ~self._true(where.part, part)
         column = self._columns[where.field]
         if isinstance(where, Exists):
-            return column.exists()
+            return column.exists(part)
         if isinstance(where, In):
-            return column.some("=", where.values)
-        return column.some(where.op, [where.value])
+            return column.some("=", where.values, part)
+        return column.some(where.op, [where.value], part)
+
+
+def _asked(
+    connection: apsw.Connection, left: dict[Path, Column], source: str, bindings: tuple[int, ...]
+) -> tuple[Numbers, dict[Path, str | None]]:
+    """Return items' numbers (n,) and, of each field, its values as JSON; where those are too long for an answer, no columns are left."""
+    said, values = [], []
+    for name in left:
+        if isinstance(name, str):
+            said.append("group_concat(case when label is null then 'NaN' else json_quote(label) end)")
+        else:
+            said.append("group_concat(ifnull(metadata -> ?, 'NaN'))")  # which no JSON of an item holds
+            values.append("$" + "".join(f'."{part}"' for part in name))
+    sql = f"select {', '.join(['json_group_array(n)', *said])} from {source}"
+    try:
+        ((there, *texts),) = ask(connection, sql, (*values, *bindings))
+    except apsw.TooBigError:
+        left.clear()
+        return _asked(connection, left, source, bindings)
+    return np.array(json.loads(there), np.int64), dict(zip(left, texts, strict=True))
+
+
+def _fill(left: dict[Path, Column], count: int, rows: Numbers, texts: dict[Path, str | None]) -> None:
+    """Add items to columns; drop those that do not fit."""
+    for name, text in texts.items():
+        found = json.loads(f"[{text or ''}]", parse_constant=lambda word: _ABSENT)
+        try:
+            left[name].extend(count, rows, found)
+        except Unfit:
+            del left[name]
 
 
 def _fields(where: Filter) -> set[Path]:

@@ -38,7 +38,8 @@ _BLOCK_PAIRS = 1 << 20
 _PAIR_NUMBERS = 1 << 18  # measured again at a time
 _WINDOW = 1 << 18
 # The part of a window's rows from which it is cheaper to compare all of them than to gather those that are kept.
-_DENSE_FEW, _DENSE = 0.35, 0.75
+# One query reads each row once, and gathering costs about as much: it is the more worth the more queries share it.
+_DENSE_ONE, _DENSE_FEW, _DENSE = 0.12, 0.35, 0.75
 _MANY = 4  # times k: if more rows of a block are near, their k nearest are measured first
 _BOUNDED = 32  # queries at a time
 # If more than this part of the pairs remains after the companion, to measure those costs more than reading the vectors.
@@ -253,7 +254,7 @@ class _Search:
             for start in range(first, self.stop, size):
                 yield slice(start, min(start + size, self.stop)), False
             return
-        dense = _DENSE_FEW if self.one_by_one else _DENSE
+        dense = min(_DENSE_FEW, count * _DENSE_ONE) if self.one_by_one else _DENSE
         for begin in range(first, self.stop, _WINDOW):
             end = min(begin + _WINDOW, self.stop)
             kept = int(np.count_nonzero(keep[begin:end]))

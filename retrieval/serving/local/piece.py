@@ -63,7 +63,7 @@ class Piece:
     @property
     def dead(self) -> int:
         """How many of its items are not alive."""
-        return 0 if self.alive is None else int(len(self.alive) - self.alive.sum())
+        return 0 if self.alive is None else len(self.alive) - int(np.count_nonzero(self.alive))
 
 
 def search_exact(
@@ -129,7 +129,7 @@ def _proposed(
     if keep is None:
         return checked_search(backend, name, own, wanted, size)
     if filtered:
-        there = int(keep.sum())
+        there = np.count_nonzero(keep)
         if there <= max(_MOST, _RARE * size) or not backend.selective:
             return None
         rows = checked_selection(backend, name, own, wanted, keep)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ import numpy as np
 
 from retrieval.errors import DataError, StoreError, printable
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import Filter, matches
+from retrieval.serving.filters import Filter
 from retrieval.serving.index.recall import recall_at_10
 from retrieval.serving.local.answers import answered
-from retrieval.serving.local.conditions import condition_of, refuse_unknown
+from retrieval.serving.local.conditions import condition_of, matching, refuse_unknown
 from retrieval.serving.local.derive import derive
 from retrieval.serving.local.generation_table import BUNDLES, all_of
 from retrieval.serving.local.generations import Generations, gone
@@ -39,12 +39,11 @@ from retrieval.serving.stores.contract import (
     Stats,
     Store,
     Superseded,
-    TooSlow,
-    stop_at,
 )
 from retrieval.serving.stores.items import check_queries, usable
 
-_OVER = (8, 128)  # times as many as asked for, before a filter is looked up in the whole record
+_OVER, _FAR = 8, 128  # times as many as asked for, at first and at most, before all items are looked at
+_SURE = 2  # times as many matches as asked for are expected among those
 _SMALL = 20_000  # items, of which a filter is looked up at once
 _FIELDS = 1000  # names that `settings` gives
 _KEPT = 16  # filters whose matches a view keeps
@@ -175,23 +174,10 @@ class LocalStore(Store):
         if where is None:
             return view.search(queries, count)
         known, columns = view.matched.get(where), self.home.columns
-        if known is None and view.count > _SMALL and columns.has(where):
-            known = self._known(view, where, columns.matching(connection, where, view.seq))
-        for over in (
-            _OVER if known is None and view.count > _SMALL and len(view.generation.spans) == 1 else ()
-        ):
-            # The matches among many nearest are the nearest matches, where there are enough: no need to look at all items.
-            if over * count * len(queries) > min(_SMALL, view.count):
-                break
-            found = view.search(queries, over * count)
-            numbers = np.unique(np.concatenate(found))
-            sql = "select n, id, label, metadata from items where n in (select value from json_each(?))"
-            rows = ask(connection, sql, (json.dumps(numbers.tolist()),))
-            good = _matching(rows, where)
-            chosen = [one[[n in good for n in one.tolist()]] for one in found]
-            if min(map(len, chosen)) >= count:
-                return chosen
         if known is None and view.count > _SMALL:
+            chosen = self._walked(connection, view, queries, count, where)
+            if chosen is not None:
+                return chosen
             known = self._known(view, where, columns.matching(connection, where, view.seq))
         if known is None:
             condition, values = condition_of(where)
@@ -202,6 +188,35 @@ class LocalStore(Store):
             )
             known = self._known(view, where, np.array(json.loads(text), np.int64))
         return view.search(queries, count, known)
+
+    def _walked(
+        self, connection: apsw.Connection, view: View, queries: Floats, count: int, where: Filter
+    ) -> list[Numbers] | None:
+        """Return the matches among more of the nearest than asked for: the nearest matches, where there are enough.
+
+        Returns:
+            None where there are not, or where to look at all items is likely to be the faster.
+        """
+        if len(view.generation.spans) > 1:
+            return None
+        share, over = self.home.columns.share(where), _OVER
+        if share is not None:  # in memory: to look at all items costs less than a second search
+            if share * _OVER < _SURE:
+                return None
+            over = math.ceil(_SURE / share)
+        while over * count * len(queries) <= min(_SMALL, view.count):
+            found = view.search(queries, over * count)
+            numbers = np.unique(np.concatenate(found))
+            sql = "select n, id, label, metadata from items where n in (select value from json_each(?))"
+            good = matching(ask(connection, sql, (json.dumps(numbers.tolist()),)), where)
+            chosen = [one[[n in good for n in one.tolist()]] for one in found]
+            fewest = min(map(len, chosen))
+            if fewest >= count:
+                return chosen
+            if share is not None or over >= _FAR:
+                return None
+            over = min(_FAR, max(2 * over, math.ceil(_SURE * over * count / fewest) if fewest else _FAR))
+        return None
 
     @staticmethod
     def _known(view: View, where: Filter, numbers: Numbers | None) -> Matches | None:
@@ -370,18 +385,3 @@ class LocalStore(Store):
             self._upkeep.close()
         self.writer.close()
         self.home.close()
-
-
-def _matching(rows: Iterable[tuple[Any, ...]], where: Filter) -> set[int]:
-    """Return the numbers of the rows (number, id, label, metadata) that match.
-
-    Raises:
-        TooSlow: it takes longer than `patience` allows.
-    """
-    good = set()
-    for n, id, label, metadata in rows:
-        if time.monotonic() > stop_at():
-            raise TooSlow("Looking through the items takes too long. Ask for less.")
-        if matches(where, id, label, json.loads(metadata)):
-            good.add(n)
-    return good

@@ -19,6 +19,10 @@ from retrieval.serving.stores.contract import CODE, FEATURES, VECTOR, Floats, Ge
 
 ARRAYS = (VECTOR, CODE, FEATURES)
 _TIDY = 1024  # fresh items in memory of which half may be gone
+_MANY = (
+    1 / 64
+)  # share of a piece's items that match, from which a table of all numbers is faster than to look each one up
+_ROOM = 8  # numbers in such a table for each item
 
 
 class Fresh:
@@ -67,12 +71,24 @@ class Matches:
         """Return which items of a piece match and are alive; looked up once a piece."""
         mask = self._masks.get(piece)
         if mask is None:
-            mask = np.zeros(len(numbers), bool)
-            mask[positions(numbers, self._numbers)] = True
+            mask = _members(numbers, self._numbers)
             if alive is not None:
                 mask &= alive
             self._masks[piece] = mask
         return mask
+
+
+def _members(numbers: Numbers, wanted: Numbers) -> Mask:
+    """Return which of ascending numbers are among other ascending ones (N,)."""
+    first, last = (int(numbers[0]), int(numbers[-1])) if len(numbers) else (0, -1)
+    own, room = wanted[slice(*np.searchsorted(wanted, [first, last + 1]))], last + 1 - first
+    if len(own) < _MANY * len(numbers) or room > _ROOM * len(numbers):
+        mask = np.zeros(len(numbers), bool)
+        mask[positions(numbers, own)] = True
+        return mask
+    table = np.zeros(room, bool)
+    table[own - first] = True
+    return table if room == len(numbers) else table[numbers - first]
 
 
 @dataclass(frozen=True)
@@ -106,7 +122,7 @@ class View:
     @property
     def count(self) -> int:
         """Items alive."""
-        fresh = len(self.numbers) if self.alive is None else int(self.alive.sum())
+        fresh = len(self.numbers) if self.alive is None else int(np.count_nonzero(self.alive))
         return fresh + sum(len(piece.segment) - piece.dead for piece in self.pieces)
 
     def search(self, queries: Floats, count: int, only: Matches | None = None) -> list[Numbers]:

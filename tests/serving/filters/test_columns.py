@@ -165,3 +165,28 @@ def test_an_interrupted_reading_leaves_nothing_half_read() -> None:
     connection.set_progress_handler(None)
     found = columns.matching(connection, parse_filter("x < 5"), 2)
     assert found is not None and found.tolist() == expected(connection, parse_filter("x < 5"))
+
+
+def test_a_sample_tells_about_how_many_match() -> None:
+    connection, columns = opened(), Columns()
+    add(
+        connection, *(("shoe" if n % 2 else None, {"x": n, "tags": [n]} if n % 4 else {}) for n in range(100))
+    )
+    assert columns.share(parse_filter("x >= 0")) is None  # not in memory
+    for text in ("x >= 0", "label = 'shoe' and not x < 50", "x < 0", "tags = 3"):
+        assert columns.matching(connection, parse_filter(text), 1) is not None
+    assert columns.share(parse_filter("x >= 0")) == pytest.approx(0.75, abs=0.05)
+    assert columns.share(parse_filter("not x >= 0")) == pytest.approx(0.25, abs=0.05)
+    assert columns.share(parse_filter("label = 'shoe' and x >= 50")) == pytest.approx(0.25, abs=0.05)
+    assert columns.share(parse_filter("x < 0")) == 0.0
+    assert columns.share(parse_filter("tags = 3")) == 0.0  # a list's values are not those of single items
+
+
+def test_items_whose_metadata_is_too_long_together_are_left_to_the_record() -> None:
+    connection, columns = opened(), Columns()
+    add(connection, *((None, {"x": "a" * 400}) for _ in range(6)))
+    before = connection.limit(apsw.SQLITE_LIMIT_LENGTH, 1000)
+    assert columns.matching(connection, parse_filter("x = 'a'"), 1) is None and columns._unfit == {("x",)}
+    connection.limit(apsw.SQLITE_LIMIT_LENGTH, before)
+    found = columns.matching(connection, parse_filter("label = 'a'"), 1)
+    assert found is not None and found.tolist() == []
