@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -85,8 +86,12 @@ def test_without_a_parent_each_request_is_a_trace_of_its_own(traced):
 
 
 def test_an_end_in_time_though_nobody_collects(traced, monkeypatch):
-    monkeypatch.setattr(traced.traces._provider, "shutdown", lambda: asyncio.run(asyncio.sleep(1.5)))
+    answered, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(traced.traces._provider, "shutdown", lambda: (answered.wait(60), ended.set()))
     traced.traces.close(0.05)
+    assert not ended.is_set()  # it did not wait for the collector, which answers only now
+    answered.set()
+    assert ended.wait(60)
 
 
 @pytest.fixture
