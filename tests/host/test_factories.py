@@ -5,14 +5,13 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
 from pydantic import Field
-from retrieval import Part, traits
+from retrieval import Part
 from retrieval.errors import PluginError, RecipeError
 from retrieval.host.factory import Factory
 from retrieval.host.values import type_text
@@ -209,38 +208,6 @@ def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault() -> None:
     assert factory.build(checked) == ([1, "x", {"y": 2.5}], 3, (), {})
 
 
-class Passes(nn.Module):
-    def __init__(self, first: float, second: int = 2) -> None:
-        super().__init__()
-        self.numbers = first, second
-
-
-class ByName(Passes):
-    def __init__(self, **more: Any) -> None:
-        super().__init__(**more)
-
-
-class ByPosition(Passes):
-    def __init__(self, **more: Any) -> None:
-        Passes.__init__(self, 7.0, **more)
-
-
-class Swallows(Passes):
-    def __init__(self, **more: Any) -> None:
-        super().__init__(1.0)
-
-
-def test_kwargs_are_what_the_next_class_takes_and_was_not_given() -> None:
-    assert [p.name for p in read(ByName).parameters] == ["first", "second"]
-    assert [p.name for p in read(ByPosition).parameters] == ["second"]
-    assert read(ByPosition).build({"second": 5}).numbers == (7.0, 5)
-    assert read(Swallows).parameters == () and "nothing spells '**more' out" in read(Swallows).hints[-1]
-    # without source what has no default is taken to be given by the class
-    scope: dict[str, Any] = {"Passes": Passes}
-    exec("class Made(Passes):\n def __init__(self, **more): super().__init__(3.0, **more)", scope)
-    assert [p.name for p in read(scope["Made"]).parameters] == ["second"]
-
-
 def test_a_default_that_no_recipe_can_write_stays() -> None:
     def loss(
         activation: Callable[[Tensor], Tensor] = torch.relu,
@@ -285,76 +252,6 @@ def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s() -> None:
         """
 
     assert "Part('reducer'), and there is no such kind Did you mean 'reducers'?" in refused(part)
-
-
-class Plain(nn.Module):
-    """A loss that needs no parameters."""
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return embeddings.sum()
-
-
-class Undocumented(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-
-
-class Scaled(nn.Module):
-    """Scales.
-
-    Args:
-        scale: how much.
-    """
-
-    def __init__(self, scale: float = 1.0) -> None:
-        super().__init__()
-
-
-class Child(Scaled):
-    """A child has its parent's parameters, with their documentation."""
-
-
-class InInit(nn.Module):
-    """Documented in `__init__`."""
-
-    def __init__(self, scale: float = 1.0) -> None:
-        """Make it.
-
-        Args:
-            scale: how much.
-        """
-        super().__init__()
-
-
-class Called(Protocol):
-    def __call__(self, embeddings: Tensor) -> Tensor: ...
-
-
-class FromProtocol(Called):
-    """Takes nothing."""
-
-    def __call__(self, embeddings: Tensor) -> Tensor:
-        return embeddings
-
-
-@dataclass
-class Data:
-    """A dataclass.
-
-    Args:
-        size: how large.
-    """
-
-    size: int = 3
-
-
-def test_classes_of_all_sorts_are_read() -> None:
-    assert read(Plain).parameters == () and read(FromProtocol).parameters == ()
-    assert read(Undocumented).hints == ("it has no docstring",)  # nn.Module's own does not count
-    for make in (Scaled, Child, InInit):
-        (p,) = read(make).parameters
-        assert (p.name, p.doc, p.default_text, p.type_text) == ("scale", "how much.", "1.0", "number")
-    assert [p.name for p in read(Data).parameters] == ["size"]
 
 
 def test_names_that_pydantic_keeps_for_itself_are_free(recwarn: pytest.WarningsRecorder) -> None:
@@ -413,73 +310,6 @@ def test_a_factory_that_refuses_its_values() -> None:
     assert caught.value.problems == ("acme.thing refuses its parameters: near must be below far. It is not.",)
     with pytest.raises(RecipeError, match="refuses its parameters: AssertionError"):
         read(loss).build({"near": -2.0})
-
-
-class Full(nn.Module):
-    """Has the whole call."""
-
-    def forward(
-        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any = None, ref_emb: Any = None
-    ) -> None: ...
-
-
-class Short(nn.Module):
-    """Has only a part of the call."""
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> None: ...
-
-
-class Silent:
-    """Is never called: `type.__call__` must not be taken for a call of its own."""
-
-
-@traits(ref_emb=False)
-class Stated(Full):
-    """Says that it takes none."""
-
-
-def gives_short() -> Short:
-    """Give one."""
-    return Short()
-
-
-def gives_anything():  # type: ignore[no-untyped-def]
-    """Give one."""
-    return Full()
-
-
-def gives_module() -> nn.Module:
-    """Give one."""
-    return Full()
-
-
-@traits(ref_emb=True, miner=True)
-def stated_true() -> Short:
-    """Say that it takes all."""
-    return Short()
-
-
-@pytest.mark.parametrize(
-    ("make", "reference", "miner"),
-    [
-        (Full, True, True),
-        (Short, False, False),
-        (Stated, False, True),
-        (gives_short, False, False),
-        (gives_anything, True, True),
-        (gives_module, True, True),
-        (stated_true, True, True),
-        (Silent, True, True),
-    ],
-)
-def test_what_a_loss_takes_is_read_from_its_call(make: Any, reference: bool, miner: bool) -> None:
-    factory = read(make)
-    assert (factory.supports_ref_emb, factory.supports_miner) == (reference, miner)
-
-
-def test_a_misspelt_trait_is_refused() -> None:
-    with pytest.raises(PluginError, match=r"no trait 'ref_embb'.*Did you mean 'ref_emb'"):
-        traits(ref_embb=False)
 
 
 def test_types_as_a_recipe_s_author_reads_them() -> None:
