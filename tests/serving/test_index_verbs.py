@@ -120,6 +120,11 @@ def test_copies_of_one_moment(photos, cli):
     cli("index", "delete", index, "--where", "label = '1'")
     assert "MB now" in cli("index", "compact", index).out
     assert cli("index", "restore", photos / "s", photos / "r").code == 0
+    told = cli("index", "restore", photos / "s", photos / "r")  # the place that is taken is the target
+    assert (
+        told.code == 2 and f"{photos / 'r'} exists already. Name a folder that is not there yet" in told.err
+    )
+    assert "for the snapshot" not in told.err
     assert len(ids(cli, photos / "r")) == 60 > len(ids(cli, index))
     (segment,) = (photos / "s" / "segments").glob("*.segment")
     content = bytearray(segment.read_bytes())

@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -211,6 +212,52 @@ def test_a_full_disk_stops_merging_and_nothing_else(
         store.delete(["id0"])
         wait(lambda: not store.stats().details["fresh"])
         holds(store, bundle, {f"id{n}" for n in WHOLE[1:]})
+
+
+def test_what_failed_for_want_of_room_is_tried_again_though_nobody_writes(
+    disk: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(structures, "LEAST", 60)
+    monkeypatch.setattr(upkeep, "FLUSH_ROWS", 1400)
+    monkeypatch.setattr(upkeep, "_PAUSE", 0.02)
+    bundle = Bundle.open(plain_bundle, threads=1)
+    create_local(disk / "i", bundle, widths_of(bundle), structure=Wanted("hnsw"))
+    with LocalStore(disk / "i") as store:
+        store.upsert(items(range(1500)), bundle.sha256)
+        wait(lambda: store.stats().details["segments"][:1] != [] and not store.stats().details["fresh"])
+        wait(lambda: store.stats().details["segments"][0]["structure"] == "hnsw")
+        with room(disk, 120_000), caplog.at_level(logging.WARNING, "retrieval.serving.local"):
+            store.delete([f"id{n}" for n in range(500)])  # so many that the segment is to be written again
+            wait(lambda: caplog.text.count("the disk is full") >= 3)
+            assert "tried again in 0.04 seconds" in caplog.text
+            holds(store, bundle, {f"id{n}" for n in range(500, 1500)})
+            left = [path.name for path in (disk / "i" / "segments").iterdir()]
+            assert len([name for name in left if "merged" in name]) <= 2, left  # tries leave nothing
+        wait(lambda: store.stats().details["segments"][0]["deleted"] == 0)
+        holds(store, bundle, {f"id{n}" for n in range(500, 1500)})
+    with LocalStore(disk / "i") as again:
+        holds(again, bundle, {f"id{n}" for n in range(500, 1500)})
+
+
+def test_a_pause_grows_to_a_bound_and_ends_with_the_store(
+    disk: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pauses = [upkeep.pause_after(faults) for faults in range(100)]
+    assert pauses[0] >= 1 and pauses == sorted(pauses) and pauses[1] > pauses[0] and pauses[-1] == 600
+    monkeypatch.setattr(upkeep, "FLUSH_ROWS", 1400)
+    monkeypatch.setattr(upkeep, "_PAUSE", 1e6)
+    monkeypatch.setattr(upkeep, "_LONGEST", 1e6)
+    bundle = Bundle.open(plain_bundle, threads=1)
+    create_local(disk / "i", bundle, widths_of(bundle))
+    with LocalStore(disk / "i") as store:
+        store.upsert(items(range(1300)), bundle.sha256)
+        with room(disk, 150_000), caplog.at_level(logging.WARNING, "retrieval.serving.local"):
+            store.upsert(items(range(1300, 1500)), bundle.sha256)
+            wait(lambda: "the disk is full" in caplog.text)
+            closing = threading.Thread(target=store.close)
+            closing.start()
+            closing.join(60)
+            assert not closing.is_alive()
 
 
 def test_a_reader_that_finds_no_room_says_so(disk: Path, plain_bundle: Path) -> None:

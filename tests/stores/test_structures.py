@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
+from retrieval.serving.index.faiss_backends import Hnsw
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
 from retrieval.serving.local import piece, store, structures, view
@@ -106,6 +108,54 @@ def test_a_damaged_structure_is_told_and_built_again(
         caplog.clear()
     with open_index(tmp_path / "i", threads=1) as index:
         assert recall(index, vectors, None, everything) >= 0.95 and not caplog.text
+
+
+def test_a_graph_is_kept_without_the_vectors_that_the_segment_has(
+    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that an earlier version wrote, which holds them itself, still opens."""
+    sizes, answers = [], []
+    for name in ("now", "before"):
+        with monkeypatch.context() as changed:
+            if name == "before":
+                changed.setattr(Hnsw, "save_beside", Hnsw.save)
+            made(tmp_path / name, plain_bundle, vectors, Wanted("hnsw")).close()
+        (file,) = (tmp_path / name / "segments").glob("*.hnsw")
+        sizes.append(file.stat().st_size)
+        with open_index(tmp_path / name, threads=1) as index:
+            answers.append([[hit.id for hit in index.search(query, 10)] for query in vectors[1::300]])
+            assert [one["structure"] for one in index.stats().details["segments"]] == ["hnsw"]
+            assert recall(index, vectors, None, np.ones(COUNT, bool)) >= 0.95
+    assert sizes[1] - sizes[0] == pytest.approx(vectors.nbytes, abs=200)
+    assert answers[0] == answers[1]
+
+
+def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(
+    tmp_path: Path, vectors: np.ndarray
+) -> None:
+    wide = np.zeros((COUNT, 20), np.float32)
+    wide[:, 4:] = vectors
+    wide.tofile(tmp_path / "wide")
+    vectors.tofile(tmp_path / "vectors")
+    mapped = np.memmap(tmp_path / "vectors", np.float32, "r", shape=vectors.shape)
+    columns = np.memmap(tmp_path / "wide", np.float32, "r", shape=wide.shape)[:, 4:]
+    first = Hnsw(m=8)
+    first.build(vectors, lambda count: None)
+    expected = first.search(vectors[:50], 10)
+    first.save_beside(tmp_path / "links")
+    for where in (mapped, columns):
+        again = Hnsw(m=8)
+        again.load_beside(tmp_path / "links", where)
+        again.check(COUNT, 16)
+        found = again.search(vectors[:50], 10)
+        assert (found[1] == expected[1]).all() and (found[0] == expected[0]).all()
+        del again
+    assert mapped.sum() == pytest.approx(vectors.sum(), abs=1)  # what was let go of is not FAISS's to free
+    for other in (vectors[:-1], vectors[:, :8]):
+        with pytest.raises(StoreError, match="does not fit it"):
+            Hnsw(m=8).load_beside(tmp_path / "links", other)
+    with pytest.raises(StoreError, match="it holds no vectors"):
+        Hnsw(m=8).load(tmp_path / "links")
 
 
 def test_compacting_waits_for_the_background(tmp_path: Path, plain_bundle: Path, vectors: np.ndarray) -> None:

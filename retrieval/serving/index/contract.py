@@ -84,6 +84,22 @@ class IndexBackend(ABC):
         The path is of a private copy, which is gone when this returns; what was mapped from it stays.
         """
 
+    def save_beside(self, path: Path) -> None:
+        """Write all that `load_beside` needs to one new file. A living index keeps the vectors beside it: they need not be in it.
+
+        By default it holds what `save` writes.
+        """
+        self.save(path)
+
+    def load_beside(self, path: Path, vectors: Floats) -> None:
+        """Read what `save_beside` wrote, now or in an earlier version; see `load`.
+
+        Args:
+            path: the file.
+            vectors: (N, P), those that it was built over: columns of an array that may be mapped from a file, and stays as long as somebody holds it.
+        """
+        self.load(path)
+
     def check(self, count: int, width: int) -> None:  # noqa: B027 (a back end need not)
         """Refuse what was loaded if it cannot be an index of `count` vectors of `width` numbers. Called once after `load`.
 

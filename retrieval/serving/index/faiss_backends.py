@@ -72,6 +72,10 @@ class FaissBackend(IndexBackend):
         return None
 
     def save(self, path: Path) -> None:
+        """Write the index; see `IndexBackend`."""
+        self._write(path)
+
+    def _write(self, path: Path, flags: int = 0) -> None:
         """Write the index through Python's file object: FAISS's own writer may miss a full disk on closing."""
         faiss = load_faiss()
         failure: list[OSError] = []
@@ -85,14 +89,18 @@ class FaissBackend(IndexBackend):
                     raise
 
             try:
-                faiss.write_index(self._index, faiss.PyCallbackIOWriter(write, 1 << 20))
+                faiss.write_index(self._index, faiss.PyCallbackIOWriter(write, 1 << 20), flags)
             except Exception:
                 if failure:  # FAISS turns it into an error of its own
                     raise failure[0] from None
                 raise
 
     def load(self, path: Path) -> None:
-        """Read the index, and move it to a GPU when there is one.
+        """Read the index, and move it to a GPU when there is one."""
+        self._take(self._read(path))
+
+    def _read(self, path: Path) -> Any:
+        """Return FAISS's index.
 
         The file may be anyone's: FAISS gets its bytes, not its name, and the flag by which lists that lie in another file
         could only be found beside a name, so that it opens no other.
@@ -108,6 +116,11 @@ class FaissBackend(IndexBackend):
                 raise StoreError(f"FAISS {faiss.__version__} cannot read it: {_reason(fault)}") from fault
         if type(index).__name__ not in self.kinds or index.metric_type != faiss.METRIC_L2:
             raise StoreError(f"it is a {type(index).__name__}, which this back end does not write")
+        return index
+
+    def _take(self, index: Any) -> None:
+        """Search what was read."""
+        faiss = load_faiss()
         self._look(index)
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * index.d
         if self.on_gpu and hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus() > 0:
@@ -177,7 +190,21 @@ class Hnsw(FaissBackend):
         self._index.hnsw.efConstruction = self.ef_construction
         self._add(vectors, report)
 
+    def save_beside(self, path: Path) -> None:
+        """Write the links alone."""
+        self._write(path, load_faiss().IO_FLAG_SKIP_STORAGE)
+
+    def load_beside(self, path: Path, vectors: Floats) -> None:
+        """Read the links, and follow them over the vectors where those lie; an older file holds its own."""
+        index = self._read(path)
+        if index.storage is None:
+            self._storage = _Storage(vectors)
+            index.storage, index.own_fields = self._storage.index, False
+        self._take(index)
+
     def _look(self, index: Any) -> None:
+        if index.storage is None:
+            raise StoreError("it holds no vectors")
         _check_flat(index.storage, index.ntotal, index.d)
 
     def _parameters(self, k: int) -> Any:
@@ -309,6 +336,25 @@ class Sq8(FaissBackend):
 
     def _parameters(self, k: int) -> Any:
         return None
+
+
+class _Storage:
+    """Vectors as FAISS searches them, where they lie; copied only where they are columns of a wider array.
+
+    Attributes:
+        index: FAISS's, good as long as this is.
+    """
+
+    def __init__(self, vectors: Floats) -> None:
+        faiss = load_faiss()
+        self._vectors = np.ascontiguousarray(vectors, "<f4")
+        self.index = faiss.IndexFlatL2(vectors.shape[1])
+        content = self._vectors.view(np.uint8).reshape(-1)
+        nobody = self.index.codes.owner  # of no memory: FAISS frees none
+        self.index.codes = faiss.MaybeOwnedVectorUInt8.create_view(
+            faiss.swig_ptr(content), len(content), nobody
+        )
+        self.index.ntotal = len(vectors)
 
 
 def sample_of(vectors: Floats, most: int) -> Floats:

@@ -42,7 +42,7 @@ def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) 
         return _fill(snapshot, store_place(target, plugins))
     record = Record(snapshot)
     try:
-        write_snapshot(record, snapshot, target)
+        write_snapshot(record, snapshot, target, "Name a folder that is not there yet to restore to.")
     finally:
         record.close()
     return []

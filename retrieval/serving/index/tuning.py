@@ -238,7 +238,7 @@ def _tried(
         file = Path(folder) / "structure"
         size = 0
         for one in built:
-            one.save(file)
+            one.save_beside(file)
             size += file.stat().st_size * total // len(vectors)
             file.unlink()
     for point in points:

@@ -1,13 +1,18 @@
-"""The rows of a segment that is merged of others, a block at a time."""
+"""What merging takes: the rows of a segment that is made of others, a block at a time; and which deletions it ends."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import apsw
 import numpy as np
 
+from retrieval.errors import StoreError
+from retrieval.serving.local.piece import positions
+from retrieval.serving.local.segment import Numbers, Segment
 from retrieval.serving.stores.contract import Floats
 
 _ROWS = 16_384
@@ -15,6 +20,25 @@ _ROWS = 16_384
 
 class Stopped(Exception):
     """The store is being closed."""
+
+
+def forget(connection: apsw.Connection, removed: Numbers, segments: Sequence[Segment]) -> None:
+    """Take items out of the record's list of the removed ones that no segment holds any more.
+
+    Args:
+        connection: inside a transaction.
+        removed: ascending numbers.
+        segments: all that the record names.
+    """
+    try:
+        for segment in segments:
+            segment.verify_numbers()
+    except StoreError:
+        return  # nobody can say what that one holds
+    held = [segment.numbers[positions(segment.numbers, removed)] for segment in segments]
+    left = np.unique(np.concatenate(held)) if held else np.empty(0, np.int64)
+    gone = json.dumps(np.setdiff1d(removed, left).tolist())
+    connection.execute("delete from removed where n in (select value from json_each(?))", (gone,))
 
 
 class Rows:

@@ -173,11 +173,11 @@ def structure_of(
     """Load a segment's structure; where it cannot be, the vectors themselves are searched, and the log says why."""
     if said is None:
         return None, None
-    where, count = folder / SEGMENTS, len(segment)
+    where, vectors = folder / SEGMENTS, segment.arrays[VECTOR]
     try:
         if said.backend == COMPACT:
-            return None, load_companion(where, said, count, segment.arrays[VECTOR].shape[1])
-        return load_structure(where, said, count, generation.spans, make), None
+            return None, load_companion(where, said, *vectors.shape)
+        return load_structure(where, said, vectors, generation.spans, make), None
     except (RetrievalError, OSError) as fault:
         log.warning(
             "The structure of %s cannot be used: %s It is searched exactly until the next writer builds it again.",
@@ -185,6 +185,18 @@ def structure_of(
             fault,
         )
         return None, None
+
+
+def verify_anew(segment: Segment, *, features: bool = False) -> None:
+    """Compare a segment with its checksums, though it was before: something is made of it that gets checksums of its own.
+
+    Raises:
+        StoreError: it was altered.
+    """
+    try:
+        segment.verify(features=features, anew=True)
+    except StoreError as fault:
+        raise damaged(segment.path, fault) from None
 
 
 def damaged(path: Path, fault: Exception) -> StoreError:

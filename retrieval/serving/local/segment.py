@@ -107,23 +107,28 @@ class Segment:
             self._norms = squared_norms(self.arrays[VECTOR])
         return self._norms
 
-    def verify(self, *, features: bool = False) -> None:
+    def verify(self, *, features: bool = False, anew: bool = False) -> None:
         """Compare every piece with its checksum, unless that was done before; those of features only with `features`.
+
+        Args:
+            features: see above.
+            anew: whether it was done before or not: what is made of a segment gets checksums of its own, which would hide what became of it since.
 
         Raises:
             StoreError: altered: the end of a sentence.
         """
         if features and self.beside is not None:
-            self.beside.verify()
-        if self._verified:
+            self.beside.verify(anew=anew)
+        if self._verified and not anew:
             return
         with self._lock:
-            if self._verified:
+            if self._verified and not anew:
                 return
             view = memoryview(self._map)
             start, stop = self._body
             found = [zlib.crc32(view[at : min(at + _PIECE, stop)]) for at in range(start, stop, _PIECE)]
             if zlib.crc32(self._sums.tobytes()) != self._sums_sum or found != self._sums.tolist():
+                self._verified = False
                 raise StoreError("was altered")
             self._verified = True
 

@@ -24,19 +24,27 @@ _WHOLE = 3  # tries, before a structure's missing files are no reason for anothe
 _SECONDS = 7 * 86_400.0  # files of any size are copied within one moment
 
 
-def write_snapshot(record: Record, folder: Path, target: Path) -> None:
+def write_snapshot(
+    record: Record, folder: Path, target: Path, instead: str = "Choose another name for the snapshot."
+) -> None:
     """Write a snapshot of an index to a new folder, whole or not at all.
+
+    Args:
+        record: of the index.
+        folder: of the index.
+        target: the new folder.
+        instead: what to do where there is something already, a sentence.
 
     Raises:
         StoreError: there is something already, the disk refuses, or a file that the record names is missing.
     """
+    taken = StoreError(f"{target} exists already. {instead}")
     if target.exists():
-        raise StoreError(f"{target} exists already. Choose another name for the snapshot.")
+        raise taken
     if not target.parent.is_dir():
         raise StoreError(f"{target} cannot be written: there is no folder {target.parent}.")
     missing: str | None = None
     for attempt in range(_TRIES):
-        taken = StoreError(f"{target} exists already. Choose another name for the snapshot.")
         try:
             with (
                 record.reading(seconds=_SECONDS) as connection,

@@ -111,7 +111,10 @@ def _saved(file: Path, made: IndexBackend | Compact) -> tuple[str, str]:
     """Write a file whole; return its name and SHA-256."""
     with whole_file(file) as temporary:
         temporary.unlink()
-        made.save(temporary)
+        if isinstance(made, Compact):
+            made.save(temporary)
+        else:
+            made.save_beside(temporary)
     return file.name, sha256_of(file)
 
 
@@ -131,11 +134,11 @@ def load_companion(folder: Path, said: Structure, count: int, width: int) -> Com
 def load_structure(
     folder: Path,
     said: Structure,
-    count: int,
+    vectors: Floats,
     spans: Sequence[tuple[int, int]],
     make: Callable[[str, Mapping[str, Any]], IndexBackend],
 ) -> list[IndexBackend]:
-    """Load a segment's structure, compared with the record.
+    """Load the structure of a segment with these vectors, compared with the record.
 
     Raises:
         StoreError: a file is missing or altered, or the back end refuses it: the end of a sentence.
@@ -148,8 +151,8 @@ def load_structure(
             raise StoreError(f"{file} is missing or was altered.")
         backend = make(said.backend, said.options)
         with using(said.backend, "load"):
-            backend.load(path)
-            backend.check(count, stop - start)
+            backend.load_beside(path, vectors[:, start:stop])
+            backend.check(len(vectors), stop - start)
         backends.append(backend)
     return backends
 

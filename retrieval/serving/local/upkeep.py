@@ -7,15 +7,14 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.local.generation_table import all_of
 from retrieval.serving.local.home import Home
-from retrieval.serving.local.merged import Rows, Stopped
-from retrieval.serving.local.piece import SEGMENTS, damaged, positions
+from retrieval.serving.local.merged import Rows, Stopped, forget
+from retrieval.serving.local.piece import SEGMENTS, damaged, positions, verify_anew
 from retrieval.serving.local.ready import Row
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.segment import Segment, write_segment
@@ -30,7 +29,10 @@ _FAN = 4
 """So many segments of about one size become one, which is so many times as large: each item is rewritten once a size."""
 _DEAD = 0.25
 """Share of deleted items from which a segment is rewritten without them."""
-_PAUSE = 5.0  # seconds after a fault, before it is tried again
+_PAUSE, _LONGEST = (
+    5.0,
+    600.0,
+)  # seconds after a fault, before it is tried again: twice as long after each, at most
 
 
 @dataclass(frozen=True)
@@ -87,22 +89,27 @@ class Upkeep:
     def _run(self) -> None:
         # At the priority of every other thread: with a lower one it is put aside on a busy machine while it holds Python's lock, and
         # searches wait two to three times as long.
+        faults = 0
         while not self._stop.is_set():
             self._work.wait()
             self._work.clear()
             try:
                 while not self._stop.is_set() and self.step():
                     pass
+                faults = 0
+                continue
             except Stopped:
                 return
             except RetrievalError as fault:
                 if self._stop.is_set():
                     return
-                log.warning("Segments could not be merged, and are left as they are: %s", fault)
-                self._stop.wait(_PAUSE)
+                said = f"Segments could not be merged, and are left as they are: {fault}"
+                log.warning("%s It is tried again in %g seconds.", said, pause_after(faults))
             except Exception:
                 log.exception("Segments could not be merged, and are left as they are.")
-                self._stop.wait(_PAUSE)
+            self._stop.wait(pause_after(faults))
+            faults += 1
+            self._work.set()  # whether somebody writes meanwhile or not
 
     def close(self) -> None:
         """Give up the step that runs, and end."""
@@ -228,10 +235,7 @@ class Upkeep:
     ) -> None:
         """Make one segment of several. Items that are deleted meanwhile stay masked in it."""
         for part in parts:
-            try:
-                part.segment.verify(features=True)
-            except StoreError as fault:
-                raise damaged(part.segment.path, fault) from None
+            verify_anew(part.segment, features=True)
         with self._home.record.reading() as connection:
             removed = np.array([n for (n,) in ask(connection, "select n from removed order by n")], np.int64)
         held = [part.segment for part in parts]
@@ -246,13 +250,18 @@ class Upkeep:
                 name: Rows([segment.arrays[name] for segment in held], alive, order, self._stop)
                 for name in generation.widths
             }
-            with self._home.record.faults("written"):
-                sum_ = write_segment(path, numbers if order is None else numbers[order], arrays)
-            written = Segment(path, sum_)
-            structure = self._structure(written, generation, total, report)
-            self._home.ready.wrote(file, written)
-            row = Row(0, file, sum_, len(numbers), None if structure is None else structure.text())
-            self._load(row, written, generation)
+            try:
+                with self._home.record.faults("written"):
+                    sum_ = write_segment(path, numbers if order is None else numbers[order], arrays)
+                written = Segment(path, sum_)
+                structure = self._structure(written, generation, total, report)
+                self._home.ready.wrote(file, written)
+                row = Row(0, file, sum_, len(numbers), None if structure is None else structure.text())
+                self._load(row, written, generation)
+            except BaseException:  # each try has a file of its own: on a full disk they would be ever more
+                self._home.ready.forget([file])
+                remove_files(self._home.folder, [one.name for one in path.parent.glob(f"{path.stem}.*")])
+                raise
         files = [name for part in parts for name in files_of(part.file, part.structure)]
         with self._writer.turn, self._writer.transaction(segments=True) as (connection, _):
             text = json.dumps([part.number for part in parts])
@@ -272,7 +281,8 @@ class Upkeep:
                     "insert into segments (g, file, sum, count, structure) values (?,?,?,?,?)",
                     (generation.number, file, sum_, len(numbers), structure and structure.text()),
                 )
-            self._forget(connection, removed)
+            left = ask(connection, "select file, sum from segments")
+            forget(connection, removed, [self._segment(*one) for one in left])
         self.merges += 1
         remove_files(self._home.folder, files)
         self._home.ready.forget(files)
@@ -281,19 +291,6 @@ class Upkeep:
         """Load what was written, where somebody searches: no search has to wait for that."""
         if self._home.view is not None and generation.state == "served":
             self._home.ready.wrote_structure(row, segment, generation)
-
-    def _forget(self, connection: Any, removed: Any) -> None:
-        """Take items out of the list of the removed ones that no segment holds any more."""
-        held = [
-            self._segment(file, sum_).numbers
-            for file, sum_ in ask(connection, "select file, sum from segments")
-        ]
-        still = [numbers[positions(numbers, removed)] for numbers in held]
-        left = np.unique(np.concatenate(still)) if still else np.empty(0, np.int64)
-        gone = np.setdiff1d(removed, left)
-        connection.execute(
-            "delete from removed where n in (select value from json_each(?))", (json.dumps(gone.tolist()),)
-        )
 
     def _structure(
         self, segment: Segment, generation: Generation, total: int, report: Callable[[int], object]
@@ -326,6 +323,7 @@ class Upkeep:
                 continue
             if want is None and wanted.backend == "auto":
                 continue  # it was large, and is searched well
+            verify_anew(part.segment)
             made = (
                 None if want is None else self._structure(part.segment, generation, total, lambda count: None)
             )
@@ -357,6 +355,11 @@ class Upkeep:
                 return False
             self._looked.add(key)
         return True
+
+
+def pause_after(faults: int) -> float:
+    """Return how many seconds pass before what has failed is tried again, after so many faults before it."""
+    return float(min(_LONGEST, _PAUSE * 2 ** min(faults, 30)))
 
 
 def _choose(parts: Sequence[_Part]) -> list[_Part]:
