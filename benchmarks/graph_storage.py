@@ -19,9 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import faiss
 import numpy as np
 from retrieval.serving.index.faiss_backends import Hnsw
@@ -148,6 +145,7 @@ def main() -> None:
         "--keep", action="store_true", help="keep the figures in results/, and write the page"
     )
     given = parser.parse_args()
+    faiss.omp_set_num_threads(1)
     kept: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "load": [round(os.getloadavg()[0], 1)], "count": given.count, "width": given.width, "queries": given.queries,

@@ -35,6 +35,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "kills": ("kills", lambda script, raw: script.render(raw)),
     "daml_weights": ("daml_weights", lambda script, raw: script.render()),
     "filters": ("filters", lambda script, raw: script.render(raw)),
+    "graph_storage": ("graph_storage", lambda script, raw: script.render(raw)),
     "histories": ("histories", lambda script, raw: script.render(raw)),
     "merging": ("merging", lambda script, raw: script.render(raw)),
     "fashion": ("fashion", lambda script, raw: script.render(raw)),
