@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -147,7 +148,8 @@ def cpu_seconds(pid: int) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         total += (int(fields[11]) + int(fields[12])) / TICK
         for task in Path(f"/proc/{pid}/task").iterdir():
-            todo += map(int, (task / "children").read_text().split())
+            with suppress(FileNotFoundError):  # a thread that has just ended
+                todo += map(int, (task / "children").read_text().split())
     return total
 
 

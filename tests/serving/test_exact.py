@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from retrieval.serving.local import exact
+from retrieval.serving.local import exact, few
 
 Array = Any
 
@@ -41,15 +41,23 @@ def brute(
 
 def agree(queries: Array, vectors: Array, k: int, **options: Any) -> None:
     """Hold `nearest` to the plain search: the same distances, and the same rows wherever they are not ties."""
-    found, rows = exact.nearest(queries, vectors, k, **options)
     true, wanted = brute(queries, vectors, k, **options)
-    assert found.dtype == np.float64 and rows.dtype == np.int64 and found.shape == rows.shape == true.shape
-    np.testing.assert_allclose(found, true, rtol=1e-13, atol=0)
-    differ = rows != wanted
-    np.testing.assert_allclose(found[differ], true[differ], rtol=1e-13)  # last bits of a sum: a tie
-    assert differ.sum() <= (0 if np.array_equal(found, true) else 2)
-    for one in rows:
-        assert len(set(one[one >= 0])) == (one >= 0).sum()
+    for numbers in (
+        few._NUMBERS,
+        0,
+    ):  # small matrices have a way of their own; here they go the large ones' too
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(few, "_NUMBERS", numbers)
+            found, rows = exact.nearest(queries, vectors, k, **options)
+        assert (
+            found.dtype == np.float64 and rows.dtype == np.int64 and found.shape == rows.shape == true.shape
+        )
+        np.testing.assert_allclose(found, true, rtol=1e-13, atol=0)
+        differ = rows != wanted
+        np.testing.assert_allclose(found[differ], true[differ], rtol=1e-13)  # last bits of a sum: a tie
+        assert differ.sum() <= (0 if np.array_equal(found, true) else 2)
+        for one in rows:
+            assert len(set(one[one >= 0])) == (one >= 0).sum()
 
 
 def normal(*shape: int, seed: int = 0) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class Found:
 
 
 def encoded_of(
-    index: Index, bundle: Bundle, given: Sequence[Given], pixels: NDArray[Any] | None
+    index: Index, bundle: Bundle, given: Sequence[Given], pixels: NDArray[Any] | Encoded | None
 ) -> Encoded | NDArray[Any]:
     """Return queries of one kind as an index is asked for them.
 
@@ -45,13 +46,15 @@ def encoded_of(
         index: held.
         bundle: that encodes.
         given: all images, all vectors or all ids.
-        pixels: of the images (N, C, H, W); None for vectors and ids.
+        pixels: of the images (N, C, H, W), or what was encoded of them; None for vectors and ids.
 
     Raises:
         DataError: vectors of another width, or an index that cannot be searched by id.
         RequestError: 404, no such item.
         Superseded: another bundle is served.
     """
+    if isinstance(pixels, Encoded):
+        return pixels
     if pixels is not None:
         with stage("encode", len(pixels)):
             return bundle.encode(pixels)
@@ -94,8 +97,21 @@ def _arrays(index: Collection, bundle: Bundle, ids: list[str]) -> list[Any]:
     return [items[id].arrays for id in ids]
 
 
-def ask(index: Index, query: Query, bundle: Bundle, pixels: NDArray[Any] | None) -> list[list[Hit]]:  # fmt: skip
+def ask(
+    index: Index,
+    query: Query,
+    bundle: Bundle,
+    pixels: NDArray[Any] | Encoded | None,
+    note: Callable[[float, int], None] = lambda seconds, queries: None,
+) -> list[list[Hit]]:
     """Return what is nearest to each thing that a query gives, in order.
+
+    Args:
+        index: held.
+        query: what is given, and how many answers are wanted.
+        bundle: that encodes.
+        pixels: see `encoded_of`.
+        note: is told the seconds of each search, without encoding, and of how many queries.
 
     Raises:
         DataError, RequestError, Superseded: see `encoded_of`.
@@ -108,8 +124,10 @@ def ask(index: Index, query: Query, bundle: Bundle, pixels: NDArray[Any] | None)
             continue
         part = [query.given[at] for at in places]
         encoded = encoded_of(index, bundle, part, None if by_id else pixels)
-        with stage("search"):
+        began = perf_counter()
+        with stage("search", len(part)):
             found = index.search(encoded, query.k + by_id, candidates=query.candidates, where=query.where)
+        note(perf_counter() - began, len(part))
         for at, one, hits in zip(places, part, found, strict=True):
             answers[at] = [hit for hit in hits if not by_id or str(hit.id) != one.id][: query.k]
     return answers

@@ -73,12 +73,19 @@ class Metrics:
             registry=self.registry,
         )
         self._stages = {name: stages.labels(name) for name in STAGES}
-        self._batches = Histogram(
+        batches = Histogram(
             "retrieval_encode_batch",
             "Images (or features) that went through the encoder at once.",
             buckets=_BATCHES,
             registry=self.registry,
         )
+        searches = Histogram(
+            "retrieval_search_batch",
+            "Queries that were searched for at once.",
+            buckets=_BATCHES,
+            registry=self.registry,
+        )
+        self._sizes = {"encode": batches, "search": searches}
         # `labels` looks up under a lock each time; what there can be is bounded by routes, methods and statuses
         self._counters: dict[tuple[str, str, int], Counter] = {}
         self._durations: dict[str, Histogram] = {}
@@ -109,8 +116,8 @@ class Metrics:
         duration.observe(seconds)
         for span in trail.spans:
             self._stages[span.stage].observe(span.own)
-            if span.stage == "encode":
-                self._batches.observe(span.items)
+            if span.items and span.stage in self._sizes:
+                self._sizes[span.stage].observe(span.items)
         if status >= 400:
             self._refused.labels(trail.reason or str(status)).inc()
 

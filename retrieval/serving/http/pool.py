@@ -1,13 +1,16 @@
-"""Threads that take turns between clients, and drop what nobody waits for any more."""
+"""Threads that take turns between clients, do together what is alike, and drop what nobody waits for any more."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -16,27 +19,60 @@ from retrieval.serving.stages import current, following
 
 T = TypeVar("T")
 
+ends: ContextVar[float] = ContextVar("ends", default=math.inf)
+"""When nobody waits any more for what this task has done, by `time.monotonic`."""
+
 _BUSY = "The server is busy: too many searches are waiting. Try again in a moment."
+
+
+@dataclass(frozen=True)
+class Alike:
+    """What makes one job of several that wait.
+
+    Attributes:
+        key: of those that can be done together.
+        work: does them; gives for each, in order, its result or its error.
+        most: how many at once.
+    """
+
+    key: Hashable
+    work: Callable[[Sequence[Job[Any]]], Sequence[Any]]
+    most: int
 
 
 class Job(Generic[T]):
     """One piece of work that a coroutine waits for, and whether it still does.
 
+    Args:
+        work: that gives its result.
+        client: whose it is.
+        alike: with which others it can be done; None: alone.
+        given: what those are told about it.
+
     Attributes:
         client: whose work it is.
-        abandoned: True once nobody waits: the deadline has passed, or the client has left.
+        ends: the deadline, by `time.monotonic`.
         trail: of the request that it is part of; None of the server's own work.
         queued: when it was made, by `time.perf_counter`.
     """
 
-    def __init__(self, work: Callable[[Job[T]], T], client: str) -> None:
+    def __init__(
+        self, work: Callable[[Job[T]], T], client: str, alike: Alike | None = None, given: Any = None
+    ) -> None:
         self.client = client
-        self.abandoned = False
+        self.alike, self.given = alike, given
+        self.ends = ends.get()
+        self._abandoned = False
         self.trail = current()
         self.queued = time.perf_counter()
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[T] = self.loop.create_future()
         self._work: Callable[[Job[T]], T] | None = work
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody waits: the client has left, or the deadline has passed, though a busy event loop may not have noticed."""
+        return self._abandoned or time.monotonic() > self.ends
 
     def check(self) -> None:
         """Stop here, between two steps of work, if nobody waits.
@@ -49,13 +85,13 @@ class Job(Generic[T]):
 
     def abandon(self) -> None:
         """Say that nobody waits; what has not begun lets go of what it holds, such as an upload."""
-        self.abandoned = True
-        self._work = None
+        self._abandoned = True
+        self._work = self.given = None
 
     def run(self) -> None:
         """Do the work and hand its result over; for a thread."""
         work, self._work = self._work, None
-        if work is None:
+        if work is None or self.abandoned:
             return
         result, fault = None, None
         try:
@@ -66,6 +102,18 @@ class Job(Generic[T]):
         with suppress(RuntimeError):  # the loop is closed: the server has stopped
             self.loop.call_soon_threadsafe(self.settle, result, fault)
 
+    def alone(self) -> Any:
+        """Do the work, and return its result or its error; for whoever does several together."""
+        work = self._work
+        try:
+            self.check()
+            if work is None:
+                raise Gone
+            with following(self.trail):
+                return work(self)
+        except BaseException as error:
+            return error
+
     def settle(self, result: Any, fault: BaseException | None) -> None:
         """Wake the one who waits; for the event loop."""
         if self.future.done():
@@ -74,6 +122,26 @@ class Job(Generic[T]):
             self.future.set_result(result)
         else:
             self.future.set_exception(fault)
+
+
+def run_together(jobs: Sequence[Job[Any]]) -> None:
+    """Do alike jobs as one, and hand their results over; for a thread."""
+    first = jobs[0]
+    assert first.alike is not None
+    try:
+        made = first.alike.work(jobs)
+    except BaseException as error:
+        made = [error] * len(jobs)
+
+    def settle() -> None:
+        for job, result in zip(jobs, made, strict=True):
+            if isinstance(result, BaseException):
+                job.settle(None, result)
+            else:
+                job.settle(result, None)
+
+    with suppress(RuntimeError):  # the loop is closed: the server has stopped
+        first.loop.call_soon_threadsafe(settle)
 
 
 class Pool:
@@ -86,8 +154,9 @@ class Pool:
         busy: the sentence for those that do not find room.
     """
 
-    def __init__(self, name: str, threads: int, waiting: int, busy: str = _BUSY) -> None:
+    def __init__(self, name: str, threads: int, waiting: int, busy: str = _BUSY, together: int = 1) -> None:
         self._waiting = waiting
+        self._together = together
         self._says = busy
         self._queues: dict[str, deque[Job[Any]]] = {}  # in the order of their turns
         self._count = 0
@@ -101,26 +170,47 @@ class Pool:
         for thread in self._threads:
             thread.start()
 
-    async def run(self, work: Callable[[Job[T]], T], client: str = "") -> T:
+    async def run(
+        self,
+        work: Callable[[Job[T]], T],
+        client: str = "",
+        alike: Alike | None = None,
+        given: Any = None,
+    ) -> T:
         """Have a thread do some work. Cancelled, it is not begun, or its result dropped.
+
+        Args:
+            work: what is done where the job is alone.
+            client: whose it is.
+            alike: see `Job`, as the next one.
+            given: likewise.
 
         Raises:
             RequestError: 503, too many are waiting.
         """
-        job = Job(work, client)
-        with self._lock:
-            dropped = self._make_room(client) if self._full() and self._purge() else None
-            self._queues.setdefault(client, deque()).append(job)
-            self._count += 1
-        if dropped is not None:
-            dropped.abandon()
-            dropped.settle(None, self._busy())
-        self._ready.put(True)
+        job = Job(work, client, alike, given)
+        self.add(job)
         try:
             return await job.future
         except asyncio.CancelledError:
             job.abandon()
             raise
+
+    def add(self, job: Job[Any]) -> None:
+        """Have a thread do a job; for any thread.
+
+        Raises:
+            RequestError: 503, too many are waiting.
+        """
+        with self._lock:
+            dropped = self._make_room(job.client) if self._full() and self._purge() else None
+            self._queues.setdefault(job.client, deque()).append(job)
+            self._count += 1
+        if dropped is not None:
+            dropped.abandon()
+            with suppress(RuntimeError):  # the loop is closed
+                dropped.loop.call_soon_threadsafe(dropped.settle, None, self._busy())
+        self._ready.put(True)
 
     @property
     def waiting(self) -> int:
@@ -164,17 +254,41 @@ class Pool:
                 return job
         return None
 
+    def _others(self, first: Job[Any]) -> list[Job[Any]]:
+        """Take out what can be done together with a job, of each client in turn."""
+        found: list[Job[Any]] = []
+        if first.alike is None or first.alike.most < 2 or not self._count:
+            return found
+        key, most = first.alike.key, first.alike.most - 1
+        fit = {
+            client: deque(job for job in queue if job.alike is not None and job.alike.key == key)
+            for client, queue in self._queues.items()
+        }
+        while len(found) < most and (fit := {c: jobs for c, jobs in fit.items() if jobs}):
+            found += [jobs.popleft() for jobs in fit.values()][: most - len(found)]
+        taken = set(map(id, found))
+        for client in {job.client for job in found}:
+            self._queues[client] = deque(job for job in self._queues[client] if id(job) not in taken)
+        self._count -= len(found)
+        return [job for job in found if not job.abandoned]
+
     def _serve(self) -> None:
         while self._ready.get():
             with self._lock:
                 job = self._next()
+                jobs = [] if job is None else [job, *self._others(job)]
                 self._idle -= job is not None
-            if job is None:
+            if not jobs:
                 continue
-            if job.trail is not None:
-                job.trail.note("wait", job.queued, time.perf_counter())
-            job.run()
-            job = None  # what it holds goes now, not with the next one
+            now = time.perf_counter()
+            for job in jobs:
+                if job.trail is not None:
+                    job.trail.note("wait", job.queued, now)
+            if len(jobs) > 1:
+                run_together(jobs)
+            else:
+                jobs[0].run()
+            job, jobs = None, []  # what they hold goes now, not with the next one
             with self._lock:
                 self._idle += 1
 

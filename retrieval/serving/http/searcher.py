@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,22 +15,31 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from retrieval.errors import DataError, RetrievalError, StoreError
-from retrieval.serving.bundle import Bundle
+from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.decoding.pool import Decoded
 from retrieval.serving.http.asking import Found, ask, searched
 from retrieval.serving.http.current import Current
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import UNREACHABLE, report, store_failed
 from retrieval.serving.http.machinery import Machinery
-from retrieval.serving.http.pool import Job
+from retrieval.serving.http.pool import Alike, Job
 from retrieval.serving.http.queries import Given, Query
 from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.together import (
+    Asked,
+    Pace,
+    What,
+    answer_together,
+    encode_together,
+    key_of,
+)
 from retrieval.serving.index.base import Index
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.gallery import Gallery
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.runtime import load_faiss
+from retrieval.serving.stages import stage
 from retrieval.serving.stores.contract import Stats, StoreUnavailable, Superseded, TooSlow, patience
 
 DAMAGED = "The index cannot be searched: it is damaged, or its disk fails. The server's log says more."
@@ -43,7 +54,7 @@ class _Failed:
     """A search that found the index damaged, with the pixels that were decoded for it."""
 
     query: Query
-    pixels: NDArray[Any] | None
+    pixels: NDArray[Any] | Encoded | None
 
 
 class Searcher:
@@ -74,6 +85,7 @@ class Searcher:
         self.settings = settings
         self.gallery = Gallery(index, settings.images)
         self.failed: _Failed | None = None
+        self._pace = Pace()
         self._own = machinery is None
         self.machinery = machinery or Machinery(settings, index.bundle.manifest.input.preprocessing)
 
@@ -154,16 +166,23 @@ class Searcher:
         raise RequestError(503, "The index changes its bundle again and again. Try again in a moment.")
 
     async def _search(self, query: Query, finish: Callable[[Found], bytes], client: str) -> bytes:
-        bundle = self.index.bundle
-        images = [one.image for one in query.given if one.image is not None]
+        bundle, (one, *more) = self.index.bundle, query.given
+        images = [each.image for each in query.given if each.image is not None]
         if len(images) == 1:
+            start = self.machinery.starter(bundle)
+            if self._pace.waits(bundle):
+                what: What = await self.machinery.decoded(
+                    start, images[0], client, lambda decoded, job: self._encoded(bundle, decoded.pixels[None])
+                )
+                return await self._queued(bundle, query, what, finish, client)
 
             def work(decoded: Decoded, job: Job[bytes]) -> bytes:
                 return finish(self._found(bundle, decoded.pixels[None], query, job))
 
-            start = self.machinery.starter(bundle)
             answer: bytes = await self.machinery.decoded(start, images[0], client, work)
             return answer
+        if one.vector is not None and not more:
+            return await self._queued(bundle, query, one.vector, finish, client)
         pixels = None
         if images:
             pixels = np.stack([one.pixels for one in await self.machinery.pixels(bundle, images, client)])
@@ -171,9 +190,61 @@ class Searcher:
             lambda job: finish(self._found(bundle, pixels, query, job)), client
         )
 
-    def _found(self, bundle: Bundle, pixels: NDArray[Any] | None, query: Query, job: Job[Any]) -> Found:
+    @staticmethod
+    def _encoded(bundle: Bundle, pixels: NDArray[Any]) -> What:
+        """Return what a CPU encodes; a GPU does so for all that wait."""
+        if bundle.device != "cpu":
+            return pixels
+        with stage("encode"):
+            return bundle.encode(pixels)
+
+    async def _queued(
+        self, bundle: Bundle, query: Query, what: What, finish: Callable[[Found], bytes], client: str
+    ) -> bytes:
+        """Answer one query, together with those that wait and are alike."""
+
+        def together(jobs: Sequence[Job[bytes]]) -> Sequence[Any]:
+            return answer_together(jobs, bundle, lambda asked: self._found_together(bundle, asked))
+
+        key = key_of(self, bundle, query, what)
+        image = None if isinstance(what, np.ndarray) and what.ndim == 1 else what
+        return await self.machinery.searches.run(
+            lambda job: finish(self._found(bundle, image, query, job)),
+            client,
+            Alike(key, together, self._pace.most(self.settings)),
+            Asked(query, what, finish),
+        )
+
+    def _found(
+        self, bundle: Bundle, pixels: NDArray[Any] | Encoded | None, query: Query, job: Job[Any]
+    ) -> Found:
         """Return what is nearest; for a thread."""
         job.check()
+        with self._searched(bundle, query, pixels) as index:
+            hits = ask(index, query, bundle, pixels, self._pace.note)
+            return Found(hits, searched(index, query) if query.explain else None)
+
+    def _found_together(self, bundle: Bundle, asked: Sequence[Asked]) -> Sequence[Found]:
+        """Return what is nearest to each of several queries that differ in nothing else; for a thread."""
+        query = asked[0].query
+        pixels = asked[0].what if asked[0].query.given[0].vector is None else None
+        with self._searched(bundle, query, pixels) as index:
+            encoded = encode_together(bundle, [one.what for one in asked])
+            began = perf_counter()
+            with stage("search", len(asked)):
+                hits = index.search(encoded, query.k, candidates=query.candidates, where=query.where)
+            self._pace.note(perf_counter() - began, len(asked))
+            said = searched(index, query) if any(one.query.explain for one in asked) else None
+            return [
+                Found([own], said if one.query.explain else None)
+                for one, own in zip(asked, hits, strict=True)
+            ]
+
+    @contextmanager
+    def _searched(
+        self, bundle: Bundle, query: Query, pixels: NDArray[Any] | Encoded | None
+    ) -> Iterator[Index]:
+        """Give the index for a search within the deadline; note the query where the index proves damaged."""
         # Several searches run at a time: FAISS's threads would wait for each other.
         load_faiss().omp_set_num_threads(1)
         with self.current.use() as index:
@@ -181,8 +252,7 @@ class Searcher:
                 raise Superseded("Another bundle is served.")
             try:
                 with patience(self.settings.deadline):
-                    hits = ask(index, query, bundle, pixels)
-                    return Found(hits, searched(index, query) if query.explain else None)
+                    yield index
             except (Superseded, *_PASSING):
                 raise
             except StoreError:

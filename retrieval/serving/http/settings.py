@@ -58,6 +58,9 @@ class Settings:
     deadline: float = _limit(8.0, 0.1, "Seconds from a complete request to its answer; then 503.")
     decode_seconds: float = _limit(5.0, 0.1, "Of these, for decoding an image; then it is refused, 422.")
     waiting: int = _limit(16, 1, "Searches that may wait for each worker; then 503.")
+    together: int = _limit(
+        32, 1, "Alike searches that have waited for a worker and are done at once; 1: one by one."
+    )
     batch: int = _limit(100, 1, "Images or vectors of one request, searched for or added.")
     batch_bytes: int = _limit(64_000_000, 1, "Largest request of several images or vectors.")
     writes: int = _limit(16, 1, "Changes of an index that may wait for their turn; then 503.")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from retrieval.serving.http.errors import Gone, RequestError
+from retrieval.serving.http.pool import ends
 
 T = TypeVar("T")
 
@@ -27,6 +30,7 @@ async def in_time(request: Request, work: Awaitable[T], seconds: float | None) -
         RequestError: 503, the deadline has passed.
         Gone: the client has left.
     """
+    before = ends.set(math.inf if seconds is None else time.monotonic() + seconds)
     task = asyncio.current_task()
     left = _Departure(request.receive, task)
     timer = asyncio.get_running_loop().call_later(_SOON, left.watch)
@@ -44,6 +48,7 @@ async def in_time(request: Request, work: Awaitable[T], seconds: float | None) -
     finally:
         timer.cancel()
         left.stop()
+        ends.reset(before)
 
 
 def client_of(request: Request) -> str:

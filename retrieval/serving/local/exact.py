@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from retrieval.serving.index.contract import Floats, Rows
 from retrieval.serving.local.compact import Compact
+from retrieval.serving.local.few import are_few, nearest_of_few
 from retrieval.serving.runtime import load_faiss
 
 Doubles = NDArray[np.float64]
@@ -98,6 +99,8 @@ def nearest(
         return squared, rows
     given = np.ascontiguousarray(queries[:, columns], np.float32)
     vectors = np.asarray(vectors)  # no np.memmap, whose slices cost more
+    if compact is None and are_few(given, vectors):
+        return nearest_of_few(given, vectors[:, columns], k, keep)
     task = _Task(vectors, columns, k, keep, norms, _frame(vectors, columns), compact)
     count = -(-len(vectors) // threads)
     ranges = [(start, min(start + count, len(vectors))) for start in range(0, len(vectors), count)]

@@ -13,6 +13,7 @@ from retrieval.serving.stores.contract import Item
 COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height, source"
 
 Row = tuple[Any, ...]
+_NONE = "{}"
 
 
 def to_row(number: int, item: Item, metadata: str) -> Row:
@@ -41,7 +42,7 @@ def from_row(row: Row) -> Item:
     """
     _, id, label, metadata, path, stamp, keep, size, width, height, source = row
     try:
-        content = strict_loads(metadata)
+        content = {} if metadata == _NONE else strict_loads(metadata)
         where = None if path is None else Path(os.fsdecode(path))
         address = None if source is None else os.fsdecode(source)
     except (ValueError, TypeError) as fault:

@@ -1,0 +1,105 @@
+"""The page of `serve.py`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+from importlib.metadata import version
+from typing import Any
+
+TARGET_RAW = 1.05
+TARGET_BARE = 1.3
+NAMES = {
+    "ours": "`retrieval serve`",
+    "bare": "bare ASGI application",
+    "flask": "Flask, as clip-retrieval",
+    "qdrant": "Qdrant's shape",
+}
+
+
+def page(found: dict[str, Any], seconds: float, rounds: int) -> str:
+    """Return the page as Markdown."""
+    versions = ", ".join(
+        f"{name} {version(name)}"
+        for name in ("faiss-cpu", "onnxruntime", "uvicorn", "uvloop", "httptools", "flask")
+    )
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}"
+    lines = [
+        "# The server beside the same work by hand",
+        "",
+        f"`benchmarks/serve.py`: CPU milliseconds (user and system) a request of all processes of a server, the median of {rounds} rounds of {seconds:g} s, "
+        "contestants in turn in each round; requests a second and latency are wrk's, on the same two cores, which others used too. "
+        "*By hand* is ONNX Runtime and FAISS in a loop with one thread, decoding with Pillow, no server. "
+        "*Bare* is an ASGI application under uvicorn, uvloop and httptools that only reads the same upload.",
+        "",
+        f"{machine}; {versions}.",
+    ]
+    for name, one in found.items():
+        lines += ["", f"## {name[:1].upper()}{name[1:]}", "", *_work(one)]
+    return "\n".join(lines) + "\n"
+
+
+def _work(one: dict[str, Any]) -> list[str]:
+    rounds = one["rounds"]
+    by_hand = _median(rounds["raw"], "cpu")
+    lines = [
+        f"{one['items']:,} items, exact search, the 10 nearest. By hand: {by_hand:.3f} ms.",
+        "",
+        "| contestant | connections | CPU ms | × by hand | requests/s | p50 ms | p99 ms |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for key, of in rounds.items():
+        if key == "raw":
+            continue
+        name, connections = key.split()
+        cpu = _median(of, "cpu")
+        ratio = f"{_ratio(of, rounds['raw']):.2f}" if name != "bare" else ""
+        lines.append(
+            f"| {NAMES[name]} | {connections} | {cpu:.3f} | {ratio} | {_median(of, 'answered'):,.0f} | "
+            f"{_median(of, 'p50'):.2f} | {_median(of, 'p99'):.2f} |"
+        )
+    return [*lines, "", *_targets(one), "", *_strained(one["strained"])]
+
+
+def _targets(one: dict[str, Any]) -> list[str]:
+    """Return how far the work is from raw × 1.05, or raw plus 1.3 × bare, at each number of connections."""
+    rounds, said = one["rounds"], []
+    for key in rounds:
+        name, _, connections = key.partition(" ")
+        if name != "ours":
+            continue
+        ours, bare, by_hand = rounds[key], rounds[f"bare {connections}"], rounds["raw"]
+        allowed = statistics.median(
+            mine["cpu"] / (hand["cpu"] + TARGET_BARE * theirs["cpu"])
+            for mine, theirs, hand in zip(ours, bare, by_hand, strict=True)
+        )
+        more = statistics.median(
+            (mine["cpu"] - hand["cpu"]) / theirs["cpu"]
+            for mine, theirs, hand in zip(ours, bare, by_hand, strict=True)
+        )
+        said.append(
+            f"{connections}: {allowed:.2f} × (by hand + {TARGET_BARE} × bare), by hand + {more:.1f} × bare"
+        )
+    return [f"Ours by connections — {'; '.join(said)}."]
+
+
+def _strained(one: dict[str, Any]) -> list[str]:
+    peak, steady, over = one["peak"], one["at 70 %"], one["overload"]
+    refused = ", ".join(f"{count:,.0f} by {reason}" for reason, count in sorted(one["refused"].items()))
+    return [
+        f"Peak {peak['answered']:,.0f} requests a second. At {steady['asked'] / peak['answered']:.0%} of it, at random moments: "
+        f"p50 {steady['p50']:.2f} ms, p99 {steady['p99']:.2f} ms. "
+        f"Asked for {over['asked'] / peak['answered']:.1f} × the peak by 240 connections: "
+        f"{over['answered']:,.0f} answered a second, {over['answered'] / peak['answered']:.2f} × the peak ({refused or 'none'} refused, "
+        f"{over['failed']:,} without an answer); work begun on {one['begun']:,.0f} requests, on {one['begun late']:,.0f} of them after the deadline of 1 s.",
+    ]
+
+
+def _median(rows: list[dict[str, float]], name: str) -> float:
+    return statistics.median(row[name] for row in rows)
+
+
+def _ratio(mine: list[dict[str, float]], theirs: list[dict[str, float]]) -> float:
+    return statistics.median(a["cpu"] / b["cpu"] for a, b in zip(mine, theirs, strict=True))
