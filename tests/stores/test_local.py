@@ -19,6 +19,7 @@ from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.store import LocalStore
+from retrieval.serving.local.upkeep import Upkeep
 from retrieval.serving.local.view import View
 from retrieval.serving.stores.contract import Item, widths_of
 
@@ -211,3 +212,27 @@ def test_threads_that_end_leave_no_open_files(living: LivingIndex) -> None:
         thread.join()
         counts.append(len(list(Path("/proc/self/fd").iterdir())))
     assert counts[-1] < counts[0] + 30
+
+
+def test_upkeep_counts_what_was_deleted_since_it_last_looked(living: LivingIndex) -> None:
+    """It once read all that was ever deleted after each write."""
+    store = living.store
+    assert isinstance(store, LocalStore)
+    store._upkeep = None
+    upkeep = Upkeep(store.home, store.writer, thread=False)
+    for start in range(0, COUNT, 4096):
+        living.upsert([item(number) for number in range(start, min(start + 4096, COUNT))])
+    upkeep.flush(store.generations()[0])
+    for step, numbers in enumerate(
+        [range(0, 500, 5), range(7), range(4000, 5000), range(4096, 4200), range(1, 11_000, 4)]
+    ):
+        living.delete([f"id{number}" for number in numbers])
+        counted = {part.file: part.dead for part in upkeep._parts(store.generations()[0])}
+        assert counted == {one["file"]: one["deleted"] for one in store.stats().details["segments"]}, step
+        assert len(counted) == 3 and sum(counted.values()) > 0
+    assert upkeep.step()  # more than a quarter of one is deleted: it is rewritten
+    while upkeep.step():
+        pass
+    counted = {part.file: part.dead for part in upkeep._parts(store.generations()[0])}
+    assert counted == {one["file"]: one["deleted"] for one in store.stats().details["segments"]}
+    assert sum(counted.values()) < COUNT // 4 and upkeep._dead.keys() == {part.number for part in upkeep._parts(store.generations()[0])}  # fmt: skip

@@ -78,6 +78,9 @@ class Upkeep:
             threading.Lock()
         )  # one step at a time: two merges of the same segments would write one file
         self._looked: set[str] = set()  # structures whose files are what was written
+        self._dead: dict[
+            int, tuple[int, int]
+        ] = {}  # of a segment: up to which transaction its dead were counted, and how many
 
     def wake(self) -> None:
         """Look soon whether there is something to do."""
@@ -204,13 +207,18 @@ class Upkeep:
                 "select s, file, sum, count, structure from segments where g = ? order by s",
                 (generation.number,),
             )
-            removed = np.array([n for (n,) in ask(connection, "select n from removed order by n")], np.int64)
-        parts = []
-        for number, file, sum_, count, structure in rows:
-            segment = self._segment(file, sum_)
-            parts.append(
-                _Part(number, count, len(positions(segment.numbers, removed)), file, structure, segment)
+            seq = int(value(connection, "select value from state where key = 'seq'"))
+            counted = [self._dead.get(row[0], (-1, 0)) for row in rows]
+            sql = "select n, seq from removed where seq > ? order by n"
+            removed = np.array(ask(connection, sql, (min(counted, default=(seq, 0))[0],)), np.int64).reshape(
+                -1, 2
             )
+        parts = []
+        for (number, file, sum_, count, structure), (since, dead) in zip(rows, counted, strict=True):
+            segment = self._segment(file, sum_)
+            dead += len(positions(segment.numbers, removed[removed[:, 1] > since, 0]))
+            self._dead[number] = seq, dead
+            parts.append(_Part(number, count, dead, file, structure, segment))
         return parts
 
     def _segment(self, file: str, sum_: str) -> Segment:
@@ -284,6 +292,8 @@ class Upkeep:
             left = ask(connection, "select file, sum from segments")
             forget(connection, removed, [self._segment(*one) for one in left])
         self.merges += 1
+        for part in parts:
+            self._dead.pop(part.number, None)
         remove_files(self._home.folder, files)
         self._home.ready.forget(files)
 

@@ -231,7 +231,10 @@ class Writer:
             return
         text = json.dumps(list(numbers))
         for table in ("items", "originals", "fresh"):
-            connection.execute(f"delete from {table} where n in (select value from json_each(?))", (text,))
+            indexed = "g in (select g from generations) and " if table == "fresh" else ""
+            connection.execute(
+                f"delete from {table} where {indexed}n in (select value from json_each(?))", (text,)
+            )
         connection.execute("insert or ignore into removed select value, ? from json_each(?)", (seq, text))
 
     def restructure(self, wanted: Wanted) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring
 from math import isfinite
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 
@@ -23,6 +23,7 @@ _WORDS = {None: "null", True: "true", False: "false"}
 _EXACT = 1 << 53
 _SIZE = 1 << 63
 _SHOWN = 20  # fields
+_NOTHING = (None,) * 6
 _TOGETHER = 8192  # arrays that are looked at together
 
 
@@ -32,6 +33,9 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
     Raises:
         DataError: naming every item that cannot.
     """
+    texts = _plain(items, widths)
+    if texts is not None:
+        return texts
     problems, texts, seen = [], [], set()
     arrays = {name for name, width in widths.items() if _sound(items, name, width)}
     unsure = {name: width for name, width in widths.items() if name not in arrays}
@@ -48,6 +52,38 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
     if problems:
         raise DataError(listed("What is to be added", problems))
     return texts
+
+
+def _plain(items: Sequence[Item], widths: Mapping[str, int]) -> list[str] | None:
+    """Return the metadata of items as JSON where all of them together are seen to be as they should be; None: each is to be looked at.
+
+    What is asked of a text is asked of all texts joined, so that many items cost a few passes and not many calls each.
+    """
+    ids, labels = [item.id for item in items], [item.label for item in items if item.label is not None]
+    if not (_texts(ids, ID_CHARACTERS) and all(ids) and len(set(ids)) == len(ids)):
+        return None
+    if not _texts(labels, TEXT_BYTES // 16):
+        return None
+    for item in items:
+        if (item.path, item.stamp, item.original, item.bytes, item.width, item.height) != _NOTHING:
+            return None
+    try:
+        if not {item.keep for item in items} <= set(_KEEPS):
+            return None
+        texts = [_text(item.metadata) for item in items]
+    except (DataError, TypeError, ValueError, AttributeError):
+        return None
+    if not _texts(texts, TEXT_BYTES // 16) or "\\u0000" in "".join(texts):
+        return None
+    return texts if all(_sound(items, name, width) for name, width in widths.items()) else None
+
+
+def _texts(values: Sequence[object], most: int) -> bool:
+    """Whether all of these are texts that a store can keep, of so many characters at most."""
+    if not set(map(type, values)) <= {str}:
+        return False
+    texts = cast(Sequence[str], values)
+    return max(map(len, texts), default=0) <= most and not _unusable("".join(texts))
 
 
 def _sound(items: Sequence[Item], name: str, width: int) -> bool:
