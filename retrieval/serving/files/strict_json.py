@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,14 @@ def strict_loads(text: bytes | str, *, finite: bool = True) -> Any:
         text = text.decode(json.detect_encoding(text), "surrogatepass")
     if _deep(text):
         raise ValueError("nested too deeply")
-    return (_FINITE if finite else _ANY).decode(text)
+    decoder = _FINITE if finite else _ANY
+    with suppress(
+        json.JSONDecodeError
+    ):  # nothing but JSON, as we write it: no need to look for spaces around it
+        found, end = decoder.raw_decode(text)
+        if end == len(text):
+            return found
+    return decoder.decode(text)
 
 
 def _deep(text: str) -> bool:

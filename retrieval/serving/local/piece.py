@@ -25,6 +25,7 @@ log = logging.getLogger("retrieval.serving.local")
 Mask = NDArray[np.bool_]
 SEGMENTS = "segments"
 _MARGIN = 16  # beyond what is asked of a structure: for deleted items
+_TOGETHER = 1 << 18  # numbers that are measured at once
 _MOST = 4096  # asked of a structure at once, before the segment is searched exactly
 _RARE = (
     0.02  # share of a segment that matches a filter, up to which exact search among the matches is the faster
@@ -148,9 +149,12 @@ def _measured(vectors: Floats, queries: Floats, span: tuple[int, int], rows: Num
     """Return squared distances (Q, k) of proposed rows, from the vectors themselves; infinity where there is none."""
     out = np.full(rows.shape, np.inf)
     columns = slice(*span)
-    for at, (query, own) in enumerate(zip(queries, rows, strict=True)):
-        there = own >= 0
-        out[at, there] = ((vectors[own[there], columns].astype(np.float64) - query[columns]) ** 2).sum(axis=1)
+    step = max(1, _TOGETHER // max(1, rows.shape[1] * (span[1] - span[0])))
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        query, place = np.nonzero(rows[part] >= 0)
+        apart = vectors[rows[part][query, place], columns] - queries[part, columns].astype(np.float64)[query]
+        out[part][query, place] = np.einsum("ij,ij->i", apart, apart)
     return out
 
 

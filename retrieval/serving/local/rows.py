@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from retrieval.errors import StoreError
 from retrieval.serving.files.strict_json import strict_loads
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.stores.contract import Floats, Item
 
 COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height, source"
 
@@ -34,8 +35,8 @@ def to_row(number: int, item: Item, metadata: str) -> Row:
     )
 
 
-def from_row(row: Row) -> Item:
-    """Return a row as an item.
+def from_row(row: Row, arrays: Mapping[str, Floats] | None = None) -> Item:
+    """Return a row, and its arrays, as an item.
 
     Raises:
         StoreError: it is not one that this package writes.
@@ -47,4 +48,4 @@ def from_row(row: Row) -> Item:
         address = None if source is None else os.fsdecode(source)
     except (ValueError, TypeError) as fault:
         raise StoreError(f"An item of this index is not what an index holds: {fault}.") from fault
-    return Item(id, label, content, where, stamp, keep, None, size, width, height, source=address)
+    return Item(id, label, content, where, stamp, keep, None, size, width, height, arrays or {}, address)

@@ -230,15 +230,14 @@ class LocalStore(Store):
 
     @staticmethod
     def _items(rows: Sequence[Any], view: View | None, names: Sequence[str]) -> list[Item]:
-        items = [from_row(row) for row in rows]
-        if view is not None and items:
-            view.verify()
-            arrays, there = view.rows(np.array([row[0] for row in rows], np.int64), names)
-            for at, item in enumerate(items):
-                if not there[at]:
-                    continue
-                object.__setattr__(item, "arrays", {name: array[at] for name, array in arrays.items()})
-        return items
+        if view is None or not rows:
+            return [from_row(row) for row in rows]
+        view.verify()
+        arrays, there = view.rows(np.array([row[0] for row in rows], np.int64), names)
+        return [
+            from_row(row, {name: array[at] for name, array in arrays.items()} if here else {})
+            for at, (row, here) in enumerate(zip(rows, there.tolist(), strict=True))
+        ]
 
     # Generations
 
