@@ -25,6 +25,7 @@ class Hit:
     distance: float
     metadata: dict[str, Any]
     image_url: str | None
+    thumbnail_url: str | None = None
 
 
 @dataclass(frozen=True)

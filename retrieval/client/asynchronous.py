@@ -9,14 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, Unpack
 
-import httpx
-
 from retrieval.client import requests
 from retrieval.client.folder import push_folder
 from retrieval.client.requests import Call, Filter, NewItem, SearchOptions
-from retrieval.client.retrying import Answer, Retries, TooLong
-from retrieval.client.transport import Collected, Connection
-from retrieval.errors import DataError
+from retrieval.client.retrying import Retries
+from retrieval.client.transport import Connection, Exchange
 
 if TYPE_CHECKING:
     from retrieval.client.answers import (
@@ -59,8 +56,7 @@ class AsyncClient:
         retries: Retries | None = None,
         verify: ssl.SSLContext | bool = True,
     ) -> None:
-        self._connection = Connection(url, key, index, timeout, retries, verify)
-        self._http = httpx.AsyncClient(**self._connection.settings)
+        self._exchange = Exchange(Connection(url, key, index, timeout, retries, verify))
 
     async def __aenter__(self) -> Self:
         return self
@@ -72,7 +68,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        await self._exchange.close()
 
     async def search(
         self,
@@ -177,24 +173,4 @@ class AsyncClient:
 
     async def _do(self, make: Callable[P, Call[T]], *args: P.args, **named: P.kwargs) -> T:
         call = await asyncio.to_thread(make, *args, **named)  # it may read and encode images
-        tries = self._connection.tries(call)
-        while True:
-            outcome: Answer | httpx.TransportError
-            try:
-                async with asyncio.timeout(tries.left):
-                    outcome = await self._once(call, Collected(tries), self._connection.sent(call, tries))
-            except TimeoutError:
-                outcome = TooLong("its answer came too slowly")
-            except httpx.TransportError as fault:
-                outcome = fault
-            except UnicodeEncodeError:
-                raise DataError("Text that is sent must be Unicode without lone surrogates.") from None
-            if isinstance(outcome, Answer) and tries.finished(outcome):
-                return self._connection.read(call, outcome)
-            await asyncio.sleep(tries.wait(outcome))
-
-    async def _once(self, call: Call[T], collected: Collected, sent: dict[str, Any]) -> Answer:
-        async with self._http.stream(**sent) as response:
-            async for piece in response.aiter_raw():
-                collected.take(piece)
-            return collected.answer(response)
+        return await self._exchange.send(call)

@@ -85,10 +85,6 @@ class Tries:
         """Seconds that are left, a millisecond at least."""
         return max(self._end - time.monotonic(), 0.001)
 
-    def over(self) -> bool:
-        """Tell whether no time is left."""
-        return time.monotonic() >= self._end
-
     def finished(self, outcome: Answer | httpx.TransportError) -> bool:
         """Tell whether an outcome is what was asked for."""
         if not isinstance(outcome, Answer):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, Unpack
 
-import httpx
-
 from retrieval.client import requests
 from retrieval.client.asynchronous import AsyncClient
+from retrieval.client.loop_thread import LoopThread
 from retrieval.client.requests import Call, Filter, NewItem, SearchOptions
-from retrieval.client.retrying import Answer, Retries
-from retrieval.client.transport import Collected, Connection
+from retrieval.client.retrying import Retries
+from retrieval.client.transport import Connection, Exchange
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,6 +36,7 @@ T = TypeVar("T")
 class Client:
     """A search server, asked over HTTP; threads may share one.
 
+    Requests run in an event loop in a thread of the client's own, which alone bounds a whole answer in time.
     An image is a path, a file's bytes, a Pillow image, or a uint8 array (H, W) or (H, W, 3). Every method may raise `DataError`, for an argument
     that cannot be, and `ServerError`: the server refuses, fails or cannot be reached.
 
@@ -63,8 +62,8 @@ class Client:
         retries: Retries | None = None,
         verify: ssl.SSLContext | bool = True,
     ) -> None:
-        self._connection = Connection(url, key, index, timeout, retries, verify)
-        self._http = httpx.Client(**self._connection.settings)
+        self._exchange = Exchange(Connection(url, key, index, timeout, retries, verify))
+        self._loop = LoopThread()
 
         def beside() -> AsyncClient:
             return AsyncClient(url, key=key, index=index, timeout=timeout, retries=retries, verify=verify)
@@ -81,7 +80,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connections."""
-        self._http.close()
+        self._loop.close(self._exchange.close())
 
     def search(
         self,
@@ -210,20 +209,4 @@ class Client:
         return asyncio.run(run())
 
     def _do(self, make: Callable[P, Call[T]], *args: P.args, **named: P.kwargs) -> T:
-        call = make(*args, **named)
-        tries = self._connection.tries(call)
-        while True:
-            outcome: Answer | httpx.TransportError
-            collected = Collected(tries)
-            try:
-                with self._http.stream(**self._connection.sent(call, tries)) as response:
-                    for piece in response.iter_raw():
-                        collected.take(piece)
-                    outcome = collected.answer(response)
-            except httpx.TransportError as fault:
-                outcome = fault
-            except UnicodeEncodeError:
-                raise DataError("Text that is sent must be Unicode without lone surrogates.") from None
-            if isinstance(outcome, Answer) and tries.finished(outcome):
-                return self._connection.read(call, outcome)
-            time.sleep(tries.wait(outcome))
+        return self._loop.run(self._exchange.send(make(*args, **named)))

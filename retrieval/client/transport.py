@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 import httpx
@@ -91,25 +92,50 @@ class Connection:
             raise not_understood(answer, self.url) from None
 
 
-class Collected:
-    """An answer's body while it arrives: bounded in bytes and in time."""
+class Exchange:
+    """Sends requests and takes answers; for one event loop.
 
-    def __init__(self, tries: Tries) -> None:
-        self._tries, self._parts, self._size = tries, list[bytes](), 0
+    Args:
+        connection: where to, and how.
+    """
 
-    def take(self, piece: bytes) -> None:
-        """Take the next bytes.
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._http = httpx.AsyncClient(**connection.settings)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def send(self, call: Call[T]) -> T:
+        """Send a request, again where that helps, and return what the answer says; bounded in time from the first byte to the last.
 
         Raises:
-            httpx.TransportError: too many, or too late.
+            DataError: it holds what cannot be sent.
+            ServerError: the server refuses, fails or cannot be reached.
         """
-        self._size += len(piece)
-        if self._size > MOST:
-            raise httpx.RemoteProtocolError(f"its answer has more than {MOST:,} bytes")
-        if self._tries.over():
-            raise TooLong("its answer came too slowly")
-        self._parts.append(piece)
+        tries = self._connection.tries(call)
+        while True:
+            outcome: Answer | httpx.TransportError
+            try:
+                async with asyncio.timeout(tries.left):
+                    outcome = await self._once(self._connection.sent(call, tries))
+            except TimeoutError:
+                outcome = TooLong("its answer came too slowly")
+            except httpx.TransportError as fault:
+                outcome = fault
+            except UnicodeEncodeError:
+                raise DataError("Text that is sent must be Unicode without lone surrogates.") from None
+            if isinstance(outcome, Answer) and tries.finished(outcome):
+                return self._connection.read(call, outcome)
+            await asyncio.sleep(tries.wait(outcome))
 
-    def answer(self, response: httpx.Response) -> Answer:
-        """Return the whole answer."""
-        return Answer(response.status_code, response.headers, b"".join(self._parts))
+    async def _once(self, sent: dict[str, Any]) -> Answer:
+        parts, size = list[bytes](), 0
+        async with self._http.stream(**sent) as response:
+            async for piece in response.aiter_raw():
+                size += len(piece)
+                if size > MOST:
+                    raise httpx.RemoteProtocolError(f"its answer has more than {MOST:,} bytes")
+                parts.append(piece)
+            return Answer(response.status_code, response.headers, b"".join(parts))

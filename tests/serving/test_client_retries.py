@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -22,7 +23,8 @@ BUSY = {"detail": "The server is busy.", "instance": "urn:uuid:1"}
 class Server(ThreadingHTTPServer):
     """Does, request by request, what `script` says, and its last entry from then on; remembers what it was sent.
 
-    An entry: ("drop",), ("hang",), ("drip",), ("half",), ("endless",), or (status, headers, JSON).
+    An entry: ("drop",), ("hang",), ("drip",), ("header",), ("half",), ("endless",), or (status, headers, JSON). "drip" sends a body byte by
+    byte, "header" a header that never ends.
     """
 
     daemon_threads = True
@@ -66,6 +68,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         if what[0] == "hang":
             server.over.wait(30)
+            return
+        if what[0] == "header":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+            while not server.over.wait(0.05):
+                self.wfile.write(b"y")
             return
         if isinstance(what[0], str):
             self.send_response(200)
@@ -121,7 +128,7 @@ def test_a_server_that_hangs_is_left_and_asked_again(ask):
 
 
 @both
-@pytest.mark.parametrize("what", ["drip", "hang"])
+@pytest.mark.parametrize("what", ["drip", "header", "hang"])
 def test_all_tries_together_are_bounded_in_time(ask, what):
     bounded = Retries(times=100, seconds=0.6, first=0.01, longest=0.02)
     with Server((what,)) as server:
@@ -226,3 +233,36 @@ def test_settings_that_cannot_be_are_refused_and_no_key_is_told():
         Client("http://a", timeout=0)
     with pytest.raises(DataError, match="Retries"):
         Retries(times=-1)
+
+
+def test_a_client_that_waits_leaves_no_thread_behind():
+    """Closed, or only forgotten; and one that is closed says so."""
+    before = threading.active_count()
+    with Server((200, {}, FOUND)) as server:
+        client = Client(server.url)
+        client.search(id="a")
+        client.close()
+        client.close()
+        with pytest.raises(DataError, match="closed"):
+            client.search(id="a")
+        forgotten = Client(server.url, retries=SOON)
+        forgotten.search(id="a")
+        del forgotten
+        gc.collect()
+    end = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_threads_share_a_client_that_waits():
+    with Server((200, {}, FOUND)) as server, Client(server.url, retries=SOON) as client:
+        told: list[float] = []
+        threads = [
+            threading.Thread(target=lambda: told.append(client.search(id="a").took_ms)) for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert told == [1.0] * 8

@@ -19,12 +19,12 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 def exposed(path: Path) -> dict[str, set[str]]:
-    """Return the names of all samples that a server of an index gives, each with the labels that it may have."""
+    """Return the names of all samples that a server of two indexes gives, each with the labels that it may have."""
     gate = Connections(8, 8, 1.0)
     gate.refused[400] += 1
     with LivingIndex.open(path, threads=1) as index:
         searcher = Searcher(index, Settings())
-        metrics = Metrics({"index": searcher}, ["/v1/search"], {"main": gate})
+        metrics = Metrics({"one": searcher, "other": searcher}, ["/v1/search"], {"main": gate})
         trail = Trail()
         for name in STAGES:
             trail.note(name, 0.0, 0.5)
@@ -61,7 +61,13 @@ def test_the_dashboard_shows_every_figure_and_no_other(bundle_path, photos, tmp_
         inside = " ".join(re.findall(r"\{([^}]*)\}", text))
         by = " ".join(re.findall(r"by \(([^)]*)\)", text))
         assert set(re.findall(r'(\w+)[!=]~?"', inside)) | set(re.findall(r"\w+", by)) <= known, text
+        assert ('index=~"$index"' in inside) == ("retrieval_index_" in text), (
+            "one index of several can be chosen"
+        )
         assert text.count("(") == text.count(")") and text.count("{") == text.count("}")
+    choices = {one["name"]: one for one in dashboard["templating"]["list"]}
+    # a server of one index gives no such label: "All" must match its absence
+    assert choices["index"]["includeAll"] and choices["index"]["allValue"] == ".*"
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
     for panel in dashboard["panels"]:

@@ -8,6 +8,8 @@ import warnings
 from pathlib import Path
 
 import pytest
+from retrieval.serving.http.access.key_file import add_key
+from retrieval.serving.http.access.keys import Allowance, new_key
 from retrieval.serving.http.openapi import OPERATIONS, document
 from retrieval.serving.index.creating import create_index
 from starlette.routing import Route
@@ -134,6 +136,39 @@ def test_answers_are_what_the_document_says(served, living, photos):
             answer = server.client.get(f"/v1{path}?unknown=1")
             assert answer.status_code == 400 and "no parameter 'unknown'" in answer.json()["detail"]
             assert all(name in answer.json()["detail"] for name in operation.query if name != "id")
+
+
+def test_the_document_names_the_role_that_each_operation_takes(served, living):
+    """A key of that role comes further than the key; none, and one of the role below, do not."""
+    keys = living.parent / "keys.jsonl"
+    sent = {}
+    for role in ("read", "write", "admin"):
+        sent[role], kept = new_key(role, role, (), Allowance())
+        add_key(keys, kept)
+    client = served(living, "--keys", str(keys)).client
+    roles = list(sent)
+    for path, operations in document()["paths"].items():
+        for method, said in operations.items():
+            address = path.replace("{index}", "i").replace("{id}", "nobody")
+
+            def status(role, method=method, address=address):
+                headers = {} if role is None else {"Authorization": f"Bearer {sent[role]}"}
+                return client.request(method, address, headers=headers).status_code
+
+            if not said["security"]:
+                assert status(None) == 200 and address.endswith("openapi.json")
+                continue
+            ((role,),) = [one["key"] for one in said["security"] if one]
+            assert status(None) == 401, said["operationId"]
+            lower = roles[: roles.index(role)]
+            assert [status(one) for one in lower] == [403] * len(lower), said["operationId"]
+            allowed = client.request(method, address, headers={"Authorization": f"Bearer {sent[role]}"})
+            assert "role" not in allowed.text or allowed.status_code == 200, (
+                said["operationId"],
+                allowed.text,
+            )
+            assert allowed.status_code != 401
+    assert document()["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
 
 
 def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, living):

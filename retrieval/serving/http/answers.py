@@ -35,6 +35,7 @@ class HitAnswer(Answer):
     distance: float
     metadata: dict[str, Any]
     image_url: str | None
+    thumbnail_url: Annotated[str | None, Field(description="a JPEG of at most 256 pixels")]
 
 
 class Searched(Answer):

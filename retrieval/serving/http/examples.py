@@ -12,6 +12,7 @@ _HIT = {
     "distance": 0.3034,
     "metadata": {"price": 20},
     "image_url": "/v1/items/shoe%2F7/image",
+    "thumbnail_url": "/v1/items/shoe%2F7/thumbnail",
 }
 _ITEM = {
     "id": "shoe/7",

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from retrieval.serving.http import answers, models
+from retrieval.serving.http.access.roles import is_free, needed
 from retrieval.serving.http.examples import EXAMPLES
 from retrieval.serving.http.problems import MEDIA_TYPE
 
@@ -20,8 +21,14 @@ _BINARY = {"type": "string", "format": "binary"}
 _TEXT = {"type": "string"}
 _INTRODUCTION = (
     "Search an index of images and change it. Errors are `application/problem+json`. An address with `/indexes/{index}` names the index; "
-    "without it, the server's only one is meant."
+    "without it, the server's only one is meant. Where the server has keys, an operation takes one of the role that its `security` names, or of a "
+    "higher one: read, write, admin. Where it has none, or is open for so much, none is sent."
 )
+_KEY = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "An API key from the server's operator. 401: none, or an unknown one; 403: one of another role or index; 429: beyond its limits.",
+}
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,7 @@ def document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "retrieval", "version": "1", "description": _INTRODUCTION},
         "paths": paths,
-        "components": {"schemas": schemas["$defs"]},
+        "components": {"schemas": schemas["$defs"], "securitySchemes": {"key": _KEY}},
     }
 
 
@@ -158,6 +165,7 @@ def _described(operation: Operation, *, named: bool) -> dict[str, Any]:
     said: dict[str, Any] = {
         "operationId": operation.id + ("Of" if named else ""),
         "summary": operation.summary,
+        "security": _security(operation),
         "parameters": _parameters(operation, example, named=named),
         "responses": _responses(operation, example),
     }
@@ -167,6 +175,14 @@ def _described(operation: Operation, *, named: bool) -> dict[str, Any]:
             content["application/json"]["example"] = example["body"]
         said["requestBody"] = {"required": True, "content": content}
     return said
+
+
+def _security(operation: Operation) -> list[dict[str, list[str]]]:
+    """Return the role of the key that an operation takes, where the server asks for one; nothing for what is free."""
+    method, path = operation.method.upper(), f"/v1{operation.path}"
+    if is_free(method, path):
+        return []
+    return [{"key": [needed(method, path, keyed=True)]}, {}]
 
 
 def _parameters(operation: Operation, example: Mapping[str, Any], *, named: bool) -> list[dict[str, Any]]:

@@ -63,7 +63,7 @@ function card(hit, place) {
     image.loading = "lazy";
     sharpen(image);
     image.addEventListener("error", () => { frame.textContent = "The image is gone."; });
-    fill(image, hit.image_url);
+    fill(image, hit.thumbnail_url ?? hit.image_url);
     frame.append(image);
   } else {
     frame.textContent = `item ${hit.id}`;

@@ -13,9 +13,12 @@ from retrieval.serving.http.access.roles import caller_of
 from retrieval.serving.http.budget import Budget
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.originals import Originals
+from retrieval.serving.http.pool import Pool
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Role, Settings
 from retrieval.serving.http.writing import Writing
+
+_SNAPSHOTS_WAITING = 4
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ class Site:
         indexes: one or more.
         settings: limits, the same for all.
         audit: the record of changes; None for none.
+
+    Attributes:
+        copies: the thread that writes snapshots.
     """
 
     def __init__(self, indexes: Mapping[str, Served], settings: Settings, audit: Audit | None = None) -> None:
@@ -49,6 +55,8 @@ class Site:
         self.indexes = indexes
         self.settings = settings
         self.budget = Budget(settings.body_memory)
+        busy = "The server is busy: too many snapshots are waiting. Try again in some minutes."
+        self.copies = Pool("snapshot", 1, _SNAPSHOTS_WAITING, busy)
 
     def of(self, request: Request, role: Role = "read") -> Served:
         """Return the index that a request is about, if it may do there what it asks for.
@@ -72,9 +80,9 @@ class Site:
         raise RequestError(404, says, more={"indexes": sorted(filter(caller.may_use, self.indexes))})
 
     def close(self, end: float) -> bool:
-        """Let what is being written end; return whether it has, until a time by `time.monotonic`."""
+        """Let what is being written end, snapshots too; return whether it has, until a time by `time.monotonic`."""
         left = [served.writing.close(max(0.1, end - time.monotonic())) for served in self.indexes.values()]
-        return all(left)
+        return self.copies.close(max(0.1, end - time.monotonic())) and all(left)
 
     def of_any(self, request: Request) -> None:
         """Let a request pass that is about no index in particular; see `of`."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from retrieval.serving.http.access.roles import caller_of
 from retrieval.serving.http.errors import Gone, RequestError
 from retrieval.serving.http.pool import ends
 
@@ -52,8 +53,9 @@ async def in_time(request: Request, work: Awaitable[T], seconds: float | None) -
 
 
 def client_of(request: Request) -> str:
-    """Return whose request it is: clients take turns by their address."""
-    return request.client.host if request.client else ""
+    """Return whose request it is: clients take turns by their key, and by their address where they have none."""
+    caller = caller_of(request.scope)
+    return f"key {caller.name}" if caller.name else caller.address
 
 
 class _Departure:

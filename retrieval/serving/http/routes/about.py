@@ -16,15 +16,12 @@ from retrieval.serving.http.access.roles import caller_of
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import store_failed
 from retrieval.serving.http.openapi import document
-from retrieval.serving.http.pool import Pool
 from retrieval.serving.http.sending import answer, as_json
 from retrieval.serving.http.settings import Role
 from retrieval.serving.http.site import Served, Site, parameters_of
 from retrieval.serving.http.waiting import client_of, in_time
 from retrieval.serving.index.base import Index
 from retrieval.serving.index.collection import Collection
-
-_SNAPSHOTS_WAITING = 4
 
 
 class About:
@@ -37,8 +34,6 @@ class About:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._settings = site.settings
-        busy = "The server is busy: too many snapshots are waiting. Try again in some minutes."
-        self._copies = Pool("snapshot", 1, _SNAPSHOTS_WAITING, busy)
 
     async def indexes(self, request: Request) -> Response:
         """List the names of the indexes."""
@@ -101,7 +96,7 @@ class About:
             return as_json({"snapshot": name})
 
         try:
-            made = await in_time(request, self._copies.run(lambda job: work(), client_of(request)), None)
+            made = await in_time(request, self._site.copies.run(lambda job: work(), client_of(request)), None)
         except StoreError as fault:
             said = "The snapshot cannot be written. The server's log says more."
             raise store_failed(fault, said, "", self._settings.debug) from None

@@ -101,12 +101,13 @@ def _hit(hit: Hit, served: Served, prefix: str, query: Query) -> dict[str, Any]:
     metadata = dict(hit.metadata)
     if query.fields is not None:
         metadata = {name: metadata[name] for name in query.fields if name in metadata}
-    shown = served.searcher.gallery.shows(hit)
+    here = f"{prefix}/items/{quote(str(hit.id), safe='')}" if served.searcher.gallery.shows(hit) else None
     return {
         "id": hit.id,
         "key": hit.key,
         "label": hit.label,
         "distance": hit.distance,
         "metadata": metadata,
-        "image_url": f"{prefix}/items/{quote(str(hit.id), safe='')}/image" if shown else None,
+        "image_url": None if here is None else f"{here}/image",
+        "thumbnail_url": None if here is None else f"{here}/thumbnail",
     }

@@ -1,0 +1,166 @@
+"""Changes that wait: how many may, whose turn it is, and what an upload of which only a small picture is kept leaves behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import wire
+from PIL import Image
+from retrieval.serving.http.access.key_file import add_key
+from retrieval.serving.http.access.keys import Allowance, new_key
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.living import LivingIndex
+
+WIDTH = 16
+_BUSY = "too many changes are waiting"
+
+
+@pytest.fixture
+def empty(bundle_path: Path, tmp_path: Path) -> Path:
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    return tmp_path / "i"
+
+
+@contextmanager
+def held(index: Path) -> Iterator[None]:
+    """Keep every writer of an index waiting."""
+    record = sqlite3.connect(index / "items.sqlite", isolation_level=None)
+    try:
+        record.execute("begin immediate")
+        yield
+        record.execute("rollback")
+    finally:
+        record.close()
+
+
+class Writers:
+    """Clients that write one item each, at the same time, and keep what they were told."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.told: dict[str, httpx.Response] = {}
+        self._threads: list[threading.Thread] = []
+
+    def put(self, id: str, key: str | None = None) -> None:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+        def write() -> None:
+            self.told[id] = httpx.put(
+                f"{self._url}/v1/items/{id}", json={"vector": [0.5] * WIDTH}, headers=headers, timeout=30
+            )
+
+        self._threads.append(threading.Thread(target=write))
+        self._threads[-1].start()
+
+    def statuses(self) -> dict[str, int]:
+        for thread in self._threads:
+            thread.join(30)
+        return {id: answer.status_code for id, answer in self.told.items()}
+
+
+def test_changes_beyond_those_that_may_wait_are_told_to_come_again(served, empty):
+    server = served(empty, "--open", "write", "--writes", "3")
+    writers = Writers(server.url)
+    server.client.put("/v1/items/first", json={"vector": [0.5] * WIDTH})
+    with held(empty):
+        for number in range(12):
+            writers.put(str(number))
+        refused = wire.until(lambda: [one for one in list(writers.told.values()) if one.status_code == 503])
+        wire.until(lambda: len(writers.told) == 8)  # one is being written, and three wait
+        assert server.client.post("/v1/search", json={"id": "first"}).status_code == 200
+    statuses = writers.statuses()
+    assert sorted(statuses.values()) == [200] * 4 + [503] * 8
+    for answer in refused:
+        assert answer.headers["retry-after"] == "1" and _BUSY in answer.json()["detail"]
+        assert answer.headers["content-type"] == "application/problem+json"
+    with LivingIndex.open(empty, threads=1) as index:
+        there = {item.id for item in index.scan(limit=100)}
+    assert there == {"first"} | {id for id, status in statuses.items() if status == 200}
+    assert server.client.put("/v1/items/again", json={"vector": [0.5] * WIDTH}).status_code == 200
+
+
+def test_clients_with_keys_take_turns_by_key_also_at_one_address(served, empty, tmp_path):
+    """A flood of one key takes no room from another, though both come from here."""
+    keys = {}
+    for name in ("flood", "other"):
+        keys[name], kept = new_key(name, "write", (), Allowance())
+        add_key(tmp_path / "keys.jsonl", kept)
+    server = served(empty, "--keys", str(tmp_path / "keys.jsonl"), "--writes", "3")
+    writers = Writers(server.url)
+    headers = {"Authorization": f"Bearer {keys['flood']}"}
+    assert (
+        httpx.put(f"{server.url}/v1/items/x", json={"vector": [0.5] * WIDTH}, headers=headers).status_code
+        == 200
+    )
+    with held(empty):
+        for number in range(10):
+            writers.put(f"flood {number}", keys["flood"])
+        wire.until(lambda: len(writers.told) == 6)
+        writers.put("other", keys["other"])
+        wire.until(lambda: len(writers.told) == 7)  # one more of the flood gave way
+        assert "other" not in writers.told
+    statuses = writers.statuses()
+    assert statuses.pop("other") == 200
+    assert sorted(statuses.values()) == [200] * 3 + [503] * 7
+
+
+def photo(seed: int, size: tuple[int, int] = (900, 600)) -> bytes:
+    """A JPEG that does not compress well."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (*reversed(size), 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG", quality=95)
+    return out.getvalue()
+
+
+def test_of_an_upload_only_a_small_picture_may_be_kept(served, empty, makers, tmp_path, cli):
+    """Its answers say so and show it, also after a change of its label and a restart; no byte more of it is on the disk."""
+    server, image = served(empty, "--open", "write"), photo(1)
+    given = {"files": {"image": image}, "data": {"keep": "thumbnail", "label": "a"}}
+    assert server.client.put("/v1/items/a%2Fb", **given).json() == {"id": "a/b", "replaced": False}
+    assert server.client.put("/v1/items/a%2Fb", **given).json() == {"id": "a/b", "replaced": True}
+    plain = {"label": "b", "metadata": {"price": 3}}
+    assert server.client.put("/v1/items/a%2Fb", json=plain).status_code == 200
+
+    def look(client: httpx.Client) -> None:
+        item = client.get("/v1/items/a%2Fb").json()
+        assert (item["keep"], item["bytes"], item["width"], item["height"]) == (
+            "thumbnail",
+            len(image),
+            900,
+            600,
+        )
+        assert (item["label"], item["metadata"]) == ("b", {"price": 3})
+        (hit,) = client.post("/v1/search", files={"image": image}).json()["results"]
+        assert hit["id"] == "a/b" and hit["distance"] < 0.01
+        for url in (hit["image_url"], hit["thumbnail_url"], item["image_url"], item["thumbnail_url"]):
+            shown = client.get(url)
+            assert shown.headers["content-type"] == "image/jpeg"
+            assert Image.open(io.BytesIO(shown.content)).size == (256, 171)
+
+    look(server.client)
+    server.process.terminate()
+    assert server.process.wait(15) == 0
+    assert sum(path.stat().st_size for path in empty.rglob("*.sqlite*")) < len(image)
+    look(served(empty).client)
+    other = makers.make_bundle(tmp_path / "other", seed=5)
+    done = cli("index", "migrate", empty, other)
+    assert done.code == 2 and "a/b" in done.err
+
+
+def test_a_picture_of_which_no_small_one_can_be_made_changes_nothing(served, empty):
+    server = served(empty, "--open", "write", "--max-pixels", "200000")
+    for content in (photo(1), photo(2, (300, 200))[:5000], b"\x89PNG\r\n\x1a\n" + bytes(100)):
+        answer = server.client.put(
+            "/v1/items/a", files={"image": content}, data={"keep": "thumbnail", "metadata": json.dumps({})}
+        )
+        assert answer.status_code == 422, answer.text
+    assert server.client.get("/v1/index").json()["items"] == 0
