@@ -50,6 +50,8 @@ from retrieval.serving.manifest import (
     Verified,
     write_manifest,
 )
+from retrieval.serving.probe import WIDEST
+from retrieval.serving.probing import probe_of
 
 TOLERANCE = 1e-4
 """Largest difference between torch and ONNX Runtime that a bundle may have, on vectors of length 1."""
@@ -147,6 +149,7 @@ def export_model(
                 "verified": Verified(tolerance=tolerance, largest_difference=largest, items=len(items)),
                 "evaluation": None if evaluation is None else dict(evaluation),
             },
+            (float(items.mean()), float(items.std())),
         )
 
 
@@ -261,8 +264,13 @@ def _description(model: Model, items: NDArray[Any], outputs: Mapping[str, Floats
     }
 
 
-def _seal(folder: Path, said: Mapping[str, Any]) -> Manifest:
+def _seal(folder: Path, said: Mapping[str, Any], spread: tuple[float, float]) -> Manifest:
     """Write the manifest of a filled folder, and open the bundle as the serving side will: what it refuses must not appear.
+
+    Args:
+        folder: with the graphs.
+        said: the manifest.
+        spread: mean and standard deviation of the inputs, for the probe.
 
     Raises:
         BundleError: what the manifest would say, or the bundle, is not valid.
@@ -274,9 +282,14 @@ def _seal(folder: Path, said: Mapping[str, Any]) -> Manifest:
     except ValidationError as fault:
         raise BundleError(f"The bundle's manifest cannot be written:\n{problems_of(fault)}") from None
     manifest = write_manifest(folder, manifest)
-    for variant in (None, *manifest.variants):
-        Bundle.open(folder, variant=variant, threads=1, device="cpu")
-    return manifest
+    opened: dict[str | None, Bundle] = {
+        variant: Bundle.open(folder, variant=variant, threads=1, device="cpu")
+        for variant in (None, *manifest.variants)
+    }
+    if manifest.vector > WIDEST:
+        return manifest
+    probed = manifest.model_copy(update={"probe": probe_of(opened, spread)})
+    return write_manifest(folder, probed)
 
 
 def bundle_versions() -> dict[str, str]:

@@ -34,14 +34,14 @@ from retrieval.serving.files.snapshot import (
 )
 from retrieval.serving.files.strict_json import parse_json, problems_of
 from retrieval.serving.images import Preprocessing
+from retrieval.serving.probe import Probe
 
 T = TypeVar("T")
 FORMAT = 1
 FILE = "manifest.json"
 MANIFEST_BYTES = 4_000_000
 """The longest manifest that is read."""
-_NUMBERS = 1 << 26
-"""The largest input of one item, and the widest vector: 67 million numbers."""
+_NUMBERS = 1 << 26  # the largest input of one item, and the widest vector: 67 million
 _RESIZE = 8192
 
 
@@ -223,6 +223,7 @@ class Manifest(Entry):
         split: the encoder as two graphs; None where it is one.
         variants: the encoder in other precisions, by name ("fp16", "int8").
         verified: the comparison with torch.
+        probe: a made-up input and its vectors, by which a server sees a model that has become another; None in older bundles.
         evaluation: figures measured when the model was trained.
         files: every other file of the bundle with its SHA-256 and size; `write_manifest` fills it in.
         checksum: of all the above (`checksum_of`); `write_manifest` fills it in.
@@ -246,6 +247,7 @@ class Manifest(Entry):
     split: SplitEntry | None = None
     variants: dict[str, Variant] = {}
     verified: Verified
+    probe: Probe | None = None
     evaluation: dict[str, float] | None = None
     files: dict[FileName, FileRecord] = {}
     checksum: Sha256 | None = None
@@ -262,8 +264,7 @@ class Manifest(Entry):
             raise ValueError(f"distance '{self.distance.name}' is not exact, so the bundle needs a rescorer")
         if self.distance.measure == "inner" and (self.subspaces or self.rescorer is not None):
             raise ValueError("distance measure 'inner' is of whole vectors, without sub-spaces or rescorer")
-        names = [space.name for space in self.subspaces]
-        if len(set(names)) != len(names):
+        if len({space.name for space in self.subspaces}) < len(self.subspaces):
             raise ValueError("two sub-spaces have the same name")
         for space in self.subspaces:
             if space.stop > self.vector:
@@ -321,7 +322,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         if name not in files:
             raise BundleError(f"The bundle's {purpose}, {folder / name}, was not written.")
     manifest = manifest.model_copy(update={"files": files, "checksum": None})
-    left_out = {"split"} if manifest.split is None else None  # so that versions without splits open it
+    left_out = {key for key in ("split", "probe") if getattr(manifest, key) is None}  # older ones open it
     checksum = checksum_of(json.loads(manifest.model_dump_json(exclude=left_out)))
     manifest = manifest.model_copy(update={"checksum": checksum})
     write_text(folder / FILE, manifest.model_dump_json(indent=2, exclude=left_out) + "\n")
@@ -378,8 +379,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
         raise BundleError(
             f"{path} was altered: its checksum differs. Export the bundle again, or copy it again; a manifest is not edited."
         )
-    missing = [name for name in manifest.graphs() if name not in manifest.files]
-    if missing:
+    if missing := [name for name in manifest.graphs() if name not in manifest.files]:
         raise BundleError(f"{path} cannot be used: it gives no SHA-256 for {', '.join(missing)}.")
     return manifest
 

@@ -15,6 +15,8 @@ from retrieval.export.export_model import export_model
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.manifest import read_manifest
+from retrieval.serving.probe import input_of, pattern_of
+from retrieval.serving.probing import probe_fault
 from torch import nn
 
 
@@ -38,6 +40,18 @@ def test_a_convolutional_net_keeps_its_vectors_at_every_batch_size(net, digits, 
     bundle, expected = Bundle.open(tmp_path / "b", threads=1), torch_codes(net, pixels)
     for batch in (1, 2, 13, 300):
         assert np.abs(bundle.encode(pixels, batch=batch).vector - expected).max() < 1e-5
+
+
+def test_a_bundle_says_where_its_probe_is_and_shows_no_item(net, digits, tmp_path):
+    pixels = digits[0][:9]
+    manifest = export_model(net, pixels, tmp_path / "b", name="net", variants=["fp16"])
+    assert set(manifest.probe.variants) == {"fp16"}
+    pattern = pattern_of(manifest.probe, manifest.input.shape)
+    assert not any((input_of(pattern, manifest.input.shape)[0] == one).all() for one in pixels)
+    for variant in (None, "fp16"):
+        assert probe_fault(Bundle.open(tmp_path / "b", variant=variant)) is None
+    other = export_model(net, pixels[:5], tmp_path / "c", name="net")
+    assert other.probe.pattern == manifest.probe.pattern
 
 
 def test_normalisation_is_inside_the_graph(parts, digits, tmp_path):

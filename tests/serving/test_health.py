@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from retrieval.errors import BundleError
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.http.readiness import Readiness
 from retrieval.serving.http.searcher import Searcher
@@ -23,6 +24,9 @@ from retrieval.serving.http.storage import can_write, disk_fault
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
+from retrieval.serving.manifest import read_manifest, write_manifest
+from retrieval.serving.probe import coded, vector_of
+from retrieval.serving.probing import probe_fault, probe_of
 
 PARTS = {"index", "disk", "search", "model", "decoders"}
 
@@ -155,3 +159,80 @@ def test_a_reader_needs_no_room(tmp_path):
         assert "is full" in str(disk_fault(disk, least=10**9))
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         assert not can_write(disk) and "read-only" in str(disk_fault(disk))
+
+
+@pytest.fixture
+def probing(makers, tmp_path) -> Callable[..., Path]:
+    """Make a bundle with a probe, whose vector (of a variant) may be spoilt."""
+
+    def make(name: str, spoil: float = 0.0, of: str | None = None, **options: Any) -> Path:
+        path = makers.make_bundle(tmp_path / name, **options)
+        manifest = read_manifest(path)
+        opened = {one: Bundle.open(path, variant=one, threads=1) for one in (None, *manifest.variants)}
+        probe = probe_of(opened, (0.0, 1.0))
+        vector = vector_of(probe.vector if of is None else probe.variants[of])
+        assert abs(np.linalg.norm(vector) - 1) < 1e-5
+        vector[0] += spoil
+        changed = {"vector": coded(vector)} if of is None else {"variants": {of: coded(vector)}}
+        write_manifest(path, manifest.model_copy(update={"probe": probe.model_copy(update=changed)}))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("options", [{}, {"kind": "features"}, {"query_vectors": True}, {"side": 5}])
+def test_a_bundle_is_where_it_was_and_a_wrong_one_is_not(probing, options):
+    for name, spoil in (("right", 0.0), ("near", 5e-5)):
+        assert probe_fault(Bundle.open(probing(name, spoil, **options), threads=1)) is None
+    fault = probe_fault(Bundle.open(probing("wrong", 3e-4, **options), threads=1))
+    assert "model is broken" in fault and "0.0003 away" in fault and "0.0001 is allowed" in fault
+
+
+def test_a_variant_has_a_vector_of_its_own_and_its_own_tolerance(probing):
+    path = probing("b", 0.3, "fp16", variant=True)
+    assert probe_fault(Bundle.open(path, threads=1)) is None
+    assert "0.001 is allowed" in probe_fault(Bundle.open(path, threads=1, variant="fp16"))
+    near = probing("near", 0.01, "fp16", variant=True)
+    assert probe_fault(Bundle.open(near, threads=1, variant="fp16")) is None
+
+
+@pytest.mark.parametrize("key", ["pattern", "vector"])
+def test_a_probe_that_does_not_fit_is_no_crash(probing, key):
+    path = probing("b")
+    manifest = read_manifest(path)
+    for text in (coded(np.zeros(3, np.float32)), coded(np.full(16, np.nan, np.float32))):
+        probe = manifest.probe.model_copy(update={key: text})
+        write_manifest(path, manifest.model_copy(update={"probe": probe}))
+        assert probe_fault(Bundle.open(path, threads=1)) is not None
+    for text in ("", "=", "é", "AAA", "A" * 1_000_000):
+        probe = manifest.probe.model_copy(update={key: text})
+        write_manifest(path, manifest.model_copy(update={"probe": probe}))
+        with pytest.raises(BundleError, match=f"probe.{key}"):
+            Bundle.open(path, threads=1)
+
+
+def test_a_model_that_is_wrong_from_the_start_is_not_served(probing, photos, tmp_path, cli):
+    create_index(tmp_path / "i", probing("wrong", 0.1), [photos / "1"], progress=False)
+    done = cli("serve", tmp_path / "i", "--port", "0")
+    assert done.code == 2 and "is not served. The model is broken" in done.err
+    with open_index(tmp_path / "i", threads=1) as index:  # as after a migration to such a bundle
+        searcher = Searcher(index, Settings(deadline=5.0))
+        readiness = Readiness(searcher)
+        asyncio.run(readiness.probe())
+        searcher.close()
+    said = readiness.checks()
+    assert "bundle's probe" in said.pop("model") and set(said.values()) == {"ok"}
+
+
+def test_a_model_that_becomes_wrong_is_seen_by_the_probe(probing, makers, photos, tmp_path, monkeypatch):
+    create_index(tmp_path / "i", probing("right"), [photos / "1"], progress=False)
+    other = Bundle.open(makers.make_bundle(tmp_path / "other", seed=9), threads=1)
+    with open_index(tmp_path / "i", threads=1) as index:
+        searcher = Searcher(index, Settings(deadline=5.0))
+        readiness = Readiness(searcher)
+        asyncio.run(readiness.probe())
+        assert readiness.reason() is None
+        monkeypatch.setattr(index.bundle, "encode", other.encode)
+        asyncio.run(readiness.probe())
+        searcher.close()
+    assert "model is broken" in readiness.checks()["model"]

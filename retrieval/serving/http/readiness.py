@@ -17,6 +17,7 @@ from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import UNREACHABLE, report
 from retrieval.serving.http.searcher import DAMAGED, Searcher
 from retrieval.serving.http.storage import can_write, disk_fault
+from retrieval.serving.probing import probe_fault
 from retrieval.serving.stores.contract import StoreUnavailable
 
 log = logging.getLogger("retrieval.serving.http")
@@ -129,7 +130,10 @@ class Readiness:
         return fault or (None if found or not before else "A search of the server's own found nothing.")
 
     async def _embeds(self) -> str | None:
-        """Return why the encoder is not what it was when its bundle was opened."""
+        """Return why the encoder is not what it was when its bundle was made, or, of one without a probe, when it was opened."""
+        bundle = self._searcher.index.bundle
+        if bundle.manifest.probe is not None:
+            return await self._searcher.machinery.searches.run(lambda job: probe_fault(bundle))
         bundle, vector = await self._searcher.embedding(self._searcher.sample())
         return self._wrong(bundle, vector)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from retrieval.errors import MissingDependency, StoreError
+from retrieval.errors import BundleError, MissingDependency, StoreError
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.http.listening import allow_files, check_proxies, listen, require_keys
 from retrieval.serving.http.naming import check_name, default_name
@@ -23,6 +23,7 @@ from retrieval.serving.http.settings import Settings
 from retrieval.serving.index.base import Index
 from retrieval.serving.index.open import open_index
 from retrieval.serving.memory import return_large_blocks
+from retrieval.serving.probing import probe_fault
 from retrieval.serving.sessions import Device
 from retrieval.serving.stores.address import Address
 
@@ -165,6 +166,8 @@ def _opened(
             reopen[name] = partial(opener, one)
             one = opener(one)
         one.require_open()
+        if fault := probe_fault(one.bundle):
+            raise BundleError(f"{one.path} is not served. {fault}")
         opened[name] = one
     return opened, reopen
 

@@ -86,6 +86,7 @@ def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
                 "rescorer": rescorer,
                 "opset": max(said.opset, backbone.manifest.opset),
                 "variants": {},
+                "probe": None,
             }
         ),
     )
