@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from retrieval.errors import DataError
+from retrieval.serving.decoding.pool import Busy
 from retrieval.serving.filters import as_filter
 from retrieval.serving.http.metrics import Metrics
 from retrieval.serving.http.pool import Job, Pool, ends
@@ -296,3 +297,25 @@ def test_images_are_searched_for_together_where_a_search_is_long(index, photos, 
         for answer, own in zip(map(json.loads, answers), map(json.loads, expected), strict=True):
             assert [id for id, _ in answer] == [id for id, _ in own]
             assert np.allclose([far for _, far in answer], [far for _, far in own], rtol=0, atol=1e-6)
+
+
+def test_an_image_is_not_decoded_after_its_deadline(index, photos):
+    content = next(photos.rglob("*.png")).read_bytes()
+
+    async def scenario() -> None:
+        searcher = Searcher(index, Settings(workers=1))
+        decoders = searcher.machinery.decoders
+        with decoders._lock:  # as if every process were at work
+            held, decoders._idle = decoders._idle, []
+            most, decoders._most = decoders._most, 0
+        jobs = [decoders.pixels(content, ends=time.monotonic() - 1.0), decoders.pixels(content)]
+        decoders._most = most
+        for worker in held:
+            decoders.next_for(worker)
+        assert (await asyncio.wrap_future(jobs[1].future)).pixels.shape == (1, 8, 8)
+        with pytest.raises(Busy):
+            await asyncio.wrap_future(jobs[0].future)
+        assert jobs[0].begun is None
+        searcher.close()
+
+    asyncio.run(scenario())

@@ -8,6 +8,7 @@ few slow places, or is refused while those are taken.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -93,6 +94,7 @@ class Decoders:
         name: str = "the file",
         client: str = "",
         preprocessing: Preprocessing | None = None,
+        ends: float = math.inf,
     ) -> Job:
         """Decode and preprocess an image; its future is `Decoded`.
 
@@ -101,29 +103,32 @@ class Decoders:
             name: what to call it in an error.
             client: who sent it: those who wait are served in turn, however many images each has sent.
             preprocessing: in the place of the pool's own.
+            ends: when nobody waits any more, by `time.monotonic`: it is not begun after that.
 
         Raises:
             Busy: too many are waiting.
         """
         preprocessing = preprocessing or self.preprocessing
         assert preprocessing is not None
-        return self._submit(PIXELS, content, name, client, preprocessing)
+        return self._submit(PIXELS, content, name, client, preprocessing, ends)
 
-    def png(self, content: bytes, *, name: str = "the file", client: str = "") -> Job:
+    def png(self, content: bytes, *, name: str = "the file", client: str = "", ends: float = math.inf) -> Job:
         """Make a PNG of an image, whatever its format; its future is the PNG's bytes.
 
         Raises:
             Busy: too many are waiting.
         """
-        return self._submit(PNG, content, name, client, None)
+        return self._submit(PNG, content, name, client, None, ends)
 
-    def thumbnail(self, content: bytes, *, name: str = "the file", client: str = "") -> Job:
+    def thumbnail(
+        self, content: bytes, *, name: str = "the file", client: str = "", ends: float = math.inf
+    ) -> Job:
         """Make a small JPEG of an image, whatever its format; its future is the JPEG's bytes.
 
         Raises:
             Busy: too many are waiting.
         """
-        return self._submit(THUMBNAIL, content, name, client, None)
+        return self._submit(THUMBNAIL, content, name, client, None, ends)
 
     def __enter__(self) -> Decoders:
         return self
@@ -147,9 +152,15 @@ class Decoders:
             thread.join(1.0)
 
     def _submit(
-        self, kind: int, content: bytes, name: str, client: str, preprocessing: Preprocessing | None
+        self,
+        kind: int,
+        content: bytes,
+        name: str,
+        client: str,
+        preprocessing: Preprocessing | None,
+        ends: float,
     ) -> Job:
-        job = Job(kind, content, name, client, time.monotonic() + self.seconds, preprocessing)
+        job = Job(kind, content, name, client, min(time.monotonic() + self.seconds, ends), preprocessing)
         with self._lock:
             if self._closed:
                 raise Busy("The server is stopping.")
@@ -227,7 +238,9 @@ class _Queue:
             job = jobs.popleft()
             if jobs:
                 self._clients[client] = jobs
-            if not job.abandoned:
+            if job.expires < time.monotonic():
+                _refuse(job, too_many())
+            elif not job.abandoned:
                 return job
         return None
 

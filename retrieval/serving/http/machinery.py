@@ -13,7 +13,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.decoding.pool import Busy, Decoded, Decoders
 from retrieval.serving.decoding.pool import Job as Decoding
 from retrieval.serving.http.errors import RequestError
-from retrieval.serving.http.pool import Job, Pool
+from retrieval.serving.http.pool import Job, Pool, ends
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.images import Limits, Preprocessing
 
@@ -62,7 +62,7 @@ class Machinery:
             RequestError: 503, too many are waiting.
         """
         try:
-            decoding = start(content, client=client)
+            decoding = start(content, client=client, ends=ends.get())
             job = Job(lambda job: work(decoding.future.result(), job), client)
 
             def go_on(future: Any) -> None:
