@@ -3,8 +3,9 @@
     python benchmarks/merging.py --cache FOLDER        # writes results/merging.md; some minutes, 1 GB of disk in the temporary folder
 
 An index of 100,000 image vectors of 128 (`image_vectors.py`). One thread adds 100 items every 50 ms. Searches come from one thread and from four of the
-same process, and from another process, each with a pause of 5 ms between two. Four conditions follow each other again and again: nobody writes; the
-writer alone, while upkeep is held back; upkeep as it comes; and all segments merged into one without a pause, with their structure, as `compact` does.
+same process, and from another process, each with a pause of 5 ms between two. Conditions follow each other again and again: nobody writes; the
+writer alone, while upkeep is held back; upkeep as it comes; all segments merged into one without a pause, with their structure, as `compact` does; and the same
+with structures built as before they gave way to searches. A condition with merges goes on until one has ended. `--structures` measures some anew, and leaves the others as they are kept.
 A search counts for the condition in which it began and ended. Its time is also given less the time for which its thread could run and
 got no core (Linux's `schedstat`): that is what locks, the disk and its own work cost, whoever else uses the machine.
 """
@@ -27,6 +28,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.local import upkeep as module
+from retrieval.serving.local.aside import aside
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.merged import Stopped
 from retrieval.serving.local.store import LocalStore
@@ -42,13 +45,18 @@ CONDITIONS = {
     "adds": "a writer, no merges",
     "upkeep": "a writer, upkeep as it comes",
     "merging": "a writer, all segments merged again and again",
+    "before": "the same, built with all cores and at equal priority",
 }
 READERS = {
     "1": "one thread",
     "4": "four threads",
     "process": "another process",
 }
+LONG = ("merging", "before")
 K, BATCH, EVERY, PAUSE = 10, 100, 0.05, 0.005
+FRESH = 10_000  # ids that are added, and then changed again and again: the index does not grow
+LONGEST = 120.0  # seconds for one merge, where others use the cores
+OPTIONS = {"flat": {}, "hnsw": {"m": 16, "ef_construction": 40}}
 Search = tuple[float, float, float]  # beginning, end, seconds less those of waiting for a core
 
 
@@ -75,8 +83,8 @@ class Writing:
 
     def __init__(self, store: LocalStore, vectors: Any, bundle: str) -> None:
         self._store, self._vectors, self._bundle = store, vectors, bundle
-        self._next = 10**9
-        self.steps = 0
+        self._next = 0
+        self.steps = dict.fromkeys(CONDITIONS, 0)
 
     def run(self, condition: str, seconds: float) -> tuple[str, float, float]:
         """Keep a condition for so long; return it with its beginning and end."""
@@ -86,10 +94,12 @@ class Writing:
             condition, [self._add, lambda e: self._tend(e, upkeep, condition)]
         )
         threads = [threading.Thread(target=act, args=(end,)) for act in acts]
-        began = time.monotonic()
+        before, began = self.steps[condition], time.monotonic()
         for thread in threads:
             thread.start()
         time.sleep(seconds)
+        while condition in LONG and not self.steps[condition] > before and time.monotonic() < began + LONGEST:
+            time.sleep(0.1)
         over = time.monotonic()
         end.set()
         upkeep._stop.set()
@@ -100,7 +110,7 @@ class Writing:
     def _add(self, end: threading.Event) -> None:
         due = time.monotonic()
         while not end.is_set():
-            ids = range(self._next, self._next + BATCH)
+            ids = [10**9 + n % FRESH for n in range(self._next, self._next + BATCH)]
             self._next += BATCH
             items = [
                 Item(
@@ -116,10 +126,12 @@ class Writing:
 
     def _tend(self, end: threading.Event, upkeep: Upkeep, condition: str) -> None:
         generation = self._store.generations()[0]
+        upkeep._thread = threading.current_thread()  # as if it were its own
+        module.aside = (lambda work: work()) if condition == "before" else aside  # type: ignore[attr-defined]
         while not end.is_set():
             try:
                 if condition == "upkeep":
-                    self.steps += 1 if upkeep.step() else 0
+                    self.steps[condition] += 1 if upkeep.step() else 0
                     end.wait(0.01)
                 else:
                     upkeep.flush(generation)
@@ -127,7 +139,7 @@ class Writing:
                     upkeep._merge(generation, parts, sum(part.alive for part in parts))
             except Stopped:
                 return
-            self.steps += condition == "merging"
+            self.steps[condition] += condition != "upkeep"
 
 
 def measure(
@@ -157,14 +169,15 @@ def measure(
             store.search(rows[:1], K, bundle)
             for thread in threads:
                 thread.start()
+        wanted = given.conditions
         for _ in range(given.rounds):
-            phases += [writing.run(condition, given.seconds) for condition in CONDITIONS]
+            phases += [writing.run(condition, given.seconds) for condition in wanted]
         stop.set()
         for thread in threads:
             thread.join()
         if other is not None:
             found = json.loads(other.communicate("stop\n", 60)[0])
-    counted: dict[str, list[Search]] = {name: [] for name in CONDITIONS}
+    counted: dict[str, list[Search]] = {name: [] for name in wanted}
     for one in found:
         for kind, start, over in phases:
             if start <= one[0] and one[1] <= over:
@@ -193,7 +206,12 @@ def make(folder: Path, vectors: Any, count: int, structure: str) -> Path:
     folder.mkdir()
     make_bundle(folder / "bundle", vectors.shape[1], 1.0)
     bundle = Bundle.open(folder / "bundle")
-    create_local(folder / "index", bundle, {"vector": vectors.shape[1]}, structure=Wanted(structure))
+    create_local(
+        folder / "index",
+        bundle,
+        {"vector": vectors.shape[1]},
+        structure=Wanted(structure, OPTIONS[structure]),
+    )
     with LocalStore(folder / "index", upkeep=False) as store:
         for start in range(0, count, 10_000):
             rows = np.array(vectors[start : start + 10_000])
@@ -224,47 +242,56 @@ def render(kept: dict[str, Any]) -> str:
     lines = [
         "# Searches while segments are merged",
         "",
-        f"`python benchmarks/merging.py`, {kept['date']}. {kept['machine']}; load average {kept['load'][0]} before and {kept['load'][1]} after: others shared the cores, so read the "
-        f"ratios. {kept['count']:,} × {kept['width']}, vectors of images; one thread adds {BATCH} items every {1e3 * EVERY:.0f} ms; conditions in turn, {kept['seconds']:g} s each, {kept['rounds']} rounds. "
+        "`python benchmarks/merging.py`. Others shared the cores, so read the ratios. Conditions follow each other in turn. "
         "Milliseconds of one search for one query: wall time, and in brackets without the time for which it waited for a core, which the ratios are of. Threads of one process "
-        "share Python's lock with the writer. Of so few searches the p99 is close to the longest.",
+        "share Python's lock with the writer.",
         "",
     ]
+    for structure, run in kept.items():
+        lines += _section(structure, run)
+    return "\n".join(lines)
+
+
+def _section(structure: str, run: dict[str, Any]) -> list[str]:
+    """Return what the page says of one structure."""
+    lines = [
+        f"## {structure}",
+        "",
+        f"{run['date']}. {run['machine']}; load average {run['load'][0]} before and {run['load'][1]} after. {run['count']:,} × {run['width']}, vectors of images{run.get('built', '')}; one thread adds "
+        f"{BATCH} items every {1e3 * EVERY:.0f} ms{run.get('fresh', '')}; {run['rounds']} rounds of {run['seconds']:g} s a condition{run.get('longer', '')}.",
+        "",
+        "| searches from | condition | searches | p50 | p99 | p99 against the writer alone | p99 against nobody writing |",
+        "|---" * 7 + "|",
+    ]
     found: list[tuple[float, float, str]] = []
-    for structure, table in kept["found"].items():
-        lines += [
-            f"## {structure}",
-            "",
-            "| searches from | condition | searches | p50 | p99 | p99 against the writer alone | p99 against nobody writing |",
-            "|---" * 7 + "|",
-        ]
-        for readers, row in table.items():
-            for name, title in CONDITIONS.items():
-                one, beside = (
-                    row[name],
-                    {base: row[name]["own"]["p99"] / row[base]["own"]["p99"] for base in ("adds", "quiet")},
-                )
-                shown = [
-                    f"{beside[base]:.2f} ×" if name not in (base, "quiet") else ""
-                    for base in ("adds", "quiet")
-                ]
-                times = [f"{one['wall'][at]:.2f} ({one['own'][at]:.2f})" for at in ("p50", "p99")]
-                lines.append(
-                    f"| {READERS[readers]} | {title} | {one['count']:,} | {times[0]} | {times[1]} | {shown[0]} | {shown[1]} |"
-                )
-                if name in ("upkeep", "merging"):
-                    found.append(
-                        (beside["adds"], beside["quiet"], f"{structure}, {READERS[readers]}, {title}")
-                    )
-        lines.append("")
+    for readers, row in run["found"].items():
+        for name, title in CONDITIONS.items():
+            if name not in row:
+                continue
+            one = row[name]
+            beside = {base: one["own"]["p99"] / row[base]["own"]["p99"] for base in ("adds", "quiet")}
+            shown = [
+                f"{beside[base]:.2f} ×" if name not in (base, "quiet") else "" for base in ("adds", "quiet")
+            ]
+            times = [f"{one['wall'][at]:.2f} ({one['own'][at]:.2f})" for at in ("p50", "p99")]
+            lines.append(
+                f"| {READERS[readers]} | {title} | {one['count']:,} | {times[0]} | {times[1]} | {shown[0]} | {shown[1]} |"
+            )
+            if name in ("upkeep", "merging"):
+                found.append((beside["adds"], beside["quiet"], f"{READERS[readers]}, {title}"))
     by_adds, by_quiet = max(found), max(found, key=lambda one: one[1])
-    return "\n".join(
-        [
-            *lines,
-            f"At most, the p99 with merges is {by_adds[0]:.2f} × that beside the same writer without ({by_adds[2]}), and {by_quiet[1]:.2f} × that where nobody writes ({by_quiet[2]}).",
-            "",
-        ]
-    )
+    ended = []
+    if "built" in run:
+        steps = {readers: row["steps"]["merging"] for readers, row in run["found"].items()}
+        said = ", ".join(f"{many} beside {READERS[name]}" for name, many in steps.items())
+        ended = ["", f"Merges that ended: {said}."]
+    return [
+        *lines,
+        "",
+        f"At most, the p99 with merges is {by_adds[0]:.2f} × that beside the same writer without ({by_adds[2]}), and {by_quiet[1]:.2f} × that where nobody writes ({by_quiet[2]}).",
+        *ended,
+        "",
+    ]
 
 
 def main() -> None:
@@ -276,10 +303,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--conditions", nargs="*", default=list(CONDITIONS), choices=list(CONDITIONS))
     parser.add_argument("--structures", nargs="*", default=["flat", "hnsw"], help="flat, hnsw")
     parser.add_argument("--readers", nargs="*", default=list(READERS))
     parser.add_argument(
-        "--keep", action="store_true", help="keep the figures in results/, and write the page"
+        "--keep",
+        action="store_true",
+        help="keep the figures in results/ in the place of these structures', and write the page",
     )
     parser.add_argument("--reader", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--queries", type=Path, help=argparse.SUPPRESS)
@@ -289,21 +319,24 @@ def main() -> None:
         return
     queries = given.cache / f"fashion-{given.width}" / "queries.npy"
     vectors = np.load(queries.with_name("vectors.npy"), mmap_mode="r")[: given.count]
-    kept: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "load": [round(os.getloadavg()[0], 1)], "count": given.count, "width": given.width, "rounds": given.rounds, "seconds": given.seconds, "found": {},
-    }  # fmt: skip
+    raw = RESULTS / "raw" / "merging.json"
+    kept: dict[str, Any] = json.loads(raw.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         for structure in given.structures:
+            options = "".join(f", {key} {value}" for key, value in OPTIONS[structure].items())
+            run: dict[str, Any] = {
+                "date": time.strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+                "load": [round(os.getloadavg()[0], 1)], "count": given.count, "width": given.width, "rounds": given.rounds, "seconds": given.seconds,
+                "built": f", `{structure}`{options}", "fresh": f", of {FRESH:,} ids, which it changes again and again",
+                "longer": f"; one with merges goes on until one has ended, for {LONGEST:g} s at most", "found": {},
+            }  # fmt: skip
             index = make(Path(folder) / structure, vectors, given.count, structure)
             for readers in given.readers:
-                kept["found"].setdefault(structure, {})[readers] = measure(
-                    index, vectors, queries, readers, given
-                )
-                print(structure, readers, json.dumps(kept["found"][structure][readers]), flush=True)
-    kept["load"].append(round(os.getloadavg()[0], 1))
+                run["found"][readers] = measure(index, vectors, queries, readers, given)
+                print(structure, readers, json.dumps(run["found"][readers]), flush=True)
+            kept[structure] = run | {"load": [*run["load"], round(os.getloadavg()[0], 1)]}
     if given.keep:
-        (RESULTS / "raw" / "merging.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        raw.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         (RESULTS / "merging.md").write_text(render(kept), encoding="utf-8")
     print(render(kept))
 

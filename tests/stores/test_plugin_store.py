@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -12,8 +15,10 @@ from typing import Any
 
 import pytest
 import retrieval
+from retrieval.errors import StoreError
 from retrieval.host.scaffold import write_package
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.creating import create_index
 
 Call = Callable[..., Any]
 
@@ -91,6 +96,58 @@ def test_snapshots_go_both_ways(journal: Any, tmp_path: Path, cli: Call) -> None
         assert one.search(query) == other.search(query)
     told = cli("index", "restore", tmp_path / "s.index", second, "--plugin", "retrieval_acme")
     assert told.code == 2 and "exists already" in told.err
+
+
+KILLED = """
+import os, sys
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index import adding
+from retrieval.serving.index.creating import create_index
+
+encode, seen = Bundle.encode, []
+def counted(self, *given, **named):
+    seen.append(1)
+    if len(seen) == 3:
+        os._exit(9)
+    return encode(self, *given, **named)
+
+Bundle.encode, adding._SECONDS = counted, 0.0
+create_index(sys.argv[1], sys.argv[2], [sys.argv[3]], plugins=["retrieval_acme"], batch=8, progress=False)
+"""
+
+
+def test_a_create_that_was_killed_goes_on(
+    journal: Any, tmp_path: Path, plain_bundle: Path, other_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, encode, encoded = f"journal://{tmp_path}/second.journal", Bundle.encode, 0
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "package"), *sys.path])}
+    line = [sys.executable, "-c", KILLED, address, str(plain_bundle), str(tmp_path / "digits")]
+    assert subprocess.run(line, env=environment).returncode == 9
+    with retrieval.open_index(address, plugins=["retrieval_acme"]) as index:
+        there, begun = len(index), index.sha256
+    assert 0 < there < 30
+
+    def counted(self: Bundle, *given: Any, **named: Any) -> Any:
+        nonlocal encoded
+        encoded += len(given[0])
+        return encode(self, *given, **named)
+
+    monkeypatch.setattr(Bundle, "encode", counted)
+
+    def create(bundle: Path, **named: Any) -> Any:
+        return create_index(
+            address, bundle, [tmp_path / "digits"], plugins=["retrieval_acme"], progress=False, **named
+        )
+
+    with pytest.raises(StoreError, match="exists already"):
+        create(other_bundle)  # other work
+    made = create(plain_bundle)
+    assert (made.count, made.resumed) == (30, there) and encoded == 30 - there
+    with retrieval.open_index(address, plugins=["retrieval_acme"]) as index:
+        assert index.sha256 == begun and len(index) == 30
+    with pytest.raises(StoreError, match="exists already"):  # it is finished
+        create(plain_bundle)
+    assert create(plain_bundle, replace=True).resumed == 0
 
 
 def test_two_servers_of_one_address_follow_a_migration(

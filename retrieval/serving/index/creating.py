@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, add_sources
 from retrieval.serving.index.backends import make_backend, short_name
+from retrieval.serving.index.begun import Begun
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.files import put_in_place, refuse_existing
 from retrieval.serving.index.heads import features_of
@@ -28,7 +30,7 @@ from retrieval.serving.local.structures import Wanted
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.sessions import Device
 from retrieval.serving.stores.address import Address, place_of
-from retrieval.serving.stores.contract import Keep, widths_of
+from retrieval.serving.stores.contract import Keep, Store, StoreUnavailable, widths_of
 from retrieval.serving.stores.find import store_place
 from retrieval.serving.stores.place import StorePlace
 
@@ -56,12 +58,14 @@ def create_index(
     """Create a living index, with what sources name in it, whole or not at all.
 
     An interrupted run leaves `<output>.partial`, and the same call goes on from there; at an address it leaves the index with what was
-    added, and adding goes on. A failed one leaves nothing. The arguments and errors are those of `retrieval.build_index`.
+    added, and the same call of the same user on the same machine goes on. A failed one leaves nothing. The arguments and errors are those of `retrieval.build_index`.
     """
     began = time.monotonic()
     place = place_of(output)
     if isinstance(place, Address):
-        at = _free(place, replace, plugins)
+        at, begun = store_place(place, plugins), Begun(place)
+        if not replace and begun.identity is None and at.exists():
+            raise _taken(place)
         _refuse_backend(place, backend, options)
     else:
         target = place.absolute()
@@ -80,8 +84,11 @@ def create_index(
         "limits": limits,
     }
     if isinstance(place, Address):
-        with showing(progress):
-            summary = _at(at, opened, widths, sources, keep, adding, device)
+        with showing(progress), begun.alone():
+            store = _resumed(at, begun, opened, widths)
+            if store is None and not replace and at.exists():
+                raise _taken(place)
+            summary = _at(at, begun, store, opened, widths, sources, keep, adding, device)
         return dataclasses.replace(summary, seconds=time.monotonic() - began)
     with showing(progress), hold(target, "building this index", StoreError):
         refuse_existing(target, replace)  # again: who held it until now may have made it
@@ -115,19 +122,34 @@ def _wanted(backend: str, options: Mapping[str, Any] | None, plugins: Sequence[s
     return Wanted("auto", {})
 
 
-def _free(place: Address, replace: bool, plugins: Sequence[str]) -> StorePlace:
-    """Return an address at which there is no index, or one that may be deleted."""
-    at = store_place(place, plugins)
-    if not replace and at.exists():
-        raise StoreError(
-            f"{place} exists already. Add to it with 'retrieval index add', choose another name, or pass --replace (in Python "
-            "replace=True), which deletes it first."
-        )
-    return at
+def _taken(place: Address) -> StoreError:
+    return StoreError(
+        f"{place} exists already. Add to it with 'retrieval index add', choose another name, or pass --replace (in Python "
+        "replace=True), which deletes it first."
+    )
+
+
+def _resumed(at: StorePlace, begun: Begun, bundle: Bundle, widths: Mapping[str, int]) -> Store | None:
+    """Return the index at an address that an interrupted run of the same work has begun; None where there is none."""
+    if begun.identity is None or not at.exists():
+        return None
+    store = at.open()
+    try:
+        served = next(one for one in store.generations() if one.state == "served")
+        ours = store.identity() == begun.identity
+        if ours and (served.bundle, served.variant, dict(served.widths)) == (bundle.sha256, bundle.variant, dict(widths)):  # fmt: skip
+            return store
+    except BaseException:
+        store.close()
+        raise
+    store.close()
+    return None
 
 
 def _at(
     at: StorePlace,
+    begun: Begun,
+    store: Store | None,
     bundle: Bundle,
     widths: Mapping[str, int],
     sources: StrPath | Sequence[StrPath],
@@ -135,10 +157,12 @@ def _at(
     adding: Mapping[str, Any],
     device: Device,
 ) -> Summary:
-    """Create an index at an address, and add what sources name; where that fails, nothing is left."""
+    """Create an index at an address, or go on with one, and add what sources name; where that fails, nothing is left."""
     named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
-    at.drop()
-    store = at.create(bundle, widths)
+    if store is None:
+        at.drop()
+        begun.note(identity := str(uuid.uuid4()))
+        store = at.create(bundle, widths, identity=identity)
     try:
         try:
             index = Collection(at.address, store, device=device)
@@ -146,13 +170,18 @@ def _at(
             store.close()
             raise
         with index:
+            before = len(index)
             added = add_sources(index, named, keep=keep, whole=True, **adding) if named else Added()
             count = len(index)
+    except StoreUnavailable:
+        raise  # nothing can be deleted now either: the same call goes on
     except Exception:
         at.drop()
+        begun.forget()
         raise
+    begun.forget()
     return Summary(
-        at.address, count, added.skipped, added.repeated, 0, at.address.scheme, None, 0.0, added.left_out
+        at.address, count, added.skipped, added.repeated, before, at.address.scheme, None, 0.0, added.left_out
     )
 
 

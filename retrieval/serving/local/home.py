@@ -13,17 +13,18 @@ from typing import Any
 
 import apsw
 
-from retrieval.errors import StoreError
+from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.files.plain import read_plain
 from retrieval.serving.files.strict_json import parse_json, strict_loads
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.local.acknowledged import acknowledged
 from retrieval.serving.local.columns import Columns
 from retrieval.serving.local.generation_table import served
-from retrieval.serving.local.ready import Ready
+from retrieval.serving.local.ready import Ready, Row
 from retrieval.serving.local.record import FILE, Record, ask, value
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.local.view import View, refreshed
+from retrieval.serving.stores.contract import Generation
 
 INDEX = "index.json"
 _TRIES = 20
@@ -57,7 +58,7 @@ class Home:
         self.view: View | None = None
         self._refresh = threading.Lock()
         self.columns = Columns()
-        self.ready = Ready(folder, self.make, self._renew)
+        self.ready = Ready(folder, self.make, self.renew)
         try:
             with self.record.reading() as connection:
                 served(connection)
@@ -128,12 +129,28 @@ class Home:
             )
             return view
 
-    def _renew(self) -> None:
-        """Take what was made ready into the view."""
-        for _ in range(_TRIES):
-            with self.record.reading() as connection, suppress(FileNotFoundError):
-                if self._seen(connection, anew=True) is not None:
-                    return
+    def prepare(self, generation: Generation) -> None:
+        """Open, verify and load the segments of a generation that is about to be served, where somebody searches: no search has to wait for that."""
+        if self.view is None:
+            return
+        sql = "select s, file, sum, count, structure from segments where g = ? order by s"
+        with self.record.reading() as connection:
+            rows = [Row(*row) for row in ask(connection, sql, (generation.number,))]
+        for row in rows:
+            with suppress(RetrievalError, OSError):  # what a search then meets, it says
+                segment = self.ready.open(row, generation)
+                segment.verify()
+                self.ready.wrote_structure(row, segment, generation)
+
+    def renew(self) -> None:
+        """Take what is ready into the view, where somebody searches; otherwise a search does, and others wait for that one."""
+        if self.view is None:
+            return
+        with suppress(RetrievalError):  # what a search then meets, it says
+            for _ in range(_TRIES):
+                with self.record.reading() as connection, suppress(FileNotFoundError):
+                    if self._seen(connection, anew=True) is not None:
+                        return
 
     def make(self, name: str, options: Mapping[str, Any]) -> Any:
         """Build a back end."""

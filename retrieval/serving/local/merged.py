@@ -18,8 +18,8 @@ from retrieval.serving.stores.contract import Floats
 _ROWS = 16_384
 
 
-class Stopped(Exception):
-    """The store is being closed."""
+class Stopped(BaseException):
+    """The store is being closed: no error, so that nothing on its way makes a sentence of it."""
 
 
 def forget(connection: apsw.Connection, removed: Numbers, segments: Sequence[Segment]) -> None:

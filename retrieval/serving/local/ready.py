@@ -149,8 +149,7 @@ class Ready:
                     self._failed.add(_key(row))
                 else:
                     self._made[row.file] = piece
-            with suppress(RetrievalError):
-                self._renew()
+            self._renew()
 
     def _made_ready(self, row: Row, segment: Segment, generation: Generation) -> Piece | None:
         said = Structure.parse(row.structure)

@@ -281,7 +281,10 @@ class LocalStore(Store):
 
     def switch(self, generation: Generation) -> bool:
         """Serve another generation; see `Store`."""
-        return self._generations.switch(generation)
+        self.home.prepare(generation)
+        done = self._generations.switch(generation)
+        self.home.renew()
+        return done
 
     def drop(self, generation: Generation) -> None:
         """Delete a generation; see `Store`."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,9 @@ def build_structure(
     options: Mapping[str, Any],
     make: Callable[[str, Mapping[str, Any]], IndexBackend],
     report: Callable[[int], object],
+    run: Callable[[Callable[[], None]], None] = lambda work: work(),
 ) -> Structure:
-    """Build and write the structure of a segment, beside its file `path`.
+    """Build and write the structure of a segment, beside its file `path`; `run` does what takes long.
 
     Raises:
         PluginError: the back end fails.
@@ -100,8 +102,9 @@ def build_structure(
     files = []
     for number, (start, stop) in enumerate(spans):
         backend = make(name, options)
+        columns = np.ascontiguousarray(vectors[:, start:stop])
         with using(name, "build"):
-            backend.build(np.ascontiguousarray(vectors[:, start:stop]), report)
+            run(partial(backend.build, columns, report))
         with using(name, "save"):
             files.append(_saved(path.with_name(f"{path.stem}.{number}.{name.replace('/', '-')}"), backend))
     return Structure(name, dict(options), tuple(files))

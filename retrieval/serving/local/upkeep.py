@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from retrieval.errors import RetrievalError, StoreError
+from retrieval.serving.local.aside import aside
 from retrieval.serving.local.generation_table import all_of
 from retrieval.serving.local.home import Home
 from retrieval.serving.local.merged import Rows, Stopped, forget
@@ -91,7 +92,7 @@ class Upkeep:
 
     def _run(self) -> None:
         # At the priority of every other thread: with a lower one it is put aside on a busy machine while it holds Python's lock, and
-        # searches wait two to three times as long.
+        # searches wait two to three times as long. What needs no lock for long, FAISS's building, is done `aside`.
         faults = 0
         while not self._stop.is_set():
             self._work.wait()
@@ -198,6 +199,7 @@ class Upkeep:
             }
             self._writer.add_segment(connection, generation, numbers, arrays)
             connection.execute("delete from fresh where g = ?", (generation.number,))
+        self._home.renew()
         return True
 
     def _parts(self, generation: Generation) -> list[_Part]:
@@ -294,8 +296,14 @@ class Upkeep:
         self.merges += 1
         for part in parts:
             self._dead.pop(part.number, None)
+        self._home.renew()
         remove_files(self._home.folder, files)
         self._home.ready.forget(files)
+
+    @property
+    def _beside(self) -> bool:
+        """Whether somebody may be searching while this works: not where a command was told to do it and does nothing else."""
+        return threading.current_thread() is self._thread or self._home.view is not None
 
     def _load(self, row: Row, segment: Segment, generation: Generation) -> None:
         """Load what was written, where somebody searches: no search has to wait for that."""
@@ -318,7 +326,14 @@ class Upkeep:
 
         with self._home.record.faults("written"):
             return build_structure(
-                segment.path, vectors, generation.spans, wanted[0], wanted[1], self._home.make, shown
+                segment.path,
+                vectors,
+                generation.spans,
+                wanted[0],
+                wanted[1],
+                self._home.make,
+                shown,
+                aside if self._beside else lambda work: work(),
             )
 
     def _build(self, generation: Generation, parts: Sequence[_Part]) -> bool:
@@ -352,6 +367,7 @@ class Upkeep:
                 there = connection.changes() > 0  # the generation may have been dropped meanwhile
             old = {name for name, _ in said.files} if said else set()
             new = {name for name, _ in made.files} if made else set()
+            self._home.renew()
             remove_files(self._home.folder, old - new if there else new)
             return True
         return False
