@@ -28,8 +28,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.local import aside as building
 from retrieval.serving.local import upkeep as module
-from retrieval.serving.local.aside import aside
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.merged import Stopped
 from retrieval.serving.local.store import LocalStore
@@ -45,6 +45,7 @@ CONDITIONS = {
     "adds": "a writer, no merges",
     "upkeep": "a writer, upkeep as it comes",
     "merging": "a writer, all segments merged again and again",
+    "equal": "the same, built at equal priority",
     "before": "the same, built with all cores and at equal priority",
 }
 READERS = {
@@ -52,7 +53,8 @@ READERS = {
     "4": "four threads",
     "process": "another process",
 }
-LONG = ("merging", "before")
+LONG = ("merging", "equal", "before")
+NICER = building._NICER
 K, BATCH, EVERY, PAUSE = 10, 100, 0.05, 0.005
 FRESH = 10_000  # ids that are added, and then changed again and again: the index does not grow
 LONGEST = 120.0  # seconds for one merge, where others use the cores
@@ -127,7 +129,8 @@ class Writing:
     def _tend(self, end: threading.Event, upkeep: Upkeep, condition: str) -> None:
         generation = self._store.generations()[0]
         upkeep._thread = threading.current_thread()  # as if it were its own
-        module.aside = (lambda work: work()) if condition == "before" else aside  # type: ignore[attr-defined]
+        module.aside = (lambda work: work()) if condition == "before" else building.aside  # type: ignore[attr-defined]
+        building._NICER = 0 if condition == "equal" else NICER
         while not end.is_set():
             try:
                 if condition == "upkeep":

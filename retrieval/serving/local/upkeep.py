@@ -324,16 +324,10 @@ class Upkeep:
                 raise Stopped
             report(count)
 
+        run = aside if self._beside else lambda work: work()
         with self._home.record.faults("written"):
             return build_structure(
-                segment.path,
-                vectors,
-                generation.spans,
-                wanted[0],
-                wanted[1],
-                self._home.make,
-                shown,
-                aside if self._beside else lambda work: work(),
+                segment.path, vectors, generation.spans, *wanted, self._home.make, shown, run
             )
 
     def _build(self, generation: Generation, parts: Sequence[_Part]) -> bool:
