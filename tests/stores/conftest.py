@@ -1,16 +1,24 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location(
-    "store_makers", Path(__file__).parents[1] / "serving" / "makers.py"
-)
-_makers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_makers)
+
+def _load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_makers = _load("store_makers", Path(__file__).parents[1] / "serving" / "makers.py")
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +37,65 @@ def other_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def makers() -> ModuleType:
     """tests/serving/makers.py: real bundles and images on demand."""
     return _makers
+
+
+@pytest.fixture(scope="session")
+def agree() -> Any:
+    """tests/stores/agreeing.py: a store's filters compared with the language."""
+    return _load("agreeing", Path(__file__).parent / "agreeing.py").agree
+
+
+class MilvusServer:
+    """The server that the package `milvus` carries, in a folder of its own, on free ports.
+
+    Args:
+        folder: where it keeps everything.
+    """
+
+    QUICK: ClassVar = {
+        "proxy.timeTickInterval": 50,
+        "queryCoord.checkInterval": 100,
+        "queryCoord.distPullInterval": 50,
+    }
+    """How often it looks after its work, in milliseconds: a test waits for that again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        from milvus import MilvusServer as Server
+
+        self._server: Any = Server()
+        self._server.set_base_dir(str(folder))
+        for name, value in self.QUICK.items():
+            self._server.config.set(name, value)
+        self._server.start()
+        self.place = f"127.0.0.1:{self._server.listen_port}"
+
+    def kill(self) -> None:
+        """End it as a power cut would."""
+        self._server.server_proc.kill()
+        self._server.server_proc.wait()
+
+    def start_again(self) -> None:
+        """Start it where it was, on the same ports."""
+        for name, value in self._server.config.configurable_items.items():
+            if name.endswith("_port"):
+                self._server.config.configs[name] = value[1]
+        self._server.start()
+
+    def stop(self) -> None:
+        """End it, and delete what it kept."""
+        self._server.stop()
+        self._server.cleanup()
+
+
+@pytest.fixture(scope="session")
+def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real server of Milvus, whose `place` is host and port: the one that MILVUS_URI names, or one started for this session."""
+    if uri := os.environ.get("MILVUS_URI"):
+        yield SimpleNamespace(place=uri.rpartition("//")[2].rstrip("/"))
+        return
+    pytest.importorskip("milvus", reason="the package `milvus`, which carries a server, is not installed")
+    server = MilvusServer(tmp_path_factory.mktemp("milvus"))
+    try:
+        yield server
+    finally:
+        server.stop()

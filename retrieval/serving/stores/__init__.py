@@ -10,6 +10,21 @@ if TYPE_CHECKING:
     from retrieval.serving.filters import Filter as Filter
     from retrieval.serving.filters import matches as matches
     from retrieval.serving.local.copying import write_copy as write_copy
+    from retrieval.serving.rows.conditions import holds as holds
+    from retrieval.serving.rows.engine import ALIVE as ALIVE
+    from retrieval.serving.rows.engine import RECORDS as RECORDS
+    from retrieval.serving.rows.engine import Between as Between
+    from retrieval.serving.rows.engine import Condition as Condition
+    from retrieval.serving.rows.engine import Either as Either
+    from retrieval.serving.rows.engine import Engine as Engine
+    from retrieval.serving.rows.engine import Every as Every
+    from retrieval.serving.rows.engine import Has as Has
+    from retrieval.serving.rows.engine import OneOf as OneOf
+    from retrieval.serving.rows.engine import Ordered as Ordered
+    from retrieval.serving.rows.engine import Row as Row
+    from retrieval.serving.rows.place import RowPlace as RowPlace
+    from retrieval.serving.rows.store import RowStore as RowStore
+    from retrieval.serving.rows.terms import halves as halves
     from retrieval.serving.stores.address import Address as Address
     from retrieval.serving.stores.bundles import bundle_pieces as bundle_pieces
     from retrieval.serving.stores.bundles import kept_bundle as kept_bundle
@@ -34,6 +49,23 @@ __getattr__, __dir__ = lazy(
     {
         "retrieval.serving.filters": ["Filter", "matches"],
         "retrieval.serving.local.copying": ["write_copy"],
+        "retrieval.serving.rows.conditions": ["holds"],
+        "retrieval.serving.rows.engine": [
+            "ALIVE",
+            "RECORDS",
+            "Between",
+            "Condition",
+            "Either",
+            "Engine",
+            "Every",
+            "Has",
+            "OneOf",
+            "Ordered",
+            "Row",
+        ],
+        "retrieval.serving.rows.place": ["RowPlace"],
+        "retrieval.serving.rows.store": ["RowStore"],
+        "retrieval.serving.rows.terms": ["halves"],
         "retrieval.serving.stores.address": ["Address"],
         "retrieval.serving.stores.bundles": ["bundle_pieces", "kept_bundle"],
         "retrieval.serving.stores.contract": [

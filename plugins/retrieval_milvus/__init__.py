@@ -1,0 +1,14 @@
+"""Milvus as a store: `milvus://host:19530/photos`, and `milvus+tls://` over TLS."""
+
+from __future__ import annotations
+
+from retrieval import hookimpl
+from retrieval.host.hookspecs import Factories
+
+
+@hookimpl
+def retrieval_stores() -> Factories:
+    """Milvus: any number of processes search one index, on any number of machines."""
+    from retrieval_milvus.place import MilvusPlace, MilvusTlsPlace
+
+    return {"milvus": MilvusPlace, "milvus+tls": MilvusTlsPlace}

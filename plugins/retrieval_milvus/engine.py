@@ -1,0 +1,419 @@
+"""An index's rows in Milvus: a collection for each table, and one more for each further vector of its rows."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+from pymilvus import DataType, MilvusClient, MilvusException
+from pymilvus.client.ts_utils import get_collection_ts
+from retrieval import StoreError, stores
+
+from retrieval_milvus.expressions import expression
+
+Floats = NDArray[np.float32]
+
+# It writes a traceback for whatever a server refuses; all of that is raised as a sentence here.
+logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
+
+HEAD, LEASE = "retrieval.head", "retrieval.lease"
+"""Properties of collections: a server's description of one is never an older one."""
+_BYTES = 2 << 20  # of one request
+_ROWS = 8000  # of one answer
+_LONGEST_KEY = 8100
+_KINDS = {"flat": "FLAT", "hnsw": "HNSW", "ivf": "IVF_FLAT", "sq8": "IVF_SQ8"}
+_COLUMNS = ["number", "kind", "born", "died", "digest", "key", "terms", "orders", "body"]
+_AWAY = (
+    grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED,
+)  # fmt: skip
+
+
+class MilvusEngine(stores.Engine):
+    """See above. Collections are called NAME and NAME__TABLE.
+
+    Args:
+        uri: of the server.
+        token: of the user; empty for none.
+        database: of the server.
+        name: of the index.
+        address: what sentences call it.
+        timeout: seconds that one question may take.
+    """
+
+    text_bytes = 65_000
+    most_terms = 2000
+    most_found = 16_384
+    structures = tuple(_KINDS)
+
+    def __init__(self, uri: str, token: str, database: str, name: str, address: str, timeout: float) -> None:
+        self._name, self._address, self._timeout, self._database = name, address, timeout, database
+        self._indexes: dict[str, list[str]] = {}
+        self._client = self._ask(MilvusClient, uri, token=token, db_name=database, dedicated=True)
+
+    def _ask(self, question: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """Ask, again after a while where nobody answers or the server is not ready: everything that is asked can be asked twice.
+
+        Args:
+            question: takes `timeout`, the seconds that it may take.
+            given: its other arguments.
+            named: those with names.
+        """
+        began, pause = time.monotonic(), 0.05
+        while True:
+            now = time.monotonic()
+            if now > stores.stop_at():
+                raise stores.TooSlow(f"Reading {self._address} takes too long. Ask for less.")
+            try:
+                left = max(0.5, min(self._timeout - (now - began), stores.stop_at() - now))
+                return question(*given, **named, timeout=left)
+            except (MilvusException, grpc.RpcError, ValueError) as fault:
+                if not _is_away(fault):
+                    raise StoreError(f"{self._address}: Milvus refuses: {_sentence(fault)}") from None
+                if time.monotonic() - began + pause > self._timeout:
+                    raise stores.StoreUnavailable(
+                        f"Milvus does not answer for {self._address}: {_sentence(fault)} Try again in a moment."
+                    ) from None
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
+
+    def _collection(self, table: str, vector: int = 0) -> str:
+        name = self._name if table == stores.RECORDS else f"{self._name}__{table}"
+        return f"{name}__{vector}" if vector else name
+
+    def _collections(self, table: str) -> list[str]:
+        """Return the collections of a table: the first has everything, each further one the numbers and conditions of its vector."""
+        first = self._collection(table)
+        return sorted(name for name in self._listed() if name == first or (name.startswith(f"{first}__") and name[len(first) + 2 :].isdigit()))  # fmt: skip
+
+    def _listed(self) -> list[str]:
+        return list(self._ask(self._client.list_collections))
+
+    def _properties(self, name: str) -> dict[str, str] | None:
+        """Return the properties of a collection; None where there is none."""
+
+        def ask(timeout: float) -> dict[str, str] | None:
+            try:
+                return dict(self._client.describe_collection(name, timeout=timeout).get("properties", {}))
+            except MilvusException as fault:
+                if fault.code == 100 or "not found" in str(fault) or "not exist" in str(fault):
+                    return None
+                raise
+
+        found: dict[str, str] | None = self._ask(ask)
+        return found
+
+    def _set(self, name: str, property: str, text: str) -> None:
+        self._ask(self._client.alter_collection_properties, name, {property: text})
+
+    # The whole
+
+    def head(self) -> str | None:
+        """Return a property of the first collection; see `Engine`."""
+        return (self._properties(self._name) or {}).get(HEAD)
+
+    def keep(self, head: str) -> None:
+        """Replace that property; see `Engine`."""
+        self._set(self._name, HEAD, head)
+
+    def make(self) -> None:
+        """Make the collection of items; see `Engine`."""
+        self.drop()
+        self._make(stores.RECORDS, {"v0": 2}, "flat", {})
+
+    def make_table(
+        self, table: str, widths: Mapping[str, int], structure: str, options: Mapping[str, Any]
+    ) -> None:
+        """Make collections; see `Engine`."""
+        self.drop_table(table)
+        self._make(table, widths, structure, options)
+
+    def _make(
+        self, table: str, widths: Mapping[str, int], structure: str, options: Mapping[str, Any]
+    ) -> None:
+        for at, width in enumerate(widths.values()):
+            schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
+            ordered = table == stores.RECORDS
+            schema.add_field(
+                "id", DataType.VARCHAR, is_primary=True, max_length=_LONGEST_KEY
+            ) if ordered else None
+            schema.add_field("number", DataType.INT64, is_primary=not ordered)
+            for column in ("born", "died"):
+                schema.add_field(column, DataType.INT64)
+            for column, length in (("kind", 8), ("digest", 32), ("key", _LONGEST_KEY), ("body", 65_535)):
+                schema.add_field(column, DataType.VARCHAR, max_length=length)
+            schema.add_field(
+                "terms",
+                DataType.ARRAY,
+                element_type=DataType.VARCHAR,
+                max_capacity=self.most_terms,
+                max_length=24,
+            )
+            schema.add_field("orders", DataType.JSON)
+            schema.add_field("vector", DataType.FLOAT_VECTOR, dim=max(2, width))  # the server takes none of 1
+            name = self._collection(table, at)
+            self._ask(self._client.create_collection, name, schema=schema, num_shards=1)
+            self._index(name, structure, options)
+
+    def _index(self, name: str, structure: str, options: Mapping[str, Any]) -> None:
+        params = self._client.prepare_index_params()
+        params.add_index(
+            "vector",
+            index_name="vector",
+            index_type=_KINDS[structure],
+            metric_type="L2",
+            params=_build(structure, options),
+        )
+        self._ask(self._client.create_index, name, params)
+        self._ask(self._client.load_collection, name)
+
+    def restructure(
+        self, table: str, widths: Mapping[str, int], structure: str, options: Mapping[str, Any]
+    ) -> None:
+        """Build another index; the table cannot be searched meanwhile, and questions wait. See `Engine`."""
+        for name in self._collections(table):
+            self._ask(self._client.release_collection, name)
+            self._ask(self._client.drop_index, name, "vector")
+            self._index(name, structure, options)
+
+    def drop_table(self, table: str) -> None:
+        """Delete collections; see `Engine`."""
+        for name in self._collections(table):
+            self._ask(self._client.drop_collection, name)
+
+    def drop(self) -> None:
+        """Delete all collections, that with the head first; see `Engine`."""
+        listed = self._listed()
+        for name in [self._name, *(one for one in listed if one.startswith(f"{self._name}__g"))]:
+            if name in listed:
+                self._ask(self._client.drop_collection, name)
+
+    # Rows
+
+    def _seen(self, name: str) -> int:
+        """Return the server's time of what this process wrote last to a collection."""
+        return int(
+            get_collection_ts(name, self._client._get_connection().server_address, self._database) or 0
+        )
+
+    def _write(self, table: str, rows: Sequence[stores.Row]) -> int:
+        seen = 0
+        for at, name in enumerate([self._collection(table), *self._further(table)]):
+            plain = [_plain(row, table, at) for row in rows]
+            self._ask(self._client.upsert, name, plain)
+            seen = max(seen, self._seen(name))
+        return seen
+
+    def _further(self, table: str) -> list[str]:
+        if table == stores.RECORDS:
+            return []
+        if table not in self._indexes:
+            self._indexes[table] = self._collections(table)[1:]
+        return self._indexes[table]
+
+    def put(self, table: str, rows: Sequence[stores.Row]) -> int:
+        """Write rows; see `Engine`."""
+        seen, size, waiting = 0, 0, []
+        for row in rows:
+            waiting.append(row)
+            size += len(row.body) + 30 * len(row.terms) + 4 * sum(map(len, row.vectors.values())) + 500
+            if size > _BYTES:
+                seen, size, waiting = max(seen, self._write(table, waiting)), 0, []
+        return max(seen, self._write(table, waiting)) if waiting else seen
+
+    def end(self, table: str, where: stores.Condition, moment: int) -> int:
+        """Write rows once more: one column alone cannot be changed. See `Engine`."""
+        rows = self.fetch(table, where, seen=0, vectors=True)
+        return self.put(table, [replace(row, died=moment) for row in rows])
+
+    def erase(self, table: str, where: stores.Condition) -> int:
+        """Delete rows; see `Engine`."""
+        seen = 0
+        for name in [self._collection(table), *self._further(table)]:
+            key = "id" if table == stores.RECORDS else "number"
+            for rows in self._pages(name, key, expression(where), [key], 0):
+                keys = [row[key] for row in rows]
+                self._ask(self._client.delete, name, ids=keys)
+                seen = max(seen, self._seen(name))
+        return seen
+
+    def _query(
+        self, name: str, where: str, columns: list[str], seen: int, limit: int | None
+    ) -> list[dict[str, Any]]:
+        more = {"limit": limit} if limit is not None else {}
+        return list(self._ask(self._client.query, name, filter=where, output_fields=columns, **more, **_level(seen)))  # fmt: skip
+
+    def _pages(
+        self, name: str, key: str, where: str, columns: list[str], seen: int
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Give rows in the order of their primary keys, which is how Milvus gives the first ones."""
+        behind, limit = "", _ROWS if "body" not in columns else 1000
+        while True:
+            found = self._query(name, f"({where}){behind}", columns, seen, limit)
+            if found:
+                yield found
+            if len(found) < limit:
+                return
+            last = max(row[key] for row in found)
+            behind = f' and {key} > "{last}"' if isinstance(last, str) else f" and {key} > {last}"
+
+    def fetch(
+        self, table: str, where: stores.Condition, *, seen: int, vectors: bool = False
+    ) -> list[stores.Row]:
+        """Return rows; see `Engine`."""
+        key = "id" if table == stores.RECORDS else "number"
+        columns = _COLUMNS + ["vector"] * vectors + ["id"] * (key == "id")
+        found = [
+            row
+            for rows in self._pages(self._collection(table), key, expression(where), columns, seen)
+            for row in rows
+        ]
+        further: list[dict[int, Any]] = []
+        if vectors:
+            for name in self._further(table):
+                rest = [
+                    row
+                    for rows in self._pages(name, "number", expression(where), ["number", "vector"], seen)
+                    for row in rows
+                ]
+                further.append({row["number"]: row["vector"] for row in rest})
+        return [_row(row, [row.get("vector"), *(one[row["number"]] for one in further)]) for row in found]
+
+    def page(
+        self, table: str, where: stores.Condition, after: str, limit: int, *, seen: int
+    ) -> list[stores.Row]:
+        """Return rows in the order of their keys; see `Engine`."""
+        behind = (
+            f' and id > "{after}/"' if after else ""
+        )  # "/" comes behind the "." that follows a key, and before digits
+        found: list[stores.Row] = []
+        while len(found) < limit:
+            some = min(limit - len(found), 1000)
+            rows = self._query(
+                self._collection(table), f"({expression(where)}){behind}", [*_COLUMNS, "id"], seen, some
+            )
+            found += [_row(row, []) for row in sorted(rows, key=lambda row: str(row["id"]))]
+            if len(rows) < some:
+                break
+            behind = f' and id > "{found[-1].key}/"'
+        return found
+
+    def count(self, table: str, where: stores.Condition, *, seen: int) -> int:
+        """Return how many rows there are; see `Engine`."""
+        (found,) = self._query(self._collection(table), expression(where), ["count(*)"], seen, None)
+        return int(found["count(*)"])
+
+    def nearest(
+        self, table: str, vector: str, queries: Floats, count: int, where: stores.Condition, *, seen: int
+    ) -> list[list[int]]:
+        """Return the nearest rows; see `Engine`."""
+        name, chosen = self._collection(table, int(vector[1:])), expression(where)
+        asked = [_padded(query) for query in queries]
+        search = {"metric_type": "L2", "params": {"ef": max(64, 2 * count), "nprobe": 32}}
+        found = self._ask(
+            self._client.search, name, asked, filter=chosen, limit=count, output_fields=["number"],
+            search_params=search, anns_field="vector", **_level(seen),
+        )  # fmt: skip
+        return [[int(one["entity"]["number"]) for one in hits] for hits in found]
+
+    # One writer: whoever made the collection
+
+    def claim(self, text: str) -> bool:
+        """Make a collection whose description says who, so that one process can; see `Engine`."""
+        name = self._collection("lock")
+        schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False, description=text)
+        schema.add_field("number", DataType.INT64, is_primary=True)
+        schema.add_field("vector", DataType.FLOAT_VECTOR, dim=2)
+
+        def ask(timeout: float) -> bool:
+            try:
+                self._client.create_collection(
+                    name, schema=schema, num_shards=1, properties={LEASE: text}, timeout=timeout
+                )
+                return True
+            except MilvusException as fault:
+                if "different parameters" in str(fault) or "already exist" in str(fault):
+                    return False
+                raise
+
+        return bool(self._ask(ask))
+
+    def holder(self) -> str | None:
+        """Return what that collection says; see `Engine`."""
+        found = self._properties(self._collection("lock"))
+        return None if found is None else found.get(LEASE, "{}")
+
+    def renew(self, text: str) -> None:
+        """Say who writes; see `Engine`."""
+        self._set(self._collection("lock"), LEASE, text)
+
+    def release(self) -> None:
+        """Delete that collection; see `Engine`."""
+        self._ask(self._client.drop_collection, self._collection("lock"))
+
+    def close(self) -> None:
+        """Close the connection; see `Engine`."""
+        self._client.close()
+
+
+def _level(seen: int) -> dict[str, Any]:
+    """Return how much of what was written an answer must have: all up to a time, or all of it."""
+    if not seen:
+        return {"consistency_level": "Strong"}
+    return {"consistency_level": "Customized", "guarantee_timestamp": seen}
+
+
+def _build(structure: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of an index by the names that Milvus has for those of the built-in back ends."""
+    if structure == "hnsw":
+        return {"M": int(options.get("m", 16)), "efConstruction": int(options.get("ef_construction", 200))}
+    return {} if structure == "flat" else {"nlist": int(options.get("lists") or 1024)}
+
+
+def _is_away(fault: Exception) -> bool:
+    if isinstance(fault, grpc.RpcError):
+        return True
+    if isinstance(fault, ValueError):
+        return "closed channel" in str(fault)
+    said = str(fault).lower()
+    code = getattr(fault, "code", None)
+    return code in _AWAY or code in (1, 2, 3, 5, 101, 102, 103, 104, 106, 500, 501, 502, 503, 901) or any(
+        word in said
+        for word in ("unavailable", "fail connecting", "not ready", "not loaded", "no available", "timeout", "timed out", "deadline",
+                     "unhealthy", "initializing", "not serving", "channel not", "rate limit", "retry")
+    )  # fmt: skip
+
+
+def _sentence(fault: Exception) -> str:
+    text = " ".join(str(getattr(fault, "message", None) or fault).split())[:300].rstrip(".")
+    return f"{text or type(fault).__name__}."
+
+
+def _padded(vector: Floats) -> Floats:
+    return vector if len(vector) > 1 else np.array([vector[0], 0], np.float32)
+
+
+def _plain(row: stores.Row, table: str, at: int) -> dict[str, Any]:
+    vector = row.vectors.get(f"v{at}")
+    plain = {
+        "number": row.number, "kind": row.kind, "born": row.born, "died": row.died, "digest": row.digest, "key": row.key,
+        "terms": list(row.terms), "orders": dict(row.orders), "body": "" if at else row.body,
+        "vector": np.zeros(2, np.float32) if vector is None else _padded(vector),
+    }  # fmt: skip
+    return {"id": f"{row.key}.{row.number:016x}", **plain} if table == stores.RECORDS else plain
+
+
+def _row(said: Mapping[str, Any], vectors: Sequence[Any]) -> stores.Row:
+    orders = said["orders"]
+    made = {
+        f"v{at}": np.asarray(vector, np.float32) for at, vector in enumerate(vectors) if vector is not None
+    }
+    return stores.Row(
+        said["number"], said["kind"], said["born"], said["died"], said["digest"], said["key"], tuple(said["terms"]),
+        orders, said["body"], made,
+    )  # fmt: skip

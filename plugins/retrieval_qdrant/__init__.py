@@ -1,0 +1,14 @@
+"""Qdrant as a store: `qdrant://host:6333/photos`, and `qdrant+local:///data/photos` without a server."""
+
+from __future__ import annotations
+
+from retrieval import hookimpl
+from retrieval.host.hookspecs import Factories
+
+
+@hookimpl
+def retrieval_stores() -> Factories:
+    """Qdrant, on a server or in a folder of this machine."""
+    from retrieval_qdrant.place import QdrantLocalPlace, QdrantPlace
+
+    return {"qdrant": QdrantPlace, "qdrant+local": QdrantLocalPlace}

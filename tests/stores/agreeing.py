@@ -1,0 +1,47 @@
+"""A store's filters compared with `matches`, by property."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+from retrieval import stores
+from retrieval.errors import DataError
+from retrieval.serving.filters import matches, metadata_text
+from retrieval.serving.testing.bench import item, normal, scanned
+from retrieval.serving.testing.bundles import WIDTH, opened
+
+_spec = importlib.util.spec_from_file_location(
+    "filter_strategies", Path(__file__).parents[1] / "serving" / "filters" / "strategies.py"
+)
+assert _spec is not None and _spec.loader is not None
+strategies: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(strategies)
+NAMES = ["a", "b", "c", *strategies.ODD]
+
+
+def agree(store: stores.Store, data: st.DataObject) -> None:
+    """Put items in the place of those of an earlier example, and ask what some filters find of them."""
+    drawn = data.draw(st.lists(strategies.ITEM, min_size=1, max_size=25))
+    given = [item("all", metadata=dict.fromkeys(NAMES))]
+    for at, (label, metadata) in enumerate(drawn):
+        given.append(item(f"'{at}\"", label=label, metadata=metadata))
+    store.delete([one.id for one in store.scan()])
+    store.upsert(given, opened().sha256)
+    for where in data.draw(st.lists(strategies.FILTERS, min_size=4, max_size=10)):
+        expected = sorted(
+            one.id
+            for one in given
+            if matches(where, one.id, one.label, json.loads(metadata_text(one.metadata)))
+        )
+        with suppress(DataError):  # no item has a field of that name, so none matches
+            ids = [one.id for one in scanned(store, where)]
+            assert (ids, store.count(where)) == (expected, len(expected)), where
+            (found,) = store.search(normal(1, WIDTH, 0), 50, opened().sha256, where=where)
+            assert sorted(one.id for one in found) == expected, where
+            continue
+        assert not expected, where

@@ -1,0 +1,270 @@
+"""Milvus as a store, on a real server: every case of the contract, filters, the verbs of the command line, and a server that goes away."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import retrieval
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from retrieval import stores, testing
+from retrieval.serving.filters import parse_filter
+from retrieval.serving.testing.bench import item, normal, some
+from retrieval.serving.testing.bundles import opened
+
+pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
+from retrieval_milvus.place import MilvusPlace
+
+
+def address(milvus: Any, *words: object, options: str = "") -> stores.Address:
+    """The address of an index whose name is made of some words."""
+    name = "t" + hashlib.sha256(repr(words).encode()).hexdigest()[:16]
+    return stores.Address.parse(f"milvus://{milvus.place}/{name}{options}")
+
+
+class TestMilvus(testing.StoreSuite):
+    """`retrieval.testing` holds the cases."""
+
+    milvus: Any
+
+    @pytest.fixture(autouse=True, scope="class")
+    def _server(self, milvus: Any) -> None:
+        type(self).milvus = milvus
+
+    def at(self, place: Path) -> MilvusPlace:
+        return MilvusPlace(address(self.milvus, str(place)))
+
+
+@pytest.fixture
+def index(milvus: Any, request: pytest.FixtureRequest) -> Iterator[stores.RowStore]:
+    """An empty index, by the name of the test."""
+    place = MilvusPlace(address(milvus, request.node.name, os.getpid()))
+    with place.create(opened(), stores.widths_of(opened())) as store:
+        yield store
+    place.drop()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_filters_agree_with_the_language(index: stores.RowStore, agree: Any, data: st.DataObject) -> None:
+    """Whatever is written in a filter means what the filter language says, and nothing of it becomes Milvus's."""
+    agree(index, data)
+
+
+def test_another_index_in_the_same_server(index: stores.RowStore, milvus: Any) -> None:
+    """Names that begin alike are two indexes; one that Milvus cannot have is refused, and so is a collection of somebody else's."""
+    longer = MilvusPlace(stores.Address.parse(f"{index.address}_more"))
+    assert not longer.exists()
+    with longer.create(opened(), stores.widths_of(opened())) as other:
+        other.upsert(some(3), opened().sha256)
+        assert (index.count(), other.count()) == (0, 3)
+    longer.drop()
+    assert index.changed() is None and not longer.exists()
+    for name in ("a__g1", "a-b", "", "1a", "ä", "a" * 300, "a%20b"):
+        with pytest.raises(retrieval.StoreError, match="names no index"):
+            MilvusPlace(stores.Address.parse(f"milvus://{milvus.place}/{name}"))
+
+
+def test_what_is_long_is_kept_in_pieces(index: stores.RowStore) -> None:
+    """Labels, metadata and originals are larger than Milvus's longest text; a list has more values than its arrays."""
+    given = item("long", label="é" * 200_000, metadata={"a": "x" * 300_000, "b": list(range(5000))}, original=bytes(range(256)) * 900)  # fmt: skip
+    index.upsert([given, *some(20)], opened().sha256)
+    read = index.get(["long"], arrays=True)["long"]
+    assert (read.label, read.metadata) == (given.label, given.metadata)
+    assert index.original("long") == given.original
+    for where, expected in (("b = 4999", ["long"]), ("b = 5001", []), ("not b = 1 and price = 1", ["id 2"])):
+        assert [one.id for one in index.scan(parse_filter(where))] == expected, where
+    (found,) = index.search(given.vector[None], 1, opened().sha256, where=parse_filter("b > 4998"))
+    assert [one.id for one in found] == ["long"]
+
+
+def test_structures_are_built_and_searched(index: stores.RowStore) -> None:
+    """Each of them finds most of what a flat one finds, now and in generations to come; the head says which it is."""
+    index.upsert(some(400), opened().sha256)
+    queries = normal(5, 12, 3)
+    exact = [{one.id for one in found} for found in index.search(queries, 10, opened().sha256)]
+    for name in index.structures:
+        index.take_structure(name, {})
+        assert index.stats().details["backend"] == name
+        found = [{one.id for one in found} for found in index.search(queries, 10, opened().sha256)]
+        assert sum(len(a & b) for a, b in zip(found, exact, strict=True)) >= 40, name
+
+
+def test_a_writer_that_was_stopped_leaves_nothing(
+    index: stores.RowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had written before its head was replaced is never seen, and the next writer removes it."""
+    index.upsert(some(10), opened().sha256)
+    with monkeypatch.context() as patch:
+        patch.setattr(index.engine, "keep", _stopped)
+        for call in (
+            lambda: index.upsert([item("new"), item("id 1", 3)], opened().sha256),
+            lambda: index.delete(["id 2"]),
+        ):
+            with pytest.raises(ZeroDivisionError):
+                call()
+    ids = [one.id for one in index.scan()]
+    assert ids == sorted(one.id for one in some(10)) and index.count() == 10
+    index.upsert([item("newer")], opened().sha256)
+    assert [one.id for one in index.scan()] == sorted([*ids, "newer"])
+    (found,) = index.search(item("id 2").vector[None], 30, opened().sha256)
+    assert len(found) == 11
+
+
+def _stopped(head: str) -> None:
+    raise ZeroDivisionError
+
+
+def test_writers_take_turns_and_the_dead_are_not_waited_for(
+    index: stores.RowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stores write in turns; one whose lease was taken over, since it gave no sign of life, writes nothing."""
+    other = MilvusPlace(stores.Address.parse(index.address)).open()
+    with other:
+        writers = [threading.Thread(target=store.upsert, args=([item(f"{at}")], opened().sha256)) for at, store in enumerate([index, other] * 2)]  # fmt: skip
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
+        assert other.count() == index.count() == 4
+        monkeypatch.setattr("retrieval.serving.rows.lease._DEAD", 1.0)
+        monkeypatch.setattr("retrieval.serving.rows.lease._RENEW", 0.0)
+        with index.change() as change:
+            assert other.upsert([item("4")], opened().sha256) == 0
+            with pytest.raises(retrieval.StoreError, match="Another process writes"):
+                index.put(change, stores.RECORDS, [])
+        assert index.count() == 5
+        monkeypatch.setattr("retrieval.serving.rows.lease._DEAD", 60.0)
+        other._lease._wait = 0.3
+        with index.change(), pytest.raises(retrieval.StoreError, match="written to by another process"):
+            other.delete(["4"])
+
+
+def test_dead_rows_are_swept(index: stores.RowStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are gone from the engine once no reader can be at their moment; what is alive stays."""
+    index.upsert([item("kept", original=b"x" * 100_000), *some(20)], opened().sha256)
+    index.delete([f"id {number}" for number in range(15)])
+    index.upsert([item("kept")], opened().sha256)
+    rows = stores.Between("born", 0, stores.ALIVE)
+    before = index.engine.count(stores.RECORDS, rows, seen=0)
+    monkeypatch.setattr("retrieval.serving.rows.store.SWEPT_AFTER", -1.0)
+    index.compact()
+    assert index.engine.count(stores.RECORDS, rows, seen=0) <= before - 16 - 3  # items, pieces
+    assert sorted(one.id for one in index.scan()) == sorted(
+        ["kept", *(f"id {number}" for number in range(15, 20))]
+    )
+
+
+@pytest.fixture
+def verb(milvus: Any, tmp_path: Path, cli: Any, makers: Any, plain_bundle: Path) -> Iterator[Any]:
+    """The verb of `retrieval index` at an index of thirty digits, as JSON where it gives that."""
+    makers.write_digits(tmp_path / "digits", 30)
+    where = str(address(milvus, str(tmp_path)))
+
+    def call(verb: str, *words: Any, code: int = 0, json_: bool = True) -> Any:
+        done = cli("index", verb, where, *words, *(["--json"] if json_ else []))
+        assert done.code == code, done.err
+        return json.loads(done.out) if json_ and code == 0 else done
+
+    call.address = where  # type: ignore[attr-defined]
+    made = call("create", tmp_path / "digits", "--bundle", plain_bundle, json_=False)
+    assert "Indexed 30 items" in made.out and where in made.out
+    yield call
+    MilvusPlace(stores.Address.parse(where)).drop()
+
+
+def _nearest(url: str, image: Path) -> dict[str, Any]:
+    body = (
+        b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n' + image.read_bytes()
+    )
+    kind = {"Content-Type": "multipart/form-data; boundary=x"}
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{url}v1/search", body + b"\r\n--x--\r\n", kind), timeout=60
+    ) as done:
+        found: dict[str, Any] = json.load(done)["results"][0]
+        return found
+
+
+def test_the_verbs_of_the_command_line(
+    verb: Any, tmp_path: Path, cli: Any, plain_bundle: Path, other_bundle: Path
+) -> None:
+    """All of them, and two servers that follow a migration."""
+    digits = sorted((tmp_path / "digits").rglob("*.png"))
+    again = verb("add", tmp_path / "digits")
+    assert (again["index"], again["added"], again["unchanged"]) == (verb.address, 0, 30)
+    first = verb("list", "--limit", 1)["items"][0]["id"]
+    assert len(verb("show", first)["vector"]) == 16 and verb("show")["items"] == 30
+    found = cli("search", verb.address, digits[4], "-k", "1", "--json")
+    (hit,) = json.loads(found.out)[0]["results"]
+    assert str(digits[4]).endswith(hit["key"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
+    assert verb("delete", first)["deleted"] == 1 and verb("list")["count"] == 29
+    assert verb("add", tmp_path / "digits")["added"] == 1 and verb("check")["damaged"] == []
+    verb("compact", json_=False)
+    verb("snapshot", tmp_path / "s.index")
+    assert json.loads(cli("index", "list", tmp_path / "s.index", "--json").out)["count"] == 30
+    for name, words, said in [
+        ("tune", (), "1,200"),
+        ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
+        ("create", (digits[0], "--bundle", plain_bundle, "--frozen"), "A frozen index is a folder"),
+        ("show", ("nobody",), "has no item 'nobody'"),
+    ]:  # fmt: skip
+        told = verb(name, *words, code=2, json_=False)
+        assert said in told.err and "Traceback" not in told.err, (name, told.err)
+    run = {"port": 0, "wait": False}
+    with retrieval.serve(verb.address, **run) as one, retrieval.serve(verb.address, **run) as other:
+        for url in (one.url, other.url):
+            nearest = _nearest(url, digits[7])
+            assert str(digits[7]).endswith(nearest["key"]) and nearest["distance"] == pytest.approx(
+                0, abs=1e-3
+            )
+        verb("migrate", other_bundle)
+        verb("delete", nearest["key"])
+        for url in (one.url, other.url):
+            assert not str(digits[7]).endswith(_nearest(url, digits[7])["key"])
+    assert verb("rollback")["generation"] == 1
+    assert (
+        verb("migrate", other_bundle, "--drop-old")["generation"] == 2
+        and len(verb("show")["generations"]) == 1
+    )
+
+
+def test_nobody_answers(cli: Any) -> None:
+    """A server that is not there is a sentence, soon."""
+    told = cli("index", "list", "milvus://127.0.0.1:9/photos?timeout=1")
+    assert told.code == 2 and "does not answer" in told.err and "Traceback" not in told.err
+    with pytest.raises(stores.StoreUnavailable):
+        MilvusPlace(stores.Address.parse("milvus://127.0.0.1:9/photos?timeout=1"), timeout=1).exists()
+
+
+def test_a_server_that_is_killed_comes_back(milvus: Any, verb: Any, tmp_path: Path) -> None:
+    """Meanwhile whoever has the index open is told so; afterwards all that was acknowledged is there, and nobody opens it anew."""
+    if not hasattr(milvus, "kill"):
+        pytest.skip("the server of MILVUS_URI is not ours to kill")
+    image = sorted((tmp_path / "digits").rglob("*.png"))[3]
+    place = MilvusPlace(stores.Address.parse(verb.address), timeout=2)
+    with retrieval.serve(f"{verb.address}?timeout=2", port=0, wait=False) as served, place.open() as store:
+        sha256 = store.generations()[0].bundle
+        bundle = retrieval.open_bundle(store.bundle(store.generations()[0]))
+        store.upsert([item("late", 0, bundle)], sha256)
+        milvus.kill()
+        with pytest.raises(stores.StoreUnavailable, match="does not answer"):
+            store.count()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            _nearest(served.url, image)
+        assert refused.value.code == 503
+        milvus.start_again()
+        store.engine._timeout = 60.0
+        assert store.count() == 31 and store.get(["late"])
+        (found,) = store.search(item("late", 0, bundle).vector[None], 1, sha256)
+        assert [one.id for one in found] == ["late"]
+    with retrieval.serve(verb.address, port=0, wait=False) as served:
+        assert str(image).endswith(_nearest(served.url, image)["key"])
