@@ -16,6 +16,7 @@ from pymilvus.client.ts_utils import get_collection_ts
 from retrieval import StoreError, stores
 
 from retrieval_milvus.expressions import expression
+from retrieval_milvus.rows import build, is_away, level, padded, plain_row, row_of, sentence
 
 Floats = NDArray[np.float32]
 
@@ -29,9 +30,6 @@ _ROWS = 8000  # of one answer
 _LONGEST_KEY = 8100
 _KINDS = {"flat": "FLAT", "hnsw": "HNSW", "ivf": "IVF_FLAT", "sq8": "IVF_SQ8"}
 _COLUMNS = ["number", "kind", "born", "died", "digest", "key", "terms", "orders", "body"]
-_AWAY = (
-    grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED,
-)  # fmt: skip
 
 
 class MilvusEngine(stores.Engine):
@@ -73,11 +71,11 @@ class MilvusEngine(stores.Engine):
                 left = max(0.5, min(self._timeout - (now - began), stores.stop_at() - now))
                 return question(*given, **named, timeout=left)
             except (MilvusException, grpc.RpcError, ValueError) as fault:
-                if not _is_away(fault):
-                    raise StoreError(f"{self._address}: Milvus refuses: {_sentence(fault)}") from None
+                if not is_away(fault):
+                    raise StoreError(f"{self._address}: Milvus refuses: {sentence(fault)}") from None
                 if time.monotonic() - began + pause > self._timeout:
                     raise stores.StoreUnavailable(
-                        f"Milvus does not answer for {self._address}: {_sentence(fault)} Try again in a moment."
+                        f"Milvus does not answer for {self._address}: {sentence(fault)} Try again in a moment."
                     ) from None
             time.sleep(pause)
             pause = min(2 * pause, 2.0)
@@ -167,7 +165,7 @@ class MilvusEngine(stores.Engine):
             index_name="vector",
             index_type=_KINDS[structure],
             metric_type="L2",
-            params=_build(structure, options),
+            params=build(structure, options),
         )
         self._ask(self._client.create_index, name, params)
         self._ask(self._client.load_collection, name)
@@ -204,7 +202,7 @@ class MilvusEngine(stores.Engine):
     def _write(self, table: str, rows: Sequence[stores.Row]) -> int:
         seen = 0
         for at, name in enumerate([self._collection(table), *self._further(table)]):
-            plain = [_plain(row, table, at) for row in rows]
+            plain = [plain_row(row, table, at) for row in rows]
             self._ask(self._client.upsert, name, plain)
             seen = max(seen, self._seen(name))
         return seen
@@ -226,27 +224,27 @@ class MilvusEngine(stores.Engine):
                 seen, size, waiting = max(seen, self._write(table, waiting)), 0, []
         return max(seen, self._write(table, waiting)) if waiting else seen
 
-    def end(self, table: str, where: stores.Condition, moment: int) -> int:
+    def end(self, table: str, where: stores.Condition, moment: int, *, seen: int) -> int:
         """Write rows once more: one column alone cannot be changed. See `Engine`."""
-        rows = self.fetch(table, where, seen=0, vectors=True)
+        rows = self.fetch(table, where, seen=seen, vectors=True)
         return self.put(table, [replace(row, died=moment) for row in rows])
 
-    def erase(self, table: str, where: stores.Condition) -> int:
+    def erase(self, table: str, where: stores.Condition, *, seen: int) -> int:
         """Delete rows; see `Engine`."""
-        seen = 0
+        written = 0
         for name in [self._collection(table), *self._further(table)]:
             key = "id" if table == stores.RECORDS else "number"
-            for rows in self._pages(name, key, expression(where), [key], 0):
+            for rows in self._pages(name, key, expression(where), [key], seen):
                 keys = [row[key] for row in rows]
                 self._ask(self._client.delete, name, ids=keys)
-                seen = max(seen, self._seen(name))
-        return seen
+                written = max(written, self._seen(name))
+        return written
 
     def _query(
         self, name: str, where: str, columns: list[str], seen: int, limit: int | None
     ) -> list[dict[str, Any]]:
         more = {"limit": limit} if limit is not None else {}
-        return list(self._ask(self._client.query, name, filter=where, output_fields=columns, **more, **_level(seen)))  # fmt: skip
+        return list(self._ask(self._client.query, name, filter=where, output_fields=columns, **more, **level(seen)))  # fmt: skip
 
     def _pages(
         self, name: str, key: str, where: str, columns: list[str], seen: int
@@ -282,7 +280,7 @@ class MilvusEngine(stores.Engine):
                     for row in rows
                 ]
                 further.append({row["number"]: row["vector"] for row in rest})
-        return [_row(row, [row.get("vector"), *(one[row["number"]] for one in further)]) for row in found]
+        return [row_of(row, [row.get("vector"), *(one[row["number"]] for one in further)]) for row in found]
 
     def page(
         self, table: str, where: stores.Condition, after: str, limit: int, *, seen: int
@@ -297,7 +295,7 @@ class MilvusEngine(stores.Engine):
             rows = self._query(
                 self._collection(table), f"({expression(where)}){behind}", [*_COLUMNS, "id"], seen, some
             )
-            found += [_row(row, []) for row in sorted(rows, key=lambda row: str(row["id"]))]
+            found += [row_of(row, []) for row in sorted(rows, key=lambda row: str(row["id"]))]
             if len(rows) < some:
                 break
             behind = f' and id > "{found[-1].key}/"'
@@ -313,11 +311,11 @@ class MilvusEngine(stores.Engine):
     ) -> list[list[int]]:
         """Return the nearest rows; see `Engine`."""
         name, chosen = self._collection(table, int(vector[1:])), expression(where)
-        asked = [_padded(query) for query in queries]
+        asked = [padded(query) for query in queries]
         search = {"metric_type": "L2", "params": {"ef": max(64, 2 * count), "nprobe": 32}}
         found = self._ask(
             self._client.search, name, asked, filter=chosen, limit=count, output_fields=["number"],
-            search_params=search, anns_field="vector", **_level(seen),
+            search_params=search, anns_field="vector", **level(seen),
         )  # fmt: skip
         return [[int(one["entity"]["number"]) for one in hits] for hits in found]
 
@@ -359,61 +357,3 @@ class MilvusEngine(stores.Engine):
     def close(self) -> None:
         """Close the connection; see `Engine`."""
         self._client.close()
-
-
-def _level(seen: int) -> dict[str, Any]:
-    """Return how much of what was written an answer must have: all up to a time, or all of it."""
-    if not seen:
-        return {"consistency_level": "Strong"}
-    return {"consistency_level": "Customized", "guarantee_timestamp": seen}
-
-
-def _build(structure: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of an index by the names that Milvus has for those of the built-in back ends."""
-    if structure == "hnsw":
-        return {"M": int(options.get("m", 16)), "efConstruction": int(options.get("ef_construction", 200))}
-    return {} if structure == "flat" else {"nlist": int(options.get("lists") or 1024)}
-
-
-def _is_away(fault: Exception) -> bool:
-    if isinstance(fault, grpc.RpcError):
-        return True
-    if isinstance(fault, ValueError):
-        return "closed channel" in str(fault)
-    said = str(fault).lower()
-    code = getattr(fault, "code", None)
-    return code in _AWAY or code in (1, 2, 3, 5, 101, 102, 103, 104, 106, 500, 501, 502, 503, 901) or any(
-        word in said
-        for word in ("unavailable", "fail connecting", "not ready", "not loaded", "no available", "timeout", "timed out", "deadline",
-                     "unhealthy", "initializing", "not serving", "channel not", "rate limit", "retry")
-    )  # fmt: skip
-
-
-def _sentence(fault: Exception) -> str:
-    text = " ".join(str(getattr(fault, "message", None) or fault).split())[:300].rstrip(".")
-    return f"{text or type(fault).__name__}."
-
-
-def _padded(vector: Floats) -> Floats:
-    return vector if len(vector) > 1 else np.array([vector[0], 0], np.float32)
-
-
-def _plain(row: stores.Row, table: str, at: int) -> dict[str, Any]:
-    vector = row.vectors.get(f"v{at}")
-    plain = {
-        "number": row.number, "kind": row.kind, "born": row.born, "died": row.died, "digest": row.digest, "key": row.key,
-        "terms": list(row.terms), "orders": dict(row.orders), "body": "" if at else row.body,
-        "vector": np.zeros(2, np.float32) if vector is None else _padded(vector),
-    }  # fmt: skip
-    return {"id": f"{row.key}.{row.number:016x}", **plain} if table == stores.RECORDS else plain
-
-
-def _row(said: Mapping[str, Any], vectors: Sequence[Any]) -> stores.Row:
-    orders = said["orders"]
-    made = {
-        f"v{at}": np.asarray(vector, np.float32) for at, vector in enumerate(vectors) if vector is not None
-    }
-    return stores.Row(
-        said["number"], said["kind"], said["born"], said["died"], said["digest"], said["key"], tuple(said["terms"]),
-        orders, said["body"], made,
-    )  # fmt: skip

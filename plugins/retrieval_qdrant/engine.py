@@ -154,12 +154,12 @@ class QdrantEngine(stores.Engine):
             self._write(table, waiting)
         return 0
 
-    def end(self, table: str, where: stores.Condition, moment: int) -> int:
+    def end(self, table: str, where: stores.Condition, moment: int, *, seen: int) -> int:
         """Set one entry of the payload; see `Engine`."""
         self._ask(lambda: self._client.set_payload(self._collection(table), {"died": moment}, points=_filter(where), wait=True))  # fmt: skip
         return 0
 
-    def erase(self, table: str, where: stores.Condition) -> int:
+    def erase(self, table: str, where: stores.Condition, *, seen: int) -> int:
         """Delete points; see `Engine`."""
         self._ask(lambda: self._client.delete(self._collection(table), models.FilterSelector(filter=_filter(where)), wait=True))  # fmt: skip
         return 0

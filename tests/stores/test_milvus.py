@@ -36,7 +36,7 @@ class TestMilvus(testing.StoreSuite):
 
     milvus: Any
 
-    @pytest.fixture(autouse=True, scope="class")
+    @pytest.fixture(autouse=True)
     def _server(self, milvus: Any) -> None:
         type(self).milvus = milvus
 
@@ -162,6 +162,29 @@ def test_dead_rows_are_swept(index: stores.RowStore, monkeypatch: pytest.MonkeyP
     assert sorted(one.id for one in index.scan()) == sorted(
         ["kept", *(f"id {number}" for number in range(15, 20))]
     )
+
+
+def test_what_is_refused_or_left_to_the_caller(
+    index: stores.RowStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More items than the engine finds at once; a snapshot whose rows were swept meanwhile; answers are not kept."""
+    index.upsert(some(10), opened().sha256)
+    assert index.once("key", "request", lambda: b"answer") == b"answer" and index.answered("key") is None
+    monkeypatch.setattr(type(index.engine), "most_found", 5)
+    with pytest.raises(retrieval.StoreError, match="at most 5 items"):
+        index.search(normal(1, 12, 0), 6, opened().sha256)
+    other = MilvusPlace(stores.Address.parse(index.address)).open()
+
+    def swept(store: stores.Store, target: Path) -> None:
+        stores.write_copy(store, target)
+        other.delete(["id 1"])
+        other.compact()
+
+    monkeypatch.setattr("retrieval.serving.rows.store.SWEPT_AFTER", -5.0)
+    monkeypatch.setattr("retrieval.serving.rows.store.write_copy", swept)
+    with other, pytest.raises(retrieval.StoreError, match="was swept"):
+        index.snapshot(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
 
 
 @pytest.fixture

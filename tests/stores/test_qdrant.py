@@ -20,17 +20,22 @@ pytest.importorskip("qdrant_client", reason="the extra `qdrant` is not installed
 from retrieval_qdrant.place import QdrantLocalPlace, QdrantPlace
 
 
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Path]:
+    """A folder in memory, where that can be: the in-process mode waits for the disk once for every row."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+        yield Path(folder)
+
+
 class TestQdrantLocal(testing.StoreSuite):
-    """The in-process mode. It waits for the disk once for every row, so its folders are in memory where that can be."""
+    """The in-process mode."""
 
     folder: Path
 
-    @pytest.fixture(autouse=True, scope="class")
-    def _folder(self) -> Iterator[None]:
-        memory = Path("/dev/shm")
-        with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-            type(self).folder = Path(folder)
-            yield
+    @pytest.fixture(autouse=True)
+    def _memory(self, memory: Path) -> None:
+        type(self).folder = memory
 
     def at(self, place: Path) -> QdrantLocalPlace:
         return QdrantLocalPlace(stores.Address.parse(f"qdrant+local://{self.folder}{place}/items"))
@@ -62,8 +67,8 @@ def test_filters_agree_with_the_language(index: stores.RowStore, agree: Any, dat
 
 def test_one_process_opens_a_folder(index: stores.RowStore, process: Any) -> None:
     """Another one is told so, in a sentence."""
-    told = process("-m", "retrieval", "index", "list", index.address, code=2)
-    assert "takes one" in told.err and "Traceback" not in told.err
+    told = process("-m", "retrieval.cli", "index", "list", index.address)
+    assert told.code == 2 and "takes one" in told.err and "Traceback" not in told.err
 
 
 def test_names_and_servers_that_are_not_there(cli: Any) -> None:

@@ -163,11 +163,11 @@ class Engine(ABC):
         """Write rows, in the place of those with their numbers; return a number for `seen`."""
 
     @abstractmethod
-    def end(self, table: str, where: Condition, moment: int) -> int:
+    def end(self, table: str, where: Condition, moment: int, *, seen: int) -> int:
         """Let rows die at a moment; return a number for `seen`."""
 
     @abstractmethod
-    def erase(self, table: str, where: Condition) -> int:
+    def erase(self, table: str, where: Condition, *, seen: int) -> int:
         """Delete rows; return a number for `seen`."""
 
     @abstractmethod

@@ -172,7 +172,11 @@ class RowStore(RowWriter):
             self.commit(change)
             self.engine.drop_table(table_of(known.number))
             if known.bundle not in {one.bundle for one in left}:
-                self.engine.erase(RECORDS, OneOf("digest", (digest_of("piece", "bundle", known.bundle),)))
+                self.engine.erase(
+                    RECORDS,
+                    OneOf("digest", (digest_of("piece", "bundle", known.bundle),)),
+                    seen=change.next.seen,
+                )
 
     # The whole
 

@@ -93,10 +93,10 @@ class RowWriter(RowReader):
             later = Between("born", head.moment + 1, ALIVE)
             for table in self._tables(head):
                 if self.engine.count(table, later, seen=0):
-                    self.engine.erase(table, later)
+                    self.engine.erase(table, later, seen=0)
                 ended = Between("died", head.moment + 1, ALIVE - 1)
                 if self.engine.count(table, ended, seen=0):
-                    self.engine.end(table, ended, ALIVE)
+                    self.engine.end(table, ended, ALIVE, seen=0)
         self.untidy = True
 
     def _tables(self, head: Head) -> list[str]:
@@ -118,7 +118,7 @@ class RowWriter(RowReader):
                 where = Every(
                     (OneOf("number", tuple(wanted[start : start + WINDOW])), Between("died", ALIVE, ALIVE))
                 )
-                seen = self.engine.end(table, where, change.next.moment)
+                seen = self.engine.end(table, where, change.next.moment, seen=change.head.seen)
                 change.next = replace(change.next, seen=max(change.next.seen, seen))
 
     def commit(self, change: Change) -> None:
@@ -143,9 +143,9 @@ class RowWriter(RowReader):
         gone = self.engine.fetch(RECORDS, Every((OneOf("kind", (ITEM,)), dead)), seen=head.seen)
         owners = [digest_of("piece", what, row.number) for row in gone for what in ("original", "body") if self._has_pieces(row)]  # fmt: skip
         for start in range(0, len(owners), WINDOW):
-            self.engine.erase(RECORDS, Every((OneOf("kind", (PIECE,)), OneOf("digest", tuple(owners[start : start + WINDOW])))))  # fmt: skip
+            self.engine.erase(RECORDS, Every((OneOf("kind", (PIECE,)), OneOf("digest", tuple(owners[start : start + WINDOW])))), seen=head.seen)  # fmt: skip
         for table in reversed(self._tables(head)):
-            self.engine.erase(table, dead)
+            self.engine.erase(table, dead, seen=head.seen)
 
     @staticmethod
     def _has_pieces(row: Row) -> bool:
