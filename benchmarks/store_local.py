@@ -18,6 +18,7 @@ class Local(System):
     modules = ("faiss", "retrieval.serving.local.store", "retrieval.serving.local.create")
     exact = True
     what = "flat: exact search of segments that are mapped; SQLite is the record"
+    hints: ClassVar[tuple[str, ...]] = ("index/acknowledged",)
     structure: ClassVar[str] = "flat"
 
     def open(self) -> None:

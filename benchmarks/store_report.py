@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from retrieval.serving.index.backends import FLAT_NUMBERS
+
 from store_systems import SYSTEMS
 from store_trace import verdict
 
@@ -35,7 +37,13 @@ Pair = tuple[float, float]
 def survives(kept: dict[str, Any], name: str) -> str:
     """Return whether an acknowledged write survives a power cut: the worse of an add and a delete, as `verdict` says it."""
     found = kept.get("durability", {}).get(name, {})
-    said = [verdict(found[kind]) for kind in ("add", "delete") if kind in found] or ["no"]
+    hints = SYSTEMS[name].hints
+    told = [
+        found[kind] | {"unsynced": [file for file in found[kind]["unsynced"] if file not in hints]}
+        for kind in ("add", "delete")
+        if kind in found
+    ]
+    said = [verdict(one) for one in told] or ["no"]
     return "no" if "no" in said else next((one for one in said if one != "yes"), "yes")
 
 
@@ -140,8 +148,42 @@ def conclusions(kept: dict[str, Any]) -> list[str]:
             ):
                 if some:
                     parts.append(f"{said} {', '.join(f'{row[2]} ({both(row[3], by)})' for row in some)}")
-            lines.append(f"- {int(size):,}, {title} ({own}): {'; '.join(parts)}.")
+            earlier = f", at {kept['runs'][size]['commit']}" if size in kept.get("runs", {}) else ""
+            lines.append(f"- {int(size):,}{earlier}, {title} ({own}): {'; '.join(parts)}.")
     return lines
+
+
+def run_of(kept: dict[str, Any], size: str) -> list[str]:
+    """Return a sentence about a size that was measured in another run than the newest."""
+    run = kept.get("runs", {}).get(size)
+    if run is None:
+        return []
+    return [
+        f"Measured in another run, {run['began']} to {run['ended']}, load average {min(run['load'])} to {max(run['load'])}, retrieval at {run['commit']}.",
+        "",
+    ]
+
+
+def traced(kept: dict[str, Any]) -> list[str]:
+    """Return a sentence about systems whose writes were traced in another run."""
+    run = kept.get("traced")
+    if run is None:
+        return []
+    return [f"Traced in another run, {run['began']} to {run['ended']}, in the same versions: {', '.join(run['names'])}.", ""]  # fmt: skip
+
+
+def exactly(tables: dict[str, Any], size: str, width: int = 128) -> list[str]:
+    """Return what exact search costs beside a graph, at the size from which `auto` takes the graph."""
+    if int(size) * width != FLAT_NUMBERS:
+        return []
+    parts = []
+    for key in ("1, None", "32, None"):
+        flat, graph = (searched(tables[f"local {name}"], key) for name in ("flat", "HNSW"))
+        if flat and graph:
+            parts.append(
+                f"{SEARCHES[key].capitalize()}: {flat[1] * 1e3:,.1f} ms of CPU time a query exactly, {graph[1] * 1e3:,.2f} ms by the graph ({times(flat[1] / graph[1])})"
+            )
+    return [f"Up to this size, 32 million numbers, `auto` searches exactly, from here on by a graph. {'. '.join(parts)}.", ""]  # fmt: skip
 
 
 def both(pair: Pair, by: int) -> str:
@@ -292,6 +334,9 @@ def render(kept: dict[str, Any]) -> str:
         "SIGKILL after 122 acknowledged adds, in 22 calls of one and one of 100; opened again and each searched for.",
         "",
         *durable_table(kept),
+        "",
+        *traced(kept),
+        "`acknowledged` of ours holds the number of the last transaction, none of its content, and is written when the transaction is on the disk: a power cut that takes it takes no write.",
     ]
     for size in sorted(kept["sizes"], key=int):
         tables = kept["sizes"][size]
@@ -299,6 +344,8 @@ def render(kept: dict[str, Any]) -> str:
             "",
             f"## {int(size):,} items",
             "",
+            *run_of(kept, size),
+            *exactly(tables, size),
             "Searches: milliseconds a query, wall (CPU); –: 32 queries would take more than a minute.",
             "",
             *search_table(tables),

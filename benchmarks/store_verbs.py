@@ -30,6 +30,7 @@ class System(ABC):
         exact: whether its search is.
         what: the structure that is searched, and how it is written to.
         modules: what it imports, so that opening does not include that.
+        hints: files that hold nothing of a write, and may be lost.
         base: the system whose folder this one begins with; only its searches are measured.
     """
 
@@ -37,6 +38,7 @@ class System(ABC):
     modules: ClassVar[tuple[str, ...]]
     exact: ClassVar[bool]
     what: ClassVar[str]
+    hints: ClassVar[tuple[str, ...]] = ()
     base: ClassVar[str | None] = None
 
     def __init__(self, folder: Path, width: int) -> None:
