@@ -40,6 +40,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "merging": ("merging", lambda script, raw: script.render(raw)),
     "fashion": ("fashion", lambda script, raw: script.render(raw)),
     "oahu_sensitivity": ("oahu_sensitivity", lambda script, raw: script.render()),
+    "serve": ("serve_report", lambda script, raw: script.render(raw)),
     "store": ("store_report", lambda script, raw: script.render(raw)),
     "vectors_in_sqlite": ("vectors_in_sqlite", lambda script, raw: script.render(raw)),
     "power_cuts": ("power_cuts", lambda script, raw: script.render(raw)),

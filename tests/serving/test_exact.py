@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from retrieval.serving.local import exact, few
+from retrieval.serving.local import exact, few, frame
 
 Array = Any
 
@@ -240,3 +240,14 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], said: str) -> Non
     given: dict[str, Any] = {"queries": np.zeros((2, 4), np.float32), "vectors": np.zeros((9, 4), np.float32), "k": 3}  # fmt: skip
     with pytest.raises(ValueError, match=said):
         exact.nearest(**given | options)
+
+
+def test_what_is_known_of_an_array_never_decides_and_goes_with_it() -> None:
+    vectors, queries = normal(300, 200), normal(2, 200, seed=1)
+    before = len(frame._KNOWN)
+    for scale in (1.0, 2.0**70, 2.0**-140):  # what was found out about the first is wrong of the others
+        vectors *= np.float32(scale)
+        agree(queries, vectors, 10)
+        assert len(frame._KNOWN) == before + 1
+    del vectors
+    assert len(frame._KNOWN) == before

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from retrieval.serving.index.contract import Floats, Rows
 from retrieval.serving.local.compact import Compact
 from retrieval.serving.local.few import are_few, nearest_of_few
+from retrieval.serving.local.frame import Frame, frame_of
 from retrieval.serving.runtime import load_faiss
 
 Doubles = NDArray[np.float64]
@@ -45,8 +46,6 @@ _MANY = 4  # times k: if more rows of a block are near, their k nearest are meas
 _BOUNDED = 32  # queries at a time
 # If more than this part of the pairs remains after the companion, to measure those costs more than reading the vectors.
 _WORTH_FEW, _WORTH = 1 / 16, 1 / 64
-_SAMPLE = 256
-_OFFSET = 16.0
 _LARGEST = 2.0**120
 _TINY = 2.0**-100  # above what underflow loses of a coordinate's product
 
@@ -98,10 +97,12 @@ def nearest(
     if not len(queries) or not len(vectors):
         return squared, rows
     given = np.ascontiguousarray(queries[:, columns], np.float32)
+    few = compact is None and are_few(given, vectors)
+    frame = None if few else frame_of(vectors, columns)
     vectors = np.asarray(vectors)  # no np.memmap, whose slices cost more
-    if compact is None and are_few(given, vectors):
+    if few:
         return nearest_of_few(given, vectors[:, columns], k, keep)
-    task = _Task(vectors, columns, k, keep, norms, _frame(vectors, columns), compact)
+    task = _Task(vectors, columns, k, keep, norms, frame, compact)
     count = -(-len(vectors) // threads)
     ranges = [(start, min(start + count, len(vectors))) for start in range(0, len(vectors), count)]
     for first in range(0, len(given), _MOST_QUERIES):
@@ -153,36 +154,6 @@ def _check(
 
 
 @dataclass(frozen=True)
-class _Frame:
-    """Where vectors lie far from zero, or are so large or small that float32 loses their squares: how to bring them near."""
-
-    centre: Floats
-    scale: np.float32
-
-    def moved(self, vectors: Floats) -> Floats:
-        """Return (vectors − centre) × scale: a power of two, so that only the difference is rounded."""
-        near = vectors - self.centre
-        near *= self.scale
-        return near
-
-
-def _frame(vectors: Floats, columns: slice) -> _Frame | None:
-    """Return the frame that a sample of the rows asks for; it decides about speed, never about the answer."""
-    sample = vectors[:: -(-len(vectors) // _SAMPLE), columns].astype(np.float64)
-    centre = sample.mean(0)
-    spread = float(np.square(sample - centre).sum(1).mean())
-    offset = float(np.square(centre).sum())
-    far = offset > _OFFSET * spread
-    size = spread if far and spread > 0 else offset + spread
-    if not far and (size == 0 or 2.0**-60 < size < 2.0**100):
-        return None
-    if not far:
-        centre = np.zeros_like(centre)
-    exponent = 0 if size == 0 or 2.0**-60 < size < 2.0**100 else int(np.frexp(size)[1]) // 2
-    return _Frame(centre.astype(np.float32), np.float32(2.0 ** -max(-126, min(126, exponent))))
-
-
-@dataclass(frozen=True)
 class _Task:
     """What all ranges and groups of queries of a search share: `nearest`'s arguments."""
 
@@ -191,7 +162,7 @@ class _Task:
     k: int
     keep: NDArray[np.bool_] | None
     norms: Floats | None
-    frame: _Frame | None
+    frame: Frame | None
     compact: Compact | None
 
 
