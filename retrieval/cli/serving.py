@@ -146,7 +146,11 @@ def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add an option for each limit of the server's settings."""
     for each in reversed([each for each in fields(Settings) if each.metadata]):
         least = each.metadata["least"]
-        kind = click.IntRange(least) if isinstance(each.default, int) else Number(least, _DAY)
+        kind = (
+            click.IntRange(least, each.metadata["most"])
+            if isinstance(each.default, int)
+            else Number(least, _DAY)
+        )
         command = click.option(
             f"--{each.name.replace('_', '-')}",
             default=each.default,

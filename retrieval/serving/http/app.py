@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -36,6 +38,7 @@ from retrieval.serving.http.writing import Writing
 from retrieval.serving.stages import current
 
 Handler = Callable[[Request], Awaitable[Response]]
+HandOn = Callable[[float | None], Response]
 
 _PAGE = {
     "/": ("page.html", "text/html; charset=utf-8"),
@@ -52,6 +55,7 @@ def create_app(
     monitoring: Monitoring | None = None,
     access: Access | None = None,
     audit: Audit | None = None,
+    hand_on: HandOn | None = None,
 ) -> Starlette:
     """Return the application over one or more searchers of the same settings.
 
@@ -60,6 +64,7 @@ def create_app(
         monitoring: of those searchers; by default one that writes no log.
         access: who may do what; by default what the settings let everybody do.
         audit: where changes are recorded; None for nowhere.
+        hand_on: gives the answer to a change that another process makes; None: this one makes them.
     """
     named = {"index": searchers} if isinstance(searchers, Searcher) else searchers
     settings = next(iter(named.values())).settings
@@ -72,7 +77,7 @@ def create_app(
     )
     every = [
         *monitoring.routes,
-        *routes(site),
+        *routes(site, hand_on),
         *(Route(path, _static(*what)) for path, what in _PAGE.items()),
     ]
 
@@ -97,7 +102,7 @@ def create_app(
             *cross_origin(settings.cors_origins),
             Middleware(Gate, access=access or Access(settings)),
         ],
-        exception_handlers={HTTPException: _http_error, RequestError: _request_error, DataError: _data_error},
+        exception_handlers=FAULTS,
     )
     app.router.redirect_slashes = False  # a redirect would repeat the Host that it was sent
     app.state.readiness = next(iter(monitoring.readiness.values()))
@@ -105,10 +110,26 @@ def create_app(
     return app
 
 
-def routes(site: Site) -> list[BaseRoute]:
+def inside(app: Starlette) -> Callable[[Any, Any, Any], Awaitable[None]]:
+    """Return what answers behind everything that looks at a request first: for those that another process has let in."""
+    routed = ExceptionMiddleware(app.router, handlers=FAULTS)
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await routed({**scope, "app": app}, receive, send)
+
+    return answer
+
+
+def routes(site: Site, hand_on: HandOn | None = None) -> list[BaseRoute]:
     """Return the routes of /v1: those of an index come with its name in the address, and without."""
     searching, items, many = Searching(site), Items(site), Many(site)
     pictures, about = Pictures(site), About(site)
+    deadline = site.settings.deadline
+    put, delete, add, remove = (
+        _elsewhere(each, hand_on, site.settings.body_seconds + 2 * deadline)
+        for each in (items.put, items.delete, many.add, many.delete)
+    )
+    snapshot = _elsewhere(about.snapshot, hand_on, None)
     own: list[BaseRoute] = [
         Route("/v1/indexes", about.indexes),
         Route("/v1/openapi.json", about.openapi),
@@ -119,21 +140,32 @@ def routes(site: Site) -> list[BaseRoute]:
             Route(f"{prefix}/search/batch", searching.batch, methods=["POST"]),
             Route(f"{prefix}/index", about.index),
             Route(f"{prefix}/items", many.list),
-            Route(f"{prefix}/items", many.add, methods=["POST"]),
-            Route(f"{prefix}/delete", many.delete, methods=["POST"]),
-            Route(f"{prefix}/snapshots", about.snapshot, methods=["POST"]),
+            Route(f"{prefix}/items", add, methods=["POST"]),
+            Route(f"{prefix}/delete", remove, methods=["POST"]),
+            Route(f"{prefix}/snapshots", snapshot, methods=["POST"]),
             Route(f"{prefix}/item/image", pictures.image),
             Route(f"{prefix}/item/thumbnail", pictures.thumbnail),
             Route(f"{prefix}/item", items.get),
-            Route(f"{prefix}/item", items.put, methods=["PUT"]),
-            Route(f"{prefix}/item", items.delete, methods=["DELETE"]),
+            Route(f"{prefix}/item", put, methods=["PUT"]),
+            Route(f"{prefix}/item", delete, methods=["DELETE"]),
             ItemRoute(f"{prefix}/items/{{id:any}}/image", pictures.image),
             ItemRoute(f"{prefix}/items/{{id:any}}/thumbnail", pictures.thumbnail),
             ItemRoute(f"{prefix}/items/{{id:any}}", items.get),
-            ItemRoute(f"{prefix}/items/{{id:any}}", items.put, methods=["PUT"]),
-            ItemRoute(f"{prefix}/items/{{id:any}}", items.delete, methods=["DELETE"]),
+            ItemRoute(f"{prefix}/items/{{id:any}}", put, methods=["PUT"]),
+            ItemRoute(f"{prefix}/items/{{id:any}}", delete, methods=["DELETE"]),
         ]
     return own
+
+
+def _elsewhere(handler: Handler, hand_on: HandOn | None, seconds: float | None) -> Handler:
+    """Return what answers a change: the handler, or another process within some seconds."""
+    if hand_on is None:
+        return handler
+
+    async def handed_on(request: Request) -> Response:
+        return hand_on(seconds)
+
+    return handed_on
 
 
 def _static(name: str, media_type: str) -> Handler:
@@ -168,3 +200,7 @@ async def _data_error(request: Request, fault: Exception) -> Response:
     fault.__traceback__ = None  # as above
     text = str(fault)
     return problem(request.scope, 422, text[:1].upper() + text[1:])
+
+
+FAULTS: dict[Any, Any] = {HTTPException: _http_error, RequestError: _request_error, DataError: _data_error}
+"""What faults become."""

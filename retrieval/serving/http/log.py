@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
@@ -26,6 +26,7 @@ _KEPT = 10_000  # lines that wait for whatever reads standard error
 _PAUSE = (
     0.25  # seconds between two writes of requests' lines: waking a thread for each costs more than the line
 )
+_WHOLE = 4096  # bytes that a pipe takes at once: several processes may write to one, and no line comes into another
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _NAMES = ("retrieval.serving.http", "uvicorn.error", "asyncio")
 
@@ -119,15 +120,15 @@ class Lines:
             lines = [self._lines.popleft() for _ in range(len(self._lines))]
             if not lines:
                 return
-            text = "".join(f"{line}\n" for line in lines)
             with suppress(OSError, ValueError):  # nobody reads it any more
                 if self._stream is sys.__stderr__ and self._stream is not None:
                     # past the stream's own lock, which would hold up the end of the process while nobody reads
-                    rest = memoryview(text.encode("utf-8", "backslashreplace"))
-                    while rest:
-                        rest = rest[os.write(self._stream.fileno(), rest) :]
+                    for block in _blocks(lines):
+                        rest = memoryview(block)
+                        while rest:
+                            rest = rest[os.write(self._stream.fileno(), rest) :]
                 else:
-                    self._stream.write(text)
+                    self._stream.write("".join(f"{line}\n" for line in lines))
                     self._stream.flush()
 
     def close(self, seconds: float = 0.5) -> None:
@@ -139,6 +140,18 @@ class Lines:
             self._write()
 
 
+def _blocks(lines: list[str]) -> Iterator[bytes]:
+    """Give lines in blocks that are written at once, of which each holds whole ones."""
+    block = b""
+    for line in lines:
+        content = f"{line}\n".encode("utf-8", "backslashreplace")
+        if block and len(block) + len(content) > _WHOLE:
+            yield block
+            block = b""
+        block += content
+    yield block
+
+
 class Log:
     """What the server writes, in one of two formats.
 
@@ -147,16 +160,22 @@ class Log:
         debug: whether it holds tracebacks.
         per_second: lines about requests that were answered; refused ones have few, as events do.
         stream: where to; standard error by default.
+        process: number of this process, which each line then has; None where there is but one.
     """
 
     def __init__(
-        self, form: Format = "text", debug: bool = False, per_second: int = 200, stream: TextIO | None = None
+        self,
+        form: Format = "text",
+        debug: bool = False,
+        per_second: int = 200,
+        stream: TextIO | None = None,
+        process: int | None = None,
     ) -> None:
-        self._json = form == "json"
+        self._json, self._process = form == "json", process
         self.lines = Lines(stream)
         self._good = Bucket(max(per_second, 2 * _LINES), per_second)
         self._bad = Bucket(_LINES, _PER_SECOND)
-        handler = _Handler(self.lines, self._json)
+        handler = _Handler(self.lines, self._json, process)
         handler.addFilter(FewLines(debug))
         for name in _NAMES:
             logger = logging.getLogger(name)
@@ -180,6 +199,8 @@ class Log:
         known = {name: value for name, value in said.items() if value not in (None, "", {})}
         if dropped:
             known["left_out"] = dropped
+        if self._process is not None:
+            known["process"] = self._process
         self.lines.add(_as_json("INFO", known) if self._json else _as_text(known))
 
     def close(self) -> None:
@@ -190,9 +211,9 @@ class Log:
 class _Handler(logging.Handler):
     """Sends the standard library's records to the same lines."""
 
-    def __init__(self, lines: Lines, as_json: bool) -> None:
+    def __init__(self, lines: Lines, as_json: bool, process: int | None) -> None:
         super().__init__()
-        self._lines, self._as_json = lines, as_json
+        self._lines, self._as_json, self._process = lines, as_json, process
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -205,9 +226,13 @@ class _Handler(logging.Handler):
                 said["traceback"] = self.formatter.formatException(record.exc_info)
             if trail is not None:
                 said["request_id"] = trail.id
+            if self._process is not None:
+                said["process"] = self._process
             text = _as_json(record.levelname, said)
         else:
-            text = printable(text) + (f" (request {trail.id})" if trail is not None else "")
+            about = [] if trail is None else [f"request {trail.id}"]
+            about += [] if self._process is None else [f"process {self._process}"]
+            text = printable(text) + (f" ({', '.join(about)})" if about else "")
         self._lines.add(text, now=True)
 
 

@@ -13,10 +13,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from retrieval.serving.http.processes.figures import page
 from retrieval.serving.stages import STAGES, Trail
 from retrieval.serving.stores.contract import Stats
 
 if TYPE_CHECKING:
+    from retrieval.serving.http.processes.group import Member
     from retrieval.serving.http.protocol import Connections
     from retrieval.serving.http.searcher import Searcher
 
@@ -36,6 +38,7 @@ class Metrics:
         searchers: whose queues, indexes and processes are looked up, by the index's name.
         routes: the addresses that there are, as patterns; any other is "other".
         gates: the connections of each port, by name.
+        member: this process among those of its server; None where there is but one.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Metrics:
         searchers: Mapping[str, Searcher],
         routes: Iterable[str],
         gates: Mapping[str, Connections] | None = None,
+        member: Member | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self._routes = {*routes, OTHER}
@@ -89,7 +93,22 @@ class Metrics:
         # `labels` looks up under a lock each time; what there can be is bounded by routes, methods and statuses
         self._counters: dict[tuple[str, str, int], Counter] = {}
         self._durations: dict[str, Histogram] = {}
-        self.registry.register(_Looked(searchers, gates or {}))
+        self._refused_early = Counter(
+            "retrieval_connections_refused",
+            "What was refused before it was a request, by status.",
+            ["port", "status"],
+            registry=self.registry,
+        )
+        self._cpu = Counter(
+            "retrieval_cpu_seconds",
+            "CPU time of the server's own processes; those that decode are not in it.",
+            registry=self.registry,
+        )
+        self._gates = gates or {}
+        self._known: dict[tuple[str, ...], float] = {}
+        self._looked = CollectorRegistry()
+        self._looked.register(_Looked(searchers, self._gates, 1 if member is None else member.of))
+        self._member = member
 
     def answered(self, trail: Trail, method: str, route: str, status: int, seconds: float) -> None:
         """Count one request.
@@ -121,9 +140,30 @@ class Metrics:
         if status >= 400:
             self._refused.labels(trail.reason or str(status)).inc()
 
-    def exposition(self) -> bytes:
-        """Return all figures in the text format of Prometheus; for a thread: it looks at processes."""
-        return generate_latest(self.registry)
+    def exposition(self, others: Iterable[bytes] = ()) -> bytes:
+        """Return all figures in the text format of Prometheus; for a thread: it looks at processes.
+
+        Args:
+            others: what the other processes have looked up.
+        """
+        looked = self.looked()
+        if self._member is None:
+            return generate_latest(self.registry) + looked
+        return page(self._member, self.registry, looked, others)
+
+    def looked(self) -> bytes:
+        """Return the figures that are looked up in this process, and count what has grown since the last time; for a thread."""
+        self._cpu.inc(self._more(time.process_time(), "cpu"))
+        for port, gate in self._gates.items():
+            for status, count in list(gate.refused.items()):
+                self._refused_early.labels(port, str(status)).inc(self._more(count, port, str(status)))
+        return generate_latest(self._looked)
+
+    def _more(self, value: float, *what: str) -> float:
+        """Return how much something has grown since it was looked at."""
+        before = self._known.get(what, 0.0)
+        self._known[what] = value
+        return value - before
 
 
 @dataclass
@@ -135,8 +175,10 @@ class _Seen:
 class _Looked(Collector):
     """Looks up what need not be counted."""
 
-    def __init__(self, searchers: Mapping[str, Searcher], gates: Mapping[str, Connections]) -> None:
-        self._searchers, self._gates = searchers, gates
+    def __init__(
+        self, searchers: Mapping[str, Searcher], gates: Mapping[str, Connections], wanted: int
+    ) -> None:
+        self._searchers, self._gates, self._wanted = searchers, gates, wanted
         self._searcher = next(iter(searchers.values()))  # all share their queues and processes
         self._seen = {name: _Seen() for name in searchers}
 
@@ -166,33 +208,28 @@ class _Looked(Collector):
             "retrieval_connections", "Open connections, by port and whether a request is under way.",
             labels=["port", "state"],
         )  # fmt: skip
-        refused = CounterMetricFamily(
-            "retrieval_connections_refused", "What was refused before it was a request, by status.",
-            labels=["port", "status"],
-        )  # fmt: skip
         for port, gate in self._gates.items():
             idle = gate.idle_count
             is_open.add_metric([port, "idle"], idle)
             is_open.add_metric([port, "busy"], max(0, gate.count - idle))
-            for status, count in list(gate.refused.items()):
-                refused.add_metric([port, str(status)], count)
         yield is_open
-        yield refused
 
     def _processes(self) -> Iterator[Metric]:
         memory = GaugeMetricFamily(
             "retrieval_memory_bytes", "Resident memory of the server and of the processes that decode, together.",
             labels=["process"],
         )  # fmt: skip
-        seconds = CounterMetricFamily(
-            "retrieval_cpu_seconds", "CPU time of the server's own process; those that decode are not in it."
-        )
         pids = self._searcher.decode_pids()
         memory.add_metric(["server"], _resident(os.getpid()))
         memory.add_metric(["decode"], sum(map(_resident, pids)))
-        seconds.add_metric([], time.process_time())
         yield memory
-        yield seconds
+        there = GaugeMetricFamily(
+            "retrieval_processes", "Processes that serve: those that there are to be, and those that gave their figures.",
+            labels=["state"],
+        )  # fmt: skip
+        there.add_metric(["wanted"], self._wanted)
+        there.add_metric(["answering"], 1)
+        yield there
         yield GaugeMetricFamily("retrieval_decode_processes", "Processes that decode.", value=len(pids))
 
     def _index(self) -> Iterator[Metric]:

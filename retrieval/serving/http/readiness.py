@@ -75,6 +75,11 @@ class Readiness:
         faults |= {name: check() for name, check in self._checks.items()}
         return {name: fault or "ok" for name, fault in faults.items()}
 
+    @property
+    def begun(self) -> bool:
+        """Whether it has looked at all."""
+        return _NEW not in self._faults.values()
+
     def reason(self) -> str | None:
         """Return why the server is not ready, or None when it is."""
         return next((said for said in self.checks().values() if said != "ok"), None)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -18,9 +19,11 @@ import uvicorn
 from retrieval.serving.http.access.audit import Audit
 from retrieval.serving.http.access.gate import Access
 from retrieval.serving.http.access.source import KeySource, key_source
-from retrieval.serving.http.app import create_app
+from retrieval.serving.http.app import create_app, inside
 from retrieval.serving.http.log import Log
 from retrieval.serving.http.monitoring import Monitoring
+from retrieval.serving.http.processes.group import WRITER, Member, door_of
+from retrieval.serving.http.processes.handing import Door, HandedOn
 from retrieval.serving.http.protocol import Connections, Protocol, protocol_class
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Settings
@@ -29,6 +32,7 @@ from retrieval.serving.http.traces import Traces
 
 _MARGIN = 1.5  # seconds of the grace that are kept for what comes after the last answer
 _HEALTH_CONNECTIONS = 64
+_LOOK = 0.05  # seconds
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,18 @@ class Admission:
             None if settings.audit is None else Audit(settings.audit),
         )
 
-    def listen_to_hangups(self) -> None:
-        """Have SIGHUP read again what can be; for the event loop."""
+    def listen_to_hangups(self, *, always: bool = False) -> None:
+        """Have SIGHUP read again what can be; for the event loop.
+
+        Args:
+            always: even if there is nothing; else it ends the process then, as it ends any program.
+        """
         read_again = [each.again for each in (self.keys, self.certificate, self.audit) if each is not None]
-        if not read_again or os.name != "posix" or threading.current_thread() is not threading.main_thread():
+        if (
+            not (read_again or always)
+            or os.name != "posix"
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return
 
         def again() -> None:
@@ -83,6 +95,7 @@ class Running:
         admission: Admission,
         log: Log,
         traces: Traces | None,
+        member: Member | None = None,
     ) -> None:
         gate = Connections(settings.connections, settings.connections_per_address, settings.idle_seconds)
         self.gates: dict[int | None, Connections] = {None: gate}
@@ -97,16 +110,24 @@ class Running:
         named = {"main": gate}
         if settings.health_port is not None:
             named["health"] = self.gates[settings.health_port]
-        monitoring = Monitoring(
-            searchers, {"connections": exhausted}, named, log if settings.log_format else None, traces
+        self.monitoring = Monitoring(
+            searchers, {"connections": exhausted}, named, log if settings.log_format else None, traces, member
         )
-        self.app = create_app(searchers, monitoring, Access(settings, admission.keys), admission.audit)
+        hand_on = None
+        if member is not None and not member.writes:
+            hand_on = partial(HandedOn, door_of(member.folder, WRITER), settings.deadline)
+        self.app = create_app(
+            searchers, self.monitoring, Access(settings, admission.keys), admission.audit, hand_on
+        )
         self.admission = admission
+        self.member = member
+        self.door = Door(inside(self.app), self.monitoring.looked, settings.debug)
         self.handshakes: Handshakes | None = None
-        if admission.certificate is not None:
+        if admission.certificate is not None or member is not None:
             self.handshakes = Handshakes(admission.certificate, settings.connections, settings.idle_seconds)
         self.protocol = protocol_class(self.gates)
         self._grace = settings.grace
+        self.items = sum(len(one.index) for one in searchers.values())
         self._listeners = listeners
         config = uvicorn.Config(
             self.app,
@@ -137,6 +158,10 @@ class Running:
         """Let the server end in good order, from another thread."""
         self._server.should_exit = True
 
+    def left(self) -> float:
+        """Return the seconds until it must have ended; some, if nobody has told it to."""
+        return max(0.0, (self._end or time.monotonic() + self._grace) - time.monotonic())
+
     def stopping(self) -> None:
         """Note that the server was told to end: from now on, its time runs."""
         if self._end is not None:
@@ -156,6 +181,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, running: Running) -> None:
         super().__init__(config)
         self._running = running
+        self._attending: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve, and look after connections and keys meanwhile."""
@@ -163,12 +189,13 @@ class _Server(uvicorn.Server):
         tasks = [asyncio.create_task(gate.sweep()) for gate in running.gates.values()]
         if running.admission.keys is not None:
             tasks.append(asyncio.create_task(running.admission.keys.watch()))
-        running.admission.listen_to_hangups()
+        running.admission.listen_to_hangups(always=running.member is not None)
         try:
             await super().serve(sockets)
         finally:
-            for task in tasks:
-                task.cancel()
+            for task in (*tasks, self._attending):
+                if task is not None:
+                    task.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Take connections; those of TLS by way of their handshakes."""
@@ -177,6 +204,16 @@ class _Server(uvicorn.Server):
         if handshakes is not None:
             for listener in sockets or ():
                 handshakes.listen(listener, self._connection)
+        member = self._running.member
+        if member is not None:
+            self._running.door.open(member.door)
+            attending = member.attend(self._running.items, self._running.monitoring.state, self._leave)
+            self._attending = asyncio.create_task(attending)
+
+    def _leave(self) -> None:
+        """End in good order: the supervisor has."""
+        self._running.stopping()
+        self.should_exit = True
 
     def _connection(self) -> Protocol:
         return self._running.protocol(
@@ -187,7 +224,16 @@ class _Server(uvicorn.Server):
         """Take no more connections, and finish what is under way."""
         if self._running.handshakes is not None:
             await self._running.handshakes.close()
-        await super().shutdown(sockets)
+        await asyncio.gather(super().shutdown(sockets), self._others_end())
+
+    async def _others_end(self) -> None:
+        """Answer what the other processes hand on until they have ended."""
+        member = self._running.member
+        if member is None:
+            return
+        while member.writes and not member.alone.is_set() and not self.force_exit and self._running.left():
+            await asyncio.sleep(_LOOK)
+        await self._running.door.close(time.monotonic() + self._running.left())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Note that the server is told to end."""

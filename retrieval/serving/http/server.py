@@ -28,6 +28,7 @@ from retrieval.serving.sessions import Device
 from retrieval.serving.stores.address import Address
 
 if TYPE_CHECKING:
+    from retrieval.serving.http.processes.group import Member
     from retrieval.serving.http.running import Running
     from retrieval.serving.http.searcher import Searcher
 
@@ -99,59 +100,142 @@ def serve(
             reach a server without keys.
         RetrievalError: the keys or the certificate cannot be used, or a setting is wrong.
     """
-    _require()
-    return_large_blocks()
-    from retrieval.serving.http.log import Log
-    from retrieval.serving.http.machinery import Machinery
-    from retrieval.serving.http.running import Admission, Running, leave_now
-    from retrieval.serving.http.searcher import Searcher
-    from retrieval.serving.http.traces import traces_of_environment
-
-    cores = os.cpu_count() or 1
-    settings = _checked(settings or Settings(workers=cores), host)
-    threads = max(1, cores // settings.workers)
-    admission = Admission.of(settings)
-    require_keys(host, settings, admission.keys is not None)
-    # a handshake takes a file as a connection does
-    allow_files(settings.connections * (1 if admission.certificate is None else 2))
+    settings = settings or Settings(workers=os.cpu_count() or 1)
     beside = _in_event_loop() if wait is None else not wait
+    given = index if isinstance(index, Mapping) else {_name_of(index): index}
+    if settings.processes > 1:
+        from retrieval.serving.http.processes.supervisor import supervise
+
+        def tell(settings: Settings, listeners: list[socket.socket], count: int) -> None:
+            announce(host, settings, listeners, count, "Ctrl-C stops")
+
+        supervise(_places(given, beside), host, port, settings, plugins, device, signed_by, tell)
+        return None
+    require_server()
+    settings = checked(settings, host)
+    starting = Starting(settings, host)
     with ExitStack() as stack:
         listeners = [stack.enter_context(listen(host, port, "--port"))]
         if settings.health_port is not None:
             listeners.append(stack.enter_context(listen(host, settings.health_port, "--health-port")))
-            settings = replace(settings, health_port=listeners[1].getsockname()[1])
-        opener = partial(open_index, threads=threads, device=device, plugins=plugins, signed_by=signed_by)
-        opened, reopen = _opened(index if isinstance(index, Mapping) else {_name_of(index): index}, opener)
+            starting.settings = replace(settings, health_port=listeners[1].getsockname()[1])
+        opener = partial(
+            open_index, threads=starting.threads, device=device, plugins=plugins, signed_by=signed_by
+        )
+        running, finish = starting.start(given, opener, listeners, leaves=not beside)
+        url = announce(
+            host, settings, listeners, running.items, "close() stops it" if beside else "Ctrl-C stops"
+        )
+        closing = stack.pop_all()
+
+    def end(until: float) -> None:
+        with closing:
+            finish(until)
+
+    if beside:
+        return Serving(url, running, end)
+    end(running.run())
+    return None
+
+
+class Starting:
+    """What comes before a server runs: who is let in, and then its indexes and what works on them.
+
+    Args:
+        settings: limits, of this process.
+        host: that is listened on.
+        searches: at a time, of all processes.
+
+    Attributes:
+        settings: see above.
+        threads: of an encoder.
+
+    Raises:
+        StoreError: others could reach a server without keys, or too few files may be open.
+        RetrievalError: the keys or the certificate cannot be used.
+    """
+
+    def __init__(self, settings: Settings, host: str, searches: int | None = None) -> None:
+        from retrieval.serving.http.running import Admission
+
+        return_large_blocks()
+        self.settings = settings
+        self.threads = max(1, (os.cpu_count() or 1) // (searches or settings.workers))
+        self._admission = Admission.of(settings)
+        require_keys(host, settings, self._admission.keys is not None)
+        # a handshake takes a file as a connection does
+        allow_files(settings.connections * (1 if self._admission.certificate is None else 2))
+
+    def start(
+        self,
+        given: Mapping[str, StrPath | Address | Index],
+        opener: Callable[[StrPath | Address], Index],
+        listeners: list[socket.socket],
+        member: Member | None = None,
+        *,
+        leaves: bool = True,
+    ) -> tuple[Running, Callable[[float], None]]:
+        """Open the indexes; return what serves them, and what is to be called, with the time that is left, when it has ended.
+
+        Args:
+            given: opened, or where they are, by name.
+            opener: opens them.
+            listeners: of the port, and the health port if there is one.
+            member: this process among those of its server; None where there is but one.
+            leaves: whether the process may end there and then if its work does not.
+
+        Raises:
+            StoreError: an index cannot be used.
+        """
+        from retrieval.serving.http.log import Log
+        from retrieval.serving.http.machinery import Machinery
+        from retrieval.serving.http.running import Running, leave_now
+        from retrieval.serving.http.searcher import Searcher
+        from retrieval.serving.http.traces import traces_of_environment
+
+        settings = self.settings
+        opened, reopen = _opened(given, opener)
         traces = traces_of_environment()
-        log = Log(settings.log_format or "text", settings.debug, settings.log_lines)
+        number = None if member is None else member.number
+        log = Log(settings.log_format or "text", settings.debug, settings.log_lines, process=number)
         machinery = Machinery(settings, next(iter(opened.values())).bundle.manifest.input.preprocessing)
         searchers = {
             name: Searcher(one, settings, machinery, reopen.get(name)) for name, one in opened.items()
         }
-        address, how = (
-            _address(host, admission.certificate is not None),
-            "close() stops it" if beside else "Ctrl-C stops",
-        )
-        url = _announce(address, listeners, sum(map(len, opened.values())), how)
-        _note_galleries(searchers.values())
-        running = Running(searchers, settings, listeners, admission, log, traces)
-        closing = stack.pop_all()
+        if member is None or member.writes:
+            _note_galleries(searchers.values())
+        running = Running(searchers, settings, listeners, self._admission, log, traces, member)
 
-    def finish(end: float) -> None:
-        with closing:
+        def finish(end: float) -> None:
             done = running.app.state.site.close(end) & machinery.close(max(0.1, end - time.monotonic()))
             if traces is not None:
                 traces.close()
             log.close()
-            if not done and not beside:
+            if not done and leaves:
                 leave_now()  # closing the index under a search that hangs would crash
             for name in reopen if done else ():
                 searchers[name].index.close()
 
+        return running, finish
+
+
+def _places(given: Mapping[str, StrPath | Address | Index], beside: bool) -> dict[str, str]:
+    """Return where indexes are, for other processes.
+
+    Raises:
+        StoreError: they cannot be served by several.
+    """
     if beside:
-        return Serving(url, running, finish)
-    finish(running.run())
-    return None
+        raise StoreError(
+            "Several processes serve in the foreground only: start them with `retrieval serve --processes N`."
+        )
+    for name, one in given.items():
+        check_name(name)
+        if isinstance(one, Index):
+            raise StoreError(
+                "Several processes cannot share an opened index: give its folder or its address."
+            )
+    return {name: str(one) for name, one in given.items()}
 
 
 def _opened(
@@ -172,11 +256,6 @@ def _opened(
     return opened, reopen
 
 
-def _address(host: str, encrypted: bool) -> str:
-    scheme = "https" if encrypted else "http"
-    return f"{scheme}://[{host}]" if ":" in host else f"{scheme}://{host}"
-
-
 def _note_galleries(searchers: Iterable[Searcher]) -> None:
     for searcher in searchers:
         images = searcher.index.bundle.manifest.input.kind == "image"
@@ -184,7 +263,12 @@ def _note_galleries(searchers: Iterable[Searcher]) -> None:
             print(note, file=sys.stderr, flush=True)
 
 
-def _require() -> None:
+def require_server() -> None:
+    """Refuse to serve without the packages of the extra.
+
+    Raises:
+        MissingDependency: one of them is not installed.
+    """
     wanted = ["uvicorn", "starlette", "python_multipart", "httptools", "prometheus_client"]
     for module in [*wanted, *(["uvloop"] if sys.platform != "win32" else [])]:
         try:
@@ -195,11 +279,11 @@ def _require() -> None:
             ) from None
 
 
-def _announce(address: str, listeners: list[socket.socket], count: int, end: str) -> str:
+def announce(host: str, settings: Settings, listeners: list[socket.socket], count: int, end: str) -> str:
     """Say where the server is, and return its address."""
+    scheme = "http" if settings.certificate is None else "https"
     health = f", health at port {listeners[1].getsockname()[1]}" if len(listeners) > 1 else ""
-    port = listeners[0].getsockname()[1]
-    url = f"{address}:{port}/"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}/"
     print(f"Serving {count:,} items at {url} ({end}){health}", flush=True)
     return url
 
@@ -216,7 +300,7 @@ def _in_event_loop() -> bool:
     return True
 
 
-def _checked(settings: Settings, host: str) -> Settings:
+def checked(settings: Settings, host: str) -> Settings:
     """Return settings with what is compared to requests as it is compared.
 
     Raises:

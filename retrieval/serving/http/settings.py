@@ -14,8 +14,11 @@ HEALTH = ("/livez", "/readyz", "/metrics")
 """Addresses for monitors: some connections are kept for them, and `health_port` answers nothing else."""
 
 
-def _limit(default: Any, least: float, text: str) -> Any:
-    return field(default=default, metadata={"help": text, "least": least})
+MOST_PROCESSES = 128
+
+
+def _limit(default: Any, least: float, text: str, most: float | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "least": least, "most": most})
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,9 @@ class Settings:
     certificate: Path | None = None
     private_key: Path | None = None
     audit: Path | None = None
+    processes: int = _limit(
+        1, 1, "Processes that serve; each takes its share of what follows, and of --workers.", MOST_PROCESSES
+    )
     max_pixels: int = _limit(25_000_000, 1, "Largest image.")
     max_bytes: int = _limit(20_000_000, 1, "Largest file.")
     deadline: float = _limit(8.0, 0.1, "Seconds from a complete request to its answer; then 503.")

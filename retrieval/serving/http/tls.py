@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from retrieval.errors import RetrievalError
 
@@ -77,13 +78,15 @@ class Certificate:
 class Handshakes:
     """Takes connections of listening sockets, and hands them over once they are secured; for the event loop.
 
+    One at a time: of a socket that several processes listen to, the one that has time takes the next.
+
     Args:
-        certificate: what they are secured with.
+        certificate: what they are secured with; None: they are not.
         most: handshakes at a time; beyond it the oldest is cut.
         seconds: how long one may take.
     """
 
-    def __init__(self, certificate: Certificate, most: int, seconds: float) -> None:
+    def __init__(self, certificate: Certificate | None, most: int, seconds: float) -> None:
         self._certificate = certificate
         self._most = most
         self._seconds = seconds
@@ -125,10 +128,11 @@ class Handshakes:
             task.add_done_callback(self._pending.pop)
 
     async def _secure(self, connection: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
+        secured: dict[str, Any] = {}
+        if self._certificate is not None:
+            secured = {"ssl": self._certificate.context, "ssl_handshake_timeout": self._seconds}
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                make, connection, ssl=self._certificate.context, ssl_handshake_timeout=self._seconds
-            )
+            await asyncio.get_running_loop().connect_accepted_socket(make, connection, **secured)
         except (OSError, TimeoutError):  # it spoke no TLS, or not in time
             connection.close()
         except asyncio.CancelledError:

@@ -31,6 +31,7 @@ class Access:
         self._without: Role | None = settings.open or (None if source is not None else "read")
         self._keys, self._addresses = Meter(), Meter()
         self._health_port = settings.health_port
+        self._processes = settings.processes
 
     def is_free(self, scope: Any) -> bool:
         """Whether a request takes no key, and counts for no limit: figures too, on a port that is for monitors only."""
@@ -82,13 +83,14 @@ class Access:
     def _limits(self, caller: Caller) -> Limits:
         own, default = caller.allowance, self._default
         if own is None:
-            return default
-        return Limits(
+            return default.share(self._processes)
+        whole = Limits(
             default.rate if own.requests_per_second is None else own.requests_per_second,
             default.burst if own.burst is None else own.burst,
             default.concurrent if own.concurrent is None else own.concurrent,
             default.bytes_per_minute if own.bytes_per_minute is None else own.bytes_per_minute,
         )
+        return whole.share(self._processes)
 
 
 class Gate:

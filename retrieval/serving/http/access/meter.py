@@ -38,6 +38,17 @@ class Limits:
         """Whether there is a limit."""
         return bool(self.rate or self.concurrent or self.bytes_per_minute)
 
+    def share(self, of: int) -> Limits:
+        """Return those of one of several processes, each of which counts for itself: a part, rounded up."""
+        if of == 1:
+            return self
+        return Limits(
+            self.rate / of,
+            math.ceil(self.burst / of),
+            math.ceil(self.concurrent / of),
+            math.ceil(self.bytes_per_minute / of),
+        )
+
 
 class TooMuch(RequestError):
     """429: a client asks for more than its limits allow.

@@ -1,0 +1,397 @@
+"""Read and write an index over HTTP while its server is killed again and again, and compare what is left with what the clients were told.
+
+    python benchmarks/soak.py --seconds 600 --seed 0      # writes results/raw/soak.json and results/soak.md
+
+Several clients of `retrieval.client` put, relabel and delete items of their own, one or many at a time, search, and look at items. Each keeps its own
+record: of every id, what the server has acknowledged last, and what it was asked for since without an answer. Every answer to a read is compared
+with it at once. Meanwhile SIGKILL ends the whole server, or, where it has two processes, the one that writes or the other, every few
+seconds; a server that was killed as a whole is started again, with one process and with two in turns. At the end the index is checked, and compared with
+the records: ids, labels, metadata, vectors, and searches with exact search by NumPy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from retrieval.client.requests import NewItem
+from retrieval.client.retrying import Retries
+from retrieval.client.synchronous import Client
+from retrieval.errors import ServerError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.testing.bundles import FEATURES, make_bundle
+
+RESULTS = Path(__file__).parent / "results"
+IDS = 150
+"""Of each client: few enough that most writes meet an item that is there."""
+RETRIES = Retries(times=40, seconds=30.0, first=0.05, longest=0.5)
+MANY, K = 8, 10
+
+
+@dataclass(frozen=True)
+class Value:
+    """What an item is: of which features, with which label."""
+
+    features: int
+    label: str
+
+    def numbers(self) -> list[float]:
+        """Return the features: whole numbers, so that vectors and distances are exact."""
+        return [float(one) for one in np.random.default_rng(self.features).integers(-99, 100, FEATURES)]
+
+
+@dataclass
+class Record:
+    """What a client knows.
+
+    Attributes:
+        known: by id, what it may be: one value where the last write was acknowledged, None for an item that is not there.
+    """
+
+    known: dict[str, tuple[Value | None, ...]] = field(default_factory=dict)
+
+    def may_be(self, id: str) -> tuple[Value | None, ...]:
+        """Return what an item may be."""
+        return self.known.get(id, (None,))
+
+    def asked(self, id: str, value: Value | None) -> None:
+        """Note a write that is under way: until it is acknowledged, both are right."""
+        self.known[id] = (*self.may_be(id), value)
+
+    def told(self, id: str, value: Value | None) -> None:
+        """Note a write that was acknowledged."""
+        self.known[id] = (value,)
+
+
+class Worker:
+    """A client, which writes items of its own and compares what it reads.
+
+    Args:
+        name: of the client: its ids begin with it.
+        url: of the server.
+        seed: of what it does.
+        stop: when to end.
+    """
+
+    def __init__(self, name: str, url: str, seed: int, stop: threading.Event) -> None:
+        self.name = name
+        self.record, self.counts = Record(), Counter[str]()
+        self.wrong: list[str] = []
+        self._url, self._stop_ = url, stop
+        self._random = random.Random(seed)
+        self._made = seed * 1_000_000
+        self.thread = threading.Thread(target=self._run, name=name)
+
+    def _run(self) -> None:
+        """Do something after the other."""
+        with Client(self._url, retries=RETRIES, timeout=10.0) as client:
+            while not self._stop_.is_set():
+                does = self._random.choices(
+                    (self._put, self._relabel, self._add, self._delete, self._search, self._get),
+                    (30, 10, 10, 15, 20, 15),
+                )[0]
+                try:
+                    does(client)
+                except ServerError as fault:
+                    self.counts["unanswered"] += 1
+                    if fault.status is not None and fault.status not in (503, 504):
+                        self.wrong.append(f"{does.__name__}: {fault}")
+
+    def _id(self) -> str:
+        return f"{self.name}/{self._random.randrange(IDS)}"
+
+    def _value(self) -> Value:
+        self._made += 1
+        return Value(self._made, f"label {self._made}")
+
+    def _put(self, client: Client) -> None:
+        id, value = self._id(), self._value()
+        self.record.asked(id, value)
+        client.put(id, vector=value.numbers(), label=value.label, metadata={"made": value.features})
+        self.record.told(id, value)
+        self.counts["writes"] += 1
+
+    def _relabel(self, client: Client) -> None:
+        """Change the label and the metadata of an item that is surely there, and keep its vector."""
+        there = [(id, known[0]) for id, known in self.record.known.items() if len(known) == 1 and known[0]]
+        if not there:
+            return
+        id, before = self._random.choice(there)
+        value = Value(before.features, f"relabelled {self._random.random()}")
+        self.record.asked(id, value)
+        client.put(id, label=value.label, metadata={"made": value.features})
+        self.record.told(id, value)
+        self.counts["writes"] += 1
+
+    def _add(self, client: Client) -> None:
+        values = {self._id(): self._value() for _ in range(MANY)}
+        for id, value in values.items():
+            self.record.asked(id, value)
+        client.add(
+            [NewItem(id, vector=one.numbers(), label=one.label, metadata={"made": one.features}) for id, one in values.items()]
+        )  # fmt: skip
+        for id, value in values.items():
+            self.record.told(id, value)
+        self.counts["writes"] += 1
+
+    def _delete(self, client: Client) -> None:
+        id = self._id()
+        before = self.record.may_be(id)
+        self.record.asked(id, None)
+        try:
+            client.delete(id)
+        except ServerError as fault:
+            if fault.status != 404:
+                raise
+            if None not in before:
+                self.wrong.append(f"{id} was there, and could not be deleted: {fault}")
+        self.record.told(id, None)
+        self.counts["writes"] += 1
+
+    def _get(self, client: Client) -> None:
+        id = self._id()
+        try:
+            item = client.get(id)
+            found = Value(item.metadata["made"], item.label or "")
+        except ServerError as fault:
+            if fault.status != 404:
+                raise
+            found = None
+        self.counts["reads"] += 1
+        if found not in self.record.may_be(id):
+            self.wrong.append(f"{id} is {found}, and may be {self.record.may_be(id)}")
+
+    def _search(self, client: Client) -> None:
+        """Search for an item of its own: it is the nearest, unless it may be gone; and no answer is what cannot be."""
+        id = self._id()
+        known = self.record.may_be(id)
+        value = known[-1] or self._value()
+        found = client.search(vector=value.numbers(), k=3, filter={"id": {"in": [id]}}).results
+        near = client.search(vector=value.numbers(), k=K).results
+        self.counts["reads"] += 2
+        said = [Value(hit.metadata["made"], hit.label or "") for hit in found] or [None]
+        if said[0] not in known or len(found) > 1:
+            self.wrong.append(f"a search for {id} found {said}, and it may be {known}")
+        for hit in near:
+            if str(hit.id).startswith(f"{self.name}/"):
+                one = Value(hit.metadata["made"], hit.label or "")
+                if one not in self.record.may_be(str(hit.id)):
+                    self.wrong.append(
+                        f"a search found {hit.id} as {one}, and it may be {self.record.may_be(str(hit.id))}"
+                    )
+
+
+class Server:
+    """A server that is killed.
+
+    Args:
+        index: its index.
+        log: file for what it writes.
+    """
+
+    def __init__(self, index: Path, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self._index, self._log = index, log
+        self.processes = 1
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, processes: int) -> None:
+        """Start it; its clients wait for it by themselves."""
+        self.processes = processes
+        line = [sys.executable, "-m", "retrieval.cli", "serve", str(self._index), "--port", str(self.port)]
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*line, "--open", "admin", "--workers", "2", "--processes", str(processes)],
+                stdout=log,
+                stderr=log,
+                cwd=self._index.parent,
+            )
+
+    def members(self) -> dict[int, int]:
+        """Return the pids of its processes, by their numbers; those that decode end by themselves."""
+        assert self.process is not None
+        found = {}
+        for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            for pid in path.read_text().split():
+                with suppress(OSError, IndexError, ValueError):
+                    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                    if "retrieval.serving.http.processes.child" in words:
+                        found[int(words[-2])] = int(pid)
+        return found
+
+    def kill(self) -> None:
+        """Kill all of it at once, and wait until all of it is gone."""
+        assert self.process is not None
+        pids = [*self.members().values(), self.process.pid]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        while any(_runs(pid) for pid in pids):
+            time.sleep(0.01)
+
+    def end(self) -> int:
+        """Have it end in good order; return its exit code."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(30)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: int) -> Counter[str]:
+    """Kill the server, or one of its processes, again and again; return what was killed how often."""
+    drawn, kills, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
+    processes = 2
+    while time.monotonic() < end:
+        time.sleep(min(drawn.uniform(*pause), max(0.0, end - time.monotonic())))
+        members = server.members()
+        what = drawn.choice(["whole", "writer", "other"]) if members else "whole"
+        number = {"writer": 1, "other": 2}.get(what)
+        if number is None:
+            kills[f"whole, of {server.processes}"] += 1
+            server.kill()
+            processes = 3 - processes
+            server.start(processes)
+        elif number in members:
+            kills[what] += 1
+            with suppress(ProcessLookupError):
+                os.kill(members[number], signal.SIGKILL)
+    return kills
+
+
+def differences(index: Path, bundle: Bundle, records: list[Record], seed: int) -> tuple[int, list[str]]:
+    """Return how many items there are, and what in the index is not as the clients were told."""
+    wrong = []
+    checked = subprocess.run(
+        [sys.executable, "-m", "retrieval.cli", "index", "check", str(index)], capture_output=True, text=True
+    )
+    if checked.returncode or "is whole" not in checked.stdout:
+        wrong.append(f"check: {checked.stdout}{checked.stderr}")
+    known = {id: values for record in records for id, values in record.known.items()}
+    with LivingIndex.open(index, threads=1) as opened:
+        there = opened.get([item.id for item in opened.scan(limit=1_000_000)], arrays=True)
+        for id in known.keys() | there.keys():
+            item = there.get(id)
+            found = None if item is None else Value(item.metadata["made"], item.label or "")
+            if found not in known.get(id, ()):
+                wrong.append(f"{id} is {found}, and may be {known.get(id)}")
+        ids = sorted(there)
+        features = [Value(there[id].metadata["made"], "").numbers() for id in ids]
+        vectors = np.asarray(bundle.encode(np.array(features, np.float32)).vector, np.float64)
+        kept = np.array([there[id].arrays["vector"] for id in ids], np.float64)
+        wrong += [f"{ids[at]} has another vector" for at in np.flatnonzero((vectors != kept).any(axis=1))]
+        drawn = np.random.default_rng(seed)
+        for _ in range(100):
+            query = np.float32(features[drawn.integers(len(ids))]) + drawn.integers(-5, 6, FEATURES).astype(
+                np.float32
+            )
+            exact = np.sqrt(((vectors - bundle.encode(query[None]).vector[0]) ** 2).sum(axis=1))
+            hits = opened.search(query, K)
+            if not np.allclose([hit.distance for hit in hits], np.sort(exact)[:K], rtol=1e-6):
+                wrong.append(f"a search found {[hit.distance for hit in hits]}")
+            wrong += [f"{hit.id} is not so near" for hit in hits if not np.isclose(hit.distance, exact[ids.index(hit.id)], rtol=1e-6)]  # fmt: skip
+    return len(ids), wrong
+
+
+def soak(folder: Path, seconds: float, clients: int, pause: tuple[float, float], seed: int) -> dict[str, Any]:
+    """Do all of it in a folder; return the counts and the differences."""
+    index = folder / "soak.index"
+    bundle = make_bundle(folder / "bundle")
+    create_index(index, bundle, progress=False)
+    server, stop = Server(index, folder / "log"), threading.Event()
+    server.start(2)
+    workers = [
+        Worker(f"c{number}", f"http://127.0.0.1:{server.port}", seed * 100 + number + 1, stop)
+        for number in range(clients)
+    ]
+    for worker in workers:
+        worker.thread.start()
+    try:
+        kills = kill_for(server, seconds, pause, seed)
+        stop.set()
+        for worker in workers:
+            worker.thread.join(120)
+        code = server.end()
+    finally:
+        stop.set()
+        if server.process is not None and server.process.poll() is None:
+            server.kill()
+    count, wrong = differences(index, Bundle.open(bundle, threads=1), [one.record for one in workers], seed)
+    wrong += [text for worker in workers for text in worker.wrong] + ([f"exit code {code}"] if code else [])
+    counts = sum((worker.counts for worker in workers), Counter())
+    open_ = sum(len(known) > 1 for worker in workers for known in worker.record.known.values())
+    return {"seconds": seconds, "clients": clients, "seed": seed, "kills": dict(sorted(kills.items())), **counts,
+            "items": count, "unknown": open_, "searches compared": 100, "wrong": wrong}  # fmt: skip
+
+
+def report(made: dict[str, Any]) -> str:
+    """Return the page."""
+    kills = "\n".join(f"| {what} | {count} |" for what, count in made["kills"].items())
+    return f"""# A server that is killed while it is written to
+
+`python benchmarks/soak.py --seconds {made["seconds"]:g} --seed {made["seed"]}`; {platform.system()}, Python {platform.python_version()}, {os.cpu_count()} cores.
+
+For {made["seconds"] / 60:.3g} minutes {made["clients"]} clients read and wrote an index over HTTP, while SIGKILL ended its server, or one of its two processes, every few seconds.
+{made["writes"]:,} writes were acknowledged (of one item, or of {MANY} at once), {made["reads"]:,} reads were answered and compared with what the client that read had been told; {made.get("unanswered", 0):,} requests
+were given up without an answer after their retries. At the end the index had {made["items"]:,} items, of which {made["unknown"]:,} ids had a last write that nobody had answered; `retrieval index check` read all of it; {made["searches compared"]}
+searches were compared with exact search.
+
+**Differences: {len(made["wrong"])}.**
+
+| killed | times |
+|---|--:|
+{kills}
+
+The whole: the supervisor and all processes at once, or the one process. The writer: the process that makes changes; the other one hands changes on to it, and waits while it starts again.
+"""
+
+
+def main() -> None:
+    """Run it, and keep what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--pause", type=float, nargs=2, default=(3.0, 9.0), help="seconds between two kills: from, to"
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        made = soak(Path(folder), given.seconds, given.clients, tuple(given.pause), given.seed)
+        made["log"] = (Path(folder) / "log").read_text(errors="replace")[-20_000:] if made["wrong"] else ""
+    (given.output / "raw").mkdir(parents=True, exist_ok=True)
+    (given.output / "raw" / "soak.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    (given.output / "soak.md").write_text(report(made), encoding="utf-8")
+    print(json.dumps({**made, "wrong": len(made["wrong"])}))
+    sys.exit(bool(made["wrong"]))
+
+
+if __name__ == "__main__":
+    main()
