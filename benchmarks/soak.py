@@ -17,7 +17,6 @@ import os
 import platform
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,8 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.testing.bundles import FEATURES, make_bundle
+
+from soak_server import Server
 
 RESULTS = Path(__file__).parent / "results"
 IDS = 150
@@ -199,76 +200,12 @@ class Worker:
                     )
 
 
-class Server:
-    """A server that is killed.
-
-    Args:
-        index: its index.
-        log: file for what it writes.
-    """
-
-    def __init__(self, index: Path, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self._index, self._log = index, log
-        self.processes = 1
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self, processes: int) -> None:
-        """Start it; its clients wait for it by themselves."""
-        self.processes = processes
-        line = [sys.executable, "-m", "retrieval.cli", "serve", str(self._index), "--port", str(self.port)]
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*line, "--open", "admin", "--workers", "2", "--processes", str(processes)],
-                stdout=log,
-                stderr=log,
-                cwd=self._index.parent,
-            )
-
-    def members(self) -> dict[int, int]:
-        """Return the pids of its processes, by their numbers; those that decode end by themselves."""
-        assert self.process is not None
-        found = {}
-        for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            for pid in path.read_text().split():
-                with suppress(OSError, IndexError, ValueError):
-                    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                    if "retrieval.serving.http.processes.child" in words:
-                        found[int(words[-2])] = int(pid)
-        return found
-
-    def kill(self) -> None:
-        """Kill all of it at once, and wait until all of it is gone."""
-        assert self.process is not None
-        pids = [*self.members().values(), self.process.pid]
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-        while any(_runs(pid) for pid in pids):
-            time.sleep(0.01)
-
-    def end(self) -> int:
-        """Have it end in good order; return its exit code."""
-        assert self.process is not None
-        self.process.terminate()
-        return self.process.wait(30)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def kill_for(server: Server, seconds: float, pause: tuple[float, float], seed: int) -> Counter[str]:
     """Kill the server, or one of its processes, again and again; return what was killed how often."""
     drawn, kills, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
     processes = 2
     while time.monotonic() < end:
+        server.answers(end)
         time.sleep(min(drawn.uniform(*pause), max(0.0, end - time.monotonic())))
         members = server.members()
         what = drawn.choice(["whole", "writer", "other"]) if members else "whole"
@@ -346,16 +283,17 @@ def soak(folder: Path, seconds: float, clients: int, pause: tuple[float, float],
     wrong += [text for worker in workers for text in worker.wrong] + ([f"exit code {code}"] if code else [])
     counts = sum((worker.counts for worker in workers), Counter())
     open_ = sum(len(known) > 1 for worker in workers for known in worker.record.known.values())
-    return {"seconds": seconds, "clients": clients, "seed": seed, "kills": dict(sorted(kills.items())), **counts,
+    system = f"{platform.system()}, Python {platform.python_version()}, {os.cpu_count()} cores"
+    return {"system": system, "seconds": seconds, "clients": clients, "seed": seed, "kills": dict(sorted(kills.items())), **counts,
             "items": count, "unknown": open_, "searches compared": 100, "wrong": wrong}  # fmt: skip
 
 
-def report(made: dict[str, Any]) -> str:
+def render(made: dict[str, Any]) -> str:
     """Return the page."""
     kills = "\n".join(f"| {what} | {count} |" for what, count in made["kills"].items())
     return f"""# A server that is killed while it is written to
 
-`python benchmarks/soak.py --seconds {made["seconds"]:g} --seed {made["seed"]}`; {platform.system()}, Python {platform.python_version()}, {os.cpu_count()} cores.
+`python benchmarks/soak.py --seconds {made["seconds"]:g} --seed {made["seed"]}`; {made["system"]}.
 
 For {made["seconds"] / 60:.3g} minutes {made["clients"]} clients read and wrote an index over HTTP, while SIGKILL ended its server, or one of its two processes, every few seconds.
 {made["writes"]:,} writes were acknowledged (of one item, or of {MANY} at once), {made["reads"]:,} reads were answered and compared with what the client that read had been told; {made.get("unanswered", 0):,} requests
@@ -379,16 +317,17 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--pause", type=float, nargs=2, default=(3.0, 9.0), help="seconds between two kills: from, to"
+        "--pause", type=float, nargs=2, default=(1.0, 6.0), help="seconds between two kills: from, to"
     )
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         made = soak(Path(folder), given.seconds, given.clients, tuple(given.pause), given.seed)
-        made["log"] = (Path(folder) / "log").read_text(errors="replace")[-20_000:] if made["wrong"] else ""
+        if made["wrong"]:
+            print((Path(folder) / "log").read_text(errors="replace")[-20_000:], file=sys.stderr)
     (given.output / "raw").mkdir(parents=True, exist_ok=True)
     (given.output / "raw" / "soak.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    (given.output / "soak.md").write_text(report(made), encoding="utf-8")
+    (given.output / "soak.md").write_text(render(made), encoding="utf-8")
     print(json.dumps({**made, "wrong": len(made["wrong"])}))
     sys.exit(bool(made["wrong"]))
 
