@@ -85,7 +85,18 @@ def owners(port: int, pids: list[int], connections: list[http.client.HTTPConnect
 
 def measure(index: Path, processes: int) -> tuple[list[dict[str, int]], dict[str, int], Counter[int]]:
     """Return the memory of each process and of the supervisor, and who has the connections of a burst."""
-    words = ["serve", str(index), "--port", "0", "--workers", "4", "--processes", str(processes)]
+    words = [
+        "serve",
+        str(index),
+        "--port",
+        "0",
+        "--workers",
+        "4",
+        "--idle-seconds",
+        "300",
+        "--processes",
+        str(processes),
+    ]
     server = subprocess.Popen(
         [sys.executable, "-m", "retrieval.cli", *words], stdout=subprocess.PIPE, text=True, cwd=index.parent
     )
