@@ -274,6 +274,7 @@ def soak(folder: Path, seconds: float, clients: int, pause: tuple[float, float],
         stop.set()
         for worker in workers:
             worker.thread.join(120)
+        server.answers(time.monotonic() + 120)
         code = server.end()
     finally:
         stop.set()

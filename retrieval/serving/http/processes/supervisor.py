@@ -41,6 +41,10 @@ _LONGEST = 103  # bytes of a Unix socket's path, on the systems that allow least
 _SUPERVISOR = 0  # its number in the log
 
 
+class _Killed(StoreError):
+    """A process was killed before it served: nothing says that it cannot."""
+
+
 @dataclass(eq=False)
 class _Child:
     """A process that was started."""
@@ -152,9 +156,13 @@ class Supervisor:
         Raises:
             StoreError: it cannot be started for the first time; or again, and no other runs.
         """
-        if number != WRITER:
-            await self._begin(number)
         short = 0
+        if number != WRITER:
+            try:
+                await self._begin(number)
+            except _Killed as fault:
+                log.error("%s It is started again.", fault)
+                short = await self._again(number, 1)
         while True:
             child = self._children[number]
             while said := await _heard(child):
@@ -240,7 +248,7 @@ class Supervisor:
             child.heard = child.began = time.monotonic()
             return int(said["up"])
         code = await process.wait()
-        raise StoreError(
+        raise (StoreError if code >= 0 else _Killed)(
             said.get("fault")
             or f"Process {number} of the server ended before it served ({_how(code)}). What it wrote may say why."
         )
