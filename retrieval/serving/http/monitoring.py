@@ -107,9 +107,14 @@ class Monitoring:
             return {}
         return {"processes": {state: getattr(self._member, state), "of": self._member.of}}
 
+    @property
+    def begun(self) -> bool:
+        """Whether each index has been looked at."""
+        return all(one.begun for one in self.readiness.values())
+
     def state(self) -> dict[str, Any]:
         """Return whether this process is ready, and why not if it is known."""
-        if not all(one.begun for one in self.readiness.values()):
+        if not self.begun:
             return {"ready": False, "reason": None}
         reason = next(filter(None, (one.reason() for one in self.readiness.values())), None)
         return {"ready": reason is None, "reason": reason}

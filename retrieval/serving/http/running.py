@@ -33,6 +33,7 @@ from retrieval.serving.http.traces import Traces
 _MARGIN = 1.5  # seconds of the grace that are kept for what comes after the last answer
 _HEALTH_CONNECTIONS = 64
 _LOOK = 0.05  # seconds
+_WARM = 20.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -199,16 +200,23 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Take connections; those of TLS by way of their handshakes."""
-        handshakes = self._running.handshakes
+        handshakes, member = self._running.handshakes, self._running.member
         await super().startup(sockets if handshakes is None else [])
+        if member is not None:
+            self._running.door.open(member.door)
+            await self._warm()
         if handshakes is not None:
             for listener in sockets or ():
                 handshakes.listen(listener, self._connection)
-        member = self._running.member
         if member is not None:
-            self._running.door.open(member.door)
             attending = member.attend(self._running.items, self._running.monitoring.state, self._leave)
             self._attending = asyncio.create_task(attending)
+
+    async def _warm(self) -> None:
+        """Wait for the first search of the server's own, some time: while it loads libraries, connections are for the other processes."""
+        end = time.monotonic() + _WARM
+        while not (self._running.monitoring.begun or self.should_exit) and time.monotonic() < end:
+            await asyncio.sleep(_LOOK)
 
     def _leave(self) -> None:
         """End in good order: the supervisor has."""
