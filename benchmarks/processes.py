@@ -162,7 +162,7 @@ processes that decode.
 |--:|--:|--:|--:|--:|
 {chr(10).join(rows)}
 
-Resident memory counts the segments' maps once for each process; PSS divides them. So PSS added up is what the server takes.
+Resident memory counts the segments' maps once for each process; PSS divides them. So PSS added up is what the server takes. The maps of a single process are shared with nobody.
 
 Connections that were made in four bursts of {BURST}, by process:
 
