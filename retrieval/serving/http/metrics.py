@@ -93,21 +93,9 @@ class Metrics:
         # `labels` looks up under a lock each time; what there can be is bounded by routes, methods and statuses
         self._counters: dict[tuple[str, str, int], Counter] = {}
         self._durations: dict[str, Histogram] = {}
-        self._refused_early = Counter(
-            "retrieval_connections_refused",
-            "What was refused before it was a request, by status.",
-            ["port", "status"],
-            registry=self.registry,
-        )
-        self._cpu = Counter(
-            "retrieval_cpu_seconds",
-            "CPU time of the server's own processes; those that decode are not in it.",
-            registry=self.registry,
-        )
-        self._gates = gates or {}
-        self._known: dict[tuple[str, ...], float] = {}
+        self._growing = _Growing(self.registry, gates or {})
         self._looked = CollectorRegistry()
-        self._looked.register(_Looked(searchers, self._gates, 1 if member is None else member.of))
+        self._looked.register(_Looked(searchers, gates or {}, 1 if member is None else member.of))
         self._member = member
 
     def answered(self, trail: Trail, method: str, route: str, status: int, seconds: float) -> None:
@@ -153,14 +141,41 @@ class Metrics:
 
     def looked(self) -> bytes:
         """Return the figures that are looked up in this process, and count what has grown since the last time; for a thread."""
+        self._growing.look()
+        return generate_latest(self._looked)
+
+
+class _Growing:
+    """Counts what grows elsewhere, by how much since it was looked at: so the count outlives this process.
+
+    Args:
+        registry: of the counts.
+        gates: the connections of each port, by name.
+    """
+
+    def __init__(self, registry: CollectorRegistry, gates: Mapping[str, Connections]) -> None:
+        self._gates = gates
+        self._refused = Counter(
+            "retrieval_connections_refused",
+            "What was refused before it was a request, by status.",
+            ["port", "status"],
+            registry=registry,
+        )
+        self._cpu = Counter(
+            "retrieval_cpu_seconds",
+            "CPU time of the server's own processes; those that decode are not in it.",
+            registry=registry,
+        )
+        self._known: dict[tuple[str, ...], float] = {}
+
+    def look(self) -> None:
+        """Count what has grown; for one thread at a time."""
         self._cpu.inc(self._more(time.process_time(), "cpu"))
         for port, gate in self._gates.items():
             for status, count in list(gate.refused.items()):
-                self._refused_early.labels(port, str(status)).inc(self._more(count, port, str(status)))
-        return generate_latest(self._looked)
+                self._refused.labels(port, str(status)).inc(self._more(count, port, str(status)))
 
     def _more(self, value: float, *what: str) -> float:
-        """Return how much something has grown since it was looked at."""
         before = self._known.get(what, 0.0)
         self._known[what] = value
         return value - before
