@@ -18,7 +18,7 @@ from retrieval.serving.filters import filter_from_json
 from retrieval.serving.index.build import build_index, write_index
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.local.store import _matching
+from retrieval.serving.local.conditions import matching
 from retrieval.serving.stores.contract import Item, TooSlow, patience
 
 WIDTH = 16
@@ -391,8 +391,8 @@ def test_a_question_that_takes_too_long_is_stopped(living):
         with pytest.raises(TooSlow), patience(0.2), record.reading() as connection:
             connection.execute(endless).fetchall()
         with pytest.raises(TooSlow), patience(-1.0):
-            _matching([(1, "a", "3", "{}")], where)
-        assert _matching([(1, "a", "3", "{}"), (2, "b", "4", "{}")], where) == {1}
+            matching([(1, "a", "3", "{}")], where)
+        assert matching([(1, "a", "3", "{}"), (2, "b", "4", "{}")], where) == {1}
         assert index.search(np.zeros(WIDTH), 1)
 
 
