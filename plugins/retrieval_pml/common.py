@@ -63,10 +63,22 @@ class PreciseLoss(_Mixin):
     ) -> Any:
         """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see `retrieval.Loss`."""
         full = _full(embeddings)
+        assert full is not None
         reference = full if ref_emb is embeddings else _full(ref_emb)
         with _no_autocast(embeddings):
-            loss = super().forward(full, labels, indices_tuple, reference, ref_labels)
+            loss = self.measured(full, labels, indices_tuple, reference, ref_labels)
         return as_given(loss, embeddings) if isinstance(loss, Tensor) else loss
+
+    def measured(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
+    ) -> Any:
+        """Return what upstream's `forward` does of embeddings in full precision."""
+        return super().forward(embeddings, labels, indices_tuple, ref_emb, ref_labels)
 
 
 class PreciseMiner(_Mixin):

@@ -11,6 +11,7 @@ from pytorch_metric_learning.distances import SNRDistance
 from retrieval import traits
 
 from retrieval_pml import corrected_pairs as corrected
+from retrieval_pml import masked
 from retrieval_pml.common import (
     Count,
     Distance,
@@ -83,7 +84,7 @@ def signal_to_noise_ratio_contrastive(
     )
 
 
-@forwards(corrected.TripletMarginLoss)
+@forwards(masked.TripletMarginLoss)
 def triplet_margin(
     margin: float = 0.05,
     swap: bool = False,
@@ -140,7 +141,7 @@ def margin(
     """
     if per_class and not classes:
         raise ValueError("per_class needs the number of training classes, which is not known here")
-    return precise(losses.MarginLoss)(
+    return masked.MarginLoss(
         margin=margin,
         nu=nu,
         beta=beta,

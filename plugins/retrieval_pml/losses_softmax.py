@@ -9,11 +9,12 @@ from pytorch_metric_learning import losses
 from retrieval import traits
 
 from retrieval_pml import corrected_pairs as corrected
+from retrieval_pml import masked
 from retrieval_pml.common import Distance, NonNegative, Positive, Reducer, Regularizer, precise
 from retrieval_pml.forward import forwards
 
 
-@forwards(precise(losses.MultiSimilarityLoss))
+@forwards(masked.MultiSimilarityLoss)
 def multi_similarity(
     alpha: Positive = 2.0,
     beta: Positive = 50.0,
@@ -37,7 +38,7 @@ def multi_similarity(
     """
 
 
-@forwards(precise(losses.CircleLoss))
+@forwards(masked.CircleLoss)
 def circle(
     m: float = 0.4,
     gamma: Positive = 80.0,

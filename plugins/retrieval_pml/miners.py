@@ -21,6 +21,7 @@ from retrieval_pml.common import (
     precise,
 )
 from retrieval_pml.forward import forwards
+from retrieval_pml.masked import MultiSimilarityMiner
 
 Strategy = Literal["hard", "semihard", "easy", "all"]
 
@@ -140,7 +141,7 @@ def hdc(
     """
 
 
-@forwards(precise(miners.MultiSimilarityMiner))
+@forwards(MultiSimilarityMiner)
 def multi_similarity(epsilon: float = 0.1, distance: Distance = None) -> miners.MultiSimilarityMiner:
     """Negatives more similar than the least similar positive, positives less similar than the most similar negative.
 

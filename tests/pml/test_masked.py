@@ -1,0 +1,170 @@
+"""Losses and a miner on masked matrices: upstream's numbers and gradients, whatever reduces them, in a few N × N."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning import distances, losses, miners, reducers
+from pytorch_metric_learning.regularizers import LpRegularizer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from retrieval_pml import masked
+from retrieval_pml.reducers import PerAnchorReducer
+
+torch.manual_seed(0)
+Y = torch.tensor([0, 1, 0, 2, 1, 1, 3, 2, 0, 4, 1, 2])
+REF_Y = torch.tensor([1, 0, 5, 2, 2, 0, 1])
+REDUCERS: dict[str, Callable[[], Any]] = {
+    "default": lambda: None,
+    "mean": reducers.MeanReducer,
+    "sum": reducers.SumReducer,
+    "low": lambda: reducers.ThresholdReducer(low=0.3),
+    "below zero": lambda: reducers.ThresholdReducer(low=-1),
+    "high": lambda: reducers.ThresholdReducer(high=0.7),
+    "both": lambda: reducers.ThresholdReducer(low=0.2, high=0.6),
+    "per anchor": PerAnchorReducer,
+}
+BATCHES = {"spread": 1.0, "whole numbers": 0.0, "close": 1e-3}
+
+
+def codes(rows: int, seed: int, spread: float) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if not spread:  # many distances are equal, and some are zero
+        return torch.randint(-1, 2, (rows, 3), generator=generator).double() + 0.5
+    return 1 + spread * torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+
+
+def same(
+    ours: Any, theirs: Any, x: Tensor, y: Tensor, ref: Tensor | None = None, *, mined: Any = None
+) -> None:
+    """Both give one value, and one gradient to the codes, the reference set and their own parameters."""
+    found = []
+    for loss in (ours, theirs):
+        leaves = [x.clone().requires_grad_()] + ([] if ref is None else [ref.clone().requires_grad_()])
+        parameters = list(loss.parameters())
+        value = loss(leaves[0], y, mined, *([] if ref is None else [leaves[1], REF_Y]))
+        gradients = torch.autograd.grad(value, [*leaves, *parameters], allow_unused=True)
+        none = [torch.zeros_like(leaf) for leaf in (*leaves, *parameters)]
+        found.append([value, *(zero if g is None else g for g, zero in zip(gradients, none, strict=True))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, check_dtype=False)
+
+
+@pytest.mark.parametrize("reduced_by", REDUCERS)
+@pytest.mark.parametrize("spread", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize(
+    "distance", [distances.LpDistance, distances.CosineSimilarity, distances.DotProductSimilarity]
+)
+def test_triplets(distance: Any, reference: bool, spread: float, reduced_by: str) -> None:
+    options = {"margin": 0.25, "distance": distance(), "reducer": REDUCERS[reduced_by]()}
+    made = masked.TripletMarginLoss(**options), losses.TripletMarginLoss(**options)
+    same(*made, codes(12, 0, spread), Y, codes(7, 1, spread) if reference else None)
+
+
+@pytest.mark.parametrize(
+    "options", [{"swap": True}, {"smooth_loss": True}, {"embedding_regularizer": LpRegularizer()}]
+)
+def test_triplets_otherwise(options: dict[str, Any]) -> None:
+    same(masked.TripletMarginLoss(**options), losses.TripletMarginLoss(**options), codes(12, 0, 1.0), Y)
+    mined = miners.TripletMarginMiner(margin=0.5)(codes(12, 0, 1.0), Y)
+    same(
+        masked.TripletMarginLoss(**options),
+        losses.TripletMarginLoss(**options),
+        codes(12, 0, 1.0),
+        Y,
+        mined=mined,
+    )
+
+
+@pytest.mark.parametrize("labels", [[0] * 12, list(range(12))], ids=["one class", "no positives"])
+@pytest.mark.parametrize("name", ["TripletMarginLoss", "MarginLoss", "MultiSimilarityLoss", "CircleLoss"])
+def test_a_batch_without_pairs_of_either_kind(name: str, labels: list[int]) -> None:
+    same(getattr(masked, name)(), getattr(losses, name)(), codes(12, 0, 1.0), torch.tensor(labels))
+
+
+@pytest.mark.parametrize("classes", [None, 6])
+@pytest.mark.parametrize("learn_beta", [False, True])
+@pytest.mark.parametrize("reduced_by", ["default", "mean"])
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("spread", BATCHES.values(), ids=BATCHES)
+def test_margin(
+    spread: float, reference: bool, reduced_by: str, learn_beta: bool, classes: int | None
+) -> None:
+    options = {"learn_beta": learn_beta, "num_classes": classes, "nu": 0.3, "beta": 0.9}
+    made = [cls(reducer=REDUCERS[reduced_by](), **options) for cls in (masked.MarginLoss, losses.MarginLoss)]
+    for one in made:
+        one.double()
+    same(*made, codes(12, 0, spread), Y, codes(7, 1, spread) if reference else None)
+
+
+@pytest.mark.parametrize("name", ["MultiSimilarityLoss", "CircleLoss"])
+@pytest.mark.parametrize("reduced_by", ["default", "mean", "low"])
+@pytest.mark.parametrize("mined", [False, True])
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("spread", BATCHES.values(), ids=BATCHES)
+def test_pairs(spread: float, reference: bool, mined: bool, reduced_by: str, name: str) -> None:
+    x, ref = codes(12, 0, spread), codes(7, 1, spread) if reference else None
+    pairs = miners.MultiSimilarityMiner()(x, Y, *([] if ref is None else [ref, REF_Y])) if mined else None
+    made = (cls(reducer=REDUCERS[reduced_by]()) for cls in (getattr(masked, name), getattr(losses, name)))
+    same(*made, x, Y, ref, mined=pairs)
+
+
+@pytest.mark.parametrize("distance", [distances.CosineSimilarity, distances.LpDistance])
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, -0.2])
+@pytest.mark.parametrize("spread", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(
+    "labels", [Y, torch.zeros(12, dtype=torch.int64), torch.arange(12)], ids=["some", "one", "each"]
+)
+def test_the_miner_finds_upstreams_pairs(
+    labels: Tensor, spread: float, epsilon: float, distance: Any
+) -> None:
+    x, ref = codes(12, 0, spread), codes(7, 1, spread)
+    for given in ((x, labels), (x, labels, ref, REF_Y)):
+        ours, theirs = (
+            cls(epsilon=epsilon, distance=distance())(*given)
+            for cls in (masked.MultiSimilarityMiner, miners.MultiSimilarityMiner)
+        )
+        assert all(one.dtype == torch.int64 for one in ours)
+        for first in (0, 2):
+            pairs = [
+                sorted(zip(each[first].tolist(), each[first + 1].tolist(), strict=True))
+                for each in (ours, theirs)
+            ]
+            assert pairs[0] == pairs[1]
+
+
+def test_a_gradient_of_a_gradient() -> None:
+    x = codes(12, 0, 1.0).requires_grad_()
+    found = []
+    for cls in (masked.TripletMarginLoss, losses.TripletMarginLoss):
+        (gradient,) = torch.autograd.grad(cls()(x, Y), x, create_graph=True)
+        found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
+    torch.testing.assert_close(*found)
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many entries the largest tensor has."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(one, Tensor):
+                self.entries = max(self.entries, one.numel())
+        return made
+
+
+@pytest.mark.parametrize("name", ["TripletMarginLoss", "MarginLoss"])
+def test_memory_is_that_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """384 items of 4 classes have 10 million triplets."""
+    monkeypatch.setattr(masked, "_ENTRIES", 2**16)
+    x, y = codes(384, 0, 1.0).requires_grad_(), torch.arange(384) % 4
+    with Largest() as seen:
+        getattr(masked, name)()(x, y).backward()
+    assert seen.entries <= 384 * 384
