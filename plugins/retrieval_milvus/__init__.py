@@ -1,4 +1,4 @@
-"""Milvus as a store: `milvus://host:19530/photos`, and `milvus+tls://` over TLS."""
+"""Milvus as a store: `milvus://host:19530/photos`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from retrieval.host.hookspecs import Factories
 @hookimpl
 def retrieval_stores() -> Factories:
     """Milvus: any number of processes search one index, on any number of machines."""
-    from retrieval_milvus.place import MilvusPlace, MilvusTlsPlace
+    from retrieval_milvus.place import MilvusPlace
 
-    return {"milvus": MilvusPlace, "milvus+tls": MilvusTlsPlace}
+    return {"milvus": MilvusPlace}

@@ -55,19 +55,3 @@ class MilvusPlace(stores.RowPlace):
             str(self.address),
             self._timeout,
         )
-
-
-class MilvusTlsPlace(MilvusPlace):
-    """A server of Milvus over TLS. Its token is taken from the environment: RETRIEVAL_MILVUS_TOKEN.
-
-    Args:
-        address: `milvus+tls://host:19530/photos`.
-        database: the database of the server.
-        timeout: seconds that one question to the server may take.
-        wait: seconds that another process that writes is waited for.
-    """
-
-    def __init__(
-        self, address: stores.Address, database: str = "default", timeout: float = 30.0, wait: float = 60.0
-    ) -> None:
-        super().__init__(address, database, True, timeout, wait)

@@ -1,4 +1,4 @@
-"""Qdrant as a store: `qdrant://host:6333/photos`, and `qdrant+local:///data/photos` without a server."""
+"""Qdrant as a store: `qdrant://host:6333/photos`, and `qdrant_local:///data/photos` without a server."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ def retrieval_stores() -> Factories:
     """Qdrant, on a server or in a folder of this machine."""
     from retrieval_qdrant.place import QdrantLocalPlace, QdrantPlace
 
-    return {"qdrant": QdrantPlace, "qdrant+local": QdrantLocalPlace}
+    return {"qdrant": QdrantPlace, "qdrant_local": QdrantLocalPlace}

@@ -74,7 +74,7 @@ class QdrantEngine(stores.Engine):
         return self._name if table == stores.RECORDS else f"{self._name}~{table}"
 
     def _there(self, table: str) -> bool:
-        return self._ask(lambda: self._client.collection_exists(self._collection(table)))
+        return bool(self._ask(lambda: self._client.collection_exists(self._collection(table))))
 
     # The whole
 
@@ -219,9 +219,8 @@ class QdrantEngine(stores.Engine):
 
     def count(self, table: str, where: stores.Condition, *, seen: int) -> int:
         """Return how many rows there are; see `Engine`."""
-        return self._ask(
-            lambda: self._client.count(self._collection(table), _filter(where), exact=True)
-        ).count
+        name, chosen = self._collection(table), _filter(where)
+        return int(self._ask(lambda: self._client.count(name, chosen, exact=True)).count)
 
     def nearest(
         self, table: str, vector: str, queries: Floats, count: int, where: stores.Condition, *, seen: int

@@ -63,7 +63,7 @@ class QdrantLocalPlace(stores.RowPlace):
     """Qdrant's in-process mode: a folder that one process opens at a time, all of it in memory. It suits some ten thousand items.
 
     Args:
-        address: `qdrant+local:///data/photos`: the index `photos` in the folder `/data`.
+        address: `qdrant_local:///data/photos`: the index `photos` in the folder `/data`.
     """
 
     def __init__(self, address: stores.Address) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -60,13 +61,15 @@ class MilvusServer:
     """How often it looks after its work, in milliseconds: a test waits for that again and again."""
 
     def __init__(self, folder: Path) -> None:
-        from milvus import MilvusServer as Server
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # the package leaves sockets to the collector
+            from milvus import MilvusServer as Server
 
-        self._server: Any = Server()
-        self._server.set_base_dir(str(folder))
-        for name, value in self.QUICK.items():
-            self._server.config.set(name, value)
-        self._server.start()
+            self._server: Any = Server()
+            self._server.set_base_dir(str(folder))
+            for name, value in self.QUICK.items():
+                self._server.config.set(name, value)
+            self._server.start()
         self.place = f"127.0.0.1:{self._server.listen_port}"
 
     def kill(self) -> None:
@@ -79,7 +82,9 @@ class MilvusServer:
         for name, value in self._server.config.configurable_items.items():
             if name.endswith("_port"):
                 self._server.config.configs[name] = value[1]
-        self._server.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            self._server.start()
 
     def stop(self) -> None:
         """End it, and delete what it kept."""

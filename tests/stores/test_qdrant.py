@@ -38,7 +38,7 @@ class TestQdrantLocal(testing.StoreSuite):
         type(self).folder = memory
 
     def at(self, place: Path) -> QdrantLocalPlace:
-        return QdrantLocalPlace(stores.Address.parse(f"qdrant+local://{self.folder}{place}/items"))
+        return QdrantLocalPlace(stores.Address.parse(f"qdrant_local://{self.folder}{place}/items"))
 
 
 @pytest.mark.skipif("QDRANT_URL" not in os.environ, reason="QDRANT_URL names no server")
@@ -53,7 +53,7 @@ class TestQdrantServer(testing.StoreSuite):
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[stores.RowStore]:
-    place = QdrantLocalPlace(stores.Address.parse(f"qdrant+local://{tmp_path}/items"))
+    place = QdrantLocalPlace(stores.Address.parse(f"qdrant_local://{tmp_path}/items"))
     with place.create(opened(), stores.widths_of(opened())) as store:
         yield store
 
