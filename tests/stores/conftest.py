@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,13 +79,14 @@ class MilvusServer:
         self._server.server_proc.wait()
 
     def start_again(self) -> None:
-        """Start it where it was, on the same ports."""
-        for name, value in self._server.config.configurable_items.items():
-            if name.endswith("_port"):
-                self._server.config.configs[name] = value[1]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
-            self._server.start()
+        """Start it where it was, on the same ports: with the configuration that it wrote, since the package takes no port that was used a moment ago."""
+        base = Path(self._server.config.base_data_dir)
+        settings = {"DEPLOY_MODE": "STANDALONE", "METRICS_PORT": str(self._server.webservice_port)}
+        folders = {"MILVUS_RUN_DIR": str(base / "run"), "LD_LIBRARY_PATH": str(base / "bin")}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        command, env = self._server.server_proc.args, {**os.environ, **settings, **folders}
+        self._server.server_proc = subprocess.Popen(command, cwd=base, env=env, **quiet)
+        self._server.wait_started()
 
     def stop(self) -> None:
         """End it, and delete what it kept."""
