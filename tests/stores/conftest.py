@@ -73,10 +73,10 @@ class MilvusServer:
             self._server.start()
         self.place = f"127.0.0.1:{self._server.listen_port}"
 
-    def kill(self) -> None:
-        """End it as a power cut would."""
-        self._server.server_proc.kill()
-        self._server.server_proc.wait()
+    def end(self) -> None:
+        """End it as an operator does; it puts away what it has in memory."""
+        self._server.server_proc.terminate()
+        self._server.server_proc.wait(60)
 
     def start_again(self) -> None:
         """Start it where it was, on the same ports: with the configuration that it wrote, since the package takes no port that was used a moment ago."""
