@@ -266,28 +266,3 @@ def test_nobody_answers(cli: Any) -> None:
     assert told.code == 2 and "does not answer" in told.err and "Traceback" not in told.err
     with pytest.raises(stores.StoreUnavailable):
         MilvusPlace(stores.Address.parse("milvus://127.0.0.1:9/photos?timeout=1"), timeout=1).exists()
-
-
-def test_a_server_that_goes_away_comes_back(milvus: Any, verb: Any, tmp_path: Path) -> None:
-    """Meanwhile whoever has the index open is told so; afterwards all that was acknowledged is there, and nobody opens it anew."""
-    if not hasattr(milvus, "end"):
-        pytest.skip("the server of MILVUS_URI is not ours to end")
-    image = sorted((tmp_path / "digits").rglob("*.png"))[3]
-    place = MilvusPlace(stores.Address.parse(verb.address), timeout=2)
-    with retrieval.serve(f"{verb.address}?timeout=2", port=0, wait=False) as served, place.open() as store:
-        sha256 = store.generations()[0].bundle
-        bundle = retrieval.open_bundle(store.bundle(store.generations()[0]))
-        store.upsert([item("late", 0, bundle)], sha256)
-        milvus.end()
-        with pytest.raises(stores.StoreUnavailable, match="does not answer"):
-            store.count()
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            _nearest(served.url, image)
-        assert refused.value.code == 503
-        milvus.start_again()
-        store.engine._timeout = 60.0
-        assert store.count() == 31 and store.get(["late"])
-        (found,) = store.search(item("late", 0, bundle).vector[None], 1, sha256)
-        assert [one.id for one in found] == ["late"]
-    with retrieval.serve(verb.address, port=0, wait=False) as served:
-        assert str(image).endswith(_nearest(served.url, image)["key"])
