@@ -134,7 +134,7 @@ def about(seconds: float, rounds: int) -> dict[str, Any]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}",
         "load": round(os.getloadavg()[0]),
         "versions": ", ".join(f"{name} {version(name)}" for name in names),
-        "seconds": seconds,
+        "seconds": f"{seconds:g}",
         "rounds": rounds,
         "deadline": DEADLINE,
     }

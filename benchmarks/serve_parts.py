@@ -9,6 +9,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import asyncio
 import json
 import sys
 import time
@@ -64,7 +65,13 @@ def _asker(app: Any, queries: list[list[float]]) -> Callable[[int], Any]:
         assert message.get("status", 200) == 200, message
 
     async def ask(at: int) -> None:
+        asked = False
+
         async def receive() -> dict[str, Any]:
+            nonlocal asked
+            if asked:  # the client stays
+                await asyncio.Event().wait()
+            asked = True
             return {"type": "http.request", "body": bodies[at], "more_body": False}
 
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]

@@ -22,7 +22,7 @@ def render(found: dict[str, Any]) -> str:
         "# The server beside the same work by hand",
         "",
         f"`benchmarks/serve.py`: CPU milliseconds (user and system) a request of all processes of a server, the median of {about['rounds']} rounds of "
-        f"{about['seconds']:g} s, contestants in turn in each round; requests a second and latency are wrk's. "
+        f"{about['seconds']} s, contestants in turn in each round; requests a second and latency are wrk's. "
         "*By hand* is ONNX Runtime and FAISS in a loop with one thread, decoding with Pillow, no server. "
         "*Bare* is an ASGI application under uvicorn, uvloop and httptools that only reads the same upload. "
         "The target is 1.05 × by hand with EfficientNet-Lite0, and by hand plus 1.3 × bare with the others.",
