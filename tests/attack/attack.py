@@ -72,7 +72,7 @@ class Server:
     log: Path
 
     @classmethod
-    def start(cls, index: Path, log: Path, *options: str) -> Server:
+    def start(cls, index: Path, log: Path, *options: str, **environment: str) -> Server:
         """Start it, and wait until it is ready."""
         command = [sys.executable, "-m", "retrieval.cli", "serve", str(index), "--port", "0", *options]
         with log.open("w") as errors:
@@ -82,7 +82,7 @@ class Server:
                 stderr=errors,
                 text=True,
                 cwd=index.parent,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             )
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -162,12 +162,20 @@ class Attack:
         generator: of requests.
         sound: an image that is in the index.
         first: number of the first request.
+        searches: the honest clients' requests; by default with that image, and with a vector.
     """
 
-    def __init__(self, server: Server, generator: Generator, sound: bytes, first: int = 0) -> None:
+    def __init__(
+        self,
+        server: Server,
+        generator: Generator,
+        sound: bytes,
+        first: int = 0,
+        searches: list[bytes] | None = None,
+    ) -> None:
         self._server = server
         self._generator = generator
-        self._searches = [post(form(sound, "3"), FORM), vector()]
+        self._searches = searches or [post(form(sound, "3"), FORM), vector()]
         self._lock = threading.Lock()
         self._next = first
         self._stop = threading.Event()

@@ -1,0 +1,262 @@
+"""Attack a server that takes changes: several indexes, keys, snapshots, a record of changes; say what each got, and what is left.
+
+    python tests/attack/attack_writes.py --requests 20000 --output benchmarks/results/attack.md
+
+Honest clients search one index all the while, and attackers, most of whom have a key that may do everything to the other, send
+what `hostile_writes` makes. Its exit code is 1 when a promise was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # its neighbours, also where a test imports it by its path
+
+from hostile_images import damaged, worst  # noqa: E402
+from hostile_writes import WritingGenerator  # noqa: E402
+from wire import FORM, ask, form, get, post  # noqa: E402
+
+from attack import _WARM, Attack, Result, Server, _children, makers, report  # noqa: E402
+
+OPEN, STILL = "open", "still"
+BOMBS = (
+    "png: 169 megapixels", "png: text that grows", "png: a colour profile that grows", "png: many texts that grow", "gif: a huge canvas",
+    "jpeg: 20,000 scans in 200 KB", "bmp: a header of 4 GB",
+)  # fmt: skip
+_TRIES = 20
+
+
+class Held(NamedTuple):
+    """What a server holds.
+
+    Attributes:
+        resident: bytes of its own process and of those that decode.
+        descriptors: that its own process has open.
+        threads: of its own process.
+        decoders: processes.
+        temporary: files below its temporary folder.
+        files: of the index that is written to.
+        bytes: of these files.
+    """
+
+    resident: int
+    descriptors: int
+    threads: int
+    decoders: int
+    temporary: int
+    files: int
+    bytes: int
+
+
+class Attacked:
+    """A server with two indexes of digits, of which one is for attackers; everything of it is below one folder.
+
+    Args:
+        folder: an empty one.
+        options: of `serve` besides.
+    """
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        from retrieval.serving.http.access.key_file import add_key
+        from retrieval.serving.http.access.keys import Allowance, new_key
+        from retrieval.serving.index.creating import create_index
+
+        made = makers()
+        made.write_digits(folder / "photos", 200)
+        bundle = made.make_bundle(folder / "bundle")
+        self.sound = (folder / "photos" / "3" / "0003.png").read_bytes()
+        self.index, self.temporary = folder / f"{OPEN}.index", folder / "temporary"
+        for path in (self.index, folder / f"{STILL}.index"):
+            create_index(path, bundle, [folder / "photos"], progress=False)
+        for name in ("temporary", "snapshots"):
+            (folder / name).mkdir()
+        self.snapshots, self.audit = folder / "snapshots", folder / "audit.jsonl"
+        said: dict[str, str] = {}
+        for role in ("read", "write", "admin"):
+            said[role], kept = new_key(role, role, (OPEN,), Allowance())
+            add_key(folder / "keys", kept)
+        honest, kept = new_key("honest", "read", (STILL,), Allowance())
+        add_key(folder / "keys", kept)
+        self._honest = f"Authorization: Bearer {honest}"
+        self.keys: dict[str, str | None] = {role: f"Bearer {key}" for role, key in said.items()}
+        self.keys |= {
+            "none": None,
+            "wrong": "Bearer rk_x",
+            "twice": f"Bearer {said['read']}\r\nAuthorization: Bearer {said['read']}",
+            "long": "Bearer " + "x" * 9000,
+            "odd": "Basic \xff\xfe",
+        }
+        self.server = Server.start(
+            self.index, folder / "log", f"{STILL}={folder / f'{STILL}.index'}", "--keys", str(folder / "keys"), "--audit", str(self.audit),
+            "--snapshots", str(self.snapshots), *options, TMPDIR=str(self.temporary),
+        )  # fmt: skip
+
+    def searches(self) -> list[bytes]:
+        """Return the honest clients' requests."""
+        path = f"POST /v1/indexes/{STILL}/search HTTP/1.1".encode()
+        plain = [
+            post(form(self.sound, "3"), FORM, self._honest),
+            post(json.dumps({"vector": [0.25] * 16, "k": 3}).encode(), "application/json", self._honest),
+        ]
+        return [one.replace(b"POST /v1/search HTTP/1.1", path, 1) for one in plain]
+
+    def attack(self, generator: WritingGenerator, first: int = 0) -> Attack:
+        """Return an attack on it."""
+        return Attack(self.server, generator, self.sound, first, self.searches())
+
+    def put_back(self) -> None:
+        """Leave the open index with the items that it had: none that attackers brought."""
+        key = f"Authorization: {self.keys['admin']}"
+        request = post(json.dumps({"all": True}).encode(), "application/json", key)
+        request = request.replace(b"/v1/search", f"/v1/indexes/{OPEN}/delete".encode(), 1)
+        assert ask(self.server.port, request, 30.0).status == 200
+
+    def held(self) -> Held:
+        """Return what it holds now."""
+        pid = self.server.process.pid
+        own = Path(f"/proc/{pid}")
+        files = [path for path in self.index.rglob("*") if path.is_file()]
+        return Held(
+            self.server.memory().total,
+            len(list((own / "fd").iterdir())),
+            len(list((own / "task").iterdir())),
+            len(_children(pid)),
+            sum(path.is_file() for path in self.temporary.rglob("*")),
+            len(files),
+            sum(path.stat().st_size for path in files),
+        )
+
+    def bombs(self, images: dict[str, bytes]) -> dict[str, list[float]]:
+        """Return the seconds until each bomb was refused, tried several times, by its name."""
+        key, took = f"Authorization: {self.keys['write']}", dict[str, list[float]]()
+        for name in BOMBS:
+            request = post(form(images[name]), FORM, key).replace(
+                b"/v1/search", f"/v1/indexes/{OPEN}/search".encode(), 1
+            )
+            for _ in range(_TRIES):
+                began = time.perf_counter()
+                status = ask(self.server.port, request).status
+                took.setdefault(name, []).append(time.perf_counter() - began)
+                assert status in (413, 422), (name, status)
+        return took
+
+    def whole(self) -> list[str]:
+        """End it; return what is wrong with the indexes, their snapshots and the record of changes."""
+        self.server.process.send_signal(signal.SIGTERM)
+        code, faults = self.server.process.wait(30), []
+        assert self.server.process.stdout is not None
+        self.server.process.stdout.close()
+        if code:
+            faults.append(f"the server ended with {code}")
+        copies = [path for path in self.snapshots.iterdir() if not path.name.startswith(".")]
+        for path in (self.index, self.index.with_name(f"{STILL}.index"), *copies[:5]):
+            done = subprocess.run(
+                [sys.executable, "-m", "retrieval.cli", "index", "check", str(path)],
+                capture_output=True,
+                text=True,
+                cwd=path.parent,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            if done.returncode:
+                faults.append(f"{path.name}: {done.stderr}")
+        lines = [json.loads(line) for line in self.audit.read_text(encoding="utf-8").splitlines()]
+        begun = {line["request"] for line in lines if line["outcome"] == "begun"}
+        ended = {line["request"] for line in lines if line["outcome"] != "begun"}
+        if begun != ended or {line["index"] for line in lines} - {OPEN}:
+            faults.append(f"the record of changes: {len(begun)} begun, {len(ended)} ended")
+        return faults
+
+
+def text_of(
+    result: Result, requests: int, lines: int, left: dict[str, Held], bombs: dict[str, list[float]], faults: list[str], changes: int
+) -> str:  # fmt: skip
+    """Return what came of it, for people."""
+    text = report(result, [], lines, requests).replace(
+        "tests/attack/attack.py", "tests/attack/attack_writes.py"
+    )
+    text = text.replace(
+        "while two honest clients",
+        "half of them with a key that may do everything to the index that they attack, while two honest clients",
+    )
+    rows = [
+        "",
+        "## What is left",
+        "",
+        f"The server had two indexes, keys, snapshots and a record of changes ({changes:,} lines of it); attackers wrote to one index, honest clients searched the other. "
+        "Afterwards all items were deleted and the index was left alone for 40 s.",
+        "",
+        "| | resident MB | descriptors | threads | processes that decode | temporary files | files of the index | their MB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, one in left.items():
+        rows.append(
+            f"| {name} | {one.resident / 1e6:.0f} | {one.descriptors} | {one.threads} | {one.decoders} | {one.temporary} | {one.files} | {one.bytes / 1e6:.1f} |"
+        )
+    rows += [
+        "",
+        f"Wrong with indexes, snapshots or the record afterwards: {len(faults)}",
+        *(f"- {one}" for one in faults),
+    ]
+    rows += ["", "## Bombs", "", f"Milliseconds from the connection to the refusal, {_TRIES} times each, one after the other:", "", "| | half | longest |", "| --- | --- | --- |"]  # fmt: skip
+    for name, took in bombs.items():
+        inside = sorted(took)
+        rows.append(f"| {name} | {inside[len(inside) // 2] * 1000:.1f} | {inside[-1] * 1000:.1f} |")
+    return text + "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    """Attack, print the report, and say by the exit code whether the promises were kept."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--threads", type=int, default=48, help="attackers at a time")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which no further request is begun")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    images = [*worst(options.seed), *damaged(options.seed, 20)]
+    with tempfile.TemporaryDirectory() as name:
+        attacked = Attacked(Path(name))
+        generator = WritingGenerator(images, attacked.sound, 16, attacked.keys, OPEN, options.seed)
+        bombs = attacked.bombs(dict(images))
+        attacked.attack(generator, 10**6).run(_WARM, options.threads)  # every process is started
+        attacked.put_back()
+        time.sleep(40)
+        left = {"before": attacked.held()}
+        attack = attacked.attack(generator)
+        timer = threading.Timer(60 * options.minutes, attack.stop)
+        timer.daemon = True
+        timer.start()
+        result = attack.run(options.requests, options.threads)
+        timer.cancel()
+        left["at the end"] = attacked.held()
+        attacked.put_back()
+        time.sleep(40)
+        left["40 s later"] = attacked.held()
+        ready = ask(attacked.server.port, get("/readyz")).status
+        faults = attacked.whole() + ([] if ready == 200 else [f"/readyz: {ready}"])
+        lines = attacked.server.log.read_text().count("\n")
+        changes = attacked.audit.read_text(encoding="utf-8").count("\n")
+    text = text_of(
+        result, sum(sum(one.values()) for one in result.answers.values()), lines, left, bombs, faults, changes
+    )
+    print(text)
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
+    raise SystemExit(1 if faults or result.faults or result.honest.wrong or result.honest.late else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Requests to a server of several indexes that takes changes: what no honest client sends to any of its routes, with keys and without.
+
+Each is made from its number, as those of `hostile_requests` are, which are among them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+
+from hostile_requests import Generator, Request
+from wire import FORM, form, get, post
+
+_NAMES = 300  # ids that items may get
+_FILTERS = (
+    "price < 30", "label = 'a' and not price >= 3", "(" * 60 + "price < 3" + ")" * 60, "(" * 5000, "price < 1e999", "price = nan", "'", "label like '%%%%'",
+    "nobody = 3", " or ".join(["price < 3"] * 101), "price in (" + ", ".join(["1"] * 1001) + ")", "label = '" + "x" * 100_000 + "'", "\u0000", "1 = 1; drop table items",
+)  # fmt: skip
+
+
+def _named(method: str, path: str, content: bytes) -> bytes:
+    """Return a request of `wire.post` with another method and address."""
+    return content.replace(b"POST /v1/search HTTP/1.1", f"{method} {path} HTTP/1.1".encode(), 1)
+
+
+class WritingGenerator(Generator):
+    """Makes requests from numbers, always the same.
+
+    Args:
+        images: hostile and damaged images by name.
+        sound: an image.
+        width: of a vector.
+        keys: by the name of a role or fault, what is sent as the header `Authorization`; None for no header.
+        index: the one that they are about, by its name.
+        seed: of all of them.
+    """
+
+    def __init__(
+        self, images: Sequence[tuple[str, bytes]], sound: bytes, width: int, keys: Mapping[str, str | None], index: str, seed: int = 0
+    ) -> None:  # fmt: skip
+        super().__init__(images, sound, width, seed)
+        self._keys, self._index = dict(keys), index
+        self._makers += [
+            (4, self._put_image),
+            (4, self._put_json),
+            (3, self._several),
+            (3, self._batch),
+            (2, self._delete),
+            (1, self._repeated),
+            (2, self._list),
+            (0.05, self._snapshot),
+            (1, self._other_index),
+        ]
+
+    def make(self, number: int) -> Request:
+        """Return the request of a number, with a key and the name of an index as often as not."""
+        request = super().make(number)
+        chance = random.Random(f"{self._seed} {number} key")
+        if chance.random() < 0.9:
+            request.content = request.content.replace(b" /v1/", f" /v1/indexes/{self._index}/".encode(), 1)
+        # most may do what they ask for: what stands behind a key is attacked, too
+        key = self._keys[
+            chance.choices(list(self._keys), [6 if name == "admin" else 1 for name in self._keys])[0]
+        ]
+        if key is not None:
+            request.content = request.content.replace(
+                b"\r\n", f"\r\nAuthorization: {key}\r\n".encode("latin-1"), 1
+            )
+        return request
+
+    def _id(self, chance: random.Random) -> str:
+        return chance.choice(
+            [f"item%2F{chance.randrange(_NAMES)}"] * 6
+            + ["%00", "%2e%2e", "x" * 1000, "x" * 1001, "%ff", "%F0%9F%90%9F" * 200, "a%0Ab", "..%2F..%2Fetc", "image", "%25", "-"]
+        )  # fmt: skip
+
+    def _metadata(self, chance: random.Random) -> str:
+        many = chance.choice([3, 70, 5000])
+        return chance.choice(
+            ['{"price": 3}', '{"price": "3"}', '{"price": ' + "9" * many + "}", '{"a": ' * many + "1" + "}" * many, '{"a": 1, "a": 2}', "[]", "null",
+             '{"\\u0000": 1}', '{"a": NaN}', '{"a": "' + "x" * many * 300 + '"}', json.dumps({str(n): n for n in range(many)}), '{"\\ud800": 1}', "{", ""]
+        )  # fmt: skip
+
+    def _put_image(self, chance: random.Random) -> Request:
+        content = self.sound if chance.random() < 0.5 else chance.choice(self._images)[1]
+        fields = []
+        if chance.random() < 0.5:
+            fields.append(("metadata", self._metadata(chance)))
+        if chance.random() < 0.5:
+            fields.append(
+                ("keep", chance.choice(["copy", "thumbnail", "nothing", "reference", "", "\u00e9"]))
+            )
+        if chance.random() < 0.3:
+            fields.append(("label", chance.choice(["a", "", "x" * 10_000, "x" * 60_000, "\x00"])))
+        body = form(content)
+        for name, value in fields:
+            part = f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+            body = part.encode("utf-8", "surrogatepass") + body
+        return Request("put image", _named("PUT", f"/v1/items/{self._id(chance)}", post(body, FORM)))
+
+    def _numbers(self, chance: random.Random) -> str:
+        return chance.choice(
+            [json.dumps([chance.uniform(-1, 1) for _ in range(self._width)])] * 4
+            + [json.dumps([0.0] * self._width), json.dumps([1e38] * self._width), json.dumps([1e39] * self._width), json.dumps([0.5] * 5000),
+               "[]", "[null]", "[true]", "0.5", '["0.5"]', "[1e400]", "[[" * 50]
+        )  # fmt: skip
+
+    def _put_json(self, chance: random.Random) -> Request:
+        parts = []
+        if chance.random() < 0.7:
+            parts.append(f'"vector": {self._numbers(chance)}')
+        if chance.random() < 0.5:
+            parts.append(f'"metadata": {self._metadata(chance)}')
+        if chance.random() < 0.3:
+            parts.append(
+                '"label": ' + chance.choice(['"a"', "3", "null", '"' + "x" * 999_990 + '"', '"\\u0000"'])
+            )
+        if chance.random() < 0.05:
+            parts.append('"unknown": 1')
+        content = post(("{" + ", ".join(parts) + "}").encode("utf-8", "surrogatepass"))
+        return Request("put json", _named("PUT", f"/v1/items/{self._id(chance)}", content))
+
+    def _several(self, chance: random.Random) -> Request:
+        many = chance.choice([1, 5, 100, 101, 3000])
+        ids = [f"item/{chance.randrange(_NAMES)}" for _ in range(many)]
+        if chance.random() < 0.7:
+            ids = list(dict.fromkeys(ids))
+        if chance.random() < 0.5:
+            numbers = f'{{"items": [{", ".join(json.dumps({"id": one, "vector": [0.5] * self._width}) for one in ids)}]}}'
+            content = post(numbers.encode())
+        else:
+            images = [
+                self.sound if chance.random() < 0.9 else chance.choice(self._images)[1][:300_000]
+                for _ in ids[:120]
+            ]
+            listed = json.dumps([{"id": one} for one in ids[: len(images) + chance.choice([0, 0, 0, 1, -1])]])
+            parts = b"".join(form(image)[: -len(b"--b--\r\n")] for image in images)
+            said = f'--b\r\nContent-Disposition: form-data; name="items"\r\n\r\n{listed}\r\n--b--\r\n'
+            content = post(parts + said.encode(), FORM)
+        return Request("several", _named("POST", "/v1/items", content))
+
+    def _batch(self, chance: random.Random) -> Request:
+        many = chance.choice([1, 3, 30, 101])
+        if chance.random() < 0.5:
+            images = [
+                self.sound if chance.random() < 0.8 else chance.choice(self._images)[1][:500_000]
+                for _ in range(many)
+            ]
+            body = b"".join(form(image)[: -len(b"--b--\r\n")] for image in images) + b"--b--\r\n"
+            return Request("batch", _named("POST", "/v1/search/batch", post(body, FORM)))
+        queries = [
+            chance.choice(
+                [{"vector": [0.5] * self._width}, {"id": "item/1"}, {"id": "nobody"}, {}, {"vector": [1]}]
+            )
+            for _ in range(many)
+        ]
+        said = {
+            "queries": queries,
+            "k": chance.choice([1, 1000, 1001, -1]),
+            "filter": chance.choice([None, *_FILTERS]),
+            "explain": True,
+        }
+        return Request("batch", _named("POST", "/v1/search/batch", post(json.dumps(said).encode())))
+
+    def _delete(self, chance: random.Random) -> Request:
+        said = chance.choice(
+            [{"filter": one} for one in _FILTERS]
+            + [{"ids": [f"item/{chance.randrange(_NAMES)}"]}, {"ids": ["x"] * 10_001}, {"ids": []}, {"ids": [""]}, {"ids": ["\ud800"]}, {"all": True}, {"all": False},
+               {"all": True, "ids": ["x"]}, {"filter": None}, {"filter": {"price": {"<": 3, "in": [1]}}}, {"filter": {"and": [{}] * 3000}}, {}]
+        )  # fmt: skip
+        if chance.random() < 0.2:
+            return Request("delete", _named("DELETE", f"/v1/items/{self._id(chance)}", post(b"")))
+        return Request("delete", _named("POST", "/v1/delete", post(json.dumps(said).encode())))
+
+    def _repeated(self, chance: random.Random) -> Request:
+        """The same key again and again, with the same body and with others."""
+        name = chance.choice(
+            [f"key {chance.randrange(20)}", "k" * 255, "k" * 256, "\x7f", "", "\xe9", "a\tb"]
+        )
+        said = {"items": [{"id": f"item/{chance.randrange(3)}", "vector": [0.5] * self._width}]}
+        headers = [f"Idempotency-Key: {name}"] * chance.choice([1, 1, 1, 2])
+        content = post(json.dumps(said).encode(), "application/json").replace(
+            b"\r\n", ("\r\n" + "\r\n".join(headers) + "\r\n").encode("latin-1"), 1
+        )
+        return Request("repeated", _named("POST", "/v1/items", content))
+
+    def _list(self, chance: random.Random) -> Request:
+        text = chance.choice(_FILTERS).replace("%", "%25").replace(" ", "+").replace("\x00", "%00")
+        more = chance.choice(
+            ["", "&limit=1000", "&limit=0", "&cursor=x", "&cursor=" + "A" * 9000, "&fields=" + "a," * 300]
+        )
+        return Request("list", get(f"/v1/items?filter={text}{more}"))
+
+    def _snapshot(self, chance: random.Random) -> Request:
+        path = chance.choice(["/v1/snapshots", "/v1/snapshots?name=../x"])
+        return Request(
+            "snapshot", _named("POST", path, post(chance.choice([b"", b'{"path": "/etc"}', b"\xff" * 5000])))
+        )
+
+    def _other_index(self, chance: random.Random) -> Request:
+        """What the keys are not for, by every route."""
+        name = chance.choice(["still", "nobody", "..", "%2e%2e%2fstill", "still%00", "x" * 3000, "STILL"])
+        method, end = chance.choice([("GET", "index"), ("GET", "items"), ("POST", "delete"), ("PUT", "items/x"), ("POST", "search"), ("POST", "items"), ("POST", "snapshots"), ("DELETE", "items/x")])  # fmt: skip
+        body = chance.choice([b'{"all": true}', b'{"vector": [0.5]}', form(self.sound)])
+        return Request("other index", _named(method, f"/v1/indexes/{name}/{end}", post(body)))
