@@ -314,7 +314,11 @@ def migrated(trial: Trial, images: list[bytes]) -> list[str]:
             "importer",
         )
         said, _ = trial.run("retrieval", "index", "migrate", "photos.index", "other", code=2)
-        trial.note("migrate while the server is the writer", began, said.strip().splitlines()[-1])
+        trial.note(
+            "migrate while the server is the writer",
+            began,
+            said.strip().splitlines()[-1].replace(f"{trial.folder}/", ""),
+        )
     with trial.served("photos.index") as server:
         bundle, load, began = (
             server.ask("GET", "/v1/index")[1]["bundle"],

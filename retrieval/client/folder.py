@@ -133,6 +133,7 @@ class _Push:
         self._batches: Iterator[list[_File]] = iter(())
 
     async def run(self, connections: int) -> PushReport:
+        next(walk(self._folder), None)  # before the server is asked: a folder that is none
         index = await self._client.index()
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")

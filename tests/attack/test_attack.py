@@ -12,6 +12,7 @@ _spec = importlib.util.spec_from_file_location("attack", Path(__file__).with_nam
 attack = importlib.util.module_from_spec(_spec)
 sys.modules["attack"] = attack
 _spec.loader.exec_module(attack)
+import hostile_writes as writes  # noqa: E402  attack.py has put its folder on the path
 
 REQUESTS = 600
 
@@ -53,3 +54,24 @@ def test_an_attack_costs_others_nothing(prepared):
     assert after.total - before.total < 60_000_000, text
     assert (took < attack.GRACE, code) == (True, 0)
     assert len(log.read_text().splitlines()) < 200
+
+
+def test_requests_that_write_are_the_same_for_a_number():
+    """They go to one index by all routes, with the keys that there are."""
+    keys = {"admin": "Bearer a", "read": "Bearer r", "none": None}
+    images = [("a", b"x" * 100)]
+    made = [
+        writes.WritingGenerator(images, b"y" * 50, 16, keys, "open").make(number) for number in range(400)
+    ]
+    again = writes.WritingGenerator(images, b"y" * 50, 16, keys, "open")
+    assert made == [again.make(number) for number in range(400)]
+    kinds = {request.kind.partition(",")[0] for request in made}
+    assert {"put image", "put json", "several", "batch", "delete", "repeated", "list", "other index"} <= kinds
+    text = b"".join(request.content for request in made)
+    for said in (
+        b"/v1/indexes/open/items",
+        b"/v1/indexes/still/",
+        b"Authorization: Bearer a",
+        b"Idempotency-Key",
+    ):
+        assert said in text

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import os
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,3 +128,11 @@ def test_limits_of_size_are_said():
         decode(wide.getvalue(), Limits(aspect=1200, side=5000))
     with pytest.raises(DataError, match=r"the limit is 29,999\. Save it smaller, or raise the limit"):
         decode(wide.getvalue(), Limits(pixels=29_999))
+
+
+def test_compressed_texts_are_counted_before_one_is_inflated():
+    whole = hostile.saved(Image.new("L", (8, 8)), "PNG")
+    text = hostile._chunk(b"zTXt", b"a\0\0" + zlib.compress(b"x"))
+    assert decode(whole[:33] + text * 50 + whole[33:]).size == (8, 8)
+    with pytest.raises(DataError, match="compressed texts"):
+        decode(whole[:33] + text * 51 + whole[33:])

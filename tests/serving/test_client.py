@@ -224,6 +224,8 @@ def test_a_push_that_cannot_be_says_so(served, empty, index_path, folder, tmp_pa
     (tmp_path / "none").mkdir()
     with Client(server.url) as client, pytest.raises(DataError, match="holds no image"):
         client.push(tmp_path / "none")
+    with Client("http://127.0.0.1:1") as client, pytest.raises(DataError, match="is not a folder"):
+        client.push(tmp_path / "nowhere")  # no server is asked
 
     async def inside():
         with Client(server.url) as client, pytest.raises(DataError, match="await"):

@@ -168,6 +168,7 @@ def test_an_index_of_format_1_is_lifted(tmp_path, cli, photos, bundle_path):
     [
         (["shwo", "d.index"], "Did you mean 'show'?"),
         (["show", "nowhere"], "nowhere is not an index"),
+        (["check", "nowhere"], "nowhere is not an index: there is no such folder"),
         (["show", "d.index", "nobody"], "has no item 'nobody'"),
         (["list", "d.index", "--after", "\udcff"], "no id that an item can have"),
         (["list", "d.index", "--where", "prise <"], "expected a value"),

@@ -86,6 +86,7 @@ def test_mistakes_are_sentences(cli, tmp_path):
     for arguments, says in (
         (("add", "shop", "-o", path), "has a key shop already"),
         (("add", "two words", "-o", path), "cannot be made"),
+        (("add", "two words", "-o", path), "name: it has letters, digits and"),
         (("add", "x", "--role", "reader", "-o", path), "Did you mean 'read'"),
         (("add", "x", "-o", tmp_path / "no" / "keys"), "cannot be locked"),
         (("add", "x", "-o", tmp_path), "Is a directory"),

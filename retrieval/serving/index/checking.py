@@ -7,7 +7,7 @@ from pathlib import Path
 import apsw
 import numpy as np
 
-from retrieval.errors import RetrievalError
+from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.local.generation_table import BUNDLES, all_of
 from retrieval.serving.local.piece import SEGMENTS
@@ -27,6 +27,8 @@ def check_index(folder: Path) -> tuple[list[str], list[str]]:
     Raises:
         StoreError: the record cannot be opened.
     """
+    if not folder.is_dir():
+        raise StoreError(f"{folder} is not an index: there is no such folder.")
     damaged: list[str] = []
     rebuilt: list[str] = []
     record = Record(folder)

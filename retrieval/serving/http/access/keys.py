@@ -97,6 +97,11 @@ class Keys:
         return known if hmac.compare_digest(_hash(known.salt, parts[2]), known.hash) else None
 
 
+_CHARACTERS = {
+    "name": "it has letters, digits and . _ @ -, at most 64 of them, and begins with a letter or digit",
+}
+
+
 def _hash(salt: str, secret: str) -> str:
     return hmac.digest(bytes.fromhex(salt), secret.encode(), "sha256").hex()
 
@@ -130,4 +135,9 @@ def new_key(
 def told(fault: ValidationError) -> str:
     """Return every problem that pydantic found, without the values, which may be somebody's key in the wrong place."""
     problems = fault.errors(include_url=False, include_context=False, include_input=False)
-    return "; ".join(f"{'.'.join(map(str, each['loc'][:1])) or 'it'}: {each['msg']}" for each in problems[:5])
+    said = []
+    for each in problems[:5]:
+        where = ".".join(map(str, each["loc"][:1])) or "it"
+        known = _CHARACTERS.get(where) if each["type"] == "string_pattern_mismatch" else None
+        said.append(f"{where}: {known or each['msg']}")
+    return "; ".join(said)
