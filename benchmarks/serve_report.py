@@ -30,6 +30,7 @@ def render(found: dict[str, Any]) -> str:
         f"{about['machine']}; {about['versions']}. Others used the same cores (load average {about['load']} at the start): CPU times are several "
         "times those of a quiet machine, and latencies and requests a second say little; ratios within a round are what is compared. "
         "What is still under way when a round ends counts as CPU time and not as a request, which flatters nobody and weighs on the slowest at 32 connections.",
+        *(["", about["note"]] if about.get("note") else []),
     ]
     for name, one in found["works"].items():
         lines += ["", f"## {name[:1].upper()}{name[1:]}", "", *_work(one, about["deadline"])]
