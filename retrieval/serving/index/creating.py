@@ -85,9 +85,7 @@ def create_index(
     }
     if isinstance(place, Address):
         with showing(progress), begun.alone():
-            store = _resumed(at, begun, opened, widths)
-            if store is None and not replace and at.exists():
-                raise _taken(place)
+            store = _resumed(at, begun, opened, widths, replace)
             summary = _at(at, begun, store, opened, widths, sources, keep, adding, device)
         return dataclasses.replace(summary, seconds=time.monotonic() - began)
     with showing(progress), hold(target, "building this index", StoreError):
@@ -129,20 +127,27 @@ def _taken(place: Address) -> StoreError:
     )
 
 
-def _resumed(at: StorePlace, begun: Begun, bundle: Bundle, widths: Mapping[str, int]) -> Store | None:
-    """Return the index at an address that an interrupted run of the same work has begun; None where there is none."""
-    if begun.identity is None or not at.exists():
-        return None
-    store = at.open()
-    try:
-        served = next(one for one in store.generations() if one.state == "served")
-        ours = store.identity() == begun.identity
-        if ours and (served.bundle, served.variant, dict(served.widths)) == (bundle.sha256, bundle.variant, dict(widths)):  # fmt: skip
+def _resumed(
+    at: StorePlace, begun: Begun, bundle: Bundle, widths: Mapping[str, int], replace: bool
+) -> Store | None:
+    """Return the index at an address that an interrupted run of the same work has begun; None where there is none, or one that is replaced.
+
+    Raises:
+        StoreError: there is another one, which is not to be replaced.
+    """
+    if begun.identity is not None and at.exists():
+        store = at.open()
+        try:
+            served = next(one for one in store.generations() if one.state == "served")
+            found = (store.identity(), served.bundle, served.variant, dict(served.widths))
+        except BaseException:
+            store.close()
+            raise
+        if found == (begun.identity, bundle.sha256, bundle.variant, dict(widths)):
             return store
-    except BaseException:
         store.close()
-        raise
-    store.close()
+    if not replace and at.exists():
+        raise _taken(at.address)
     return None
 
 

@@ -275,12 +275,8 @@ class Upkeep:
         files = [name for part in parts for name in files_of(part.file, part.structure)]
         with self._writer.turn, self._writer.transaction(segments=True) as (connection, _):
             text = json.dumps([part.number for part in parts])
-            there = value(
-                connection,
-                "select count(*) from segments where s in (select value from json_each(?))",
-                (text,),
-            )
-            if there != len(parts):  # the generation was dropped meanwhile
+            sql = "select count(*) from segments where s in (select value from json_each(?))"
+            if value(connection, sql, (text,)) != len(parts):  # the generation was dropped meanwhile
                 remove_files(
                     self._home.folder, files_of(file, None if structure is None else structure.text())
                 )

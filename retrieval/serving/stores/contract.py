@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import Filter
+from retrieval.serving.stores.faults import StoreUnavailable as StoreUnavailable
+from retrieval.serving.stores.faults import Superseded as Superseded
+from retrieval.serving.stores.faults import TooSlow as TooSlow
 
 Floats = NDArray[np.float32]
 
@@ -26,19 +29,6 @@ Keep = Literal["reference", "copy", "thumbnail", "nothing"]
 """What an index keeps of an original: its path, all its bytes, a small picture of it, or nothing."""
 
 VECTOR, CODE, FEATURES = "vector", "code", "features"
-
-
-class Superseded(StoreError):
-    """What was asked with one bundle, and the index is served by another by now. Encode again with the one that is served."""
-
-
-class StoreUnavailable(StoreError):
-    """A store cannot be reached now, and nothing is known to be damaged: ask again in a moment. A write that was under way may have been made
-    or not; the same one made again changes nothing more."""
-
-
-class TooSlow(StoreError):
-    """A question took longer than it may. Nothing is damaged: ask for less."""
 
 
 _STOP: ContextVar[float] = ContextVar("stop", default=math.inf)
