@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,21 @@ class MilvusServer:
                 self._server.config.set(name, value)
             self._server.start()
         self.place = f"127.0.0.1:{self._server.listen_port}"
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._server.server_proc.kill()
+        self._server.server_proc.wait()
+
+    def start_again(self) -> None:
+        """Start it where it was, on the same ports: with the configuration that it wrote, since the package takes no port that was used a moment ago."""
+        base = Path(self._server.config.base_data_dir)
+        settings = {"DEPLOY_MODE": "STANDALONE", "METRICS_PORT": str(self._server.webservice_port)}
+        folders = {"MILVUS_RUN_DIR": str(base / "run"), "LD_LIBRARY_PATH": str(base / "bin")}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        command, env = self._server.server_proc.args, {**os.environ, **settings, **folders}
+        self._server.server_proc = subprocess.Popen(command, cwd=base, env=env, **quiet)
+        self._server.wait_started()
 
     def stop(self) -> None:
         """End it, and delete what it kept."""

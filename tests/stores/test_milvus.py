@@ -266,3 +266,31 @@ def test_nobody_answers(cli: Any) -> None:
     assert told.code == 2 and "does not answer" in told.err and "Traceback" not in told.err
     with pytest.raises(stores.StoreUnavailable):
         MilvusPlace(stores.Address.parse("milvus://127.0.0.1:9/photos?timeout=1"), timeout=1).exists()
+
+
+def test_a_server_that_goes_away_comes_back(milvus: Any, verb: Any, tmp_path: Path) -> None:
+    """Meanwhile whoever has the index open is told so; afterwards they go on. The last write before the kill is there as a whole, or not at all:
+    the metadata that this server had acknowledged were not all on its disk."""
+    if not hasattr(milvus, "kill"):
+        pytest.skip("the server of MILVUS_URI is not ours to end")
+    image = sorted((tmp_path / "digits").rglob("*.png"))[3]
+    place = MilvusPlace(stores.Address.parse(verb.address), timeout=2)
+    with retrieval.serve(f"{verb.address}?timeout=2", port=0, wait=False) as served, place.open() as store:
+        sha256 = store.generations()[0].bundle
+        bundle = retrieval.open_bundle(store.bundle(store.generations()[0]))
+        store.upsert([item("late", 0, bundle)], sha256)
+        milvus.kill()
+        with pytest.raises(stores.StoreUnavailable, match="does not answer"):
+            store.count()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            _nearest(served.url, image)
+        assert refused.value.code == 503
+        milvus.start_again()
+        store.engine._timeout = 60.0
+        ids = {one.id for one in store.scan()}
+        assert len(ids - {"late"}) == 30 and store.count() == len(ids)
+        (found,) = store.search(item("late", 0, bundle).vector[None], 40, sha256)
+        assert {one.id for one in found} == ids
+        store.upsert([item("later", 0, bundle)], sha256)
+        assert {one.id for one in store.scan()} == ids | {"later"}
+        assert str(image).endswith(_nearest(served.url, image)["key"])
