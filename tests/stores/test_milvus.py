@@ -284,7 +284,8 @@ def test_a_server_that_goes_away_comes_back(milvus: Any, verb: Any, tmp_path: Pa
             store.count()
         with pytest.raises(urllib.error.HTTPError) as refused:
             _nearest(served.url, image)
-        assert refused.value.code == 503
+        with refused.value as answer:
+            assert answer.code == 503
         milvus.start_again()
         store.engine._timeout = 60.0
         ids = {one.id for one in store.scan()}
