@@ -57,7 +57,7 @@ class WritingGenerator(Generator):
         """Return the request of a number, with a key and the name of an index as often as not."""
         request = super().make(number)
         chance = random.Random(f"{self._seed} {number} key")
-        if chance.random() < 0.9:
+        if chance.random() < 0.9 and request.kind.partition(",")[0] != "other index":
             request.content = request.content.replace(b" /v1/", f" /v1/indexes/{self._index}/".encode(), 1)
         # most may do what they ask for: what stands behind a key is attacked, too
         key = self._keys[

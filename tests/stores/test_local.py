@@ -236,3 +236,27 @@ def test_upkeep_counts_what_was_deleted_since_it_last_looked(living: LivingIndex
     counted = {part.file: part.dead for part in upkeep._parts(store.generations()[0])}
     assert counted == {one["file"]: one["deleted"] for one in store.stats().details["segments"]}
     assert sum(counted.values()) < COUNT // 4 and upkeep._dead.keys() == {part.number for part in upkeep._parts(store.generations()[0])}  # fmt: skip
+
+
+def test_its_size_is_told_while_files_come_and_go(living: LivingIndex, tmp_path: Path) -> None:
+    """A merge, or another process, removes what was listed just now."""
+    stop, folder = threading.Event(), tmp_path / "i" / "segments"
+
+    def work() -> None:
+        while not stop.is_set():
+            (folder / "deep").mkdir(parents=True, exist_ok=True)
+            paths = [folder / "deep" / f"{number}.tmp" for number in range(20)]
+            for path in paths:
+                path.write_bytes(b"x")
+            for path in paths:
+                path.unlink()
+            (folder / "deep").rmdir()
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        try:
+            sizes = [living.stats().bytes for _ in range(300)]
+        finally:
+            stop.set()
+        done.result()
+    assert all(0 <= size - min(sizes) <= 20 for size in sizes)

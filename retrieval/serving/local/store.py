@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -362,9 +364,7 @@ class LocalStore(Store):
                 details["tuned"] = tuned
             count = int(value(connection, "select count(*) from items"))
             all_ = all_of(connection)
-        files = [path.stat() for path in self.folder.rglob("*") if path.is_file()]
-        size = sum({(one.st_dev, one.st_ino): one.st_size for one in files}.values())
-        return Stats(count, all_, size, details)
+        return Stats(count, all_, _bytes_of(self.folder), details)
 
     def settings(self) -> Mapping[str, Any]:
         """Return how the index is set up; see `Store`."""
@@ -387,3 +387,14 @@ class LocalStore(Store):
             self._upkeep.close()
         self.writer.close()
         self.home.close()
+
+
+def _bytes_of(folder: Path) -> int:
+    """Return the bytes of a folder's files, each counted once; of those that others remove meanwhile, none."""
+    sizes = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                one = Path(parent, name).stat()
+                sizes[one.st_dev, one.st_ino] = one.st_size
+    return sum(sizes.values())
