@@ -68,11 +68,15 @@ def index_path(tmp_path_factory: pytest.TempPathFactory, photos: Path, bundle_pa
 
 @pytest.fixture
 def served() -> Iterator[Callable[..., SimpleNamespace]]:
-    """Start `retrieval serve` in a process of its own on a free port; gives its url and process."""
+    """Start `retrieval serve` in a process of its own on a free port, and wait until it is ready; gives its url and process."""
     started, clients = [], []
 
     def start(
-        index: Path, *options: str, python: str = sys.executable, verify: ssl.SSLContext | bool = True
+        index: Path,
+        *options: str,
+        python: str = sys.executable,
+        verify: ssl.SSLContext | bool = True,
+        wait: bool = True,
     ) -> SimpleNamespace:
         process = subprocess.Popen(
             [python, "-m", "retrieval.cli", "serve", str(index), "--port", "0", *options],
@@ -91,7 +95,8 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
         )
         server.port = int(url.rpartition(":")[2])
         clients.append(server.client)
-        _until_ready(server.client)
+        if wait:
+            _until_ready(server.client)
         return server
 
     yield start
