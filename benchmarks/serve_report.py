@@ -27,8 +27,7 @@ def render(found: dict[str, Any]) -> str:
         "*Bare* is an ASGI application under uvicorn, uvloop and httptools that only reads the same upload. "
         "The target is 1.05 × by hand with EfficientNet-Lite0, and by hand plus 1.3 × bare with the others.",
         "",
-        f"{about['machine']}; {about['versions']}. Others used the same cores (load average {about['load']} at the start): CPU times are several "
-        "times those of a quiet machine, and latencies and requests a second say little; ratios within a round are what is compared. "
+        f"{about['machine']}; {about['versions']}. {_company(about['load'])} The client shares the cores, so that requests a second are not what the server could do alone. "
         "What is still under way when a round ends counts as CPU time and not as a request, which flatters nobody and weighs on the slowest at 32 connections.",
         *(["", about["note"]] if about.get("note") else []),
     ]
@@ -89,9 +88,20 @@ def _targets(one: dict[str, Any]) -> list[str]:
             for mine, theirs, hand in zip(ours, bare, by_hand, strict=True)
         )
         said.append(
-            f"{connections}: {allowed:.2f} × (by hand + {TARGET_BARE} × bare), by hand + {more:.1f} × bare"
+            f"{connections}: {allowed:.2f} × (by hand + {TARGET_BARE} × bare), "
+            + (f"by hand + {more:.1f} × bare" if more > 0 else "less than by hand")
         )
     return [f"Ours by connections — {'; '.join(said)}."]
+
+
+def _company(load: float) -> str:
+    """Return what a load average says of the figures."""
+    if load <= 2:
+        return f"Nothing else ran (load average {load} at the start)."
+    return (
+        f"Others used the same cores (load average {load} at the start): CPU times are several times those of a quiet machine, "
+        "and latencies and requests a second say little; ratios within a round are what is compared."
+    )
 
 
 def _strained(one: dict[str, Any], deadline: float) -> list[str]:
