@@ -348,7 +348,7 @@ def migrated(trial: Trial, images: list[bytes]) -> list[str]:
 def render(trial: Trial) -> str:
     """Return what came of it, for people."""
     lines = [
-        "# The operator's page, followed",
+        "# The page for operators, followed",
         "",
         "`benchmarks/operator_trial.py`, in a virtual environment with `pip install '.[cpu,serve,client]'` alone, on two cores shared with other work.",
         "",
