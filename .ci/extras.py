@@ -1,8 +1,9 @@
-"""Ask pip what the extra `gpu` resolves to beside training and serving, and refuse two CUDA versions or twin modules.
+"""Ask pip what the extra `gpu` resolves to beside torch, and refuse two CUDA versions or twin modules.
 
-Nothing is installed: `python .ci/extras.py`. Needs the package index.
+Nothing is installed, and only what brings CUDA is asked for: `python .ci/extras.py`. Needs the package index.
 """
 
+import configparser
 import json
 import re
 import subprocess
@@ -13,6 +14,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from retrieval.serving.runtime import FAISS, ONNXRUNTIME  # noqa: E402
 
+config = configparser.ConfigParser()
+config.read(ROOT / "setup.cfg", encoding="utf-8")
+extras = {name: text.split("\n")[1:] for name, text in config["options.extras_require"].items()}
+wanted = extras["gpu"] + [line for line in extras["train"] if line.startswith("torch")]
 command = [
     sys.executable,
     "-m",
@@ -21,10 +26,11 @@ command = [
     "--quiet",
     "--dry-run",
     "--ignore-installed",
+    "--only-binary=:all:",
     "--report",
     "-",
 ]
-done = subprocess.run([*command, f"{ROOT}[gpu,train,serve]"], stdout=subprocess.PIPE, check=True)
+done = subprocess.run([*command, *wanted], stdout=subprocess.PIPE, check=True)
 chosen = {
     entry["metadata"]["name"]: entry["metadata"]["version"] for entry in json.loads(done.stdout)["install"]
 }
