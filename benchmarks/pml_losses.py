@@ -1,80 +1,159 @@
-"""Time and memory of the losses and miners of `pml` beside pytorch-metric-learning's own, forward and backward, on one core.
+"""Every loss and miner of `pml` beside pytorch-metric-learning's own of the same parameters: time and memory.
 
-    python benchmarks/pml_losses.py --only triplet_margin margin circle multi_similarity mined --report benchmarks/results/pml_losses.md
+    python benchmarks/pml_losses.py --out benchmarks/results/pml_losses.md --resume
 
-Each measurement is a process of its own, both sides in one run. Time is CPU time, the least of several calls. Memory is how far
-the process's peak rises during a call over what it holds before. A process may take 8 GB and two minutes. The batch: 8 items a
-class (`--items-per-class`), each its class's random vector plus one and a half times as much noise. `mined` is Multi-Similarity with its miner.
+A loss is called forward and backward, a miner once, on one thread. Both sides are called in turn in one process; the median CPU time of
+the rounds is kept. Memory is how far the process's peak rises during a first call over what it holds before, each side in a process
+of its own, which may take 3 GB and a minute: what needs more is said to, and not timed. The batch: 8 items a class, each its class's
+random vector plus one and a half times as much noise. A case is a line of raw/pml_losses.jsonl; `--resume` keeps those that are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import multiprocessing
 import os
 import platform
 import resource
-import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-LIMIT = 8 << 30
-SECONDS = 120
-SIZES = [(256, 128), (1024, 128), (1024, 512), (4096, 128)]
-NAMES = ["triplet_margin", "margin", "circle", "multi_similarity", "mined"]
+BYTES, SECONDS = 3 << 30, 60
+SIZES = [(items, width) for items in (256, 1024, 4096) for width in (128, 512)]
+EACH = 8
+CLASSES = 1000
+GIVEN: dict[str, dict[str, Any]] = {
+    "ranked_list": {"margin": 0.4, "Tn": 10.0, "alpha": 1.2},
+    "cross_batch_memory": {"memory_size": 4096, "loss": "contrastive"},
+    "self_supervised": {"loss": "nt_xent"},
+}
+"""Parameters without a default, or of another size; inner losses by name."""
+RECIPES = {
+    "multi_similarity + multi_similarity": ("multi_similarity", "multi_similarity"),
+    "triplet_margin + triplet_margin": ("triplet_margin", "triplet_margin"),
+    "triplet_margin + batch_hard": ("triplet_margin", "batch_hard"),
+    "margin + distance_weighted": ("margin", "distance_weighted"),
+    "contrastive + pair_margin": ("contrastive", "pair_margin"),
+}
+"""Losses with a miner."""
+UPSTREAM_NAMES = {"p2s_grad": {"embedding_size": "descriptors_dim"}}
+LEFT_OUT = {
+    "multiple": "a sum of other losses",
+    "embeddings_already_packaged_as_triplets": "counts rows, and takes no batch that is not of triplets",
+}
 
 
-def call(name: str, ours: bool) -> Callable[[Any, Any], Any]:
-    """Return a function of embeddings and labels to a loss: the plugin's, or upstream's of the same parameters."""
-    if name == "mined":
-        miner = part("multi_similarity", ours, "miners")
-        loss = part("multi_similarity", ours, "losses")
+def cases() -> list[tuple[str, str]]:
+    """Return every kind and name."""
+    from retrieval_pml import retrieval_losses, retrieval_miners
+
+    found = [("loss", name) for name in retrieval_losses() if name not in LEFT_OUT]
+    found += [("miner", name) for name in retrieval_miners() if name not in LEFT_OUT]
+    return found + [("recipe", name) for name in RECIPES]
+
+
+def part(kind: str, name: str, ours: bool, width: int) -> Any:
+    """Return a loss or miner: the plugin's, or upstream's class of the same parameters."""
+    import pytorch_metric_learning as upstream
+    import torch
+
+    from retrieval_pml import retrieval_losses, retrieval_miners
+
+    factory = (retrieval_losses if kind == "losses" else retrieval_miners)()[name]
+    given = {**GIVEN.get(name, {}), "embedding_size": width, "classes": CLASSES}
+    given = {key: value for key, value in given.items() if key in inspect.signature(factory).parameters}
+    if "loss" in given:
+        given["loss"] = part("losses", given["loss"], ours, width)
+    torch.manual_seed(0)
+    made = factory(**given)
+    torch.manual_seed(0)  # so that weights of a loss's own are the same on both sides
+    if ours:
+        return made
+    renamed = {"classes": "num_classes", **UPSTREAM_NAMES.get(name, {})}
+    theirs = {renamed.get(key, key): value for key, value in given.items()}
+    if name != "manifold":
+        return getattr(getattr(upstream, kind), type(made).__name__)(**theirs)
+    loss = upstream.losses.ManifoldLoss(l=width)
+    loss.meta_classes = made.meta_classes
+    return loss
+
+
+def call(kind: str, name: str, ours: bool, width: int) -> Callable[[Any, Any], Any]:
+    """Return a function of codes and labels to what one side gives: a loss, or a miner's indices."""
+    if kind == "miner":
+        miner = part("miners", name, ours, width)
+        return lambda x, y: miner(x, y)
+    if kind == "recipe":
+        loss, miner = (
+            part(of, each, ours, width) for of, each in zip(("losses", "miners"), RECIPES[name], strict=True)
+        )
         return lambda x, y: loss(x, y, miner(x, y))
-    loss = part(name, ours, "losses")
+    loss = part("losses", name, ours, width)
+    if ours:
+        return lambda x, y: loss(x, y)
+    if name == "manifold":
+        return lambda x, y: loss(x, indices_tuple=loss.meta_classes[y])
+    if name in ("vic_reg", "self_supervised"):  # ours pairs each label's items in their order
+        return lambda x, y: loss(x[::2], ref_emb=x[1::2])
     return lambda x, y: loss(x, y)
 
 
-def part(name: str, ours: bool, kind: str) -> Any:
-    """Return a loss or miner with the plugin's default parameters."""
-    import pytorch_metric_learning as upstream
-    from retrieval import create
+class Side:
+    """One side of a case, ready to be called."""
 
-    made = create(kind, f"pml.{name}")
-    if ours:
-        return made
-    return getattr(getattr(upstream, kind), type(made).__name__)()
+    def __init__(self, kind: str, name: str, ours: bool, items: int, width: int) -> None:
+        import torch
 
+        torch.manual_seed(0)
+        self.run, self.kind = call(kind, name, ours, width), kind
+        self.labels = torch.arange(items) // EACH
+        centres = torch.randn(items // EACH, width)
+        self.x = centres[self.labels] + 1.5 * torch.randn(items, width)
+        self.x.requires_grad_()
+        self.once(64)  # what is set up once
 
-def measure(name: str, ours: bool, items: int, width: int, each: int) -> dict[str, float]:
-    """Return milliseconds and MB of one call."""
-    import torch
+    def once(self, rows: int | None = None) -> tuple[float, float | None]:
+        """Call it, and return CPU seconds and the loss."""
+        import torch
 
-    torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
-    run = call(name, ours)
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(items) // each
-    centres = torch.randn(items // each + 1, width, generator=generator)
-    x = (centres[labels] + 1.5 * torch.randn(items, width, generator=generator)).requires_grad_()
-
-    def once(rows: int) -> float:
-        x.grad = None
+        self.x.grad = None
+        torch.manual_seed(0)
+        for module in (cell.cell_contents for cell in self.run.__closure__ or ()):
+            if hasattr(module, "hist_"):  # upstream's fails where this belongs to an earlier batch's graph
+                module.hist_ = torch.zeros_like(module.hist_)
+        x, y = self.x[:rows], self.labels[:rows]
         start = time.process_time()
-        run(x[:rows], labels[:rows]).backward()
-        return time.process_time() - start
+        value = self.run(x, y)
+        if self.kind == "miner":
+            return time.process_time() - start, None
+        value.backward()
+        return time.process_time() - start, float(value.detach())
 
-    once(64)
-    torch.zeros_like(x)
+
+def peak_of(kind: str, name: str, ours: bool, items: int, width: int) -> dict[str, Any]:
+    """Return a first call's memory in MB and CPU seconds, and the loss."""
+    side = Side(kind, name, ours, items, width)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    best = once(items)
-    memory = _status("VmHWM") - before
-    for _ in range(min(15, int(3 / best))):
-        best = min(best, once(items))
-    return {"ms": 1000 * best, "megabytes": memory / 2**20}
+    seconds, value = side.once()
+    return {"megabytes": (_status("VmHWM") - before) / 2**20, "seconds": seconds, "value": value}
+
+
+def seconds_of(
+    kind: str, name: str, sides: list[bool], items: int, width: int, rounds: int
+) -> dict[str, Any]:
+    """Return the median CPU seconds of each side, called in turn."""
+    made = [Side(kind, name, ours, items, width) for ours in sides]
+    taken = [[side.once()[0] for side in made] for _ in range(rounds)]
+    return {"seconds": [median(each) for each in zip(*taken, strict=True)]}
 
 
 def _status(field: str) -> int:
@@ -82,77 +161,172 @@ def _status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def in_a_process(*arguments: object) -> dict[str, float] | None:
-    """Return `measure` of a process of its own; None where it ran out of memory or time."""
-    command = [sys.executable, __file__, "--one", *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def in_a_process(work: Callable[..., dict[str, Any]], *arguments: Any, limited: bool) -> dict[str, Any]:
+    """Return what work gives in a process of its own, or why it gives nothing, by "failed".
+
+    The process is a copy of this one, which has imported everything and computed nothing.
+    """
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(there, work, arguments, limited))
+    process.start()
+    there.close()
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, check=False, timeout=SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    if done.returncode == 0:
-        return dict(json.loads(done.stdout))
-    if "memory" in done.stderr.lower() or done.returncode < 0:
-        return None
-    raise RuntimeError(done.stderr)
+        found: dict[str, Any] = here.recv()
+    except EOFError:
+        found = {"failed": "more than a minute" if limited else "it was killed"}
+    process.join()
+    return found
 
 
-def report(names: list[str], each: int) -> Iterator[str]:
-    """Yield the lines of the report."""
-    import pytorch_metric_learning
+def _child(pipe: Any, work: Callable[..., dict[str, Any]], arguments: Any, limited: bool) -> None:
     import torch
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    sets = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    torch.set_num_threads(1)
+    if limited:
+        size = _status("VmSize") + BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        spent = int(time.process_time())
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, spent + SECONDS))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pipe.send(work(*arguments))
+    except (RuntimeError, MemoryError) as error:
+        words = str(error).splitlines() or ["no message"]
+        short = "memory" in str(error) or isinstance(error, MemoryError)
+        pipe.send({"failed": "more than 3 GB" if short else f"fails: {words[0]}"})
+    except Exception as error:
+        pipe.send({"failed": f"fails: {error}".splitlines()[0]})
+
+
+def measure(kind: str, name: str, items: int, width: int) -> dict[str, Any]:
+    """Return a case's figures."""
+    kept: dict[str, Any] = {"kind": kind, "name": name, "items": items, "width": width}
+    kept["load"] = round(os.getloadavg()[0], 1)
+    for side in ("theirs", "ours"):
+        kept[side] = in_a_process(peak_of, kind, name, side == "ours", items, width, limited=True)
+    run = [side for side in ("theirs", "ours") if "failed" not in kept[side]]
+    if run:
+        total = sum(kept[side]["seconds"] for side in run)
+        rounds = max(1, min(15, int(2 / max(total, 1e-3))))
+        sides = [side == "ours" for side in run]
+        timed = in_a_process(seconds_of, kind, name, sides, items, width, rounds, limited=False)
+        for side, seconds in zip(run, timed["seconds"], strict=True):
+            kept[side]["seconds"] = seconds
+    return kept
+
+
+def render(raw: dict[str, Any]) -> str:
+    """Return the page."""
+    return "\n".join(_page(raw["cases"], raw["machine"])) + "\n"
+
+
+def _page(kept: list[dict[str, Any]], machine: dict[str, str]) -> Iterator[str]:
     yield "# Losses and miners of `pml` beside pytorch-metric-learning's own\n"
-    yield f"`python benchmarks/pml_losses.py --items-per-class {each}`: forward and backward, one core, CPU time; peak memory of a call.\n"
-    yield f"{model} ({', '.join(sets)}), {platform.machine()}; load average {os.getloadavg()[0]:.1f} when it began, so read the ratios; torch {torch.__version__},"
-    yield f"pytorch-metric-learning {pytorch_metric_learning.__version__}.\n"
-    yield "| loss | batch | dim | pytorch-metric-learning: ms | MB | ours: ms | MB | times faster | of the memory |"
+    yield (
+        f"`python benchmarks/pml_losses.py`: a loss forward and backward, a miner's call, one thread; median CPU time, both sides in turn; "
+        f"peak memory of a call. {EACH} items a class, {CLASSES:,} classes of proxies. N × N: our memory in float32 matrices of the batch's pairs.\n"
+    )
+    loads = sorted(row["load"] for row in kept)
+    yield f"{machine['cpu']}; {machine['versions']}. Load average {loads[0]} to {loads[-1]}.\n"
+    yield from _headline(kept)
+    yield "| loss or miner | batch | dim | pytorch-metric-learning: ms | MB | ours: ms | MB | N × N | times faster |"
     yield "| --- | --: | --: | --: | --: | --: | --: | --: | --: |"
-    for name in names:
-        for items, width in SIZES:
-            theirs, ours = (in_a_process(name, side, items, width, each) for side in ("theirs", "ours"))
-            cells = [f"`{name}`", f"{items:,}", width, *_shown(theirs), *_shown(ours)]
-            if theirs and ours:
-                cells.append(f"**{theirs['ms'] / ours['ms']:.1f}**")
-                cells.append(f"{100 * ours['megabytes'] / max(theirs['megabytes'], 0.1):.0f} %")
-            else:
-                cells += ["–", "–"]
-            yield "| " + " | ".join(map(str, cells)) + " |"
+    order = {"loss": "", "miner": " (miner)", "recipe": " (loss + miner)"}
+    for kind, title in order.items():
+        names = dict.fromkeys(row["name"] for row in kept if row["kind"] == kind)
+        for name in names:
+            mine = [row for row in kept if row["kind"] == kind and row["name"] == name]
+            for row in sorted(mine, key=lambda row: (row["items"], row["width"])):
+                cells = [f"`{name}`{title}", f"{row['items']:,}", row["width"]]
+                cells += [*_shown(row["theirs"]), *_shown(row["ours"]), _matrices(row)]
+                ratio = _ratio(row)
+                cells.append(
+                    "–" if ratio is None else f"**{ratio:,.2f}**" if ratio < 10 else f"**{ratio:,.0f}**"
+                )
+                yield "| " + " | ".join(map(str, cells)) + " |"
 
 
-def _shown(figures: dict[str, float] | None) -> list[str]:
-    if figures is None:
-        return ["over 8 GB or 2 minutes", "–"]
-    return [f"{figures['ms']:.1f}", f"{figures['megabytes']:.0f}"]
+def _headline(kept: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what misses its number, and where values differ."""
+    slower = [row for row in kept if (ratio := _ratio(row)) is not None and ratio < 1 / 1.05]
+    lines = [
+        f"`{r['name']}` ({r['kind']}) {r['items']:,} × {r['width']}: {1 / _ratio(r):.2f} ×" for r in slower
+    ]  # type: ignore[operator]
+    yield f"{len(kept)} of {len(SIZES) * len(cases())} cases are measured; `--resume` measures the others. Slower than 1.05 times the peer: {'; '.join(lines) or 'none'}.\n"
+    gone = [row for row in kept if "failed" in row["theirs"]]
+    yield f"The peer gives nothing within 3 GB and a minute in {len(gone)} cases; ours gives nothing in {sum('failed' in row['ours'] for row in kept)}.\n"
+    apart = {row["name"] for row in kept if _apart(row)}
+    yield f"Values differ, by random weights of the loss itself or where its docstring says how: {', '.join(f'`{name}`' for name in sorted(apart)) or 'none'}.\n"
+
+
+def _apart(row: dict[str, Any]) -> bool:
+    values = [row[side].get("value") for side in ("ours", "theirs")]
+    return None not in values and abs(values[0] - values[1]) > 1e-3 * max(map(abs, values))
+
+
+def _ratio(row: dict[str, Any]) -> float | None:
+    if "failed" in row["ours"] or "failed" in row["theirs"]:
+        return None
+    return max(row["theirs"]["seconds"], 1e-6) / max(row["ours"]["seconds"], 1e-6)
+
+
+def _matrices(row: dict[str, Any]) -> str:
+    if "failed" in row["ours"]:
+        return "–"
+    return f"{row['ours']['megabytes'] * 2**20 / (4 * row['items'] ** 2):.1f}"
+
+
+def _shown(figures: dict[str, Any]) -> list[str]:
+    if "failed" in figures:
+        return [figures["failed"][:60].replace("|", "/"), "–"]
+    return [f"{1000 * figures['seconds']:,.1f}", f"{figures['megabytes']:,.0f}"]
+
+
+def machine() -> dict[str, str]:
+    """Return the processor with its instruction sets, and versions."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    flags = next(line.split() for line in lines if line.startswith("flags"))
+    sets = [each for each in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16") if each in flags]
+    names = ("torch", "pytorch-metric-learning")
+    versions = (
+        ", ".join(f"{name} {version(name)}" for name in names) + f", Python {platform.python_version()}"
+    )
+    return {"cpu": f"{model} ({', '.join(sets)}), {os.cpu_count()} cores", "versions": versions}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--only", nargs="+", default=NAMES, metavar="NAME", help="losses by their name in pml"
-    )
-    parser.add_argument("--items-per-class", type=int, default=8)
-    parser.add_argument("--report", type=Path, help="write the report here")
-    parser.add_argument("--one", nargs=5, help="one measurement, as JSON")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="losses, miners or recipes by name")
+    parser.add_argument("--items", type=int, nargs="+", default=sorted({items for items, _ in SIZES}))
+    parser.add_argument("--out", type=Path, help="the page; its cases go to raw/ beside it")
+    parser.add_argument("--resume", action="store_true", help="keep the cases that were measured")
     options = parser.parse_args()
-    if options.one:
-        name, side, *numbers = options.one
-        print(json.dumps(measure(name, side == "ours", *map(int, numbers))))
-        return
-    lines = []
-    for line in report(options.only, options.items_per_class):
-        print(line, flush=True)
-        lines.append(line)
-    if options.report:
-        options.report.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    # imported here, before the processes are copied
+    import pytorch_metric_learning.losses
+    import pytorch_metric_learning.miners  # noqa: F401
+
+    raw = options.out and options.out.parent / "raw" / f"{options.out.stem}.json"
+    kept = []
+    if options.resume and raw and raw.exists():
+        kept = json.loads(raw.read_text())["cases"]
+    done = {(row["kind"], row["name"], row["items"], row["width"]) for row in kept}
+    for items, width in (size for size in SIZES if size[0] in options.items):
+        for kind, name in cases():
+            if (kind, name, items, width) in done or (options.only and name not in options.only):
+                continue
+            kept.append(measure(kind, name, items, width))
+            print(json.dumps(kept[-1]), file=sys.stderr, flush=True)
+            made = {"machine": machine(), "cases": kept}
+            if raw:
+                raw.write_text(json.dumps(made, indent=1) + "\n")
+                options.out.write_text(render(made), encoding="utf-8")
+    if not options.out:
+        print(render({"machine": machine(), "cases": kept}))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ from pytorch_metric_learning.miners import BaseMiner
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from retrieval import Part
 from retrieval.model.precision import as_given
+from retrieval.model.rows import Rows, first_row
 from torch import Tensor, nn
+
+from retrieval_pml.matrices import similarities
 
 Distance = Annotated[nn.Module | None, Part("distances")]
 Reducer = Annotated[nn.Module | None, Part("reducers")]
@@ -196,24 +199,78 @@ class EveryPair(_Mixin):
         """Return the losses by name, as upstream's reducers read them."""
         common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
         pairs = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
-        if all(len(indices) == 0 for indices in pairs):
+        # rows without a pair count in a mean over anchors, where other rows of the batch have some
+        if all(len(indices) == 0 for indices in pairs) and first_row() is None:
             return self.zero_losses()
-        return self.loss_method(self.distance(embeddings, ref_emb), pairs)
+        return self.loss_method(similarities(self.distance, embeddings, ref_emb), pairs)
+
+
+class OfBatch(_Mixin):
+    """A loss of a batch with itself, by its labels; a reference set is refused.
+
+    Attributes:
+        weighted: whether a miner's indices weigh the items; else they are refused.
+    """
+
+    weighted = False
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor | None,
+    ) -> Any:
+        """Return the losses by name, as upstream's reducers read them.
+
+        Raises:
+            ValueError: there is a reference set, are indices that weigh nothing, or are no labels.
+        """
+        common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
+        if not self.weighted:
+            common_functions.indices_tuple_not_supported(indices_tuple)
+        labels = on_labels(labels, embeddings, type(self).__name__)
+        return self.of_batch(similarities(self.distance, embeddings, embeddings), labels, indices_tuple)
+
+    def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
+        """Return the losses by name.
+
+        Args:
+            mat: (N, N) distances or similarities of the batch's items.
+            labels: (N,).
+            indices_tuple: a miner's, or None.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define of_batch(mat, labels, indices_tuple)")
+
+    def weigh(self, losses: Tensor, some: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
+        """Return items' losses (N,) by name, those where `some` (N,) is true, times their weights by a miner's indices."""
+        kept = torch.where(some)[0]
+        if len(kept) == 0:
+            return self.zero_losses()
+        weights = loss_and_miner_utils.convert_to_weights(indices_tuple, labels, dtype=losses.dtype)
+        return {"loss": {"losses": (losses * weights)[kept], "indices": kept, "reduction_type": "element"}}
 
 
 @cache
-def _subclass(base: Any, mixins: tuple[Any, ...]) -> Any:
+def _subclass(base: Any, mixins: tuple[Any, ...], rows: Rows | None, mined: bool) -> Any:
     # the name stays, because upstream's wrappers tell losses by their class name
-    return type(base.__name__, (*mixins, base), {"__doc__": base.__doc__, "__module__": __name__})
+    body = {"__doc__": base.__doc__, "__module__": __name__, "rows": rows, "rows_mined": mined}
+    return type(base.__name__, (*mixins, base), body)
 
 
-def precise(upstream: Any) -> Any:
+def precise(upstream: Any, rows: Rows | None = None, mined: bool = True) -> Any:
     """Return upstream's loss or miner class, computing in float32 and counting every pair.
 
     See `PreciseLoss`, `PreciseMiner` and `EveryPair`.
+
+    Args:
+        upstream: the class.
+        rows: how the loss can be divided over processes; see `retrieval.model.rows`.
+        mined: whether also where a miner picks its pairs.
     """
     if issubclass(upstream, BaseMiner):
-        return _subclass(upstream, (PreciseMiner,))
+        return _subclass(upstream, (PreciseMiner,), None, True)
     if issubclass(upstream, GenericPairLoss):
-        return _subclass(upstream, (PreciseLoss, EveryPair))
-    return _subclass(upstream, (PreciseLoss,))
+        return _subclass(upstream, (PreciseLoss, EveryPair), rows, mined)
+    return _subclass(upstream, (PreciseLoss,), rows, mined)

@@ -1,4 +1,4 @@
-"""Losses of pairs and triplets where upstream departs from the paper, fails on some batch, or needs P × N memory.
+"""Losses of pairs where upstream departs from the paper, fails on some batch, or needs P × N memory.
 
 Each class says what differs from pytorch-metric-learning; all else is inherited.
 """
@@ -10,98 +10,21 @@ from typing import Any
 import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
+from retrieval.model.rows import first_row
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.common import EveryPair, PreciseLoss, on_labels, reduced, segment_logsumexp
-
-
-class TripletMarginLoss(PreciseLoss, losses.TripletMarginLoss):
-    """Upstream's, except that `swap` compares positive and negative within the reference set that holds both.
-
-    Upstream reads their distance from the matrix of *batch* × reference with an index into the reference.
-    """
-
-    def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
-    ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
-        if not self.swap or ref_emb is embeddings:
-            return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-        common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
-        triplets = loss_and_miner_utils.convert_to_triplets(
-            indices_tuple, labels, ref_labels, t_per_anchor=self.triplets_per_anchor
-        )
-        anchor, positive, negative = triplets
-        if len(anchor) == 0:
-            return self.zero_losses()
-        mat = self.distance(embeddings, ref_emb)
-        nearest = self.distance.smallest_dist(
-            mat[anchor, negative], self.distance(ref_emb)[positive, negative]
-        )
-        violation = self.distance.margin(mat[anchor, positive], nearest) + self.margin
-        loss = F.softplus(violation) if self.smooth_loss else F.relu(violation)
-        return {"loss": {"losses": loss, "indices": triplets, "reduction_type": "triplet"}}
-
-
-class AngularLoss(PreciseLoss, losses.AngularLoss):
-    """Upstream's, except that negatives are normalised as anchors and positives are.
-
-    Equation 8 of the paper assumes unit vectors throughout; upstream leaves `ref_emb`, which holds the
-    negatives, at its own length.
-    """
-
-    def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
-    ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
-        unit = self.distance.normalize(ref_emb)
-        return super().compute_loss(embeddings, labels, indices_tuple, unit, ref_labels)
-
-
-class DynamicSoftMarginLoss(PreciseLoss, losses.DynamicSoftMarginLoss):
-    """Upstream's, except for the histogram of differences.
-
-    It is a buffer, so that a resumed run goes on with it. It is a constant of the loss, as in the paper; upstream
-    differentiates through it into the batch before, which fails on the second step. Differences in the last bin are
-    counted there instead of failing.
-    """
-
-    hist_: Tensor
-
-    def __init__(self, **parameters: Any) -> None:
-        super().__init__(**parameters)
-        histogram = self.hist_
-        del self.hist_
-        self.register_buffer("hist_", histogram)
-
-    def _bins(self, data: Tensor) -> tuple[Tensor, Tensor]:
-        place = ((data.detach() - self.min_val) / self.delta).clamp(0, self.num_bins - 1)
-        return place.floor().long(), place.frac()
-
-    def update_histogram(self, data: Tensor) -> None:
-        """Mix the histogram of this batch's differences d(a, p) − d(a, n), (T,), into the running one."""
-        low, upper_share = self._bins(data)
-        high = (low + 1).clamp(max=self.num_bins - 1)
-        batch = torch.zeros_like(self.hist_).index_add(0, low, 1 - upper_share)
-        batch = batch.index_add(0, high, upper_share)
-        momentum = self.momentum if bool(self.hist_.any()) else 1.0
-        mixed = (1 - momentum) * self.hist_ + momentum * batch
-        self.hist_ = mixed / mixed.sum()
-
-    def weigh_loss(self, data: Tensor) -> Tensor:
-        """Return each difference times the share of differences up to it, (T,)."""
-        return torch.cumsum(self.hist_, 0)[self._bins(data)[0]] * data
+from retrieval_pml.blocks import Pairs, by_rows, lse, lse_of_few
+from retrieval_pml.common import (
+    EveryPair,
+    OfBatch,
+    PreciseLoss,
+    cosines_within,
+    element,
+    reduced,
+    segment_logsumexp,
+)
+from retrieval_pml.matrices import similarities
 
 
 class LiftedStructureLoss(PreciseLoss, losses.LiftedStructureLoss):
@@ -121,27 +44,23 @@ class LiftedStructureLoss(PreciseLoss, losses.LiftedStructureLoss):
     ) -> Any:
         """Return the losses by name, as upstream's reducers read them."""
         common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
-        a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
-        if len(a1) == 0 or len(a2) == 0:
+        mat = similarities(self.distance, embeddings, ref_emb)
+        if indices_tuple is None:
+            assert labels is not None and ref_labels is not None
+            pairs = Pairs(labels, ref_labels)
+            a1, p = pairs.positives()
+            push, _ = by_rows(
+                mat, pairs, lambda rows, _, other: lse(self.distance.margin(self.neg_margin, rows), other)
+            )
+        else:
+            a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
+            a1 = a1[: 0 if len(a2) == 0 else None]
+            push = segment_logsumexp(self.distance.margin(self.neg_margin, mat[a2, n]), a2, len(embeddings))
+        if len(a1) == 0:
             return self.zero_losses()
-        mat = self.distance(embeddings, ref_emb)
-        push = segment_logsumexp(self.distance.margin(self.neg_margin, mat[a2, n]), a2, len(embeddings))
         around = push[a1] if ref_emb is not embeddings else torch.logaddexp(push[a1], push[p])
         loss = F.relu(around + self.distance.margin(mat[a1, p], self.pos_margin)) ** 2 / 2
         return {"loss": {"losses": loss, "indices": (a1, p), "reduction_type": "pos_pair"}}
-
-
-class GeneralizedLiftedStructureLoss(PreciseLoss, EveryPair, losses.GeneralizedLiftedStructureLoss):
-    """Upstream's, except that an anchor without positives or without negatives costs 0.
-
-    The sum of none is 0 and its logarithm −∞; upstream puts 0 in its place.
-    """
-
-    def _compute_loss(self, mat: Tensor, pos_mask: Tensor, neg_mask: Tensor) -> Any:
-        made = super()._compute_loss(mat, pos_mask, neg_mask)
-        both = pos_mask.bool().any(1) & neg_mask.bool().any(1)
-        made["loss"]["losses"] = made["loss"]["losses"].squeeze(1) * both
-        return made
 
 
 class ThresholdConsistentMarginLoss(PreciseLoss, losses.ThresholdConsistentMarginLoss):
@@ -160,48 +79,95 @@ class ThresholdConsistentMarginLoss(PreciseLoss, losses.ThresholdConsistentMargi
     ) -> Any:
         """Return the losses by name, as upstream's reducers read them."""
         common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
-        a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
-        mat = self.distance(embeddings, ref_emb)
-        pull, push = self.margin_plus - mat[a1, p], mat[a2, n] - self.margin_minus
-        return reduced(
-            self.lambda_plus * _mean_where(pull, pull >= 0)
-            + self.lambda_minus * _mean_where(push, push >= 0)
-            + 0 * embeddings.sum()
-        )
+        mat = similarities(self.distance, embeddings, ref_emb)
+        if indices_tuple is None:
+            assert labels is not None and ref_labels is not None
+            pairs = Pairs(labels, ref_labels)
+            a1, p = pairs.positives()
+            over, counts = by_rows(mat, pairs, self._plain)
+            push = over.sum() / counts.sum().clamp(min=1)
+        else:
+            a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
+            over = mat[a2, n] - self.margin_minus
+            push = _mean_where(over, over >= 0)
+        pull = self.margin_plus - mat[a1, p]
+        pulled = self.lambda_plus * _mean_where(pull, pull >= 0)
+        return reduced(pulled + self.lambda_minus * push + 0 * embeddings.sum())
+
+    def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        over = mat - self.margin_minus
+        kept = negative & (over >= 0)
+        return (over * kept).sum(1), kept.sum(1)
 
 
 def _mean_where(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
-class NTXentLoss(PreciseLoss, EveryPair, losses.NTXentLoss):
-    """Upstream's formula in memory of the pairs, where upstream compares every positive with every negative pair.
+class AgainstNegatives(EveryPair):
+    """A loss of each positive pair against all its anchor's negatives: log(1 + Σ exp(pushed − pulled)), in memory of the pairs.
 
-    The logarithm is exact; upstream adds the smallest number to its argument, which bounds it at 87.
+    Upstream compares every positive with every negative pair. The logarithm is exact; upstream's NT-Xent adds the smallest
+    number to its argument, which bounds it at 87.
     """
 
+    rows, rows_by_labels = "anchors", True
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor | None,
+    ) -> Any:
+        """Return the losses by name, as upstream's reducers read them."""
+        if indices_tuple is not None or labels is None or ref_labels is None:
+            return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        pairs = Pairs(labels, ref_labels)
+        anchor, other = pairs.positives()
+        if len(anchor) == 0:
+            return self.zero_losses()
+        mat = similarities(self.distance, embeddings, ref_emb)
+        pushed, _ = by_rows(mat, pairs, lambda rows, _, negative: lse(self.pushed(rows), negative))
+        return self._against(pushed[anchor], mat[anchor, other], (anchor, other))
+
     def _compute_loss(self, pos_pairs: Any, neg_pairs: Any, indices_tuple: Any) -> Any:
         a1, p, a2, _ = indices_tuple
-        if len(a1) == 0 or len(a2) == 0:
+        if len(a1) == 0 or (len(a2) == 0 and first_row() is None):
             return self.zero_losses()
-        sign = (1 if self.distance.is_inverted else -1) / self.temperature
-        others = segment_logsumexp(sign * neg_pairs, a2, int(torch.cat([a1, a2]).max()) + 1)[a1]
-        loss = torch.logaddexp(others - sign * pos_pairs, torch.zeros_like(others))
-        return {"loss": {"losses": loss, "indices": (a1, p), "reduction_type": "pos_pair"}}
+        if len(a2) == 0:  # other rows of the batch may have negatives, and these count in the mean
+            neg_pairs = pos_pairs[:0]
+        others = segment_logsumexp(self.pushed(neg_pairs), a2, int(torch.cat([a1, a2]).max()) + 1)[a1]
+        return self._against(others, pos_pairs, (a1, p))
+
+    def _against(self, pushed: Tensor, near: Tensor, indices: tuple[Tensor, Tensor]) -> Any:
+        loss = torch.logaddexp(pushed - self.pulled(near), torch.zeros_like(pushed))
+        return {"loss": {"losses": loss, "indices": indices, "reduction_type": "pos_pair"}}
 
 
-class TupletMarginLoss(PreciseLoss, EveryPair, losses.TupletMarginLoss):
-    """Upstream's formula in memory of the pairs, and finite where a cosine is 1 or rounds to more."""
+class NTXentLoss(PreciseLoss, AgainstNegatives, losses.NTXentLoss):
+    """Upstream's formula, by `AgainstNegatives`."""
 
-    def _compute_loss(self, pos_pairs: Any, neg_pairs: Any, indices_tuple: Any) -> Any:
-        a1, p, a2, _ = indices_tuple
-        if len(a1) == 0 or len(a2) == 0:
-            return self.zero_losses()
-        edge = 1 - 4 * torch.finfo(pos_pairs.dtype).eps
-        slack = self.scale * torch.cos(torch.acos(pos_pairs.clamp(-edge, edge)) - self.margin)
-        others = segment_logsumexp(self.scale * neg_pairs, a2, int(torch.cat([a1, a2]).max()) + 1)[a1]
-        loss = torch.logaddexp(others - slack, torch.zeros_like(slack))
-        return {"loss": {"losses": loss, "indices": (a1, p), "reduction_type": "pos_pair"}}
+    def pushed(self, near: Tensor) -> Tensor:
+        """Return exponents, of any shape."""
+        sign = 1 if self.distance.is_inverted else -1
+        exponents: Tensor = near * (sign / self.temperature)
+        return exponents
+
+    pulled = pushed
+
+
+class TupletMarginLoss(PreciseLoss, AgainstNegatives, losses.TupletMarginLoss):
+    """Upstream's formula, by `AgainstNegatives`, and finite where a cosine is 1 or rounds to more."""
+
+    def pushed(self, near: Tensor) -> Tensor:
+        """Return negatives' exponents, of any shape."""
+        return self.scale * near  # type: ignore[no-any-return]
+
+    def pulled(self, near: Tensor) -> Tensor:
+        """Return positives' exponents (P,)."""
+        return self.scale * torch.cos(torch.acos(cosines_within(near)) - self.margin)  # type: ignore[no-any-return]
 
 
 class LogNCA:
@@ -221,27 +187,27 @@ class LogNCA:
         weights = loss_and_miner_utils.convert_to_weights(
             indices_tuple, query_labels, dtype=query.dtype, using_ref=not own
         )
-        logits = this.distance(query, reference) * this.softmax_scale
-        if not this.distance.is_inverted:
-            logits = -logits
-        lowest = torch.finfo(logits.dtype).min
-        same = query_labels.unsqueeze(1) == reference_labels.unsqueeze(0)
-        if own:
-            itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
-            same, logits = same & ~itself, logits.masked_fill(itself, lowest)
-        kept = torch.where(same.any(1))[0]
+        scale = this.softmax_scale if this.distance.is_inverted else -this.softmax_scale
+        pairs = Pairs(query_labels, reference_labels)
+        pairs.own = 0 if own else None
+
+        def plain(mat: Tensor, same: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+            logits, some = mat * scale, same.any(1)
+            loss = lse(logits, same | other) - lse_of_few(logits, same)
+            return loss.masked_fill(~some, 0), some
+
+        loss, some = by_rows(similarities(this.distance, query, reference), pairs, plain)
+        kept = torch.where(some)[0]
         if len(kept) == 0:
             return this.zero_losses()
-        logits, same = logits[kept], same[kept]
-        loss = torch.logsumexp(logits, 1) - torch.logsumexp(logits.masked_fill(~same, lowest), 1)
-        return {"loss": {"losses": loss * weights[kept], "indices": kept, "reduction_type": "element"}}
+        return {"loss": {"losses": loss[kept] * weights[kept], "indices": kept, "reduction_type": "element"}}
 
 
 class NCALoss(PreciseLoss, LogNCA, losses.NCALoss):
     """Upstream's, computed by logarithms; 0 for a batch where no item has a neighbour of its class."""
 
 
-class InstanceLoss(PreciseLoss, losses.InstanceLoss):
+class InstanceLoss(PreciseLoss, OfBatch, losses.InstanceLoss):
     """Cross-entropy over the *labels* of the batch, each item voting for its own.
 
     −log( Σ over items of i's label exp(γ cos) / Σ over all items exp(γ cos) ). With a label for each item it is the
@@ -249,21 +215,13 @@ class InstanceLoss(PreciseLoss, losses.InstanceLoss):
     item, which draws items towards those of other classes.
     """
 
-    def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
-    ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
-        common_functions.indices_tuple_not_supported(indices_tuple)
-        common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
-        labels = on_labels(labels, embeddings, "InstanceLoss")
-        logits = self.distance(embeddings) * self.gamma
-        other = labels.unsqueeze(1) != labels.unsqueeze(0)
-        own = logits.masked_fill(other, torch.finfo(logits.dtype).min)
-        loss = torch.logsumexp(logits, 1) - torch.logsumexp(own, 1)
-        indices = common_functions.torch_arange_from_size(embeddings)
-        return {"loss": {"losses": loss, "indices": indices, "reduction_type": "element"}}
+    def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
+        """Return the losses by name; see `OfBatch`."""
+        pairs = Pairs(labels, labels)
+        pairs.own = None  # an item votes for itself
+
+        def plain(mat: Tensor, same: Tensor, other: Tensor) -> Tensor:
+            logits = mat * self.gamma
+            return lse(logits, same | other) - lse_of_few(logits, same)
+
+        return element(by_rows(mat, pairs, plain)[0])

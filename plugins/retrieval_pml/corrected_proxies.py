@@ -17,6 +17,8 @@ from retrieval_pml.corrected_pairs import LogNCA
 class SafeAngles(PreciseLoss):
     """Keeps the gradient of an angle finite where an embedding points exactly at its class's weights."""
 
+    rows = "items"
+
     def get_angles(self, cosine_of_target_classes: Tensor) -> Tensor:
         """Return the angles, in radians, of cosines."""
         return super().get_angles(cosines_within(cosine_of_target_classes))  # type: ignore[no-any-return]
@@ -60,6 +62,8 @@ class SubCenterArcFaceLoss(SafeAngles, losses.SubCenterArcFaceLoss):
 
 class ProxyNCALoss(PreciseLoss, LogNCA, losses.ProxyNCALoss):
     """Upstream's, computed by logarithms; refuses the reference set, which upstream silently ignores."""
+
+    rows = "items"
 
     def compute_loss(
         self,

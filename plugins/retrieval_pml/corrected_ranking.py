@@ -1,4 +1,4 @@
-"""Ranking losses where upstream departs from the paper or fails on some batch; each class says what differs."""
+"""Ranking losses where upstream departs from the paper, fails on some batch, or needs much memory; each class says what differs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from torch import Tensor
 
-from retrieval_pml.common import PreciseLoss, on_labels, reduced
+from retrieval_pml.blocks import Pairs, blocks, by_rows
+from retrieval_pml.common import OfBatch, PreciseLoss, element, reduced
+from retrieval_pml.matrices import similarities
 
 
-class SmoothAPLoss(PreciseLoss, losses.SmoothAPLoss):
-    """Smoothed average precision of any batch, in memory of (positive pairs) × N.
+class SmoothAPLoss(PreciseLoss, OfBatch, losses.SmoothAPLoss):
+    """Smoothed average precision of any batch, in blocks of positive pairs × N.
 
     Upstream reads the number of classes where it needs the items of each, so that its groups mix classes unless both
     numbers agree; and it requires the batch sorted by class, with equally many items of each. Here the batch may
@@ -22,31 +24,99 @@ class SmoothAPLoss(PreciseLoss, losses.SmoothAPLoss):
     query counts among its own positives.
     """
 
-    def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
-    ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
-        common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
-        labels = on_labels(labels, embeddings, "SmoothAPLoss")
-        same = labels.unsqueeze(1) == labels.unsqueeze(0)
-        kept = torch.where(same.sum(1) > 1)[0]
-        if len(kept) == 0:
-            return self.zero_losses()
-        sims = self.distance(embeddings)
-        query, item = torch.where(same & (same.sum(1) > 1).unsqueeze(1))
+    weighted = True
+
+    def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
+        """Return the losses by name; see `OfBatch`."""
+        pairs = Pairs(labels, labels)
+        pairs.own = None  # a query counts among its own positives
+        positives = pairs.counts()[0]
+        parts = blocks(len(labels), len(labels), each=positives)
+        loss, _ = by_rows(mat, pairs, self._plain, parts=parts)
+        return self.weigh(loss, positives > 1, labels, indices_tuple)
+
+    def _plain(self, mat: Tensor, same: Tensor, other: Tensor) -> Tensor:
+        query, item = torch.where(same)
         # (pairs, N): how far each batch item is ahead of this positive in the query's ranking
-        ahead = torch.sigmoid((sims[query] - sims[query, item].unsqueeze(1)) / self.temperature)
+        ahead = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.temperature)
         ahead = ahead.scatter(1, item.unsqueeze(1), 0)
         precision = (1 + (ahead * same[query]).sum(1)) / (1 + ahead.sum(1))
-        ap = precision.new_zeros(len(embeddings)).index_add(0, query, precision) / same.sum(1)
-        weights = loss_and_miner_utils.convert_to_weights(indices_tuple, labels, dtype=ap.dtype)
-        loss = ((1 - ap) * weights)[kept]
-        return {"loss": {"losses": loss, "indices": kept, "reduction_type": "element"}}
+        return 1 - precision.new_zeros(len(mat)).index_add(0, query, precision) / same.sum(1)
+
+
+class FastAPLoss(PreciseLoss, OfBatch, losses.FastAPLoss):
+    """Upstream's, in a few N × N: a distance is shared between the two ends of its bin, where upstream asks every bin of every pair."""
+
+    weighted = True
+
+    def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
+        """Return the losses by name; see `OfBatch`."""
+        loss, positives = by_rows(mat, Pairs(labels, labels), self._plain)
+        return self.weigh(loss, positives > 0, labels, indices_tuple)
+
+    def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        place = mat * (self.num_bins / 2**self.distance.power)
+        low = place.detach().floor().clamp_(0, self.num_bins - 1)
+        upper, low = place - low, low.long()
+        none = mat.new_zeros(len(mat), self.num_bins + 1)
+        row, column = torch.where(positive)
+        near, at = upper[row, column], row * (self.num_bins + 1) + low[row, column]
+        of_positives = none.flatten().index_add(0, at, 1 - near).index_add(0, at + 1, near).view_as(none)
+        kept = (positive | negative).to(mat.dtype)
+        upper = upper * kept
+        every = none.scatter_add(1, low, kept - upper).scatter_add(1, low + 1, upper).cumsum(1)
+        product = of_positives * of_positives.cumsum(1)
+        safe = (product > 0) & (every > 0)
+        share = (product / every.masked_fill(~safe, 1)).masked_fill(~safe, 0)
+        count = positive.sum(1)
+        return (1 - share.sum(1) / count.clamp(min=1)).masked_fill(count == 0, 0), count
+
+
+class PNPLoss(PreciseLoss, OfBatch, losses.PNPLoss):
+    """Upstream's, of the negatives before each positive, where upstream asks of each item (N³)."""
+
+    def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
+        """Return the losses by name; see `OfBatch`."""
+        pairs = Pairs(labels, labels)
+        pairs.own = None  # a query counts among its own positives
+        parts = blocks(len(mat), mat.shape[1], each=pairs.counts()[0])
+        loss = by_rows(mat, pairs, self._plain, parts=parts)[0].mean()
+        return reduced(1 - loss if self.variant == "Dq" else loss)
+
+    def _plain(self, mat: Tensor, same: Tensor, other: Tensor) -> Tensor:
+        query, item = torch.where(same)
+        before = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.anneal)
+        rank = (before * other[query]).sum(1)
+        costs: dict[str, Any] = {
+            "O": lambda: rank,
+            "Ds": lambda: torch.log(1 + rank),
+            "Dq": lambda: 1 / (1 + rank) ** self.alpha,
+            "Iu": lambda: (1 + rank) * torch.log(1 + rank),
+            "Ib": lambda: (self.b * rank - torch.log(1 + self.b * rank)) / self.b**2,
+        }
+        cost: Tensor = costs[self.variant]()
+        return cost.new_zeros(len(mat)).index_add(0, query, cost) / same.sum(1)
+
+
+class RankedListLoss(PreciseLoss, OfBatch, losses.RankedListLoss):
+    """Upstream's, in a few N × N."""
+
+    def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
+        """Return the losses by name; see `OfBatch`."""
+        return element(by_rows(mat, Pairs(labels, labels), self._plain)[0])
+
+    def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        least = 1e-5 * mat.shape[1]  # upstream adds it to each weight
+        over = (self.alpha - mat) * (negative & (mat < self.alpha) & (mat > 0))
+        push = torch.exp(self.Tn * over) * (over > 0)
+        inner = self.alpha - self.margin
+        row, column = torch.where(positive & (mat > inner) & (mat > 0))
+        beyond = mat[row, column] - inner
+        pull, none = torch.exp(self.Tp * beyond), mat.new_zeros(len(mat))
+        pulled = none.index_add(0, row, pull * beyond) / (none.index_add(0, row, pull) + least)
+        pushed = (push * over).sum(1) / (push.sum(1) + least)
+        loss: Tensor = (1 - self.imbalance) * pulled + self.imbalance * pushed
+        return loss
 
 
 class HistogramLoss(PreciseLoss, losses.HistogramLoss):
@@ -67,12 +137,16 @@ class HistogramLoss(PreciseLoss, losses.HistogramLoss):
         """Return the losses by name, as upstream's reducers read them."""
         common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
         common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
-        a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels)
-        if len(a1) == 0 or len(a2) == 0:
+        mat = similarities(self.distance, embeddings, embeddings)
+        if indices_tuple is None:
+            assert labels is not None
+            near, far = (mat[mask.triu_(1)] for mask in Pairs(labels, labels).of(slice(None)))
+        else:
+            a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels)
+            near, far = mat[_unordered(a1, p)], mat[_unordered(a2, n)]
+        if len(near) == 0 or len(far) == 0:
             return self.zero_losses()
-        mat = self.distance(embeddings)
-        positive = self.compute_density(mat[_unordered(a1, p)])
-        negative = self.compute_density(mat[_unordered(a2, n)])
+        positive, negative = self.compute_density(near), self.compute_density(far)
         return reduced(torch.sum(negative * torch.cumsum(positive, 0)))
 
     def compute_density(self, distances: Tensor) -> Tensor:

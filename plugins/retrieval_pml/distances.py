@@ -9,6 +9,7 @@ from pytorch_metric_learning import distances
 
 from retrieval_pml.common import Positive
 from retrieval_pml.forward import forwards
+from retrieval_pml.margins import SNRDistance
 
 
 @forwards(distances.CosineSimilarity)
@@ -45,7 +46,7 @@ def lp(normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1) 
     """
 
 
-@forwards(distances.SNRDistance)
+@forwards(SNRDistance)
 def snr(normalize_embeddings: bool = True, p: Positive = 2, power: Positive = 1) -> distances.SNRDistance:
     """The variance of the difference over that of the first embedding (noise over signal); not symmetric.
 

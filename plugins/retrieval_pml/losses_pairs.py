@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 from pytorch_metric_learning import losses
-from pytorch_metric_learning.distances import SNRDistance
 from retrieval import traits
 
 from retrieval_pml import corrected_pairs as corrected
-from retrieval_pml import masked
+from retrieval_pml import corrected_triplets, margins, masked
 from retrieval_pml.common import (
     Count,
     Distance,
@@ -21,14 +20,13 @@ from retrieval_pml.common import (
     Reducer,
     Regularizer,
     Share,
-    precise,
 )
 from retrieval_pml.forward import forwards
 
 Angle = Annotated[float, Field(gt=0, lt=90)]
 
 
-@forwards(precise(losses.ContrastiveLoss))
+@forwards(margins.ContrastiveLoss)
 def contrastive(
     pos_margin: float = 0.0,
     neg_margin: float = 1.0,
@@ -74,10 +72,10 @@ def signal_to_noise_ratio_contrastive(
         embedding_regularizer: a penalty on the embeddings, added to the loss.
         embedding_reg_weight: the factor of that penalty.
     """
-    return precise(losses.SignalToNoiseRatioContrastiveLoss)(
+    return margins.SignalToNoiseRatioContrastiveLoss(
         pos_margin=pos_margin,
         neg_margin=neg_margin,
-        distance=SNRDistance(normalize_embeddings=normalize_embeddings, p=p, power=power),
+        distance=margins.SNRDistance(normalize_embeddings=normalize_embeddings, p=p, power=power),
         reducer=reducer,
         embedding_regularizer=embedding_regularizer,
         embedding_reg_weight=embedding_reg_weight,
@@ -155,7 +153,7 @@ def margin(
     )
 
 
-@forwards(corrected.AngularLoss)
+@forwards(corrected_triplets.AngularLoss)
 def angular(
     alpha: Angle = 40.0,
     reducer: Reducer = None,
@@ -173,7 +171,7 @@ def angular(
     """
 
 
-@forwards(corrected.DynamicSoftMarginLoss)
+@forwards(corrected_triplets.DynamicSoftMarginLoss)
 def dynamic_soft_margin(
     min_val: Annotated[float, Field(lt=0)] = -2.0,
     num_bins: Count = 10,
@@ -215,7 +213,7 @@ def lifted_structure(
     """
 
 
-@forwards(corrected.GeneralizedLiftedStructureLoss)
+@forwards(masked.GeneralizedLiftedStructureLoss)
 def generalized_lifted_structure(
     neg_margin: float = 1.0,
     pos_margin: float = 0.0,
@@ -236,7 +234,7 @@ def generalized_lifted_structure(
     """
 
 
-@forwards(precise(losses.IntraPairVarianceLoss))
+@forwards(margins.IntraPairVarianceLoss)
 def intra_pair_variance(
     pos_eps: NonNegative = 0.01,
     neg_eps: NonNegative = 0.01,

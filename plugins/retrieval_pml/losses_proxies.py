@@ -25,7 +25,7 @@ from retrieval_pml.forward import forwards
 
 
 @traits(ref_emb=False)
-@forwards(precise(losses.NormalizedSoftmaxLoss))
+@forwards(precise(losses.NormalizedSoftmaxLoss, "items"))
 def normalized_softmax(
     embedding_size: int,
     classes: int,
@@ -108,7 +108,7 @@ def proxy_nca(
 
 
 @traits(ref_emb=False)
-@forwards(precise(losses.SoftTripleLoss))
+@forwards(precise(losses.SoftTripleLoss, "items"))
 def soft_triple(
     embedding_size: int,
     classes: int,

@@ -9,12 +9,12 @@ from pytorch_metric_learning import losses
 from retrieval import traits
 
 from retrieval_pml import corrected_ranking as corrected
-from retrieval_pml.common import Count, Distance, NonNegative, Positive, Reducer, Regularizer, Share, precise
+from retrieval_pml.common import Count, Distance, NonNegative, Positive, Reducer, Regularizer, Share
 from retrieval_pml.forward import forwards
 
 
 @traits(ref_emb=False)
-@forwards(precise(losses.FastAPLoss))
+@forwards(corrected.FastAPLoss)
 def fast_ap(
     num_bins: Count = 10,
     reducer: Reducer = None,
@@ -42,7 +42,7 @@ def smooth_ap(
 
     Brown, Xie, Kalogeiton & Zisserman, Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval, ECCV 2020.
     Takes batches in any order and with any class sizes; upstream mixes up the number of classes and of items in
-    each, and requires sorted, equal classes. Memory grows with N² × items per class.
+    each, and requires sorted, equal classes.
 
     Args:
         temperature: of the sigmoid; smaller is closer to the true ranks.
@@ -50,7 +50,7 @@ def smooth_ap(
 
 
 @traits(ref_emb=False, miner=False)
-@forwards(precise(losses.PNPLoss))
+@forwards(corrected.PNPLoss)
 def pnp(
     b: Positive = 2.0,
     alpha: Positive = 1.0,
@@ -62,7 +62,7 @@ def pnp(
     """Penalises the negatives that rank before a positive, and nothing else.
 
     Li, Min, Song, Li, Zhang & Jiang, Rethinking the Optimization of Average Precision: Only Penalizing Negative
-    Instances before Positive Ones is Enough, AAAI 2022. Memory grows with N³.
+    Instances before Positive Ones is Enough, AAAI 2022.
 
     Args:
         b: the base of variant Ib.
@@ -74,7 +74,7 @@ def pnp(
 
 
 @traits(ref_emb=False, miner=False)
-@forwards(precise(losses.RankedListLoss))
+@forwards(corrected.RankedListLoss)
 def ranked_list(
     margin: Positive,
     Tn: NonNegative,

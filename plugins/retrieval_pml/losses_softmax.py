@@ -78,7 +78,7 @@ def nt_xent(
     """
 
 
-@forwards(precise(losses.SupConLoss))
+@forwards(masked.SupConLoss)
 def sup_con(
     temperature: Positive = 0.1,
     distance: Distance = None,

@@ -1,4 +1,4 @@
-"""Losses and a miner of all pairs or triplets on masked matrices: the same numbers as upstream's lists of indices, in a few N × N.
+"""Losses of all pairs or triplets on masked matrices: the same numbers as upstream's lists of indices, in a few N × N.
 
 Where a miner picks, where triplets are drawn, or where a reducer looks at single triplets, upstream's own way is taken.
 """
@@ -8,32 +8,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pytorch_metric_learning import losses, miners, reducers
-from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
+from pytorch_metric_learning import losses, reducers
+from pytorch_metric_learning.utils import common_functions
+from retrieval.model.rows import Rows, Sums, first_row, summed
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml import corrected_pairs
-from retrieval_pml.common import PreciseLoss, PreciseMiner, reduced
+from retrieval_pml import corrected_triplets
+from retrieval_pml.blocks import Pairs, by_rows, lse, lse_of_few
+from retrieval_pml.common import PreciseLoss, element, reduced
+from retrieval_pml.fused import circle, multi_similarity
+from retrieval_pml.matrices import similarities
 
-_ENTRIES = 2**20
+_ENTRIES = 2**18
 """Triplets that are in memory at a time."""
 
 
-def pair_masks(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which pairs (N, M) are positive and which negative, as bool; an item and itself are neither."""
-    same = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
-    other = ~same
-    if ref_labels is labels:
-        same.fill_diagonal_(False)
-    return same, other
-
-
 class MaskedPairs:
-    """Gives a loss on the matrix of all pairs its masks as bool, without lists of indices where no miner gave any.
+    """Gives a loss of the matrix of all pairs its pairs as masks, without lists of indices where no miner gave any.
 
     A batch with a single pair counts; upstream returns 0 when no list of pairs is longer than one.
     """
+
+    rows, rows_by_labels = "anchors", True
 
     def compute_loss(
         self,
@@ -48,77 +45,93 @@ class MaskedPairs:
         common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
         if indices_tuple is None:
             assert labels is not None and ref_labels is not None
-            positive, negative = pair_masks(labels, ref_labels)
-            pairs = bool(positive.any()) or bool(negative.any())
+            pairs = Pairs(labels, ref_labels)
         else:
-            a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
-            positive = torch.zeros(len(embeddings), len(ref_emb), dtype=torch.bool, device=embeddings.device)
-            negative = torch.zeros_like(positive)
-            positive[a1, p] = True
-            negative[a2, n] = True
-            pairs = bool(len(a1)) or bool(len(a2))
-            this._assert_either_pos_or_neg(positive, negative)
-        if not pairs:
-            return this.zero_losses()
-        return this._compute_loss(this.distance(embeddings, ref_emb), positive, negative)
-
-
-def _lse(values: Tensor, mask: Tensor) -> Tensor:
-    """Return log Σ exp of each row's values in the mask (N,); the lowest finite number where there are none."""
-    lowest = torch.finfo(values.dtype).min
-    return torch.logsumexp(values.masked_fill(~mask, lowest), dim=1)
+            pairs = Pairs.mined(indices_tuple, (len(embeddings), len(ref_emb)), labels, ref_labels)
+        losses = this.of_rows(similarities(this.distance, embeddings, ref_emb), pairs)
+        return element(losses)
 
 
 class MultiSimilarityLoss(PreciseLoss, MaskedPairs, losses.MultiSimilarityLoss):
     """Upstream's, by `MaskedPairs`."""
 
-    def _compute_loss(self, mat: Tensor, pos_mask: Tensor, neg_mask: Tensor) -> Any:
+    def of_rows(self, mat: Tensor, pairs: Pairs) -> Tensor:
+        """Return the anchors' losses (N,)."""
+        sign = 1 if self.distance.is_inverted else -1
+        fused = multi_similarity(self.alpha, self.beta, self.base, sign)
+        return by_rows(mat, pairs, self._plain, fused=fused)[0]
+
+    def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         total: Any = 0
         for rate, exponent, mask in (
-            (self.alpha, self.distance.margin(mat, self.base), pos_mask),
-            (self.beta, self.distance.margin(self.base, mat), neg_mask),
+            (self.alpha, self.distance.margin(mat, self.base), positive),
+            (self.beta, self.distance.margin(self.base, mat), negative),
         ):
-            sums = _lse(rate * exponent, mask)
+            none = ~mask.any(1)
+            sums = lse(rate * exponent, mask).masked_fill(none, 0)
             some = torch.logaddexp(sums, torch.zeros_like(sums)) / rate  # log(1 + Σ exp)
-            total = total + some.masked_fill(~mask.any(1), 0)
-        indices = common_functions.torch_arange_from_size(mat)
-        return {"loss": {"losses": total.unsqueeze(1), "indices": indices, "reduction_type": "element"}}
+            total = total + some.masked_fill(none, 0)
+        loss: Tensor = total
+        return loss
 
 
 class CircleLoss(PreciseLoss, MaskedPairs, losses.CircleLoss):
     """Upstream's, by `MaskedPairs`."""
 
-    def _compute_loss(self, mat: Tensor, pos_mask: Tensor, neg_mask: Tensor) -> Any:
+    def of_rows(self, mat: Tensor, pairs: Pairs) -> Tensor:
+        """Return the anchors' losses (N,)."""
+        fused = circle(self.op, self.on, self.delta_p, self.delta_n, self.gamma)
+        return by_rows(mat, pairs, self._plain, fused=fused)[0]
+
+    def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         still = mat.detach()
         pull = -self.gamma * torch.relu(self.op - still) * (mat - self.delta_p)
         push = self.gamma * torch.relu(still - self.on) * (mat - self.delta_n)
-        loss = F.softplus(_lse(pull, pos_mask) + _lse(push, neg_mask))
-        loss = loss.masked_fill(~(pos_mask.any(1) & neg_mask.any(1)), 0)
-        indices = common_functions.torch_arange_from_size(mat)
-        return {"loss": {"losses": loss.unsqueeze(1), "indices": indices, "reduction_type": "element"}}
+        none = ~(positive.any(1) & negative.any(1))
+        loss = F.softplus((lse(pull, positive) + lse(push, negative)).masked_fill(none, 0))
+        return loss.masked_fill(none, 0)
 
 
-class MultiSimilarityMiner(PreciseMiner, miners.MultiSimilarityMiner):
-    """Upstream's pairs by each row's extremes, where upstream sorts all rows; they come in the order of their columns."""
+class SupConLoss(PreciseLoss, MaskedPairs, losses.SupConLoss):
+    """Upstream's, by `MaskedPairs`."""
 
-    def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return pairs; see `retrieval.Miner`."""
-        mat = self.distance(embeddings, ref_emb)
-        positive, negative = pair_masks(labels, ref_labels)
-        if embeddings is ref_emb:
-            positive.fill_diagonal_(False)
-            negative.fill_diagonal_(False)
-        near = -mat if self.distance.is_inverted else mat  # smaller is closer
-        highest = torch.finfo(mat.dtype).max
-        farthest = near.masked_fill(~positive, -highest).amax(1, keepdim=True)
-        nearest = near.masked_fill(~negative, highest).amin(1, keepdim=True)
-        a1, p = torch.where(positive & (near + self.epsilon > nearest))
-        a2, n = torch.where(negative & (near - self.epsilon < farthest))
-        return a1, p, a2, n
+    rows_mined = False
+
+    def of_rows(self, mat: Tensor, pairs: Pairs) -> Tensor:
+        """Return the anchors' losses (N,); all are 0 where a batch lacks pairs of one kind."""
+        found, kinds = by_rows(mat, pairs, self._plain)
+        if first_row() is None and not (bool((kinds & 1).any()) and bool((kinds & 2).any())):
+            return found * 0
+        return found
+
+    def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        sign = 1 if self.distance.is_inverted else -1
+        whole = lse(mat * (sign / self.temperature), positive | negative)
+        row, column = torch.where(positive)
+        apart = whole[row] - mat[row, column] * (sign / self.temperature)
+        some = positive.any(1)
+        loss = torch.zeros_like(whole).index_add(0, row, apart) / positive.sum(1).clamp(min=1)
+        return loss, some + 2 * negative.any(1)
+
+
+class GeneralizedLiftedStructureLoss(PreciseLoss, MaskedPairs, losses.GeneralizedLiftedStructureLoss):
+    """Upstream's, by `MaskedPairs`, except that an anchor without positives or without negatives costs 0.
+
+    The sum of none is 0 and its logarithm −∞; upstream puts 0 in its place.
+    """
+
+    def of_rows(self, mat: Tensor, pairs: Pairs) -> Tensor:
+        """Return the anchors' losses (N,)."""
+        return by_rows(mat, pairs, self._plain)[0]
+
+    def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        pull = lse_of_few(self.distance.margin(mat, self.pos_margin), positive)
+        push = lse(self.distance.margin(self.neg_margin, mat), negative)
+        return F.relu(pull + push).masked_fill(~(positive.any(1) & negative.any(1)), 0)
 
 
 class Whole:
-    """Lets a loss of all triplets be measured and reduced as a whole; `compute_loss` still gives each triplet's."""
+    """Lets a loss of all pairs or triplets be measured and reduced as a whole; `compute_loss` still gives each one's."""
 
     def measured(
         self,
@@ -132,7 +145,11 @@ class Whole:
         this: Any = self
         common_functions.check_shapes(embeddings, labels)
         parts = None
-        if labels is not None and indices_tuple is None and this.triplets_per_anchor == "all":
+        if (
+            labels is not None
+            and indices_tuple is None
+            and getattr(this, "triplets_per_anchor", "all") == "all"
+        ):
             classes = common_functions.to_device(labels, embeddings)
             reference, theirs = common_functions.set_ref_emb(embeddings, classes, ref_emb, ref_labels)
             parts = this.whole(embeddings, classes, reference, theirs)
@@ -145,13 +162,14 @@ class Whole:
     def reducer_of(self, name: str) -> Any:
         """Return the reducer of one part of the loss."""
         chosen: Any = self.reducer  # type: ignore[attr-defined]
+        chosen = chosen.inner if isinstance(chosen, Sums) else chosen
         if type(chosen) is not reducers.MultipleReducers:
             return chosen
         reducer: Any = dict(chosen.reducers).get(name, chosen.default_reducer)
         return reducer
 
 
-def _bounds(reducer: Any) -> tuple[float | None, float | None, bool] | None:
+def bounds(reducer: Any) -> tuple[float | None, float | None, bool] | None:
     """Return between which two losses a reducer counts, and whether it takes their mean (or sum); None if it does something else."""
     if reducer.collect_stats:
         return None
@@ -162,21 +180,33 @@ def _bounds(reducer: Any) -> tuple[float | None, float | None, bool] | None:
     return None
 
 
-class TripletMarginLoss(Whole, corrected_pairs.TripletMarginLoss):
+class TripletMarginLoss(Whole, corrected_triplets.TripletMarginLoss):
     """The corrected one, which measures all triplets in blocks of masked rows and keeps none of them."""
+
+    @property
+    def rows_by_labels(self) -> bool:
+        """Whether `whole` measures them, which needs no indices."""
+        return not (self.swap or self.smooth_loss)
+
+    @property
+    def rows(self) -> Rows | None:
+        """Anchors' own parts, unless triplets are drawn."""
+        return "anchors" if self.triplets_per_anchor == "all" else None
 
     def whole(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return the loss of all triplets by name, reduced; None where it has to be made of single triplets."""
-        bounds = _bounds(self.reducer_of("loss"))
-        if self.swap or self.smooth_loss or bounds is None:
+        limits = bounds(self.reducer_of("loss"))
+        if self.swap or self.smooth_loss or limits is None:
             return None
-        low, high, mean = bounds
-        positive, negative = pair_masks(labels, ref_labels)
+        low, high, mean = limits
+        positive, negative = Pairs(labels, ref_labels).of(slice(None))
         if not bool((positive.any(1) & negative.any(1)).any()):
             return self.zero_losses()
-        mat = self.distance(embeddings, ref_emb)
+        mat = similarities(self.distance, embeddings, ref_emb)
         near = -mat if self.distance.is_inverted else mat  # smaller is closer
         total, counted = _AllTriplets.apply(near, positive, negative, self.margin, low, high)
+        if isinstance(self.reducer, Sums):
+            return {"loss": summed(total.to(mat.dtype), counted)}
         return reduced((total / counted.clamp(min=1) if mean else total).to(mat.dtype))
 
 
@@ -247,23 +277,31 @@ class MarginLoss(Whole, PreciseLoss, losses.MarginLoss):
         """Return the loss of all triplets by name, reduced; None where it has to be made of single triplets."""
         if not isinstance(self.reducer_of("margin_loss"), reducers.DivisorReducer):
             return None
-        positive, negative = pair_masks(labels, ref_labels)
-        positives, negatives = positive.sum(1), negative.sum(1)
+        pairs = Pairs(labels, ref_labels)
+        positives, negatives = pairs.counts()
         triplets = positives * negatives
         if not bool(triplets.any()):
             return self.zero_losses()
         beta = common_functions.to_device(self.beta, device=embeddings.device, dtype=embeddings.dtype)
-        each = beta if len(beta) == 1 else beta[labels].unsqueeze(1)
-        mat = self.distance(embeddings, ref_emb)
-        pull = F.relu(self.distance.margin(mat, each) + self.margin).masked_fill(~positive, 0)
-        push = F.relu(self.distance.margin(each, mat) + self.margin).masked_fill(~negative, 0)
-        divisor = ((pull > 0).sum(1) * negatives + (push > 0).sum(1) * positives).sum()
-        total = (pull.sum(1) * negatives + push.sum(1) * positives).sum()
+        each = beta.expand(len(embeddings)) if len(beta) == 1 else beta[labels]
+        mat = similarities(self.distance, embeddings, ref_emb)
+        found, counts = by_rows(mat, pairs, self._plain, each)
+        divisor, total = counts.sum(), found.sum()
         if self.learn_beta and len(beta) > 1:
-            penalty = _over((each.squeeze(1) * triplets).sum() * self.nu, divisor)
+            penalty = _over((each * triplets).sum() * self.nu, divisor)
         else:
             penalty = self.compute_reg_loss(beta, None, divisor)
         return {"margin_loss": _over(total, divisor), "beta_reg_loss": penalty}
+
+    def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        positives, negatives = positive.sum(1), negative.sum(1)
+        row, column = torch.where(positive)
+        pull = F.relu(self.distance.margin(mat[row, column], beta[row]) + self.margin)
+        push = F.relu(self.distance.margin(beta.unsqueeze(1), mat) + self.margin) * negative
+        pulled = torch.zeros_like(beta).index_add(0, row, pull)
+        counted = torch.zeros_like(positives).index_add(0, row, (pull > 0).long())
+        loss = pulled * negatives + push.sum(1) * positives
+        return loss, counted * negatives + (push > 0).sum(1) * positives
 
 
 def _over(total: Tensor, divisor: Tensor) -> dict[str, Any]:

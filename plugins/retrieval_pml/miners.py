@@ -11,6 +11,7 @@ from pytorch_metric_learning import miners
 from retrieval import traits
 from torch import Tensor
 
+from retrieval_pml import masked_miners
 from retrieval_pml.common import (
     Count,
     Distance,
@@ -18,24 +19,10 @@ from retrieval_pml.common import (
     Positive,
     PreciseMiner,
     no_reference,
-    precise,
 )
 from retrieval_pml.forward import forwards
-from retrieval_pml.masked import MultiSimilarityMiner
 
 Strategy = Literal["hard", "semihard", "easy", "all"]
-
-
-class AngularMiner(PreciseMiner, miners.AngularMiner):
-    """Upstream's, which requires a normalising distance and then measures embeddings at their own length."""
-
-    def mine(
-        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return triplets; see `retrieval.Miner`."""
-        unit = self.distance.normalize(embeddings)
-        reference = unit if ref_emb is embeddings else self.distance.normalize(ref_emb)
-        return super().mine(unit, labels, reference, ref_labels)  # type: ignore[no-any-return]
 
 
 class EmbeddingsAlreadyPackagedAsTriplets(PreciseMiner, miners.EmbeddingsAlreadyPackagedAsTriplets):
@@ -58,7 +45,7 @@ class EmbeddingsAlreadyPackagedAsTriplets(PreciseMiner, miners.EmbeddingsAlready
         return anchor, anchor + 1, anchor + 2
 
 
-@forwards(AngularMiner)
+@forwards(masked_miners.AngularMiner)
 def angular(angle: Annotated[float, Field(ge=0, lt=90)] = 20.0) -> miners.AngularMiner:
     """Triplets whose angle at the negative exceeds a bound.
 
@@ -70,7 +57,7 @@ def angular(angle: Annotated[float, Field(ge=0, lt=90)] = 20.0) -> miners.Angula
     """
 
 
-@forwards(precise(miners.BatchEasyHardMiner))
+@forwards(masked_miners.BatchEasyHardMiner)
 def batch_easy_hard(
     pos_strategy: Strategy = "easy",
     neg_strategy: Strategy = "semihard",
@@ -92,7 +79,7 @@ def batch_easy_hard(
     """
 
 
-@forwards(precise(miners.BatchHardMiner))
+@forwards(masked_miners.BatchHardMiner)
 def batch_hard(
     allowed_pos_range: tuple[float, float] | None = None,
     allowed_neg_range: tuple[float, float] | None = None,
@@ -108,7 +95,7 @@ def batch_hard(
     """
 
 
-@forwards(precise(miners.DistanceWeightedMiner))
+@forwards(masked_miners.DistanceWeightedMiner)
 def distance_weighted(
     cutoff: Positive = 0.5, nonzero_loss_cutoff: Positive = 1.4
 ) -> miners.DistanceWeightedMiner:
@@ -128,7 +115,7 @@ def embeddings_already_packaged_as_triplets() -> miners.EmbeddingsAlreadyPackage
     return EmbeddingsAlreadyPackagedAsTriplets()
 
 
-@forwards(precise(miners.HDCMiner))
+@forwards(masked_miners.HDCMiner)
 def hdc(
     filter_percentage: Annotated[float, Field(gt=0, le=1)] = 0.5, distance: Distance = None
 ) -> miners.HDCMiner:
@@ -141,7 +128,7 @@ def hdc(
     """
 
 
-@forwards(MultiSimilarityMiner)
+@forwards(masked_miners.MultiSimilarityMiner)
 def multi_similarity(epsilon: float = 0.1, distance: Distance = None) -> miners.MultiSimilarityMiner:
     """Negatives more similar than the least similar positive, positives less similar than the most similar negative.
 
@@ -154,7 +141,7 @@ def multi_similarity(epsilon: float = 0.1, distance: Distance = None) -> miners.
     """
 
 
-@forwards(precise(miners.PairMarginMiner))
+@forwards(masked_miners.PairMarginMiner)
 def pair_margin(
     pos_margin: float = 0.2, neg_margin: float = 0.8, distance: Distance = None
 ) -> miners.PairMarginMiner:
@@ -166,7 +153,7 @@ def pair_margin(
     """
 
 
-@forwards(precise(miners.TripletMarginMiner))
+@forwards(masked_miners.TripletMarginMiner)
 def triplet_margin(
     margin: NonNegative = 0.2,
     type_of_triplets: Literal["all", "hard", "semihard", "easy"] = "all",
@@ -183,7 +170,7 @@ def triplet_margin(
     """
 
 
-@forwards(precise(miners.UniformHistogramMiner))
+@forwards(masked_miners.UniformHistogramMiner)
 def uniform_histogram(
     num_bins: Count = 100, pos_per_bin: Count = 10, neg_per_bin: Count = 10, distance: Distance = None
 ) -> miners.UniformHistogramMiner:

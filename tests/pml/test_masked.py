@@ -12,7 +12,7 @@ from pytorch_metric_learning.regularizers import LpRegularizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrieval_pml import masked
+from retrieval_pml import masked, masked_miners
 from retrieval_pml.reducers import PerAnchorReducer
 
 torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_the_miner_finds_upstreams_pairs(
     for given in ((x, labels), (x, labels, ref, REF_Y)):
         ours, theirs = (
             cls(epsilon=epsilon, distance=distance())(*given)
-            for cls in (masked.MultiSimilarityMiner, miners.MultiSimilarityMiner)
+            for cls in (masked_miners.MultiSimilarityMiner, miners.MultiSimilarityMiner)
         )
         assert all(one.dtype == torch.int64 for one in ours)
         for first in (0, 2):
@@ -138,13 +138,39 @@ def test_the_miner_finds_upstreams_pairs(
             assert pairs[0] == pairs[1]
 
 
-def test_a_gradient_of_a_gradient() -> None:
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("name", ["TripletMarginLoss", "MultiSimilarityLoss", "CircleLoss"])
+def test_a_gradient_of_a_gradient(name: str, reference: bool) -> None:
     x = codes(12, 0, 1.0).requires_grad_()
+    others = (None, codes(7, 1, 1.0), REF_Y) if reference else ()
     found = []
-    for cls in (masked.TripletMarginLoss, losses.TripletMarginLoss):
-        (gradient,) = torch.autograd.grad(cls()(x, Y), x, create_graph=True)
+    for module in (masked, losses):
+        (gradient,) = torch.autograd.grad(getattr(module, name)()(x, Y, *others), x, create_graph=True)
         found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize(
+    ("name", "distance"),
+    [
+        ("MultiSimilarityLoss", distances.DotProductSimilarity(normalize_embeddings=False)),
+        ("MultiSimilarityLoss", distances.LpDistance(power=2)),
+        ("CircleLoss", distances.CosineSimilarity(power=2)),
+    ],
+)
+def test_a_loss_of_the_matrix_over_every_distance(name: str, distance: Any, scale: float) -> None:
+    """Products of large codes have exponentials beyond any float; of distances, smaller is closer."""
+    made = [getattr(module, name)(distance=distance) for module in (masked, losses)]
+    same(*made, scale * codes(12, 0, 1.0), Y)
+
+
+def test_a_gradient_twice_from_one_graph() -> None:
+    x = codes(12, 0, 1.0).requires_grad_()
+    for name in ("MultiSimilarityLoss", "CircleLoss"):
+        value = getattr(masked, name)()(x, Y)
+        first, again = (torch.autograd.grad(value, x, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, again)
 
 
 class Largest(TorchDispatchMode):
@@ -160,7 +186,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("name", ["TripletMarginLoss", "MarginLoss"])
+@pytest.mark.parametrize("name", ["TripletMarginLoss", "MarginLoss", "MultiSimilarityLoss", "CircleLoss"])
 def test_memory_is_that_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """384 items of 4 classes have 10 million triplets."""
     monkeypatch.setattr(masked, "_ENTRIES", 2**16)

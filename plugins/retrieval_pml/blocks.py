@@ -1,0 +1,236 @@
+"""Losses of a matrix of pairs, some rows at a time: plain formulas on as many numbers as a processor's cache holds, and their gradient with them.
+
+Nothing of a block is kept but its rows' losses and the gradient, so that a loss needs the matrix, one more, and no lists of indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pytorch_metric_learning.utils import loss_and_miner_utils
+from retrieval.model.rows import first_row
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from retrieval_pml.common import segment_logsumexp
+
+ENTRIES = 2**17
+"""Numbers that are worked on at a time."""
+
+Plain = Callable[..., Any]
+Fused = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Pairs:
+    """Which pairs (N, M) are positive and which negative: by labels, or as a miner says; an item and itself are neither.
+
+    Args:
+        labels: (N,).
+        ref_labels: (M,); `labels` itself where the batch is compared with itself.
+    """
+
+    def __init__(self, labels: Tensor, ref_labels: Tensor) -> None:
+        self.labels, self.ref_labels = labels, ref_labels
+        # the place of each row's item among the others; the rows may be a part of the reference set
+        self.own = 0 if ref_labels is labels else first_row()
+        self.listed: tuple[Tensor, Tensor] | None = None
+
+    def of(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return some rows' masks, both bool."""
+        if self.listed is not None:
+            return self.listed[0][rows], self.listed[1][rows]
+        same = self.labels[rows].unsqueeze(1) == self.ref_labels.unsqueeze(0)
+        other = ~same
+        if self.own is not None:
+            same.diagonal(self.own + (rows.start or 0)).fill_(False)
+        return same, other
+
+    def positives(self) -> tuple[Tensor, Tensor]:
+        """Return the positive pairs, rows and columns, each (P,)."""
+        parts = blocks(len(self.labels), len(self.ref_labels))
+        found = [torch.where(self.of(rows)[0]) for rows in parts] or [torch.where(self.of(slice(None))[0])]
+        rows = [row + (part.start or 0) for part, (row, _) in zip(parts or [slice(None)], found, strict=True)]
+        return torch.cat(rows), torch.cat([column for _, column in found])
+
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """Return how many positives and how many negatives each row has, each (N,)."""
+        parts = blocks(len(self.labels), len(self.ref_labels)) or [slice(None)]
+        found = [[mask.sum(1) for mask in self.of(rows)] for rows in parts]
+        positives, negatives = (torch.cat(each) for each in zip(*found, strict=True))
+        return positives, negatives
+
+    @classmethod
+    def mined(cls, indices: Any, shape: tuple[int, int], labels: Any, ref_labels: Any) -> Pairs:
+        """Return the pairs of a miner's indices.
+
+        Raises:
+            AssertionError: a pair is both, as upstream says.
+        """
+        a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices, labels, ref_labels)
+        positive = torch.zeros(shape, dtype=torch.bool, device=a1.device)
+        negative = torch.zeros_like(positive)
+        positive[a1, p] = True
+        negative[a2, n] = True
+        assert not (positive & negative).any(), "Each pair should be either be positive or negative"
+        found = cls(positive[:, 0], positive[0])
+        found.listed = positive, negative
+        return found
+
+
+def blocks(rows: int, columns: int, each: Tensor | None = None) -> list[slice]:
+    """Return slices of rows that make at most `ENTRIES` numbers, or one row.
+
+    Args:
+        rows: how many there are.
+        columns: how many numbers a row has.
+        each: (rows,) how often a row is repeated; 1 by default.
+    """
+    if each is None:
+        step = max(1, ENTRIES // max(columns, 1))
+        return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    found, start, filled = [], 0, 0
+    for row, count in enumerate(each.tolist()):
+        if row > start and (filled + count) * columns > ENTRIES:
+            found.append(slice(start, row))
+            start, filled = row, 0
+        filled += count
+    return [*found, slice(start, rows)] if rows else []
+
+
+def by_rows(
+    mat: Tensor,
+    pairs: Pairs,
+    plain: Plain,
+    *others: Tensor,
+    fused: Fused | None = None,
+    parts: list[slice] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the losses (N,) of a matrix's rows, and what else is counted in each (N,).
+
+    Args:
+        mat: (N, M) similarities or distances.
+        pairs: which of its pairs are positive and which negative.
+        plain: of some rows (R, M), their two masks, and their rows of `others`: their losses (R,), differentiable, and where there is
+            something to count a second (R,), which is not. Each is of its row alone.
+        others: more of each row, each (N, …).
+        fused: of some rows and their masks, the losses (R,) and their derivatives (R, M), instead of `plain` where the gradient is not
+            differentiated again.
+        parts: the rows of each block; by default as many as `ENTRIES` allow.
+    """
+    parts = blocks(*mat.shape) if parts is None else parts
+    found: tuple[Tensor, Tensor] = _ByRows.apply(mat, pairs, plain, fused, parts, *others)
+    return found
+
+
+def _both(made: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(made, tuple):
+        return made
+    return made, made.new_zeros(len(made), dtype=torch.int64)
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _ByRows(torch.autograd.Function):
+    """See `by_rows`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mat: Tensor,
+        pairs: Pairs,
+        plain: Plain,
+        fused: Fused | None,
+        parts: list[slice],
+        *others: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
+        slopes = [
+            torch.zeros_like(x) if want else None for x, want in zip((mat, *others), wanted, strict=True)
+        ]
+        losses, counts = mat.new_zeros(len(mat)), torch.zeros(len(mat), dtype=torch.int64, device=mat.device)
+        for part in parts:
+            masks = pairs.of(part)
+            if fused is not None:
+                losses[part], slope = fused(mat[part], *masks)
+                if slopes[0] is not None:
+                    slopes[0][part] = slope
+                continue
+            # a checkpoint around all of this would have every tensor that is saved here computed anew, amid this very forward
+            with torch.enable_grad(), saved_tensors_hooks(_as_is, _as_is):
+                given = [
+                    x[part].detach().requires_grad_(want)
+                    for x, want in zip((mat, *others), wanted, strict=True)
+                ]
+                value, count = _both(plain(given[0], *masks, *given[1:]))
+                losses[part], counts[part] = value.detach(), count
+                leaves = [x for x in given if x.requires_grad]
+                if not value.requires_grad:
+                    continue
+                found = iter(torch.autograd.grad(value.sum(), leaves, allow_unused=True))
+            for whole in slopes:
+                if whole is not None and (gradient := next(found)) is not None:
+                    whole[part] = gradient
+        ctx.save_for_backward(mat, *others, *(slope for slope in slopes if slope is not None))
+        ctx.made = pairs, plain, wanted
+        ctx.mark_non_differentiable(counts)
+        return losses, counts
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        pairs, plain, wanted = ctx.made
+        saved = ctx.saved_tensors
+        given, slopes = saved[: len(wanted)], iter(saved[len(wanted) :])
+        if torch.is_grad_enabled():  # the gradient will be differentiated
+            losses, _ = _both(plain(given[0], *pairs.of(slice(None)), *given[1:]))
+            leaves = [x for x, want in zip(given, wanted, strict=True) if want]
+            slopes = iter(
+                torch.autograd.grad(losses, leaves, gradient, create_graph=True, materialize_grads=True)
+            )
+            found = [next(slopes) if want else None for want in wanted]
+        else:
+            found = [
+                next(slopes) * gradient.view(-1, *[1] * (x.ndim - 1)) if want else None
+                for x, want in zip(given, wanted, strict=True)
+            ]
+        return found[0], None, None, None, None, *found[1:]
+
+
+class _Lse(torch.autograd.Function):
+    """See `lse`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor) -> Tensor:
+        kept = values.masked_fill(~mask, torch.finfo(values.dtype).min)
+        top = kept.amax(1, keepdim=True)
+        # what is smaller adds nothing to a sum of 1 or more, and processors are slow at the smallest numbers
+        weights = kept.sub_(top).clamp_(min=-87).exp_()
+        total = weights.sum(1, keepdim=True)
+        found = (top + total.log()).squeeze(1)
+        ctx.save_for_backward(values, mask, weights.div_(total))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        values, mask, weights = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient will be differentiated
+            weights = torch.softmax(values.masked_fill(~mask, torch.finfo(values.dtype).min), 1)
+        return weights * gradient.unsqueeze(1), None
+
+
+def lse(values: Tensor, mask: Tensor) -> Tensor:
+    """Return log Σ exp of each row's values in the mask (N,); the lowest finite number where there are none.
+
+    The gradient of a row that has none is to be 0.
+    """
+    found: Tensor = _Lse.apply(values, mask)
+    return found
+
+
+def lse_of_few(values: Tensor, mask: Tensor) -> Tensor:
+    """Return what `lse` returns, from a list: for masks that leave out most."""
+    row, column = torch.where(mask)
+    return segment_logsumexp(values[row, column], row, len(values))

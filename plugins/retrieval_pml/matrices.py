@@ -1,0 +1,112 @@
+"""Matrices of distances and similarities: those of a batch with itself by half the products, one for a loss and its miner."""
+
+from __future__ import annotations
+
+import weakref
+from threading import local
+from typing import Any
+
+import torch
+from pytorch_metric_learning import distances
+from torch import Tensor
+
+_kept = local()
+_DIRECT = 25
+"""Up to so many items torch subtracts one vector from the other, which is exact where they are almost the same."""
+
+
+def similarities(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
+    """Return a distance's matrix (N, M).
+
+    Where both sides are one, its gradient takes one product instead of two. A matrix that was made without a gradient, as a miner's
+    is, is kept as long as its embeddings are there and unchanged, until it is asked for with a gradient: a loss on the pairs of a miner
+    takes the miner's.
+
+    Args:
+        distance: one of pytorch-metric-learning's.
+        embeddings: (N, C).
+        ref_emb: (M, C); `embeddings` itself where these are compared with themselves.
+    """
+    if ref_emb is not embeddings:
+        mat: Tensor = distance(embeddings, ref_emb)
+        return mat
+    kind = _kind(distance)
+    if kind is None or (kind[0] == "euclidean" and len(embeddings) <= _DIRECT):
+        mat = distance(embeddings)
+        return mat
+    function = _Gram if kind[0] == "gram" else _Euclidean
+    if not torch.is_grad_enabled():
+        unit = distance.maybe_normalize(embeddings)
+        mat = function.apply(unit, [], distance.power)
+        _kept.made = weakref.ref(embeddings, _forget), embeddings._version, kind, mat
+        return mat
+    return function.apply(distance.maybe_normalize(embeddings), _taken(embeddings, kind), distance.power)  # type: ignore[no-any-return]
+
+
+def products(x: Tensor) -> Tensor:
+    """Return x xᵀ (N, N) of vectors x (N, C); its gradient takes one product."""
+    found: Tensor = _Gram.apply(x, [], 1)
+    return found
+
+
+def _kind(distance: Any) -> tuple[Any, ...] | None:
+    """Return what two distances have in common that make one matrix; None of those whose gradient is not known here."""
+    if distance.collect_stats:
+        return None
+    norm = (distance.normalize_embeddings, distance.p if distance.normalize_embeddings else None)
+    if type(distance) in (distances.CosineSimilarity, distances.DotProductSimilarity) and distance.power == 1:
+        return ("gram", *norm)
+    if type(distance) is distances.LpDistance and distance.p == 2 and distance.power in (1, 2):
+        return ("euclidean", *norm, distance.power)
+    return None
+
+
+def _taken(embeddings: Tensor, kind: tuple[Any, ...]) -> list[Tensor]:
+    """Return the matrix that is kept of these embeddings, if there is one, and keep it no longer."""
+    made = getattr(_kept, "made", None)
+    _kept.made = None
+    if made is None or made[0]() is not embeddings or made[1:3] != (embeddings._version, kind):
+        return []
+    return [made[3]]
+
+
+def _forget(gone: Any) -> None:
+    made = getattr(_kept, "made", None)
+    if made is not None and made[0] is gone:
+        _kept.made = None
+
+
+class _Gram(torch.autograd.Function):
+    """x xᵀ."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, known: list[Tensor], power: float) -> Tensor:
+        ctx.save_for_backward(x)
+        return known.pop() if known else x @ x.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return (gradient + gradient.T) @ x, None, None
+
+
+class _Euclidean(torch.autograd.Function):
+    """‖xᵢ − xⱼ‖ or its square."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, known: list[Tensor], power: float) -> Tensor:
+        if known:
+            mat = known.pop()
+        else:
+            mat = torch.cdist(x, x)
+            mat = mat if power == 1 else mat.square_()
+        ctx.save_for_backward(x, mat)
+        ctx.power = power
+        return mat
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        x, mat = ctx.saved_tensors
+        slopes = gradient / mat.masked_fill(mat == 0, torch.inf) if ctx.power == 1 else 2 * gradient
+        slopes = slopes + slopes.T
+        return slopes.sum(1, keepdim=True) * x - slopes @ x, None, None
