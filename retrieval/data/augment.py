@@ -1,29 +1,34 @@
 """Random changes to training images, each one a function of (seed, epoch, batch, place in the batch).
 
 torchvision's random transforms draw from torch's global generator, which the model's dropout draws from too: then
-numbers would depend on how many processes load images, and on where a run was resumed. So the draws are made here,
-and torchvision's operations (`transforms.v2.functional`) carry them out.
+numbers would depend on how many processes load images, and on where a run was resumed. So the draws of crops and mirror
+images are made here, and torchvision's operations (`transforms.v2.functional`) carry them out; other transforms are lent a
+generator (`retrieval.data.drawing`).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from retrieval.errors import DataError, RetrievalError
 from retrieval.serving.images import to_mode
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from retrieval.model.contracts import Transform
+    from retrieval.recipe.read import Recipe
     from retrieval.recipe.tables import Augmentation
     from retrieval.serving.images import Preprocessing
 
 _TRIES = 10
 _DRAWS = 3 + 2 * _TRIES  # mirror, top, left, then area and aspect ratio of each try
-_PURPOSE = 1  # keeps these draws apart from others of the same seed and epoch
+_PURPOSE, _SEEDS = 1, 2  # keep these draws apart from others of the same seed and epoch
 
 
 def draw_changes(seed: int, epoch: int, batch: int, size: int) -> NDArray[np.float64]:
@@ -65,46 +70,120 @@ def crop_box(
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def changed_pixels(
-    image: Image, preprocessing: Preprocessing, augmentation: Augmentation, draws: NDArray[np.float64]
-) -> NDArray[np.uint8]:
-    """Return pixels (channels, H, W) of a decoded image after its random changes.
+def built_transforms(recipe: Recipe) -> tuple[Transform, ...]:
+    """Return what a recipe's `[augmentation] transforms` name, in order.
 
-    A random crop is taken from the whole image, and takes the place of `preprocessing`'s resize and centre crop.
-
-    Args:
-        image: the decoded image.
-        preprocessing: size, channels and interpolation of the result.
-        augmentation: what may change.
-        draws: one row of `draw_changes`.
+    Raises:
+        PluginError: the plugins have no such part.
+        RecipeError: the parameters do not fit, or the factory refuses them.
     """
-    if augmentation.crop_scale is None:
-        pixels = preprocessing(image)
-    else:
-        from torchvision.transforms import InterpolationMode
-        from torchvision.transforms.v2 import functional
-
-        # grey or RGB first: a palette cannot be interpolated
-        image = to_mode(image, "L" if preprocessing.channels == 1 else "RGB")
-        box = crop_box(draws, image.height, image.width, augmentation.crop_scale, augmentation.crop_ratio)
-        mode = InterpolationMode(preprocessing.interpolation)
-        image = functional.resized_crop(image, *box, size=list(preprocessing.size), interpolation=mode)
-        pixels = np.asarray(image, dtype=np.uint8)
-        pixels = pixels[None] if preprocessing.channels == 1 else pixels.transpose(2, 0, 1)
-    return pixels[:, :, ::-1] if draws[0] < augmentation.horizontal_flip else pixels
+    made = recipe.augmentation.transforms
+    return tuple(recipe.loaded.build("augmentations", values) for values in made)
 
 
-def mirror(
-    pixels: NDArray[np.uint8], augmentation: Augmentation, draws: NDArray[np.float64]
-) -> NDArray[np.uint8]:
-    """Mirror some of a batch's images (B, channels, H, W) left to right, in place.
+@dataclass(frozen=True)
+class Draws:
+    """What decides the changes of a batch's images, or of some of them, or of one.
 
-    Args:
-        pixels: the batch.
-        augmentation: with what probability.
-        draws: (B, …) rows of `draw_changes`.
+    Attributes:
+        uniform: one row of `draw_changes` for each.
+        seeds: for each one of what its transforms draw.
     """
-    chosen = draws[:, 0] < augmentation.horizontal_flip
-    if chosen.any():
-        pixels[chosen] = pixels[chosen, ..., ::-1]
-    return pixels
+
+    uniform: NDArray[np.float64]
+    seeds: NDArray[np.int64]
+
+    def __getitem__(self, rows: slice | int | NDArray[np.int64]) -> Draws:
+        return Draws(self.uniform[rows], self.seeds[rows])
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The random changes of a recipe.
+
+    Attributes:
+        table: what may change.
+        transforms: those that it names, built.
+    """
+
+    table: Augmentation
+    transforms: tuple[Transform, ...] = ()
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is changed at all."""
+        return self.table.active
+
+    def draw(self, seed: int, epoch: int, batch: int, size: int) -> Draws:
+        """Return what decides the changes of a batch of `size` rows."""
+        random = np.random.default_rng([seed % 2**64, epoch, batch, _SEEDS])
+        return Draws(draw_changes(seed, epoch, batch, size), random.integers(2**62, size=size))
+
+    def changed(self, image: Image, preprocessing: Preprocessing, draws: Draws) -> NDArray[np.uint8]:
+        """Return pixels (channels, H, W) of a decoded image after its random changes.
+
+        A random crop is taken from the whole image, and takes the place of `preprocessing`'s resize and centre crop.
+
+        Args:
+            image: the decoded image.
+            preprocessing: size, channels and interpolation of the result.
+            draws: those of this image.
+
+        Raises:
+            DataError: a transform fails.
+        """
+        if self.table.crop_scale is None:
+            pixels = preprocessing(image)
+        else:
+            from torchvision.transforms import InterpolationMode
+            from torchvision.transforms.v2 import functional
+
+            # grey or RGB first: a palette cannot be interpolated
+            image = to_mode(image, "L" if preprocessing.channels == 1 else "RGB")
+            box = crop_box(
+                draws.uniform, image.height, image.width, self.table.crop_scale, self.table.crop_ratio
+            )
+            mode = InterpolationMode(preprocessing.interpolation)
+            image = functional.resized_crop(image, *box, size=list(preprocessing.size), interpolation=mode)
+            pixels = np.asarray(image, dtype=np.uint8)
+            pixels = pixels[None] if preprocessing.channels == 1 else pixels.transpose(2, 0, 1)
+        if draws.uniform[0] < self.table.horizontal_flip:
+            pixels = pixels[:, :, ::-1]
+        return self.transformed(pixels, draws) if self.transforms else pixels
+
+    def mirror(self, pixels: NDArray[np.uint8], draws: Draws) -> NDArray[np.uint8]:
+        """Mirror some of a batch's images (B, channels, H, W) left to right, in place."""
+        chosen = draws.uniform[:, 0] < self.table.horizontal_flip
+        if chosen.any():
+            pixels[chosen] = pixels[chosen, ..., ::-1]
+        return pixels
+
+    def transformed(self, pixels: NDArray[np.uint8], draws: Draws) -> NDArray[np.uint8]:
+        """Return pixels (channels, H, W) after the transforms.
+
+        Raises:
+            DataError: a transform fails, or gives another size or type.
+        """
+        import torch
+
+        from retrieval.data.drawing import drawing
+
+        given = torch.from_numpy(pixels.copy())
+        with drawing(int(draws.seeds)):
+            for number, transform in enumerate(self.transforms):
+                what = f"[augmentation] transforms.{number} ({type(transform).__name__})"
+                try:
+                    changed = transform(given)
+                except RetrievalError:
+                    raise
+                except Exception as fault:  # whatever a plugin's transform raises
+                    raise DataError(f"{what} fails: {type(fault).__name__}: {fault}") from fault
+                if not isinstance(changed, torch.Tensor):
+                    raise DataError(f"{what} gives {type(changed).__name__} instead of a tensor.")
+                if changed.dtype != torch.uint8 or changed.shape != given.shape:
+                    raise DataError(
+                        f"{what} gives {str(changed.dtype).removeprefix('torch.')} {tuple(changed.shape)}; the backbone takes "
+                        f"uint8 {tuple(given.shape)}. Set its parameters so that it keeps size and type."
+                    )
+                given = changed
+        return given.numpy()

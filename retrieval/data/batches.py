@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retrieval.data.augment import draw_changes
+from retrieval.data.augment import Changes
+from retrieval.data.mixing import Mix
 from retrieval.data.raw import RawInputs
-
-if TYPE_CHECKING:
-    from retrieval.recipe.tables import Augmentation
 
 
 class Job(NamedTuple):
-    """One process's share of one batch."""
+    """One process's share of one batch: of the whole batch's items, those at `share`."""
 
     items: NDArray[np.int64]
     epoch: int
@@ -32,19 +30,32 @@ class BatchMaker:
 
     Attributes:
         raw: the dataset's inputs.
-        augmentation: how they change.
+        changes: how they change.
         seed: the run's seed.
-        size: items in the whole batch.
+        size: rows of the whole batch.
     """
 
     raw: RawInputs
-    augmentation: Augmentation
+    changes: Changes
     seed: int
     size: int
 
     def __call__(self, job: Job) -> Tensor:
         """Return the inputs of the job's items."""
-        draws = None
-        if self.augmentation.active:
-            draws = draw_changes(self.seed, job.epoch, job.batch, self.size)[job.share]
-        return torch.from_numpy(self.raw.batch(job.items, self.augmentation, draws))
+        if not self.changes.active:
+            return torch.from_numpy(self.raw.batch(job.items[job.share]))
+        draws = self.changes.draw(self.seed, job.epoch, job.batch, self.size)
+        mix = self.mix(job.epoch, job.batch)
+        if mix is None:
+            return torch.from_numpy(self.raw.batch(job.items[job.share], self.changes, draws[job.share]))
+        rows = np.arange(len(job.items))[job.share]
+        needed, place = np.unique(np.concatenate([rows, mix.partner[rows]]), return_inverse=True)
+        made = self.raw.batch(job.items[needed], self.changes, draws[needed])[place]
+        return torch.from_numpy(mix.of(made[: len(rows)], made[len(rows) :]))
+
+    def mix(self, epoch: int, batch: int) -> Mix | None:
+        """Return what a batch's images are mixed with; None where nothing is, or items are vectors."""
+        if self.raw.preprocessing is None:
+            return None
+        key = (self.seed, epoch, batch)
+        return Mix.drawn(self.changes.table, key, self.size, self.raw.preprocessing.size)

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
@@ -26,9 +29,11 @@ from torch import Tensor
 
 from retrieval.data.identity import dataset_identity
 from retrieval.data.loading import inputs
-from retrieval.errors import DataError
+from retrieval.data.raw import RawInputs
+from retrieval.errors import BundleError, DataError, MissingDependency
 from retrieval.host.files import cache_folder as cache_folder
 from retrieval.serving.progress import Meter
+from retrieval.serving.threads import ahead
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Dataset
@@ -37,6 +42,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FORMAT = 1
+_JOURNAL = "journal.jsonl"
+
+
+@dataclass(frozen=True)
+class Way:
+    """Another way to the same features, up to rounding; they are entries of their own.
+
+    Attributes:
+        name: of the entries.
+        features: raw inputs (B, …) → features (B, F), called in several threads.
+        rows: B at most.
+        threads: how many call it, each with inputs that it decoded itself.
+    """
+
+    name: str
+    features: Callable[[Tensor], Tensor]
+    rows: int
+    threads: int
 
 
 def frozen_features(
@@ -49,11 +72,12 @@ def frozen_features(
     batch: int,
     folder: Path | None = None,
     progress: bool = True,
+    quicker: Way | None = None,
 ) -> NDArray[np.float32]:
     """Return features (N, F) of every item, memory-mapped, from the cache on disk or computed now.
 
-    The entry's name is a hash of the fingerprint, the preprocessing, the items' content, the batch and the device's
-    kind: whatever could change a bit of a feature. A dataset that neither has `arrays` nor names its `files` has no
+    The entry's name is a hash of the fingerprint, the preprocessing, the items' content, the batch, the device's kind and the name
+    of the quicker way, if it was taken: whatever could change a bit of a feature. An entry that was begun without it is gone on with. A dataset that neither has `arrays` nor names its `files` has no
     known content; its features are kept in a temporary file and computed by each run.
 
     Args:
@@ -66,6 +90,7 @@ def frozen_features(
         batch: items at a time.
         folder: the cache; by default `cache_folder()`.
         progress: whether to show how far it is on stderr.
+        quicker: taken in place of `backbone_features`, unless it refuses with a `BundleError` or a `MissingDependency`.
 
     Returns:
         The features; writing to them changes memory only, never the file.
@@ -75,31 +100,72 @@ def frozen_features(
     """
     content = dataset_identity(dataset)
     parts = [_FORMAT, fingerprint, repr(preprocessing), content, batch, torch.device(device).type]
-    key = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+    entries = (folder or cache_folder()) / "features"
+    place = entries / _key(parts)
 
-    def compute(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
-        made = inputs(dataset, items, preprocessing, batch)
+    def plain(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
+        for x in inputs(dataset, items, preprocessing, batch):
+            with torch.no_grad():
+                yield backbone_features(x.to(device)).float().cpu().numpy()
+
+    if quicker is not None and not (place / _JOURNAL).exists():
+        compute = partial(_in_threads, quicker, RawInputs(dataset, preprocessing, budget=0), batch)
+        try:
+            own = None if content is None else entries / _key([*parts, quicker.name])
+            return _filled(own, dataset, batch, compute, progress)
+        except (BundleError, MissingDependency) as fault:
+            log.info("Features are computed by torch: %s", fault)
+    return _filled(None if content is None else place, dataset, batch, plain, progress)
+
+
+Compute = Callable[[NDArray[np.int64]], Iterator[NDArray[np.float32]]]
+
+
+def _key(parts: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def _in_threads(
+    way: Way, raw: RawInputs, batch: int, items: NDArray[np.int64]
+) -> Iterator[NDArray[np.float32]]:
+    """Yield the features of items, `batch` at a time; each thread decodes and computes."""
+    blocks = [items[i : i + batch] for i in range(0, len(items), batch)]
+    few = (block[i : i + way.rows] for block in blocks for i in range(0, len(block), way.rows))
+
+    def features(chosen: NDArray[np.int64]) -> NDArray[np.float32]:
+        return way.features(torch.from_numpy(raw.batch(chosen))).numpy()
+
+    made = ahead(features, few, workers=way.threads, most=2 * way.threads)
+    for block in blocks:
+        yield np.concatenate(list(itertools.islice(made, -(-len(block) // way.rows))))
+
+
+def _filled(
+    place: Path | None, dataset: Dataset, batch: int, compute: Compute, progress: bool
+) -> NDArray[np.float32]:
+    """Return the features of an entry, those that it lacks computed; of a temporary one where its content has no name."""
+
+    def computed(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
+        made = compute(items)
         while True:
             try:
-                x = next(made)
+                features = next(made)
             except StopIteration:
                 return
             except OSError as error:  # a dataset's own: the cache has nothing to do with it
                 raise DataError(f"An item of the dataset cannot be read: {error}.") from error
-            with torch.no_grad():
-                yield backbone_features(x.to(device)).float().cpu().numpy()
+            yield features
 
     with ExitStack() as stack:
-        place = (folder or cache_folder()) / "features" / key
         try:
-            if content is None:
+            if place is None:
                 log.warning("The dataset names no files, so its features are computed for this run only.")
                 made = tempfile.TemporaryDirectory(prefix="retrieval-features-", ignore_cleanup_errors=True)
                 place = Path(stack.enter_context(made))
             else:
                 place.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(_locked(place / "lock"))
-            return _Entry(place, dataset, batch, key).fill(compute, progress)
+            return _Entry(place, dataset, batch).fill(computed, progress)
         except OSError as error:
             what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
             raise DataError(
@@ -110,14 +176,12 @@ def frozen_features(
 class _Entry:
     """One cache entry, open for this process alone."""
 
-    def __init__(self, folder: Path, dataset: Dataset, batch: int, key: str) -> None:
-        self.data, self.journal = folder / "features.f32", folder / "journal.jsonl"
-        self.dataset, self.batch, self.key = dataset, batch, key
+    def __init__(self, folder: Path, dataset: Dataset, batch: int) -> None:
+        self.data, self.journal = folder / "features.f32", folder / _JOURNAL
+        self.dataset, self.batch, self.key = dataset, batch, folder.name
         self.blocks = -(-len(dataset) // batch)
 
-    def fill(
-        self, compute: Callable[[NDArray[np.int64]], Iterator[NDArray[np.float32]]], progress: bool
-    ) -> NDArray[np.float32]:
+    def fill(self, compute: Compute, progress: bool) -> NDArray[np.float32]:
         """Compute the blocks that are missing or damaged, and return all features."""
         width, done = self._verified()
         missing = [block for block in range(self.blocks) if block not in done]
@@ -174,7 +238,7 @@ class _Entry:
         self,
         missing: list[int],
         width: int,
-        compute: Callable[[NDArray[np.int64]], Iterator[NDArray[np.float32]]],
+        compute: Compute,
         progress: bool,
     ) -> int:
         items = np.concatenate([self._items(block) for block in missing])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,10 @@ from retrieval.serving.images import decode, from_array
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+Box = tuple[float, float, float, float]
+"""A part of an image: left, top, right, bottom, in pixels from its upper left corner."""
 
 
 class ArrayDataset(Dataset):
@@ -83,6 +88,7 @@ class FileDataset(Dataset):
         splits: see `Dataset`.
         roles: see `Dataset`.
         metadata: see `Dataset`.
+        boxes: the part of each image that is the item, None for the whole; it is cut out when the image is decoded.
         advice: what to do about an image that cannot be read; ends the error's sentence.
         notes: see `Dataset`.
     """
@@ -99,10 +105,12 @@ class FileDataset(Dataset):
         splits: Sequence[str] | None = None,
         roles: Sequence[str] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
+        boxes: Sequence[Box | None] | None = None,
         advice: str = "",
         notes: Sequence[str] = (),
     ) -> None:
         self.files = files
+        self.boxes = boxes
         self.notes = notes
         self.advice = advice
         self.labels = labels
@@ -111,6 +119,24 @@ class FileDataset(Dataset):
 
     def __getitem__(self, index: int) -> Image:
         try:
-            return decode(self.files[index])
+            image = decode(self.files[index])
         except DataError as error:
             raise DataError(f"{error} {self.advice}".rstrip()) from error
+        box = None if self.boxes is None else self.boxes[index]
+        return image if box is None else _cut(image, box, self.keys[index])
+
+
+def _cut(image: Image, box: Box, key: str) -> Image:
+    """Return the part of an image in a box, whole pixels that it touches.
+
+    Raises:
+        DataError: no pixel of the image lies in it.
+    """
+    left, top = max(0, math.floor(box[0])), max(0, math.floor(box[1]))
+    right, bottom = min(image.width, math.ceil(box[2])), min(image.height, math.ceil(box[3]))
+    if left >= right or top >= bottom:
+        shown = ", ".join(f"{edge:g}" for edge in box)
+        raise DataError(
+            f"{key}: its box ({shown}) holds nothing of the image, which is {image.width} × {image.height} pixels."
+        )
+    return image.crop((left, top, right, bottom))

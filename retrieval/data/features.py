@@ -9,12 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieval.data.cache import frozen_features
+from retrieval.data.cache import Way, frozen_features
 from retrieval.data.encode import evaluating
+from retrieval.data.onnx_features import TRIED, OnnxBackbone, way_of
+from retrieval.data.raw import RawInputs
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Backbone, Dataset
 from retrieval.model.guard import check_width
 from retrieval.model.model import Model
+from retrieval.serving.memory import keep_large_blocks
 
 
 class FeatureDataset(Dataset):
@@ -51,13 +54,28 @@ def backbone_features(model: Model, dataset: Dataset, device: torch.device, batc
         check_width(features, what, model.backbone.features)
         return FeatureDataset(dataset, features)
     model.to(device)
+    if device.type == "cpu":
+        keep_large_blocks()
     with calling(what), evaluating(model):
         features = frozen_features(
             lambda x: model.features(x.to(device)).float().cpu(), dataset, model.preprocessing,
-            fingerprint=fingerprint(model.backbone), device=device, batch=batch,
+            fingerprint=fingerprint(model.backbone), device=device, batch=batch, quicker=_by_onnxruntime(model, dataset, device),
         )  # fmt: skip
     check_width(features, what, model.backbone.features)
     return FeatureDataset(dataset, features)
+
+
+def _by_onnxruntime(model: Model, dataset: Dataset, device: torch.device) -> Way | None:
+    name = way_of(dataset, model.preprocessing, device)
+    if name is None:
+        return None
+
+    def samples() -> NDArray[Any]:
+        chosen = np.linspace(0, len(dataset) - 1, min(TRIED, len(dataset))).round().astype(np.int64)
+        return RawInputs(dataset, model.preprocessing, budget=0).batch(chosen)
+
+    net = OnnxBackbone(model, samples)
+    return Way(name, net, net.rows, torch.get_num_threads())
 
 
 def fingerprint(backbone: Backbone) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def dataset_identity(dataset: Dataset) -> str | None:
     """Return a hash of the items in their order; None where their content cannot be known without reading all.
 
-    Arrays are hashed whole; files (`dataset.files`) by path, size and time of change.
+    Arrays are hashed whole; files (`dataset.files`) by path, size and time of change, with the boxes that are cut from them.
 
     Raises:
         DataError: a file is gone.
@@ -36,6 +36,8 @@ def dataset_identity(dataset: Dataset) -> str | None:
     if files is None:
         return None
     digest.update(files_identity(files).encode())
+    if (boxes := getattr(dataset, "boxes", None)) is not None:
+        digest.update(repr([None if box is None else tuple(map(float, box)) for box in boxes]).encode())
     return digest.hexdigest()
 
 

@@ -13,14 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retrieval.data.augment import Changes
 from retrieval.data.batches import BatchMaker, Job
+from retrieval.data.mixing import Labels, MixedLabels
 from retrieval.data.raw import RawInputs
 from retrieval.data.sampling import batches_in_epoch, check_sampler, draw_epoch
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
     from retrieval.data.workers import Workers
-    from retrieval.model.contracts import Dataset
+    from retrieval.model.contracts import Dataset, Transform
     from retrieval.recipe.tables import Augmentation, Sampler
     from retrieval.serving.images import Preprocessing
 
@@ -39,7 +41,8 @@ class TrainBatches:
         labels: (n,) class ids of those items (`Splits.train_labels`).
         preprocessing: the backbone's; None for vectors.
         sampler: P, M and the batches in an epoch.
-        augmentation: random changes to images.
+        augmentation: random changes to images; how many views a batch has of each item, and whose label they bear.
+        transforms: those that `augmentation` names, built.
         seed: the run's seed.
         workers: processes that decode, where images come from files and do not fit in memory; 0: threads of this
             process. The batches are the same with any number.
@@ -58,19 +61,23 @@ class TrainBatches:
         *,
         sampler: Sampler,
         augmentation: Augmentation,
+        transforms: Sequence[Transform] = (),
         seed: int,
         workers: int = 0,
         raw: RawInputs | None = None,
     ) -> None:
+        if augmentation.positives == "item":
+            labels = np.arange(len(labels))
         check_sampler(labels, sampler)
         self.indices = np.asarray(indices, dtype=np.int64)
         self.labels = np.asarray(labels, dtype=np.int64)
         self.sampler = sampler
+        self.views = augmentation.views
         raw = raw or RawInputs(dataset, preprocessing)
-        self._make = BatchMaker(raw, augmentation, seed, self.batch_size)
+        self._make = BatchMaker(raw, Changes(augmentation, tuple(transforms)), seed, self.batch_size)
         self._workers: Workers | None = None
         # pixels that stay in memory are of use to no other process; a random crop is another one each time
-        self._slices = raw.in_memory and augmentation.crop_scale is None
+        self._slices = raw.in_memory and augmentation.crop_scale is None and not transforms
         if workers and not self._slices and preprocessing is not None and dataset.arrays is None:
             from retrieval.data.workers import Workers
 
@@ -82,13 +89,13 @@ class TrainBatches:
 
     @property
     def batch_size(self) -> int:
-        """P × M, over all processes."""
-        return self.sampler.classes * self.sampler.items
+        """P × M × views, over all processes."""
+        return self.sampler.classes * self.sampler.items * self.views
 
     def epoch(
         self, number: int, *, start: int = 0, rank: int = 0, world: int = 1
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return an epoch's batches: raw inputs, uint8 (B, channels, H, W) or float32 (B, F), and class ids (B,) int64.
+    ) -> Iterator[tuple[Tensor, Labels]]:
+        """Return an epoch's batches: raw inputs, uint8 (B, channels, H, W) or float32 (B, F), and class ids (B,) int64, of each image's two parts where images are mixed.
 
         Args:
             number: the epoch, from 0.
@@ -101,15 +108,17 @@ class TrainBatches:
         """
         if self.batch_size % world:
             raise DataError(
-                f"[sampler]: a batch of {self.sampler.classes} classes × {self.sampler.items} items cannot be shared "
+                f"[sampler]: a batch of {self.sampler.classes} classes × {self.sampler.items} items"
+                f"{f' × {self.views} views' if self.views > 1 else ''} cannot be shared "
                 f"equally by {world} processes. Make classes × items a multiple of {world}."
             )
         return self._epoch(number, start, rank, self.batch_size // world)
 
-    def _epoch(self, number: int, start: int, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _epoch(self, number: int, start: int, rank: int, size: int) -> Iterator[tuple[Tensor, Labels]]:
         share = slice(rank * size, (rank + 1) * size)
-        drawn = draw_epoch(self.labels, self.sampler, self._make.seed, number)[start:, share]
-        labels = torch.from_numpy(self.labels[drawn])
+        drawn = draw_epoch(self.labels, self.sampler, self._make.seed, number)[start:]
+        drawn = np.repeat(drawn, self.views, axis=1)
+        labels = [self._labels(row, number, start + i, share) for i, row in enumerate(self.labels[drawn])]
         jobs = [Job(items, number, start + i, share) for i, items in enumerate(self.indices[drawn])]
         if self._workers is not None:
             made = self._workers.run(jobs)
@@ -118,6 +127,13 @@ class TrainBatches:
         else:
             made = _ahead(self._make, jobs)
         return zip(made, labels, strict=True)
+
+    def _labels(self, labels: NDArray[np.int64], epoch: int, batch: int, share: slice) -> Labels:
+        """Return a share of a batch's class ids."""
+        own, mix = torch.from_numpy(labels[share]), self._make.mix(epoch, batch)
+        return (
+            own if mix is None else MixedLabels(own, torch.from_numpy(labels[mix.partner[share]]), mix.weight)
+        )
 
     def __enter__(self) -> Self:
         """Return the batches."""

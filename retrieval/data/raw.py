@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.data.augment import changed_pixels, mirror
 from retrieval.errors import DataError
 from retrieval.serving.images import from_array
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from retrieval.data.augment import Changes, Draws
     from retrieval.model.contracts import Dataset
-    from retrieval.recipe.tables import Augmentation
     from retrieval.serving.images import Preprocessing
 
 BUDGET = 1 << 30
+_THREADS = min(8, os.cpu_count() or 1)
+_PARTS = 4  # that each thread has of a batch: some images take longer
 
 
 class RawInputs:
@@ -70,29 +72,35 @@ class RawInputs:
     def batch(
         self,
         indices: NDArray[np.int64],
-        augmentation: Augmentation | None = None,
-        draws: NDArray[np.float64] | None = None,
+        changes: Changes | None = None,
+        draws: Draws | None = None,
     ) -> NDArray[Any]:
         """Return inputs, uint8 (B, channels, H, W) or float32 (B, F), in memory of their own.
 
         Args:
             indices: (B,) items.
-            augmentation: how images change at random; None: not at all.
-            draws: (B, …) what decides it, from `draw_changes`.
+            changes: how images change at random; None: not at all.
+            draws: B, what decides it, from `Changes.draw`.
 
         Raises:
-            DataError: an item cannot be read.
+            DataError: an item cannot be read, or changed.
         """
-        if augmentation is not None and augmentation.active and self.preprocessing is not None:
+        if changes is not None and changes.active and self.preprocessing is not None:
             assert draws is not None
-            if augmentation.crop_scale is None:
-                return mirror(self.batch(indices), augmentation, draws)
             pre = self.preprocessing
-            changed = self._map(
-                lambda job: changed_pixels(self._image(job[0]), pre, augmentation, job[1]),
-                list(zip(indices.tolist(), draws, strict=True)),
+            if changes.table.crop_scale is None:
+                pixels = changes.mirror(self.batch(indices), draws)
+                if not changes.transforms:
+                    return pixels
+                return np.stack(
+                    self._map(lambda i: changes.transformed(pixels[i], draws[i]), range(len(pixels)))
+                )
+            return np.stack(
+                self._map(
+                    lambda i: changes.changed(self._image(int(indices[i])), pre, draws[i]),
+                    range(len(indices)),
+                )
             )
-            return np.stack(changed)
         if self.array is not None:
             return np.take(self.array, indices, axis=0)
         if self._kept is not None:
@@ -115,14 +123,18 @@ class RawInputs:
         self._kept[index] = self._item(index)
         self._made[index] = True
 
-    def _map(self, function: Any, jobs: list[Any]) -> list[Any]:
+    def _map(self, function: Any, jobs: Sequence[Any]) -> list[Any]:
         if len(jobs) < 2 or self.dataset.arrays is not None:  # without decoding, threads only cost
             return [function(job) for job in jobs]
-        return list(self._threads.map(function, jobs))
+        # to hand over each small image by itself would cost a twentieth of decoding it
+        size = -(-len(jobs) // (_PARTS * _THREADS))
+        parts = [jobs[start : start + size] for start in range(0, len(jobs), size)]
+        done = self._threads.map(lambda part: [function(job) for job in part], parts)
+        return [one for part in done for one in part]
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="decode")
+        return ThreadPoolExecutor(_THREADS, thread_name_prefix="decode")
 
     def __getstate__(self) -> dict[str, Any]:
         """Worker processes get the dataset, and neither threads nor kept pixels."""

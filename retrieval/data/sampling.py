@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from pytorch_metric_learning.samplers import MPerClassSampler
-from pytorch_metric_learning.utils import common_functions
 
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
     from retrieval.recipe.tables import Sampler
-
-_swap = threading.Lock()
 
 
 def batches_in_epoch(items: int, sampler: Sampler) -> int:
@@ -40,8 +35,9 @@ def check_sampler(labels: NDArray[np.int64], sampler: Sampler) -> None:
 def draw_epoch(labels: NDArray[np.int64], sampler: Sampler, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return the batches of an epoch, (batches, P × M) positions in `labels`; the same for the same seed and epoch.
 
-    The draw is pytorch-metric-learning's `MPerClassSampler`: P classes at random for each batch, of each M items
-    without repetition, or with repetition where the class has fewer. Items of a class stand together.
+    The draw is pytorch-metric-learning's `MPerClassSampler`'s, to the last item: P classes at random for each batch, of each M items
+    without repetition, or with repetition where the class has fewer. Items of a class stand together. Its own would draw from a generator that
+    all threads share, and loads scikit-learn, pandas and FAISS.
 
     Args:
         labels: (n,) class ids.
@@ -49,16 +45,18 @@ def draw_epoch(labels: NDArray[np.int64], sampler: Sampler, seed: int, epoch: in
         seed: the run's seed.
         epoch: number of the epoch.
     """
-    size = sampler.classes * sampler.items
     count = batches_in_epoch(len(labels), sampler)
     random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch])))
-    draw = MPerClassSampler(labels, sampler.items, size, count * size)
-    # it draws from a global of its library, all at once: lend it a generator of ours for that long
-    with _swap:
-        before = common_functions.NUMPY_RANDOM
-        common_functions.NUMPY_RANDOM = random
-        try:
-            drawn = list(draw)
-        finally:
-            common_functions.NUMPY_RANDOM = before
-    return np.asarray(drawn, dtype=np.int64).reshape(count, size)
+    by_class = np.argsort(labels, kind="stable")
+    firsts = np.flatnonzero(np.diff(labels[by_class], prepend=labels.min() - 1))
+    lasts = np.append(firsts[1:], len(labels))
+    appearing = np.argsort(by_class[firsts])  # classes as they first appear
+    firsts, lasts = firsts[appearing], lasts[appearing]
+    numbers = np.arange(len(firsts))  # an array: a list is shuffled alike, and five times as long
+    drawn = []
+    for _ in range(count):
+        random.shuffle(numbers)
+        for number in numbers[: sampler.classes]:
+            items = by_class[firsts[number] : lasts[number]]
+            drawn.append(random.choice(items, sampler.items, replace=len(items) < sampler.items))
+    return np.asarray(drawn, dtype=np.int64).reshape(count, sampler.classes * sampler.items)

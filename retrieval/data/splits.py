@@ -20,6 +20,16 @@ Items = NDArray[np.int64]
 
 SPLITS = ("train", "validation", "test")
 ROLES = ("", "query", "gallery")
+SIDES = {
+    "train": ("train", ""),
+    "validation": ("validation", ""),
+    "valid": ("validation", ""),
+    "val": ("validation", ""),
+    "test": ("test", ""),
+    "query": ("test", "query"),
+    "gallery": ("test", "gallery"),
+}
+"""Names of folders that are a side of the split, with the split and the role of what is in them."""
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from pytorch_metric_learning.samplers import MPerClassSampler
 from pytorch_metric_learning.utils import common_functions
 from retrieval.data.augment import crop_box, draw_changes
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.data.loading import TrainBatches, inputs
 from retrieval.data.raw import RawInputs
+from retrieval.data.sampling import draw_epoch
 from retrieval.errors import DataError
 from retrieval.recipe.tables import Augmentation, Sampler
 from retrieval.serving.images import Preprocessing
@@ -164,17 +166,18 @@ def test_nothing_touches_the_global_generators(digits: ArrayDataset, photos: Fil
     assert common_functions.NUMPY_RANDOM is lent
 
 
-def test_the_library_gets_its_generator_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrieval.data import sampling
-
-    def fail(self: object) -> None:
-        raise KeyboardInterrupt
-
-    lent = common_functions.NUMPY_RANDOM
-    monkeypatch.setattr(sampling.MPerClassSampler, "__iter__", fail)
-    with pytest.raises(KeyboardInterrupt):
-        sampling.draw_epoch(np.array([0, 0, 1, 1]), Sampler(classes=2, items=2), 0, 0)
-    assert common_functions.NUMPY_RANDOM is lent
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_the_draw_is_pytorch_metric_learnings(monkeypatch: pytest.MonkeyPatch, dtype: type) -> None:
+    """Class ids with gaps, in any order, of one item and of many; more classes than a batch takes."""
+    random = np.random.default_rng(5)
+    for p, m, batches_, seed, epoch in [(3, 4, 7, 0, 0), (6, 2, 1, 2**70, 3), (2, 9, None, 11, 2)]:
+        labels = random.permutation(np.repeat([7, 2, 90, 5, 41, 3], [1, 30, 4, 12, 3, 5])).astype(dtype)
+        count = batches_ or len(labels) // (p * m)
+        own = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch])))
+        monkeypatch.setattr(common_functions, "NUMPY_RANDOM", own)
+        theirs = list(MPerClassSampler(labels, m, p * m, count * p * m))
+        drawn = draw_epoch(labels, Sampler(classes=p, items=m, batches=batches_), seed, epoch)
+        np.testing.assert_array_equal(drawn, np.reshape(theirs, (count, p * m)))
 
 
 def test_too_few_classes(digits: ArrayDataset) -> None:

@@ -1,0 +1,153 @@
+"""Vehicles and people seen by several cameras: VehicleID, VeRi-776 and Market-1501."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from retrieval import DataError, Dataset
+from retrieval.data.counts import Count, Counts
+from retrieval.serving.image_files import find_images
+
+from retrieval_sets.lists import Lines, numbers
+from retrieval_sets.published import Published, Row, assemble
+
+_SIZES = {"small": 800, "medium": 1600, "large": 2400}
+# Of the test sides, what the paper prints and what the lists of the release hold differ; so do those of the training side.
+_TESTED = {"small": (6_493, 7_332), "medium": (13_377, 12_995), "large": (19_777, 20_038)}
+_VEHICLES = "image/ and train_test_split/ with train_list.txt and test_list_800.txt, test_list_1600.txt or test_list_2400.txt"
+_VEHICLE_TRAIN = [Count(110_178, 13_134), Count(113_346, 13_164)]
+VERI = Published(
+    "VeRi-776",
+    "its makers, on request (github.com/JDAI-CV/VeRidataset)",
+    "image_train/, image_query/ and image_test/",
+    {"train": [Count(37_778, 576), Count(37_746, 575)], "query": [Count(1_678, 200)], "gallery": [Count(11_579, 200)]},
+)  # fmt: skip
+MARKET = Published(
+    "Market-1501",
+    "its makers (zheng-lab.cecs.anu.edu.au/Project/project_reid.html) or a mirror of it",
+    "bounding_box_train/, query/ and bounding_box_test/, as Market-1501-v15.09.15.zip unpacks them",
+    {"train": [Count(12_936, 751)], "query": [Count(3_368, 750)], "gallery": [Count(15_913, 751)]},
+)
+_NAME = re.compile(r"(-1|\d{4,6})_c(\d{1,3})(?:s\d+)?_.*\.\w+")
+
+
+def vehicle_id(
+    folder: Path,
+    size: Literal["small", "medium", "large"] = "small",
+    counts: Counts = "published",
+    skip_bad: bool = False,
+) -> Dataset:
+    """Load VehicleID: vehicles seen by surveillance cameras, with one of its three test sets.
+
+    Liu, Tian, Wang, Pang & Huang, "Deep Relative Distance Learning: Tell the Difference Between Similar Vehicles", CVPR 2016.
+    Nothing is downloaded. The paper prints 110,178 training images of 13,134 vehicles; the released list has 113,346 of 13,164: either
+    is taken. The test side has no gallery of its own: of each vehicle one random image is the gallery, the others are queries, and
+    figures are means over repetitions: set `[evaluate] gallery_items = 1` and `repetitions = 10`.
+
+    Args:
+        folder: the folder `VehicleID_V1.0`, or the one that holds it.
+        size: which test set: 800, 1,600 or 2,400 vehicles.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+
+    Raises:
+        DataError: with every problem: missing files, wrong lines, other numbers than the published ones.
+    """
+    published = Published(
+        "VehicleID",
+        "Peking University, on request (pkuml.org/resources/pku-vehicleid.html)",
+        _VEHICLES,
+        {"train": _VEHICLE_TRAIN, "test": [Count(images, _SIZES[size]) for images in _TESTED[size]]},
+    )
+    lists = {"train": "train_list.txt", "test": f"test_list_{_SIZES[size]}.txt"}
+    root = published.root(folder, "image", *(f"train_test_split/{n}" for n in lists.values()), inside=["VehicleID_V1.0"])  # fmt: skip
+    problems: list[str] = []
+    rows = []
+    for side, name in lists.items():
+        lines = Lines(root / "train_test_split" / name, 2)
+        for line, words in lines:
+            if numbers(lines.path, line, words, problems, 0, 10**9) is not None:
+                rows.append(Row(f"{words[0]}.jpg", words[1], side))
+        problems += lines.problems
+    sides = [{row.label for row in rows if row.split == side} for side in lists]
+    if both := sides[0] & sides[1]:
+        problems.append(f"{len(both):,} vehicles are on both sides, to train and to test.")
+    return assemble(published, root / "image", rows, problems, counts, where=folder, skip_bad=skip_bad)
+
+
+def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
+    """Load VeRi-776: 776 vehicles seen by 20 cameras, with queries and a gallery.
+
+    Liu, Liu, Mei & Ma, "A Deep Learning-Based Approach to Progressive Vehicle Re-identification for Urban Surveillance", ECCV 2016.
+    Nothing is downloaded. 576 vehicles train (37,778 images); of 200 others 1,678 images are queries and 11,579 the gallery. Each item's
+    metadata has its camera: measure with `[evaluate] exclude = "camera"` and `exclude_label = "same"`.
+
+    Args:
+        folder: the folder `VeRi`, or the one that holds it.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+
+    Raises:
+        DataError: with every problem: images that are named otherwise, other numbers than the published ones, queries that
+            nothing in the gallery answers.
+    """
+    sides = {
+        "image_train": ("train", ""),
+        "image_query": ("test", "query"),
+        "image_test": ("test", "gallery"),
+    }
+    root = VERI.root(folder, *sides, inside=["VeRi", "VeRi_with_plate"])
+    problems: list[str] = []
+    rows = list(_seen(root, sides, problems))
+    return assemble(VERI, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
+
+
+def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = False) -> Dataset:
+    """Load Market-1501: 1,501 people seen by six cameras, with queries and a gallery.
+
+    Zheng, Shen, Tian, Wang, Wang & Tian, "Scalable Person Re-identification: A Benchmark", ICCV 2015. Nothing is downloaded. 751
+    people train (12,936 images); of 750 others 3,368 images are queries and 13,115 the gallery, beside 2,798 distractors (person
+    "0000"); 3,819 junk images (person −1) are left out, as the protocol has it. Each item's metadata has its camera: measure with
+    `[evaluate] exclude = "camera"` and `exclude_label = "same"`.
+
+    Args:
+        folder: the folder `Market-1501-v15.09.15`, or the one that holds it.
+        counts: "published" refuses a folder with other numbers than the published ones; "any" takes what is there.
+        skip_bad: whether images that cannot be read are named and left out; otherwise the first one ends the run.
+
+    Raises:
+        DataError: with every problem: images that are named otherwise, other numbers than the published ones, queries that
+            nothing in the gallery answers.
+    """
+    sides = {"bounding_box_train": ("train", ""), "query": ("test", "query"), "bounding_box_test": ("test", "gallery")}  # fmt: skip
+    root = MARKET.root(folder, *sides, inside=["Market-1501-v15.09.15", "market1501"])
+    problems: list[str] = []
+    rows = list(_seen(root, sides, problems))
+    kept = [row for row in rows if row.label != "-1"]
+    notes = [f"{len(rows) - len(kept):,} junk images are left out."] if len(kept) < len(rows) else []
+    return assemble(MARKET, root, kept, problems, counts, where=folder, skip_bad=skip_bad, notes=notes)
+
+
+def _seen(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) -> Iterator[Row]:
+    """Yield the images of folders whose names say who is seen, and by which camera: 0002_c1s1_000451_03.jpg."""
+    strange = []
+    for name, (split, role) in sides.items():
+        try:
+            images = find_images(root / name).images
+        except DataError as error:
+            problems.append(str(error))
+            continue
+        for path in images:
+            found = _NAME.fullmatch(path.name)
+            if found is None:
+                strange.append(path.relative_to(root).as_posix())
+                continue
+            key = path.relative_to(root).as_posix()
+            yield Row(key, found[1], split, role, metadata={"camera": f"c{int(found[2])}"})
+    if strange:
+        problems.append(
+            f"{len(strange):,} images are not called ID_cCAMERA_…, as in 0002_c1s1_000451_03.jpg: {', '.join(strange[:5])}."
+        )

@@ -1,0 +1,239 @@
+"""What is wrong with a set of data, as text for people and as JSON."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+By = Literal["bytes", "pixels", "numbers", "picture", "model"]
+_TEST = ("query", "gallery")  # roles of the test side
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An item that is looked at.
+
+    Attributes:
+        name: its path or key.
+        label: None where it has none.
+        side: "train", "validation", "test", "query" or "gallery"; of several sources the source's name; "" for none.
+    """
+
+    name: str
+    label: str | None
+    side: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Items that are the same, or two that are nearly.
+
+    Attributes:
+        items: their numbers, ascending.
+        by: what they share: "bytes" of files, "pixels", "numbers" of vectors; or what is near: their "picture", or what a "model" gives.
+        distance: 0 of what is the same.
+    """
+
+    items: tuple[int, ...]
+    by: By
+    distance: float = 0.0
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What `check_data` found.
+
+    Attributes:
+        checked: what was looked at.
+        subjects: every item.
+        broken: items that cannot be read: number, and why.
+        same: groups of items with the same bytes, pixels or numbers.
+        near: pairs of items that are nearly the same, each of which differs from the other.
+        within: the largest distance of a pair, by what is compared.
+        lone: labels with one item.
+        spelt: labels that differ in case, spaces or Unicode form alone.
+        complete: False where there were so many pairs that the search was ended.
+        notes: what else the user should know, a sentence each.
+    """
+
+    checked: str
+    subjects: Sequence[Subject]
+    broken: Sequence[tuple[int, str]]
+    same: Sequence[Alike]
+    near: Sequence[Alike]
+    within: dict[str, float]
+    lone: Sequence[str]
+    spelt: Sequence[tuple[str, ...]]
+    complete: bool = True
+    notes: Sequence[str] = ()
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing was found."""
+        return not (self.broken or self.same or self.near or self.lone or self.spelt)
+
+    def leaks(self, found: Alike) -> bool:
+        """Return whether items lie on different sides of the split; query and gallery are one."""
+        return len(self._sides(found.items)) > 1
+
+    def contradicts(self, found: Alike) -> bool:
+        """Return whether items have different labels; none is no other label."""
+        return len({self.subjects[i].label for i in found.items} - {None}) > 1
+
+    def across(self, labels: Sequence[str]) -> bool:
+        """Return whether labels that are spelt differently are on different sides of the split."""
+        sides = [
+            self._sides(i for i, each in enumerate(self.subjects) if each.label == label) for label in labels
+        ]
+        return any(one - other for one in sides for other in sides)
+
+    def _sides(self, items: Iterable[int]) -> set[str]:
+        sides = {self.subjects[i].side for i in items} - {""}
+        return {"test" if side in _TEST else side for side in sides}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as plain values; `retrieval data check --output` writes them as JSON."""
+        sides = Counter(each.side for each in self.subjects if each.side)
+        return {
+            "checked": self.checked,
+            "items": len(self.subjects),
+            "labels": len(self._labels()),
+            "sides": dict(sides),
+            "complete": self.complete,
+            "within": self.within,
+            "counts": self.counts(),
+            "notes": list(self.notes),
+            "broken": [{**self._item(i), "why": why} for i, why in self.broken],
+            "same": [self._alike(each) for each in self.same],
+            "near": [{**self._alike(each), "distance": each.distance} for each in self.near],
+            "labels_of_one_item": list(self.lone),
+            "labels_spelt_alike": [{"labels": list(each), "leak": self.across(each)} for each in self.spelt],
+        }
+
+    def counts(self) -> dict[str, int]:
+        """Return how many of each kind were found."""
+        every = [*self.same, *self.near]
+        return {
+            "broken": len(self.broken),
+            "same": len(self.same),
+            "items_too_many": sum(len(each.items) - 1 for each in self.same),
+            "near": len(self.near),
+            "leaks": sum(map(self.leaks, every)),
+            "label_errors": sum(map(self.contradicts, every)),
+            "labels_of_one_item": len(self.lone),
+            "labels_spelt_alike": len(self.spelt),
+        }
+
+    def text(self, shown: int = 10) -> str:
+        """Return what was found, `shown` lines of each kind; leaks and different labels come first."""
+        lines = [self._head(), *(f"note: {note}" for note in self.notes)]
+        lines += _part(_BROKEN, [why for _, why in self.broken], shown)
+        for by, title in _TITLES.items():
+            found = [each for each in (*self.same, *self.near) if each.by == by]
+            far = f" (within {self.within[by]:.3g})" if by in self.within else ""
+            ranked = sorted(
+                found, key=lambda each: (-self.leaks(each) - self.contradicts(each), each.distance)
+            )
+            lines += _part(title, map(self._line, ranked), shown, far + self._marked(found))
+        lines += _part(_LONE, self.lone, shown)
+        lines += _part(_SPELT, [" / ".join(map(repr, each)) + (", on different sides of the split" if self.across(each) else "") for each in self.spelt], shown)  # fmt: skip
+        if not self.complete:
+            lines.append("There are more pairs than can be listed: ask for a smaller distance (--within).")
+        return "\n".join([*lines, *(["Nothing was found."] if self.clean else [])])
+
+    def _head(self) -> str:
+        sides = Counter(each.side for each in self.subjects if each.side)
+        parts = [f"{self.checked}: {len(self.subjects):,} items of {len(self._labels()):,} labels"]
+        if without := sum(each.label is None for each in self.subjects):
+            parts.append(f"{without:,} without a label")
+        return "; ".join(
+            [*parts, *([", ".join(f"{n:,} {side}" for side, n in sides.items())] if sides else [])]
+        )
+
+    def _labels(self) -> set[str]:
+        return {each.label for each in self.subjects if each.label is not None}
+
+    def _marked(self, found: Sequence[Alike]) -> str:
+        said = [
+            f"{number:,} {what}"
+            for what, number in (
+                ("across the split", sum(map(self.leaks, found))),
+                ("with different labels", sum(map(self.contradicts, found))),
+            )
+            if number
+        ]
+        return f", {' and '.join(said)}" if said else ""
+
+    def _line(self, found: Alike) -> str:
+        marks = [
+            word for word, holds in (("LEAK", self.leaks(found)), ("LABEL", self.contradicts(found))) if holds
+        ]
+        far = [f"{found.distance:.3f}"] if found.by in self.within else []
+        names = []
+        for i in found.items[:_NAMED]:
+            each = self.subjects[i]
+            about = ", ".join(part for part in (each.side, each.label) if part)
+            names.append(f"{each.name} ({about})" if about else each.name)
+        if len(found.items) > _NAMED:
+            names.append(f"and {len(found.items) - _NAMED:,} more")
+        return "  ".join([*marks, *far, *names])
+
+    def _item(self, number: int) -> dict[str, Any]:
+        each = self.subjects[number]
+        return {"item": each.name, "label": each.label, "side": each.side or None}
+
+    def _alike(self, found: Alike) -> dict[str, Any]:
+        return {
+            "by": found.by,
+            "leak": self.leaks(found),
+            "labels_differ": self.contradicts(found),
+            "items": [self._item(i) for i in found.items],
+        }
+
+
+_NAMED = 6
+"""Items of a group that a line names."""
+_Title = tuple[str, str]  # of one, and of several
+_BROKEN = ("item cannot be read", "items cannot be read")
+_TITLES: dict[By, _Title] = {
+    "bytes": ("group of files is the same", "groups of files are the same"),
+    "pixels": (
+        "group of images has the same pixels in different files",
+        "groups of images have the same pixels in different files",
+    ),
+    "numbers": ("group of vectors is the same", "groups of vectors are the same"),
+    "picture": ("pair of images looks the same", "pairs of images look the same"),
+    "model": ("pair of items is the same to the model", "pairs of items are the same to the model"),
+}
+_LONE = ("label has one item", "labels have one item")
+_SPELT = (
+    "group of labels differs in case, spaces or Unicode form alone",
+    "groups of labels differ in case, spaces or Unicode form alone",
+)
+
+
+def _part(title: _Title, lines: Iterable[str], shown: int, about: str = "") -> list[str]:
+    """Return a heading with a number and what is said about them all, and the first lines below it; nothing where there is none."""
+    every = list(lines)
+    if not every:
+        return []
+    more = [f"  … and {len(every) - shown:,} more"] if len(every) > shown else []
+    head = f"{len(every):,} {title[len(every) > 1]}{about}:"
+    return [head, *(f"  {line}" for line in every[:shown]), *more]
+
+
+def lone_labels(subjects: Sequence[Subject]) -> list[str]:
+    """Return the labels with one item, in their order."""
+    counts = Counter(each.label for each in subjects if each.label is not None)
+    return [label for label, number in counts.items() if number == 1]
+
+
+def spelt_alike(subjects: Sequence[Subject]) -> list[tuple[str, ...]]:
+    """Return labels that differ in case, spaces or Unicode form alone: most likely one class, written in several ways."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for label in dict.fromkeys(each.label for each in subjects if each.label is not None):
+        found[" ".join(unicodedata.normalize("NFKC", label).casefold().split())].append(label)
+    return [tuple(labels) for labels in found.values() if len(labels) > 1]

@@ -1,0 +1,124 @@
+"""Pairs of rows that are near one another: exactly, without a matrix of all pairs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.serving.local.exact import nearest
+from retrieval.serving.progress import Meter
+
+Rows = NDArray[np.int64]
+Doubles = NDArray[np.float64]
+Measure = Callable[[int, Rows], Doubles]
+
+_FIRST, _MOST = 8, 128
+_PAGE = 1024
+MOST_PAIRS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Near:
+    """What is near to what.
+
+    Attributes:
+        first, second: (n,) rows, the first the lower one.
+        distance: (n,) how far apart they are.
+        complete: False where there are so many that the search was ended.
+    """
+
+    first: Rows
+    second: Rows
+    distance: Doubles
+    complete: bool
+
+
+def near_pairs(
+    vectors: NDArray[np.float32],
+    within: float,
+    *,
+    same: Rows | None = None,
+    spans: Sequence[tuple[int, int] | None] = (None,),
+    measure: Measure | None = None,
+    candidates: int = 0,
+    what: str = "comparing",
+) -> Near:
+    """Return pairs of rows that are within a distance of one another, the nearest first.
+
+    Of each row up to 128 others are looked at, or `candidates`, the nearest by Euclidean distance; the search ends when there are more than
+    `MOST_PAIRS` in all.
+
+    Args:
+        vectors: (N, P), finite.
+        within: the largest distance.
+        same: (N,) numbers; rows of one number are not a pair.
+        spans: columns in each of which candidates are looked for; None is all.
+        measure: the distances (n,) of a row to n others, by their numbers; None: Euclidean.
+        candidates: how many are measured at least, where `measure` has another order than the Euclidean distance.
+        what: what is shown to be done.
+    """
+    threads, size = os.cpu_count() or 1, len(vectors)
+    parts: list[tuple[Rows, Rows, Doubles]] = []
+    total, done = 0, 0
+    with Meter(what, size, "items") as meter:
+        while done < size and total <= MOST_PAIRS:
+            asked, count = np.arange(done, min(done + _PAGE, size)), max(_FIRST, candidates)
+            done += len(asked)
+            meter.update(len(asked))
+            while len(asked):
+                rows, apart = _candidates(vectors, asked, min(count, size), spans, measure, threads)
+                close: NDArray[np.bool_] = apart <= within
+                more = np.count_nonzero(close | np.isnan(apart), axis=1) == close.shape[1]
+                if count >= min(_MOST, size):
+                    more[:] = False  # else there may be others
+                row, place = np.nonzero(close & ~more[:, None])
+                one, other = asked[row], rows[row, place]
+                kept = one != other if same is None else (one != other) & (same[one] != same[other])
+                parts.append((one[kept], other[kept], apart[row, place][kept]))
+                total += int(kept.sum())
+                asked, count = asked[more], 4 * count
+    return _once(parts, done == size and total <= MOST_PAIRS)
+
+
+def _candidates(
+    vectors: NDArray[np.float32],
+    asked: Rows,
+    count: int,
+    spans: Sequence[tuple[int, int] | None],
+    measure: Measure | None,
+    threads: int,
+) -> tuple[Rows, Doubles]:
+    """Return rows (Q, n) near to those that are asked for, and how far they are; NaN for one that is there twice."""
+    found = [nearest(vectors[asked], vectors, count, span=span, threads=threads) for span in spans]
+    if measure is None:
+        return found[0][1], np.sqrt(found[0][0])
+    rows = np.sort(np.concatenate([each for _, each in found], axis=1), axis=1)
+    apart = np.full(rows.shape, np.nan)
+    for place, one in enumerate(asked.tolist()):
+        own, first = np.unique(rows[place], return_index=True)
+        apart[place, first] = measure(one, own)
+    return rows, apart
+
+
+def _once(parts: Sequence[tuple[Rows, Rows, Doubles]], complete: bool) -> Near:
+    """Return each pair once, at the smaller of its two distances."""
+    first, second, apart = (
+        (np.concatenate(list(column)) for column in zip(*parts, strict=True)) if parts else _none()
+    )
+    low, high = np.minimum(first, second), np.maximum(first, second)
+    order = np.lexsort((apart, high, low))
+    low, high, apart = low[order], high[order], apart[order]
+    new = np.ones(len(low), bool)
+    new[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
+    low, high, apart = low[new], high[new], apart[new]
+    order = np.argsort(apart, kind="stable")
+    return Near(low[order], high[order], apart[order], complete)
+
+
+def _none() -> Any:
+    return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)

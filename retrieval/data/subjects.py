@@ -1,0 +1,164 @@
+"""Items to be looked at one by one: of files, folders and tables as an index takes them, or of a dataset with its split."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from retrieval.data.findings import Subject
+from retrieval.data.fingerprints import digest
+from retrieval.data.splits import SIDES, Splits
+from retrieval.errors import DataError
+from retrieval.serving.images import Limits, decode, from_array, read_image
+from retrieval.serving.index.origins import Source, Sources
+from retrieval.serving.index.readers import contents
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+    from retrieval.model.contracts import Dataset
+
+Item = tuple["bytes | None", "Image | NDArray[Any]"]
+"""The hash of an item's file, where it has one of its own, and the item."""
+
+
+class Subjects(ABC):
+    """Items, each with a name, a label and a side.
+
+    Attributes:
+        items: one an item.
+        kind: "image" or "features".
+        notes: what was left out, a sentence each.
+    """
+
+    items: Sequence[Subject]
+    kind: Literal["image", "features"]
+    notes: Sequence[str]
+
+    @abstractmethod
+    def given(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
+        """Give items by their numbers, ascending, each with what has to be read in order; not for several threads."""
+
+    @abstractmethod
+    def open(self, row: int, content: bytes | DataError | None) -> Item:
+        """Return an item of what `given` gave. Safe in threads.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+
+
+class OfSources(Subjects):
+    """What an index could be made of.
+
+    A table's columns `split` and `role` say an item's side; so do a folder's own folders, where all of those with images are called
+    `train`, `validation`, `test`, `query` or `gallery`. The label is then the next folder's name.
+
+    Args:
+        sources: what `collect` found, of each that was named.
+        named: what was named; where there are several, each is a side of its own.
+    """
+
+    def __init__(self, sources: Sequence[Sources], named: Sequence[str]) -> None:
+        self._items = [item for each in sources for item in each.items]
+        self._rows = [
+            each.features[item.row] for each in sources if each.features is not None for item in each.items
+        ]
+        self.kind = "features" if self._rows else "image"
+        self.notes = [note for each in sources for note in each.left_out]
+        subjects: list[Subject] = []
+        for each, name in zip(sources, named, strict=True):
+            subjects += _subjects(each, Path(name), name if len(named) > 1 else "")
+        self.items = subjects
+
+    def given(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
+        """Give items; see `Subjects`."""
+        yield from contents(((row, self._items[row].origin) for row in rows), Limits().bytes)
+
+    def open(self, row: int, content: bytes | DataError | None) -> Item:
+        """Return an item; see `Subjects`."""
+        if self._rows:
+            return None, self._rows[row]
+        if isinstance(content, DataError):
+            raise content
+        item, limits = self._items[row], Limits()
+        if content is None and item.path is not None:
+            content = read_image(item.path, limits, item.name)
+        elif content is None:
+            assert item.origin is not None
+            content = item.origin.read(limits.bytes)
+        return digest(content), decode(content, limits, item.name)
+
+
+class OfDataset(Subjects):
+    """The items of a dataset, with their sides.
+
+    Args:
+        dataset: what a recipe's `[data]` gives.
+        splits: what its `[split]` makes of it.
+    """
+
+    def __init__(self, dataset: Dataset, splits: Splits) -> None:
+        sides = [""] * len(dataset)
+        test = ("test", splits.query) if splits.gallery is None else ("query", splits.query)
+        gallery = () if splits.gallery is None else (("gallery", splits.gallery),)
+        for side, items in (("train", splits.train), ("validation", splits.validation), test, *gallery):
+            for item in items.tolist():
+                sides[item] = side
+        self._dataset, self.kind = dataset, dataset.kind
+        self.items = [
+            Subject(str(key), splits.classes[label], side)
+            for key, label, side in zip(dataset.keys, splits.labels.tolist(), sides, strict=True)
+        ]
+        self.notes = [*splits.notes, *getattr(dataset, "notes", ())]
+        whole = getattr(dataset, "boxes", None) is None  # of several items in one file the bytes say nothing
+        self._files: Sequence[Path] | None = getattr(dataset, "files", None) if whole else None
+
+    def given(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
+        """Give items; see `Subjects`."""
+        yield from ((row, None) for row in rows)
+
+    def open(self, row: int, content: bytes | DataError | None) -> Item:
+        """Return an item; see `Subjects`."""
+        item = self._dataset[row]
+        own = None
+        if self._files is not None:
+            own = digest(read_image(self._files[row], Limits(), os.fspath(self._files[row])))
+        if self.kind == "image" and isinstance(item, np.ndarray):
+            item = from_array(item)
+        return own, item
+
+
+def _subjects(found: Sources, named: Path, side: str) -> list[Subject]:
+    inside = [_inside(item, named) for item in found.items]
+    tops = {parts[0].lower() for parts in inside if len(parts) > 1}
+    sided = not side and bool(tops) and tops <= SIDES.keys() and all(len(parts) > 2 for parts in inside)
+    made = []
+    for item, parts in zip(found.items, inside, strict=True):
+        name = str(named.joinpath(*parts)) if parts else item.key if item.row is not None else item.name
+        if sided:
+            split, role = SIDES[parts[0].lower()]
+            made.append(Subject(name, parts[1], role or split))
+        else:
+            split, role = (str(item.metadata.get(column) or "").lower() for column in ("split", "role"))
+            own, known = SIDES.get(split, (split, ""))
+            made.append(Subject(name, item.label, side or role or known or own))
+    return made
+
+
+def _inside(item: Source, folder: Path) -> tuple[str, ...]:
+    """Return an image's path below a folder, part by part; nothing for what lies elsewhere."""
+    try:
+        return (
+            ()
+            if item.path is None or item.row is not None
+            else item.path.relative_to(folder.absolute()).parts
+        )
+    except ValueError:
+        return ()

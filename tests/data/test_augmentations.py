@@ -1,0 +1,304 @@
+"""Transforms of training images by name: repeatable, kept apart from what the model draws, refused with sentences; several views of an item."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from retrieval.data.augment import Changes
+from retrieval.data.datasets import ArrayDataset
+from retrieval.data.drawing import drawing
+from retrieval.data.loading import TrainBatches
+from retrieval.errors import DataError, RecipeError
+from retrieval.host.plugins import load_plugins
+from retrieval.recipe.read import Recipe, read_recipe
+from retrieval.recipe.tables import Augmentation, Sampler
+from retrieval.run.preview import preview
+from retrieval.serving.images import Preprocessing
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+PLUGINS = load_plugins()
+REQUIRED: dict[str, dict[str, Any]] = {
+    "GaussianBlur": {"kernel_size": 3},
+    "JPEG": {"quality": [20, 80]},
+    "RandomAdjustSharpness": {"sharpness_factor": 2.0},
+    "RandomAffine": {"degrees": 15, "translate": [0.1, 0.1], "shear": [-5.0, 5.0]},
+    "RandomApply": {"transforms": ["RandomInvert", "GaussianNoise"]},
+    "RandomChoice": {"transforms": ["RandomInvert", "RandAugment"], "p": [0.2, 0.8]},
+    "RandomCrop": {"size": [24, 32], "padding": 4},
+    "RandomOrder": {"transforms": ["RandomInvert", {"name": "GaussianNoise", "sigma": 0.2}]},
+    "RandomPosterize": {"bits": 3},
+    "RandomResizedCrop": {"size": [24, 32]},
+    "RandomRotation": {"degrees": [-30.0, 30.0]},
+    "RandomSolarize": {"threshold": 100.0},
+    "ColorJitter": {"brightness": 0.5, "contrast": [0.5, 1.5]},
+}
+RECIPE: dict[str, Any] = {
+    "data": {"name": "core.digits"},
+    "backbone": {"name": "core.convnet", "width": 4, "depth": 2, "layers": 1, "size": 8},
+    "split": {"by": "item"},
+    "sampler": {"classes": 4, "items": 2, "batches": 3},
+    "loss": {"name": "pml.contrastive"},
+    "train": {"epochs": 1},
+}
+
+
+def built(name: str) -> Callable[[Tensor], Tensor]:
+    return PLUGINS.build("augmentations", {"name": name, **REQUIRED.get(name.removeprefix("core."), {})})  # type: ignore[no-any-return]
+
+
+def noise(channels: int) -> Tensor:
+    return torch.randint(30, 220, (channels, 24, 32), generator=torch.Generator().manual_seed(1)).to(
+        torch.uint8
+    )
+
+
+@pytest.fixture(scope="module")
+def digits() -> ArrayDataset:
+    found = load_digits()
+    return ArrayDataset((found.images * 15).astype(np.uint8), [str(label) for label in found.target])
+
+
+def batches(dataset: ArrayDataset, sampler: Sampler, augmentation: Augmentation, **more: Any) -> TrainBatches:
+    labels = np.unique(np.array(dataset.labels), return_inverse=True)[1]
+    transforms = [PLUGINS.build("augmentations", each) for each in augmentation.transforms]
+    return TrainBatches(
+        dataset, np.arange(len(dataset)), labels, Preprocessing((8, 8), 1, (0.5,), (0.5,)),
+        sampler=sampler, augmentation=augmentation, transforms=transforms, seed=3, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLUGINS.factories("augmentations"))
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_transform_follows_from_the_seed_alone(name: str, channels: int) -> None:
+    transform, pixels, before = built(name), noise(channels), torch.get_rng_state()
+
+    def changed(seed: int) -> Tensor:
+        with drawing(seed):
+            return transform(pixels)
+
+    first, again = [changed(seed) for seed in range(12)], [changed(seed) for seed in range(12)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert all(each.shape == pixels.shape and each.dtype == torch.uint8 for each in first)
+    assert torch.equal(torch.get_rng_state(), before)
+    if name.endswith(("Grayscale", "ChannelPermutation")) and channels == 1:
+        return  # of one channel there is nothing to change
+    assert len({each.numpy().tobytes() for each in first}) > 1
+
+
+def test_what_another_thread_draws_meanwhile_is_what_it_would_have_drawn() -> None:
+    """The model's dropout draws from the global generator while images are changed in other threads."""
+    transform, pixels, stop = built("RandAugment"), noise(3), threading.Event()
+
+    def change() -> None:
+        for seed in itertools.count():
+            if stop.is_set():
+                return
+            with drawing(seed):
+                transform(pixels)
+
+    torch.manual_seed(7)
+    alone = [torch.rand(50) for _ in range(200)]
+    threads = [threading.Thread(target=change) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        torch.manual_seed(7)
+        beside = [torch.rand(50) for _ in range(200)]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
+
+
+@pytest.mark.parametrize("crop", [None, (0.5, 1.0)])
+def test_batches_are_the_same_wherever_a_run_goes_on(digits: ArrayDataset, crop: Any) -> None:
+    changes = Augmentation(
+        crop_scale=crop, transforms=["RandAugment", {"name": "RandomAffine", "degrees": 20}]
+    )
+    sampler = Sampler(classes=4, items=3, batches=4)
+    loader = batches(digits, sampler, changes)
+    whole = [inputs for inputs, _ in loader.epoch(2)]
+    resumed = [inputs for inputs, _ in batches(digits, sampler, changes).epoch(2, start=2)]
+    assert all(torch.equal(a, b) for a, b in zip(whole[2:], resumed, strict=True))
+    shares = [[inputs for inputs, _ in loader.epoch(2, rank=rank, world=2)] for rank in (0, 1)]
+    assert all(
+        torch.equal(torch.cat(parts), batch)
+        for parts, batch in zip(zip(*shares, strict=True), whole, strict=True)
+    )
+    plain = [inputs for inputs, _ in batches(digits, sampler, Augmentation(crop_scale=crop)).epoch(2)]
+    assert not any(torch.equal(a, b) for a, b in zip(whole, plain, strict=True))
+
+
+def test_batches_are_the_same_with_processes_that_decode(tmp_path: Path) -> None:
+    from retrieval.data.datasets import FileDataset
+
+    generator, files = np.random.default_rng(0), []
+    for i in range(24):
+        files.append(tmp_path / f"{i}.png")
+        Image.fromarray(generator.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(files[-1])
+    dataset: Any = FileDataset(files, [f"c{i // 6}" for i in range(24)])
+    changes = Augmentation(crop_scale=(0.5, 1.0), transforms=["TrivialAugmentWide"], views=2)
+    sampler = Sampler(classes=4, items=2, batches=2)
+    with batches(dataset, sampler, changes, workers=1) as elsewhere:
+        here = batches(dataset, sampler, changes)
+        for (a, one), (b, two) in zip(here.epoch(0), elsewhere.epoch(0), strict=True):
+            assert torch.equal(a, b) and torch.equal(one, two)
+
+
+class TestViews:
+    CHANGES = Augmentation(transforms=["RandomErasing", {"name": "RandomAffine", "degrees": 30}], views=3)
+
+    def test_each_item_is_there_so_often_each_time_otherwise(self, digits: ArrayDataset) -> None:
+        loader = batches(digits, Sampler(classes=4, items=2, batches=1), self.CHANGES)
+        assert loader.batch_size == 24
+        ((inputs, labels),) = loader.epoch(0)
+        assert inputs.shape == (24, 1, 8, 8) and len(labels) == 24
+        assert all(len(set(row)) == 1 for row in labels.view(8, 3).tolist())
+        assert len({each.numpy().tobytes() for each in inputs}) == 24
+        unchanged = batches(digits, Sampler(classes=4, items=2, batches=1), Augmentation())
+        ((plain, one_each),) = unchanged.epoch(0)
+        assert torch.equal(labels.view(8, 3)[:, 0], one_each) and len(plain) == 8
+
+    def test_only_views_are_alike_where_items_are_the_positives(self, digits: ArrayDataset) -> None:
+        changes = self.CHANGES.model_copy(update={"positives": "item"})
+        loader = batches(digits, Sampler(classes=10, items=1, batches=2), changes)
+        for inputs, labels in loader.epoch(0):
+            assert len(inputs) == 30 and len(labels.unique()) == 10
+            assert all(len(set(row)) == 1 for row in labels.view(10, 3).tolist())
+        every = torch.cat([labels for _, labels in loader.epoch(0)])
+        assert every.max() > 9  # numbers of items, not of the ten classes
+
+    def test_recipes_that_make_no_sense_are_refused(self) -> None:
+        def problems(**tables: Any) -> str:
+            with pytest.raises(RecipeError) as refused:
+                Recipe(**{**RECIPE, **tables})
+            return str(refused.value)
+
+        assert "all its views are the same" in problems(augmentation={"views": 2})
+        said = problems(augmentation={"positives": "item", "horizontal_flip": 0.5})
+        assert "Set views = 2" in said and "Set items = 1" in said
+
+    def test_a_net_learns_from_views_alone(self, tmp_path: Path) -> None:
+        """Without any label, digits are found better than by an untrained net (SimCLR's loss, Chen et al., ICML 2020)."""
+        from retrieval import evaluate_run, train
+
+        recipe = Recipe(
+            data={"name": "core.digits"},
+            backbone={"name": "core.convnet", "width": 16, "depth": 2, "size": 16},
+            split={"by": "item"},
+            sampler={"classes": 64, "items": 1, "batches": 20},
+            augmentation={
+                "transforms": [
+                    {"name": "RandomAffine", "degrees": 15, "translate": [0.15, 0.15], "scale": [0.7, 1.1]}
+                ],
+                "views": 2,
+                "positives": "item",
+            },
+            head={"embedding_size": 16},
+            loss={"name": "pml.nt_xent", "temperature": 0.2},
+            optimizer={"lr": 0.003},
+            train={"epochs": 2},
+        )
+        run = train(recipe, tmp_path / "run", progress=False)
+        before = read_recipe({**recipe.model_dump(exclude_unset=True), "optimizer": {"lr": 1e-12}})
+        untrained = train(before, tmp_path / "untrained", progress=False)
+        trained, raw = (
+            evaluate_run(each, progress=False).figures["trained"]["map_at_r"] for each in (run, untrained)
+        )
+        assert trained > raw + 0.1
+
+
+class TestFaults:
+    def message(self, transform: Any) -> str:
+        changes = Changes(Augmentation(transforms=["X"]), (transform,))
+        draws = changes.draw(0, 0, 0, 1)[0]
+        with pytest.raises(DataError) as failed:
+            changes.transformed(np.zeros((3, 8, 8), np.uint8), draws)
+        return str(failed.value)
+
+    def test_a_transform_that_changes_size_type_or_kind(self) -> None:
+        assert re.search(
+            r"transforms\.0 \(function\) gives uint8 \(3, 4, 8\).*uint8 \(3, 8, 8\)",
+            self.message(lambda x: x[:, :4]),
+        )
+        assert "gives float32 (3, 8, 8)" in self.message(lambda x: x / 255)
+        assert "gives ndarray instead of a tensor" in self.message(lambda x: x.numpy())
+
+    def test_a_transform_that_fails(self) -> None:
+        assert "transforms.0 (function) fails: ZeroDivisionError" in self.message(lambda x: x * (1 // 0))
+
+    def test_what_could_not_be_repeated(self) -> None:
+        said = self.message(lambda x: (x + torch.rand_like(x.float())).to(torch.uint8))
+        assert "calls torch.rand_like" in said and "Use torch.rand(x.shape)." in said
+
+    def test_names_and_parameters(self) -> None:
+        with pytest.raises(RecipeError) as refused:
+            Recipe(
+                **RECIPE, augmentation={"transforms": ["RandAugmen", {"name": "RandomAffine", "degree": 15}]}
+            )
+        said = str(refused.value)
+        assert "Did you mean 'RandAugment'?" in said and "Did you mean 'degrees'?" in said
+
+    def test_a_plugins_own_by_its_name(self, tmp_path: Path) -> None:
+        plugin = tmp_path / "fog.py"
+        plugin.write_text(
+            '"""Fog."""\nimport torch\nfrom retrieval import hookimpl\n\n'
+            'class Fog:\n    """Lighter by chance.\n\n    Args:\n        most: added at most.\n    """\n\n'
+            "    def __init__(self, most: int = 40) -> None:\n        self.most = most\n\n"
+            "    def __call__(self, pixels):\n"
+            "        return (pixels.int() + torch.randint(1, self.most, (1,))).clamp(max=255).to(torch.uint8)\n\n"
+            '@hookimpl\ndef retrieval_augmentations():\n    return {"fog": Fog}\n'
+        )
+        recipe = Recipe(
+            **RECIPE, plugins=[str(plugin)], augmentation={"transforms": [{"name": "fog.fog", "most": 60}]}
+        )
+        sheet = np.asarray(preview(recipe, items=2, draws=3).convert("L"))
+        assert sheet.shape[1] > 4 * 64
+
+
+class TestPreview:
+    def test_a_row_shows_the_item_and_then_its_changes(self) -> None:
+        recipe = Recipe(**RECIPE, augmentation={"transforms": ["RandomInvert"]})
+        sheet = np.asarray(preview(recipe, items=3, draws=5))
+        assert sheet.shape == (3 * (64 + 18) + 4, 6 * 68 + 12, 3)
+        first = sheet[18:82, 4:68, 0]
+        others = [sheet[18:82, 12 + 68 * i : 76 + 68 * i, 0] for i in range(1, 6)]
+        kinds = {
+            "same" if (o == first).all() else "inverted" if (o == 255 - first).all() else "other"
+            for o in others
+        }
+        assert kinds == {"same", "inverted"}
+
+    def test_the_command_writes_it_and_says_when_nothing_changes(self, tmp_path: Path, cli: Any) -> None:
+        recipe = tmp_path / "r.toml"
+        recipe.write_text(
+            'name = "r"\n[data]\nname = "core.digits"\n[split]\nby = "item"\n[backbone]\nname = "core.convnet"\n[sampler]\nclasses = 4\n[loss]\nname = "pml.contrastive"\n'
+        )
+        done = cli("data", "show", str(recipe), "--items", "2", "--output", str(tmp_path / "sheet.png"))
+        assert done.code == 0, done.out + done.err
+        assert "changes nothing" in (done.out + done.err)
+        with Image.open(tmp_path / "sheet.png") as sheet:
+            assert sheet.height == 2 * (84 + 18) + 4
+        wrong = cli("data", "show", str(recipe), "--output", str(tmp_path / "sheet.jpg"))
+        assert wrong.code == 2 and ".png" in wrong.err
+
+    def test_vectors_are_refused(self) -> None:
+        tables = {
+            **RECIPE,
+            "data": {"name": "core.features", "file": "x.npz"},
+            "backbone": {"name": "core.features"},
+        }
+        recipe = Recipe(**tables)
+        with pytest.raises((RecipeError, DataError)):
+            preview(recipe)

@@ -1,0 +1,342 @@
+"""`retrieval data check`: what was planted in real images is found, each with its mark; clean images are left in peace."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.data import near
+from retrieval.data.datasets import ArrayDataset
+from retrieval.data.findings import Alike, Findings, Subject, spelt_alike
+from retrieval.data.fingerprints import fingerprint
+from retrieval.data.near import near_pairs
+from retrieval.errors import DataError
+from retrieval.run.check_data import PICTURES, check_data
+from retrieval.serving.bundle import Bundle
+from sklearn.datasets import load_digits, load_sample_images
+
+SIZE = 96
+
+
+@pytest.fixture(scope="module")
+def parts() -> list[Image.Image]:
+    """20 parts of two photographs, none of which is in another."""
+    made = []
+    for photo in load_sample_images().images:
+        for left in range(0, 5 * 128, 128):
+            for top in (0, 200):
+                made.append(Image.fromarray(photo[top : top + 128, left : left + 128]).resize((SIZE, SIZE)))
+    return made
+
+
+@pytest.fixture
+def photos(parts: list[Image.Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`photos/train/CLASS` and `photos/test/CLASS`: five classes a side, two images each, all different."""
+    monkeypatch.chdir(tmp_path)
+    for number, part in enumerate(parts):
+        side, label = ("train", number // 2) if number < 10 else ("test", number // 2)
+        Path("photos", side, f"c{label}").mkdir(parents=True, exist_ok=True)
+        part.save(Path("photos", side, f"c{label}", f"{number}.png"))
+    return Path("photos")
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    """A trained model of grey digits, which has no business with photographs, and measures them all the same."""
+    return Bundle.open(Path(__file__).parents[1] / "before" / "bundle")
+
+
+def names(found: Findings, alike: Alike) -> set[str]:
+    return {Path(found.subjects[i].name).name for i in alike.items}
+
+
+def plant(photos: Path) -> None:
+    """Plant one of each: the same file with another label, the same pixels and three near copies on the other side, broken files, labels."""
+    train, test = photos / "train", photos / "test"
+    shutil.copy(train / "c0" / "0.png", train / "c1" / "twice.png")
+    with Image.open(train / "c1" / "2.png") as one:
+        one.save(test / "c5" / "pixels.bmp")
+    with Image.open(train / "c2" / "4.png") as one:
+        one.save(test / "c6" / "saved.jpg", quality=70)
+    with Image.open(train / "c3" / "6.png") as one:
+        one.resize((72, 72)).save(test / "c7" / "smaller.png")
+    with Image.open(test / "c8" / "16.png") as one:
+        one.resize((240, 240)).save(test / "c8" / "larger.jpg", quality=85)
+    (train / "c4" / "cut.png").write_bytes((train / "c4" / "8.png").read_bytes()[:2000])
+    (train / "c4" / "empty.jpg").touch()
+    (test / "c9" / "19.png").rename(test / "C9.png")
+    (test / "alone").mkdir()
+    shutil.move(test / "C9.png", test / "alone" / "19.png")
+
+
+def test_clean_photographs_are_clean(photos: Path, cli: Callable[..., Any]) -> None:
+    done = cli("data", "check", "photos")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == "photos: 20 items of 10 labels; 10 test, 10 train\nNothing was found.\n"
+
+
+def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) -> None:
+    plant(photos)
+    done = cli("data", "check", "photos", "--output", "found.json")
+    assert done.code == 1 and not done.err
+    said = json.loads(Path("found.json").read_text())
+    assert said["counts"] == {
+        "broken": 2, "same": 2, "items_too_many": 2, "near": 3, "leaks": 3, "label_errors": 4, "labels_of_one_item": 2, "labels_spelt_alike": 0,
+    }  # fmt: skip
+    assert [Path(each["item"]).name for each in said["broken"]] == ["cut.png", "empty.jpg"]
+    assert "damaged" in said["broken"][0]["why"] and "is empty (0 bytes)" in said["broken"][1]["why"]
+    assert said["broken"][0]["label"] == "c4" and said["broken"][0]["side"] == "train"
+    found = {
+        frozenset(Path(one["item"]).name for one in each["items"]): each
+        for each in said["same"] + said["near"]
+    }
+    marks = {
+        tuple(sorted(who)): (each["by"], each["leak"], each["labels_differ"]) for who, each in found.items()
+    }
+    assert marks == {
+        ("0.png", "twice.png"): ("bytes", False, True),
+        ("2.png", "pixels.bmp"): ("pixels", True, True),
+        ("4.png", "saved.jpg"): ("picture", True, True),
+        ("6.png", "smaller.png"): ("picture", True, True),
+        ("16.png", "larger.jpg"): ("picture", False, False),
+    }
+    assert all(0 < each["distance"] <= said["within"]["picture"] == PICTURES for each in said["near"])
+    assert sorted(said["labels_of_one_item"]) == ["alone", "c9"] and said["sides"] == {
+        "test": 14,
+        "train": 13,
+    }
+    for line in (
+        "2 items cannot be read:", "3 pairs of images look the same (within 0.08), 2 across the split and 2 with different labels:",
+        "1 group of files is the same, 1 with different labels:", "LABEL  photos/train/c0/0.png (train, c0)  photos/train/c1/twice.png (train, c1)",
+    ):  # fmt: skip
+        assert line in done.out
+    pairs = done.out.partition("look the same")[2].splitlines()[1:4]
+    assert [line.split()[:2] for line in pairs[:2]] == [["LEAK", "LABEL"]] * 2, "the worst come first"
+    cut = cli("data", "check", "photos", "--show", "1").out
+    assert (
+        "… and 2 more" in cut
+        and cut.count("look the same") == 1
+        and len(cut.splitlines()) < len(done.out.splitlines())
+    )
+
+
+def test_a_recipe_says_the_sides_and_a_csv_file_too(photos: Path, cli: Callable[..., Any]) -> None:
+    plant(photos)
+    for broken in ("train/c4/cut.png", "train/c4/empty.jpg"):
+        (photos / broken).unlink()
+    Path("r.toml").write_text(
+        'name = "r"\n[data]\nname = "core.image_folder"\nfolder = "photos"\n[split]\nvalidation = 0.0\n[sampler]\nclasses = 2\nitems = 2\n'
+        '[backbone]\nname = "core.pixels"\nsize = 8\n[loss]\nname = "pml.contrastive"\n'
+    )
+    folder, recipe = check_data("photos", progress=False), check_data("r.toml", progress=False)
+    assert folder.counts() == recipe.counts() and folder.counts()["leaks"] == 3
+    assert [each.side for each in folder.subjects] == [each.side for each in recipe.subjects]
+    rows = [f"{each.name},{each.label},{each.side}" for each in folder.subjects]
+    Path("items.csv").write_text("\n".join(["path,label,split", *rows, "gone.png,c0,train"]) + "\n")
+    table = check_data(Path("items.csv"), progress=False)
+    assert table.counts() == {**folder.counts(), "broken": 1} and "No such file" in table.broken[0][1]
+    apart = check_data(["photos/train", "photos/test"], progress=False)
+    assert apart.counts() == folder.counts() and apart.subjects[0].side == "photos/train"
+    changed = cli("data", "check", "r.toml", "--set", "split.by=item", "--set", "split.test=0.5")
+    assert changed.code == 2 and "[split]" in changed.err  # no class has items enough
+
+
+def test_clean_digits_raise_no_alarm(tmp_path: Path) -> None:
+    """False alarms by picture on 1,797 real and different digits, and what of their copies is found: figures, not adjectives."""
+    digits = (load_digits().images * 15.9).astype(np.uint8)
+    np.savez(tmp_path / "x.npz", features=digits.reshape(len(digits), -1).astype(np.float32))
+    pictures = np.stack([fingerprint(Image.fromarray(each)).picture for each in digits])
+    assert len(near_pairs(pictures, PICTURES).first) == 0
+    copies = 0
+    for digit, own in zip(digits[:200], pictures, strict=False):
+        Image.fromarray(digit).save(tmp_path / "copy.jpg", quality=70)
+        with Image.open(tmp_path / "copy.jpg") as copy:
+            again = fingerprint(copy).picture
+        assert again is not None
+        copies += float(np.linalg.norm(again - own)) <= PICTURES
+    assert copies >= 180  # of 200 that are eight pixels wide, which JPEG changes most
+    same = check_data(tmp_path / "x.npz", progress=False)
+    assert same.clean and len(same.subjects) == 1797
+
+
+def test_what_a_model_takes_for_the_same(photos: Path, bundle: Any, cli: Callable[..., Any]) -> None:
+    plant(photos)
+    found = check_data(photos, model=bundle, within=0.05, progress=False)
+    by_model = [each for each in found.near if each.by == "model"]
+    codes = {
+        i: bundle.encode_image(each.name).code
+        for i, each in enumerate(found.subjects)
+        if i not in dict(found.broken)
+    }
+    same = {frozenset(each.items) for each in found.same}
+    expected = {}
+    for i, j in itertools.combinations(codes, 2):
+        apart = min(
+            float(bundle.rescore(codes[i], codes[j])[0, 0]), float(bundle.rescore(codes[j], codes[i])[0, 0])
+        )
+        if apart <= 0.05 and frozenset((i, j)) not in same:
+            expected[i, j] = apart
+    assert len(expected) > 3
+    assert {each.items: each.distance for each in by_model} == pytest.approx(expected, abs=1e-5)
+    assert any(names(found, each) == {"4.png", "saved.jpg"} for each in by_model)
+    done = cli("data", "check", "photos", "--model", str(bundle.path))
+    assert done.code == 1 and "pairs of items are the same to the model (within" in done.out, done.err
+
+
+def test_pairs_against_all_pairs_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near, "_PAGE", 17)
+    random = np.random.default_rng(0)
+    vectors = np.concatenate([random.normal(size=(60, 6)), np.repeat(random.normal(size=(1, 6)), 40, 0)])
+    vectors = (vectors + 0.01 * random.normal(size=vectors.shape)).astype(np.float32)
+    same = np.arange(100)
+    same[70:75] = 70
+    apart = np.linalg.norm(vectors[:, None].astype(float) - vectors[None], axis=2)
+    expected = {
+        (i, j): apart[i, j]
+        for i in range(100)
+        for j in range(i + 1, 100)
+        if apart[i, j] <= 1.5 and same[i] != same[j]
+    }
+    found = near_pairs(vectors, 1.5, same=same)
+    assert dict(
+        zip(
+            zip(found.first.tolist(), found.second.tolist(), strict=True),
+            found.distance.tolist(),
+            strict=True,
+        )
+    ) == pytest.approx(expected)
+    assert found.complete and (np.diff(found.distance) >= 0).all()
+
+    def manhattan(one: int, others: Any) -> Any:
+        return np.abs(vectors[others].astype(float) - vectors[one]).sum(1)
+
+    city = near_pairs(vectors, 0.3, spans=[(0, 3), (3, 6)], measure=manhattan)
+    table = np.abs(vectors[:, None].astype(float) - vectors[None]).sum(2)
+    wanted = {(i, j): table[i, j] for i in range(100) for j in range(i + 1, 100) if table[i, j] <= 0.3}
+    assert dict(
+        zip(zip(city.first.tolist(), city.second.tolist(), strict=True), city.distance.tolist(), strict=True)
+    ) == pytest.approx(wanted)
+    monkeypatch.setattr(near, "MOST_PAIRS", 100)
+    ended = near_pairs(vectors, 1.5)
+    assert not ended.complete and len(ended.first) < 100 * near._MOST
+
+
+def test_a_thousand_copies_are_one_group_and_no_pairs(tmp_path: Path) -> None:
+    one = np.random.default_rng(0).integers(0, 256, (9, 9), dtype=np.uint8)
+    (tmp_path / "a").mkdir()
+    for number in range(300):
+        Image.fromarray(one).save(tmp_path / "a" / f"{number}.png")
+    Image.new("RGB", (50, 50), "white").save(tmp_path / "a" / "white.png")
+    Image.new("RGB", (40, 40), "white").save(tmp_path / "a" / "white too.png")
+    found = check_data(tmp_path, progress=False)
+    assert [len(each.items) for each in found.same] == [300] and not found.near
+    assert "and 294 more" in found.text()
+
+
+def test_marks_of_sides_and_labels() -> None:
+    subjects = [
+        Subject("q", "a", "query"),
+        Subject("g", "a", "gallery"),
+        Subject("t", None, "train"),
+        Subject("n", "b"),
+    ]
+    found = Findings("x", subjects, [], [], [], {}, [], [("a", "b")])
+    assert not found.leaks(Alike((0, 1), "bytes")) and found.leaks(Alike((1, 2), "bytes"))
+    assert not found.leaks(Alike((2, 3), "bytes")) and not found.contradicts(Alike((0, 2), "bytes"))
+    assert found.contradicts(Alike((0, 3), "bytes")) and not found.clean
+    labels = ["Cat", "cat ", "CAT", "dog", "Straße", "STRASSE", "ﬁn", "fin"]
+    assert spelt_alike([Subject(label, label) for label in labels]) == [
+        ("Cat", "cat ", "CAT"),
+        ("Straße", "STRASSE"),
+        ("ﬁn", "fin"),
+    ]
+    spelt = [
+        Subject("1", "Cat", "train"),
+        Subject("2", "cat", "test"),
+        Subject("3", "Dog", "train"),
+        Subject("4", "dog", "train"),
+    ]
+    both = Findings("x", spelt, [], [], [], {}, [], spelt_alike(spelt))
+    assert [both.across(each) for each in both.spelt] == [True, False]
+    assert "'Cat' / 'cat', on different sides of the split" in both.text()
+
+
+def test_vectors_that_are_the_same_or_are_none(tmp_path: Path) -> None:
+    vectors = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    vectors[3] = vectors[0]
+    vectors[5, 2] = np.nan
+    np.savez(tmp_path / "v.npz", features=vectors, labels=["a", "a", "b", "b", "c", "c"])
+    found = check_data(tmp_path / "v.npz", progress=False)
+    assert [each.items for each in found.same] == [(0, 3)] and found.same[0].by == "numbers"
+    assert found.contradicts(found.same[0]) and found.broken[0][0] == 5 and "NaN" in found.broken[0][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["gone"], "gone does not exist"),
+        (["r.toml", "photos"], "A recipe is checked alone"),
+        (["photos", "--set", "a.b=1"], "Only a recipe has values to change"),
+        (["photos", "--within", "0.1"], "--within is a distance of --model"),
+        (["photos", "--output", "x.csv"], "should end in .json"),
+        (["photos", "--output", "gone/x.json"], "cannot be written"),
+        (["photos", "--model", "photos"], "photos"),
+        (["broken"], "None of the 1 items can be read"),
+    ],
+)
+def test_mistakes_are_sentences(
+    arguments: list[str], sentence: str, photos: Path, cli: Callable[..., Any]
+) -> None:
+    Path("broken").mkdir()
+    Path("broken", "a.jpg").touch()
+    done = cli("data", "check", *arguments)
+    assert done.code == 2 and sentence in done.err and "Traceback" not in done.err
+
+
+def test_an_image_that_is_a_bomb_is_broken_and_the_others_are_looked_at(photos: Path) -> None:
+    Image.new("1", (8000, 8000)).save(photos / "test" / "c5" / "bomb.png")
+    found = check_data(photos, progress=False)
+    assert len(found.broken) == 1 and "pixels" in found.broken[0][1] and not found.same
+
+
+def test_ctrl_c_leaves_nothing(photos: Path) -> None:
+    code = (
+        "import sys, time\nimport retrieval.run.check_data as c\nfrom retrieval.cli.app import main\n"
+        "def slow(item):\n    print('began', flush=True)\n    time.sleep(0.2)\n    return first(item)\n"
+        "first = c.fingerprint\nc.fingerprint = slow\n"
+        "sys.argv = ['retrieval', 'data', 'check', 'photos', '--output', 'found.json']\nmain()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "began\n"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and said.endswith("Interrupted.\n") and "Traceback" not in said
+    assert not list(Path().glob("found.json*"))
+
+
+def test_a_dataset_of_arrays_has_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from retrieval.data.splits import make_splits
+    from retrieval.data.subjects import OfDataset
+    from retrieval.recipe.tables import Split
+
+    digits = (load_digits().images[:40] * 15.9).astype(np.uint8)
+    dataset = ArrayDataset(digits, [str(i % 4) for i in range(40)])
+    subjects = OfDataset(dataset, make_splits(dataset, Split(by="class", validation=0.5)))
+    assert {each.side for each in subjects.items} == {"train", "validation", "test"}
+    own, item = subjects.open(3, None)
+    assert own is None and np.array_equal(np.asarray(item), digits[3])
+    with pytest.raises(DataError, match="nothing to check"):
+        check_data([], progress=False)

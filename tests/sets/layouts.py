@@ -1,0 +1,255 @@
+"""Small folders in the layouts of published data sets, with real pictures in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from scipy.io import savemat
+
+SIZE = (24, 16)
+
+
+def picture(path: Path, number: int) -> None:
+    """Write a picture of its own for each number."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(number).integers(0, 256, (SIZE[1], SIZE[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path, quality=95) if path.suffix == ".jpg" else Image.fromarray(pixels).save(
+        path
+    )
+
+
+def lines(path: Path, rows: Iterable[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+
+
+def cub(root: Path, classes: tuple[int, ...] = (1, 2, 100, 101, 200), each: int = 2) -> Path:
+    names = {c: f"{c:03d}.Bird_{c}" for c in classes}
+    items = [(c, f"{names[c]}/Bird_{c}_{i}.jpg") for c in classes for i in range(each)]
+    for number, (_, path) in enumerate(items):
+        picture(root / "images" / path, number)
+    lines(root / "images.txt", (f"{i} {path}" for i, (_, path) in enumerate(items, 1)))
+    lines(root / "image_class_labels.txt", (f"{i} {c}" for i, (c, _) in enumerate(items, 1)))
+    lines(root / "classes.txt", (f"{c} {name}" for c, name in names.items()))
+    lines(root / "bounding_boxes.txt", (f"{i} 2.0 3.0 10.0 5.0" for i in range(1, len(items) + 1)))
+    lines(root / "train_test_split.txt", (f"{i} {i % 2}" for i in range(1, len(items) + 1)))
+    return root
+
+
+def annotations(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what `savemat` writes as a structure array, as the makers of Cars-196 did."""
+    names = list(rows[0])
+    table = np.zeros((1, len(rows)), dtype=[(name, object) for name in names])
+    for i, row in enumerate(rows):
+        for name in names:
+            table[name][0, i] = row[name] if isinstance(row[name], str) else np.array([[row[name]]], np.uint8)
+    return {"annotations": table}
+
+
+def cars_whole(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
+    rows = []
+    for number, c in enumerate(c for c in classes for _ in range(2)):
+        path = f"car_ims/{number + 1:06d}.jpg"
+        picture(root / path, number)
+        rows.append(
+            {"relative_im_path": path, "bbox_x1": 3, "bbox_y1": 2, "bbox_x2": 13, "bbox_y2": 9, "class": c,
+             "test": number % 2}
+        )  # fmt: skip
+    savemat(root / "cars_annos.mat", annotations(rows), do_compression=True)
+    return root
+
+
+def cars_divided(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
+    (root / "devkit").mkdir(parents=True)
+    for side, name in (("train", "cars_train_annos.mat"), ("test", "cars_test_annos_withlabels.mat")):
+        rows = []
+        for number, c in enumerate(classes):
+            picture(root / f"cars_{side}" / f"{number + 1:05d}.jpg", number + 100 * (side == "test"))
+            rows.append(
+                {"bbox_x1": 3, "bbox_y1": 2, "bbox_x2": 13, "bbox_y2": 9, "class": c, "fname": f"{number + 1:05d}.jpg"}
+            )  # fmt: skip
+        savemat(root / "devkit" / name, annotations(rows))
+    return root
+
+
+def products(root: Path) -> Path:
+    number = 0
+    for side, ids in (("train", (1, 2)), ("test", (3, 4))):
+        rows = ["image_id class_id super_class_id path"]
+        for product in ids:
+            for view in range(2):
+                number += 1
+                path = f"{('bicycle', 'chair')[product % 2]}_final/{product}_{view}.jpg"
+                picture(root / path, number)
+                rows.append(f"{number} {product} {product % 2 + 1} {path}")
+        lines(root / f"Ebay_{side}.txt", rows)
+    return root
+
+
+def in_shop(root: Path) -> Path:
+    rows, boxes = [], []
+    for item, statuses in (
+        (1, ["train"] * 2),
+        (4, ["train"] * 2),
+        (2, ["query", "gallery", "gallery"]),
+        (3, ["query", "gallery"]),
+    ):
+        for view, status in enumerate(statuses):
+            path = f"img/WOMEN/Dresses/id_{item:08d}/{view:02d}_front.jpg"
+            picture(root / path, 10 * item + view)
+            rows.append(f"{path}    id_{item:08d}    {status}")
+            boxes.append(f"{path} 1 2 4 5 14 12")
+    lines(root / "Eval" / "list_eval_partition.txt", [str(len(rows)), "image_name item_id evaluation_status", *rows])  # fmt: skip
+    lines(root / "Anno" / "list_bbox_inshop.txt", [str(len(rows)), "image_name clothes_type pose_type x_1 y_1 x_2 y_2", *boxes])  # fmt: skip
+    return root
+
+
+def vehicle_id(root: Path) -> Path:
+    number = 0
+    for name, ids in (("train_list", (1, 2)), ("test_list_800", (3, 4)), ("test_list_1600", (5, 6)), ("test_list_2400", (7, 8))):  # fmt: skip
+        rows = []
+        for vehicle in ids:
+            for _ in range(3):
+                number += 1
+                picture(root / "image" / f"{number:07d}.jpg", number)
+                rows.append(f"{number:07d} {vehicle}")
+        lines(root / "train_test_split" / f"{name}.txt", rows)
+    return root
+
+
+def _cameras(root: Path, folders: tuple[str, str, str], junk: tuple[str, ...]) -> Path:
+    train, query, gallery = folders
+    for folder, people in (
+        (train, ("0002", "0007")),
+        (query, ("0001", "0003")),
+        (gallery, ("0001", "0003", *junk)),
+    ):
+        for person in people:
+            for camera in (1, 2) if folder != query else (1,):
+                name = f"{person}_c{camera}s1_00{camera}451_03.jpg"
+                picture(root / folder / name, hash((folder, person, camera)) % 10_000)
+    return root
+
+
+def market(root: Path) -> Path:
+    return _cameras(root, ("bounding_box_train", "query", "bounding_box_test"), ("0000", "-1"))
+
+
+def veri(root: Path) -> Path:
+    return _cameras(root, ("image_train", "image_query", "image_test"), ())
+
+
+def inat(root: Path) -> Path:
+    number, sides = 0, {"train": ["Aves/10", "Fungi/11"], "test": ["Aves/12", "Plantae/13"]}
+    for side, species in sides.items():
+        rows = []
+        for one in species:
+            for _ in range(2):
+                number += 1
+                picture(root / "train_val2018" / one / f"{number}.jpg", number)
+                rows.append(f"Inaturalist/train_val2018/{one}/{number}.jpg")
+        lines(root / "Inat_dataset_splits" / f"Inat_{side}_set1.txt", rows)
+    for name, ids in (("train", (1, 3, 5, 7)), ("val", (2, 4, 6, 8))):
+        species = [
+            "Aves/10",
+            "Aves/10",
+            "Fungi/11",
+            "Fungi/11",
+            "Aves/12",
+            "Aves/12",
+            "Plantae/13",
+            "Plantae/13",
+        ]
+        content = {
+            "images": [{"id": i, "file_name": f"train_val2018/{species[i - 1]}/{i}.jpg"} for i in ids],
+            "annotations": [{"image_id": i, "category_id": int(species[i - 1].split("/")[1])} for i in ids],
+        }
+        (root / f"{name}2018.json").write_text(json.dumps(content))
+    return root
+
+
+def landmarks(root: Path) -> Path:
+    def image(side: str, number: int) -> str:
+        name = f"{number:03x}f{number:012x}"
+        picture(root / side / name[0] / name[1] / name[2] / f"{name}.jpg", number)
+        return name
+
+    train = [image("train", n) for n in range(4)]
+    index = [image("index", n) for n in range(20, 26)]
+    test = [image("test", n) for n in range(40, 43)]
+    lines(
+        root / "train_clean.csv",
+        ["landmark_id,images", f"7,{train[0]} {train[1]}", f"9,{train[2]} {train[3]}"],
+    )
+    lines(
+        root / "train.csv",
+        ["id,url,landmark_id", *(f"{name},http://x,{7 + 2 * (i > 1)}" for i, name in enumerate(train))],
+    )
+    lines(
+        root / "index_image_to_landmark.csv",
+        ["id,landmark_id", *(f"{name},{3 + i % 2}" for i, name in enumerate(index))],
+    )
+    lines(root / "retrieval_solution_v2.1.csv", [
+        "id,images,Usage", f"{test[0]},{index[0]} {index[2]} {index[1]},Public", f"{test[1]},{index[1]},Private",
+        f"{test[2]},None,Ignored",
+    ])  # fmt: skip
+    return root
+
+
+def food(root: Path) -> Path:
+    number = 0
+    for side in ("train", "test"):
+        rows = []
+        for dish in ("apple_pie", "sushi"):
+            for _ in range(2):
+                number += 1
+                picture(root / "images" / dish / f"{number}.jpg", number)
+                rows.append(f"{dish}/{number}")
+        lines(root / "meta" / f"{side}.txt", rows)
+    return root
+
+
+def dtd(root: Path) -> Path:
+    number = 0
+    for side in ("train", "val", "test"):
+        rows = []
+        for texture in ("banded", "woven"):
+            for _ in range(2):
+                number += 1
+                picture(root / "images" / texture / f"{texture}_{number:04d}.jpg", number)
+                rows.append(f"{texture}/{texture}_{number:04d}.jpg")
+        for partition in (1, 2):
+            lines(root / "labels" / f"{side}{partition}.txt", rows)
+    return root
+
+
+def caltech(root: Path, name: str, left_out: str) -> Path:
+    for number, kind in enumerate(("cup", "anchor", left_out)):
+        for i in range(2):
+            picture(root / name / kind / f"image_{i:04d}.jpg", 2 * number + i)
+    return root
+
+
+def caltech101(root: Path) -> Path:
+    return caltech(root, "101_ObjectCategories", "BACKGROUND_Google")
+
+
+def caltech256(root: Path) -> Path:
+    return caltech(root, "256_ObjectCategories", "257.clutter")
+
+
+def cifar100(root: Path) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    for side, count in (("train", 4), ("test", 2)):
+        planes = random.integers(0, 256, (count, 3072), dtype=np.uint8)
+        codes = np.array([[i % 20, i % 100] for i in range(count)], np.uint8)
+        np.concatenate([codes, planes], axis=1).tofile(root / f"{side}.bin")
+    lines(root / "coarse_label_names.txt", (f"coarse_{i}" for i in range(20)))
+    lines(root / "fine_label_names.txt", (f"fine_{i}" for i in range(100)))
+    return root

@@ -1,0 +1,180 @@
+"""Vehicles, people, nature, landmarks and sets of classes, on small folders of the published layouts, whole and damaged."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from retrieval.data.splits import make_splits
+from retrieval.errors import DataError
+from retrieval.model.contracts import Dataset
+from retrieval.recipe.tables import Split
+
+from retrieval_sets import (
+    caltech101,
+    caltech256,
+    cifar100,
+    dtd,
+    food101,
+    google_landmarks_v2,
+    inaturalist2018,
+    market1501,
+    vehicle_id,
+    veri776,
+)
+
+spec = importlib.util.spec_from_file_location("layouts", Path(__file__).parent / "layouts.py")
+assert spec is not None and spec.loader is not None
+layouts: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(layouts)
+
+SETS: dict[str, tuple[Callable[..., Dataset], Callable[[Path], Path], str]] = {
+    "vehicle_id": (vehicle_id, layouts.vehicle_id, "110,178 images of 13,134 classes or 113,346 images of 13,164"),
+    "veri": (veri776, layouts.veri, "its gallery side has 11,579 images of 200 classes"),
+    "market": (market1501, layouts.market, "its query side has 3,368 images of 750 classes; here it has 2 images of 2"),
+    "inat": (inaturalist2018, layouts.inat, "its test side has 136,093 images of 2,452 classes"),
+    "landmarks": (google_landmarks_v2, layouts.landmarks, "its gallery side has 761,757 images; here it has 6 images"),
+    "food": (food101, layouts.food, "its train side has 75,750 images of 101 classes; here it has 4"),
+    "dtd": (dtd, layouts.dtd, "its validation side has 1,880 images of 47 classes"),
+    "caltech101": (caltech101, layouts.caltech101, "it has 8,677 images of 101 classes; here it has 4 images of 2"),
+    "caltech256": (caltech256, layouts.caltech256, "it has 29,780 images of 256 classes; here it has 4 images of 2"),
+    "cifar100": (cifar100, layouts.cifar100, "its test side has 10,000 images of 100 classes; here it has 2"),
+}  # fmt: skip
+FILES = [name for name in SETS if name != "cifar100"]
+LISTED = [name for name in FILES if name[:4] not in ("veri", "mark", "calt")]
+
+
+def refused(load: Callable[..., Dataset], folder: Path, **values: Any) -> str:
+    with pytest.raises(DataError) as error:
+        load(folder, **values)
+    return str(error.value)
+
+
+def sides(data: Dataset) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for i, label in enumerate(data.labels):
+        role = data.roles[i] if data.roles else ""
+        found.setdefault(role or (data.splits[i] if data.splits else ""), []).append(label)
+    return found
+
+
+def test_vehicles_of_three_sizes(tmp_path: Path) -> None:
+    root = layouts.vehicle_id(tmp_path / "VehicleID_V1.0")
+    for size, tested in (("small", "33344 4"), ("medium", "55566 6"), ("large", "77788 8")):
+        data = vehicle_id(tmp_path, size=size, counts="any")
+        assert sides(data) == {"train": list("111222"), "test": list(tested.replace(" ", ""))}
+    path = root / "train_test_split" / "train_list.txt"
+    path.write_text(path.read_text() + "0000008 3\n0000008\n00x 1\n")
+    text = refused(vehicle_id, root, counts="any")
+    assert "train_list.txt: 1 line has not the 2 values" in text and "line 9: '00x' is not a number" in text
+    assert "1 vehicles are on both sides" in text and "listed twice: 0000008.jpg" in text
+
+
+def test_people_of_market_without_junk_and_with_cameras(tmp_path: Path) -> None:
+    data = market1501(layouts.market(tmp_path), counts="any")
+    assert {side: sorted(set(labels)) for side, labels in sides(data).items()} == {
+        "train": ["0002", "0007"],
+        "query": ["0001", "0003"],
+        "gallery": ["0000", "0001", "0003"],
+    }
+    assert data.metadata is not None and {m["camera"] for m in data.metadata} == {"c1", "c2"}
+    assert list(data.notes) == ["2 junk images are left out."]
+    found = make_splits(data, Split(validation=0))
+    assert found.gallery is not None and (len(found.query), len(found.gallery)) == (2, 6)
+    (tmp_path / "query" / "0001_c1s1_001451_03.jpg").rename(tmp_path / "query" / "someone.jpg")
+    assert "1 images are not called ID_cCAMERA_…" in refused(market1501, tmp_path, counts="any")
+
+
+def test_veri_and_an_empty_gallery(tmp_path: Path) -> None:
+    root = layouts.veri(tmp_path / "VeRi")
+    assert {side: len(labels) for side, labels in sides(veri776(tmp_path, counts="any")).items()} == {
+        "train": 4, "query": 2, "gallery": 4,
+    }  # fmt: skip
+    for file in (root / "image_test").iterdir():
+        file.unlink()
+    text = refused(veri776, root, counts="any")
+    assert "holds no image" in text and "there are queries, and no image is in the gallery." in text
+
+
+def test_species_by_both_protocols(tmp_path: Path) -> None:
+    root = layouts.inat(tmp_path)
+    data = inaturalist2018(root, counts="any")
+    assert sides(data) == {"train": ["10", "10", "11", "11"], "test": ["12", "12", "13", "13"]}
+    assert data.metadata is not None and data.metadata[0] == {"group": "Aves"}
+    official = sides(inaturalist2018(root, protocol="official", counts="any"))
+    assert official == {"train": ["10", "11", "12", "13"], "test": ["10", "11", "12", "13"]}
+    (root / "val2018.json").write_text('{"images": [{"id": 1}], "annotations": []}')
+    assert "val2018.json is not a file of annotations" in refused(
+        inaturalist2018, root, protocol="official", counts="any"
+    )
+    (root / "val2018.json").write_text("[" * 100_000)
+    assert "val2018.json is not a file of annotations" in refused(
+        inaturalist2018, root, protocol="official", counts="any"
+    )
+
+
+def test_landmarks_and_their_queries(tmp_path: Path) -> None:
+    root = layouts.landmarks(tmp_path)
+    data = google_landmarks_v2(root, counts="any")
+    assert sides(data) == {"train": ["7", "7", "9", "9"], "gallery": ["3", "4"] * 3, "query": ["3", "4"]}
+    assert sides(google_landmarks_v2(root, train="all", counts="any"))["train"] == ["7", "7", "9", "9"]
+    path = root / "retrieval_solution_v2.1.csv"
+    path.write_text(path.read_text().replace(",Private", " ffff,Private"))
+    assert "line 3: ffff is not in the index." in refused(google_landmarks_v2, root, counts="any")
+
+
+def test_dishes_textures_and_things(tmp_path: Path) -> None:
+    assert sides(food101(layouts.food(tmp_path / "food-101").parent, counts="any"))["test"] == ["apple_pie"] * 2 + ["sushi"] * 2  # fmt: skip
+    found = sides(dtd(layouts.dtd(tmp_path / "dtd"), partition=2, counts="any"))
+    assert set(found) == {"train", "validation", "test"} and set(found["test"]) == {"banded", "woven"}
+    for load, make in ((caltech101, layouts.caltech101), (caltech256, layouts.caltech256)):
+        data = load(make(tmp_path / "caltech"), counts="any")
+        assert sides(data) == {"": ["anchor", "anchor", "cup", "cup"]}  # neither background nor clutter
+
+
+def test_cifar100_fine_and_coarse(tmp_path: Path) -> None:
+    root = layouts.cifar100(tmp_path)
+    data = cifar100(root, counts="any")
+    assert data.labels == ["fine_0", "fine_1", "fine_2", "fine_3", "fine_0", "fine_1"]
+    assert data.splits == ["train"] * 4 + ["test"] * 2 and data.arrays is not None
+    record = np.fromfile(root / "train.bin", np.uint8).reshape(4, -1)[2, 2:]
+    assert np.array_equal(data.arrays[2], record.reshape(3, 32, 32).transpose(1, 2, 0))
+    assert cifar100(root, labels="coarse", counts="any").labels[1] == "coarse_1"
+    broken = bytearray((root / "train.bin").read_bytes())
+    broken[1] = 100
+    (root / "train.bin").write_bytes(broken)
+    assert "record 0 has the label 100; labels go from 0 to 99" in refused(cifar100, root, counts="any")
+    (root / "train.bin").write_bytes(broken[:-1])
+    assert "records of 3,074 bytes" in refused(cifar100, root, counts="any")
+    (root / "fine_label_names.txt").write_text("apple\n")
+    assert "has 1 names; it should have 100" in refused(cifar100, root, counts="any")
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_other_numbers_than_the_published_ones_are_refused(tmp_path: Path, name: str) -> None:
+    load, make, says = SETS[name]
+    text = refused(load, make(tmp_path))
+    assert says in text and 'set counts = "any"' in text and "Get " in text
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_missing_images_are_told_all_at_once(tmp_path: Path, name: str) -> None:
+    load, make, _ = SETS[name]
+    root = make(tmp_path)
+    gone = sorted(root.rglob("*.jpg"))[:2]
+    for file in gone:
+        file.unlink()
+    text = refused(load, root, counts="any")
+    assert "images are missing in" in text and gone[0].name in text and gone[1].name in text
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(tmp_path: Path, name: str) -> None:
+    load, _, _ = SETS[name]
+    text = refused(load, tmp_path)
+    assert "is not there" in text and "The folder must hold" in text and "Get " in text
+    assert "is not a folder" in refused(load, tmp_path / "none")

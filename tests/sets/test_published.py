@@ -1,0 +1,252 @@
+"""CUB-200-2011, Cars-196, Stanford Online Products and In-Shop, on small folders of the published layouts, whole and damaged."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from retrieval.data.counts import Count
+from retrieval.data.identity import dataset_identity
+from retrieval.data.splits import make_splits
+from retrieval.errors import DataError
+from retrieval.model.contracts import Dataset
+from retrieval.recipe.tables import Split
+
+from retrieval_sets import cars196, cub200, in_shop, stanford_online_products
+from retrieval_sets.birds import CUB
+from retrieval_sets.published import Published, Row, count_problems
+
+spec = importlib.util.spec_from_file_location("layouts", Path(__file__).parent / "layouts.py")
+assert spec is not None and spec.loader is not None
+layouts: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(layouts)
+
+SETS: dict[str, tuple[Callable[..., Dataset], Callable[[Path], Path]]] = {
+    "cub": (cub200, layouts.cub),
+    "cars": (cars196, layouts.cars_whole),
+    "cars_divided": (cars196, layouts.cars_divided),
+    "products": (stanford_online_products, layouts.products),
+    "in_shop": (in_shop, layouts.in_shop),
+}
+
+
+def refused(load: Callable[..., Dataset], folder: Path, **values: Any) -> str:
+    with pytest.raises(DataError) as error:
+        load(folder, **values)
+    return str(error.value)
+
+
+def sides(data: Dataset) -> dict[str, list[str]]:
+    assert data.splits is not None
+    found: dict[str, list[str]] = {}
+    for i, side in enumerate(data.splits):
+        found.setdefault(data.roles[i] if data.roles and data.roles[i] else side, []).append(data.labels[i])
+    return found
+
+
+def test_birds_by_species_and_by_the_makers_split(tmp_path: Path) -> None:
+    layouts.cub(tmp_path / "CUB_200_2011")
+    data = cub200(tmp_path, counts="any")  # the folder around it does
+    assert {side: sorted(set(labels)) for side, labels in sides(data).items()} == {
+        "train": ["001.Bird_1", "002.Bird_2", "100.Bird_100"],
+        "test": ["101.Bird_101", "200.Bird_200"],
+    }
+    assert data.keys[0] == "001.Bird_1/Bird_1_0.jpg" and data[0].size == layouts.SIZE
+    official = cub200(tmp_path, protocol="official", counts="any")
+    assert official.splits == ["train", "test"] * 5
+    assert len(make_splits(data, Split(validation=0)).query) == 4
+
+
+@pytest.mark.parametrize("layout", ["cars_whole", "cars_divided"])
+def test_cars_in_both_layouts(tmp_path: Path, layout: str) -> None:
+    root = getattr(layouts, layout)(tmp_path / "cars")
+    data = cars196(root, counts="any")
+    assert {side: sorted(set(labels)) for side, labels in sides(data).items()} == {
+        "train": ["001", "098"],
+        "test": ["099", "196"],
+    }
+    official = sides(cars196(root, protocol="official", counts="any"))
+    assert sorted(set(official["train"])) == sorted(set(official["test"])) == ["001", "098", "099", "196"]
+
+
+def test_products_and_their_categories(tmp_path: Path) -> None:
+    data = stanford_online_products(layouts.products(tmp_path), counts="any")
+    assert sides(data) == {"train": ["1", "1", "2", "2"], "test": ["3", "3", "4", "4"]}
+    assert (
+        data.metadata is not None and [m["category"] for m in data.metadata][::2] == ["chair", "bicycle"] * 2
+    )
+
+
+def test_in_shop_has_queries_and_a_gallery(tmp_path: Path) -> None:
+    data = in_shop(layouts.in_shop(tmp_path), counts="any")
+    assert {side: len(labels) for side, labels in sides(data).items()} == {
+        "train": 4,
+        "query": 2,
+        "gallery": 3,
+    }
+    found = make_splits(data, Split(validation=0))
+    assert found.gallery is not None and (len(found.query), len(found.gallery)) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "box"), [("cub", (2, 3, 12, 8)), ("cars", (3, 2, 13, 9)), ("cars_divided", (3, 2, 13, 9)), ("in_shop", (4, 5, 14, 12))]
+)  # fmt: skip
+def test_boxes_are_cut_out(tmp_path: Path, name: str, box: tuple[int, int, int, int]) -> None:
+    load, make = SETS[name]
+    root = make(tmp_path / "set")
+    whole, cut = load(root, counts="any"), load(root, crop=True, counts="any")
+    image, part = whole[1], cut[1]
+    assert isinstance(image, Image.Image) and isinstance(part, Image.Image)
+    assert part.tobytes() == image.crop(box).tobytes()
+    assert dataset_identity(whole) != dataset_identity(cut)  # features of one are not the other's
+
+
+def test_a_box_outside_its_image_is_named(tmp_path: Path) -> None:
+    root = layouts.cub(tmp_path)
+    path = root / "bounding_boxes.txt"
+    path.write_text(path.read_text().replace("1 2.0 3.0 10.0 5.0", "1 30.0 3.0 10.0 5.0", 1))
+    data = cub200(root, crop=True, counts="any")
+    with pytest.raises(DataError, match=r"Bird_1_0.jpg: its box \(30, 3, 40, 8\) holds nothing .* 24 × 16"):
+        data[0]
+    path.write_text(path.read_text().replace("1 30.0 3.0 10.0 5.0", "1 20.0 -3.0 10.0 nine", 1))
+    assert "bounding_boxes.txt, line 1: 20.0 -3.0 10.0 nine are not four numbers." in refused(
+        cub200, root, crop=True, counts="any"
+    )
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_other_numbers_than_the_published_ones_are_refused(tmp_path: Path, name: str) -> None:
+    load, make = SETS[name]
+    text = refused(load, make(tmp_path / "set"))
+    assert "as published its train side has" in text and 'set counts = "any"' in text
+    assert "The folder must hold" in text and "Get " in text  # where to get it
+    if name[:4] == "cars":
+        assert "8,054 images of 98 classes" in text and "8,131 images of 98 classes" in text
+
+
+def test_the_published_numbers_are_accepted_and_one_less_is_not() -> None:
+    rows = [Row(f"{i}", f"{i % 100}", "train") for i in range(5_864)]
+    rows += [Row(f"{i}", f"{100 + i % 100}", "test") for i in range(5_924)]
+    assert count_problems(CUB, rows) == []
+    (problem,) = count_problems(CUB, rows[1:])
+    assert "has 5,864 images of 100 classes; here it has 5,863 images of 100 classes" in problem
+    either = Published("x", "y", "z", {"query": [Count(3), Count(2, 2)]})
+    queries = [Row("a", "0", "test", "query"), Row("b", "0", "test", "query")]
+    assert (
+        "3 images or 2 images of 2 classes; here it has 2 images of 1 class"
+        in count_problems(either, queries)[0]
+    )
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_missing_images_are_told_all_at_once(tmp_path: Path, name: str) -> None:
+    load, make = SETS[name]
+    root = make(tmp_path / "set")
+    gone = [file for i, file in enumerate(sorted(root.rglob("*.jpg"))) if i % 3 == 0]
+    for file in gone:
+        file.unlink()
+    text = refused(load, root, counts="any")
+    verb = "are" if len(gone) > 1 else "is"
+    assert f"{len(gone)} of " in text and f"images {verb} missing in" in text
+    assert gone[0].name in text
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(tmp_path: Path, name: str) -> None:
+    load, _ = SETS[name]
+    text = refused(load, tmp_path)
+    assert "is not there" in text and "The folder must hold" in text and "Get " in text
+    assert "is not a folder" in refused(load, tmp_path / "none")
+
+
+def test_labels_out_of_range_and_unknown_sides(tmp_path: Path) -> None:
+    birds = layouts.cub(tmp_path / "birds")
+    labels = birds / "image_class_labels.txt"
+    labels.write_text(labels.read_text().replace("1 1\n", "1 201\n", 1).replace("3 2\n", "3 two\n", 1))
+    text = refused(cub200, birds, counts="any")
+    assert "image_class_labels.txt: '201' is not a number from 1 to 200." in text and "'two'" in text
+    cars = layouts.cars_whole(tmp_path / "cars", classes=(0, 197, 5))
+    text = refused(cars196, cars, counts="any")
+    assert "car_ims/000001.jpg has the class 0; classes go from 1 to 196." in text and "the class 197" in text
+    shop = layouts.in_shop(tmp_path / "shop")
+    lists = shop / "Eval" / "list_eval_partition.txt"
+    lists.write_text(lists.read_text().replace("    train\n", "    trane\n", 1) + "img/x.jpg id_1\n")
+    text = refused(in_shop, shop, counts="any")
+    assert "line 3: 'trane' is not train, query or gallery." in text
+    assert "list_eval_partition.txt: 1 line has not the 3 values that a line should: 12." in text
+
+
+def test_an_empty_gallery_and_queries_that_it_lacks(tmp_path: Path) -> None:
+    shop = layouts.in_shop(tmp_path)
+    lists = shop / "Eval" / "list_eval_partition.txt"
+    published = lists.read_text()
+    lists.write_text(published.replace("gallery", "train"))
+    assert "there are queries, and no image is in the gallery." in refused(in_shop, shop, counts="any")
+    rows = published.splitlines()
+    lists.write_text("\n".join(rows[:-1]) + "\n")  # the last item keeps its query alone
+    assert "1 class of queries has no image in the gallery: id_00000003." in refused(in_shop, shop)
+    notes = make_splits(in_shop(shop, counts="any"), Split(validation=0)).notes
+    assert notes[-1].startswith("1 queries have no item of their class in the gallery")
+
+
+def test_a_list_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
+    root = layouts.products(tmp_path / "set")
+    layouts.picture(tmp_path / "secret.jpg", 1)
+    with (root / "Ebay_train.txt").open("a") as file:
+        file.write(f"9 1 1 ../secret.jpg\n10 1 1 {tmp_path / 'secret.jpg'}\n11 1 1 bicycle_final/2_0.jpg\n")
+    text = refused(stanford_online_products, root, counts="any")
+    assert "2 paths lead out of the folder: '../secret.jpg'" in text
+    assert "1 images are listed twice: bicycle_final/2_0.jpg." in text
+
+
+def test_lists_that_are_no_text(tmp_path: Path) -> None:
+    root = layouts.products(tmp_path)
+    (root / "Ebay_train.txt").write_bytes(b"image_id\n\xff\xfe\n")
+    assert "is not UTF-8 text" in refused(stanford_online_products, root, counts="any")
+    (root / "Ebay_train.txt").write_bytes(b"a" * (1 << 20) + b" b\n")
+    assert "a line of over" in refused(stanford_online_products, root, counts="any")
+
+
+def bomb() -> bytes:
+    """A file of format 5 whose one element unpacks to a gigabyte."""
+    packed = zlib.compressobj(9)
+    first, again = (packed.compress(bytes(1 << 20)) + packed.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    data = first + again * 1023
+    return b"MATLAB 5.0 MAT-file".ljust(124) + b"\x00\x01IM" + struct.pack("<II", 15, len(data)) + data
+
+
+def test_damaged_and_hostile_annotations(tmp_path: Path) -> None:
+    root = layouts.cars_whole(tmp_path)
+    path = root / "cars_annos.mat"
+    sound = path.read_bytes()
+    path.write_bytes(sound[: len(sound) // 2])
+    assert "is cut short" in refused(cars196, root, counts="any")
+    path.write_bytes(sound[:200] + bytes(40) + sound[240:])
+    assert "damaged" in refused(cars196, root, counts="any")
+    path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(1000))
+    assert "no MATLAB file of format 5" in refused(cars196, root, counts="any")
+    path.write_bytes(bomb())
+    assert "unpacks to over 268,435,456 bytes" in refused(cars196, root, counts="any")
+    layouts.savemat(path, {"other": [1]})
+    assert "holds no structure array 'annotations'" in refused(cars196, root, counts="any")
+    layouts.savemat(path, layouts.annotations([{"fname": "x.jpg", "class": 1}]))
+    assert "annotations have no relative_im_path, test" in refused(cars196, root, counts="any")
+
+
+def test_test_annotations_without_classes_are_told_apart(tmp_path: Path) -> None:
+    root = layouts.cars_divided(tmp_path / "cars")
+    (root / "devkit" / "cars_test_annos_withlabels.mat").rename(root / "devkit" / "cars_test_annos.mat")
+    assert "cars_test_annos.mat has no classes; it is another file" in refused(cars196, root, counts="any")
+
+
+def test_images_that_cannot_be_read_are_left_out_when_told(tmp_path: Path) -> None:
+    root = layouts.products(tmp_path)
+    next(root.rglob("*.jpg")).write_text("no image")
+    assert len(stanford_online_products(root, counts="any")) == 8
+    assert len(stanford_online_products(root, counts="any", skip_bad=True)) == 7
