@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import grpc
@@ -15,8 +16,20 @@ from pymilvus import DataType, MilvusClient, MilvusException
 from pymilvus.client.ts_utils import get_collection_ts
 from retrieval import StoreError, stores
 
-from retrieval_milvus.expressions import expression
-from retrieval_milvus.rows import build, is_away, level, padded, plain_row, row_of, sentence
+from retrieval_milvus.expressions import PARTITIONS, expression, partition_of, partitions
+from retrieval_milvus.faults import hint, is_away, is_missing, sentence
+from retrieval_milvus.rows import (
+    KINDS,
+    build,
+    columns,
+    is_built,
+    level,
+    padded,
+    plain_row,
+    row_of,
+    schema,
+    searching,
+)
 
 Floats = NDArray[np.float32]
 
@@ -24,35 +37,37 @@ Floats = NDArray[np.float32]
 logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
 
 HEAD, LEASE = "retrieval.head", "retrieval.lease"
+SETTLED, PARTITION = "retrieval.settled", "retrieval.partition"
 """Properties of collections: a server's description of one is never an older one."""
 _BYTES = 2 << 20  # of one request
 _ROWS = 8000  # of one answer
-_LONGEST_KEY = 8100
-_KINDS = {"flat": "FLAT", "hnsw": "HNSW", "ivf": "IVF_FLAT", "sq8": "IVF_SQ8"}
-_COLUMNS = ["number", "kind", "born", "died", "digest", "key", "terms", "orders", "body"]
 
 
 class MilvusEngine(stores.Engine):
     """See above. Collections are called NAME and NAME__TABLE.
 
     Args:
-        uri: of the server.
-        token: of the user; empty for none.
-        database: of the server.
+        server: what `MilvusClient` takes: `uri`, `token`, `db_name`, and certificates.
         name: of the index.
         address: what sentences call it.
         timeout: seconds that one question may take.
+        partition: see `Engine`; of an index that is made.
     """
 
     text_bytes = 65_000
     most_terms = 2000
     most_found = 16_384
-    structures = tuple(_KINDS)
+    structures = tuple(KINDS)
 
-    def __init__(self, uri: str, token: str, database: str, name: str, address: str, timeout: float) -> None:
-        self._name, self._address, self._timeout, self._database = name, address, timeout, database
+    def __init__(
+        self, server: Mapping[str, Any], name: str, address: str, timeout: float, partition: str = ""
+    ) -> None:
+        self._wanted = partition
+        self._name, self._address, self._timeout, self._server = name, address, timeout, server
         self._indexes: dict[str, list[str]] = {}
-        self._client = self._ask(MilvusClient, uri, token=token, db_name=database, dedicated=True)
+        self._client = self._ask(MilvusClient, **server, dedicated=True)
+        if server["db_name"] != "default":
+            self._listed()  # a collection of a database that is not there is merely not found
 
     def _ask(self, question: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """Ask, again after a while where nobody answers or the server is not ready: everything that is asked can be asked twice.
@@ -75,7 +90,7 @@ class MilvusEngine(stores.Engine):
                     raise StoreError(f"{self._address}: Milvus refuses: {sentence(fault)}") from None
                 if time.monotonic() - began + pause > self._timeout:
                     raise stores.StoreUnavailable(
-                        f"Milvus does not answer for {self._address}: {sentence(fault)} Try again in a moment."
+                        f"Milvus does not answer for {self._address}: {sentence(fault)} Try again in a moment.{hint(fault, self._server)}"
                     ) from None
             time.sleep(pause)
             pause = min(2 * pause, 2.0)
@@ -99,29 +114,44 @@ class MilvusEngine(stores.Engine):
             try:
                 return dict(self._client.describe_collection(name, timeout=timeout).get("properties", {}))
             except MilvusException as fault:
-                if fault.code == 100 or "not found" in str(fault) or "not exist" in str(fault):
+                if is_missing(fault):
                     return None
                 raise
 
         found: dict[str, str] | None = self._ask(ask)
         return found
 
-    def _set(self, name: str, property: str, text: str) -> None:
-        self._ask(self._client.alter_collection_properties, name, {property: text})
+    def _set(self, name: str, properties: Mapping[str, str]) -> None:
+        self._ask(self._client.alter_collection_properties, name, dict(properties))
 
     # The whole
 
     def head(self) -> str | None:
         """Return a property of the first collection; see `Engine`."""
-        return (self._properties(self._name) or {}).get(HEAD)
+        found = self._properties(self._name) or {}
+        if (head := found.get(HEAD)) is not None:
+            self.partition = found.get(PARTITION, "")
+            if self._wanted not in ("", self.partition):
+                kept = f"by '{self.partition}'" if self.partition else "all together"
+                raise StoreError(
+                    f"{self._address} keeps its items {kept}: a partition is chosen when an index is made."
+                )
+        return head
 
     def keep(self, head: str) -> None:
-        """Replace that property; see `Engine`."""
-        self._set(self._name, HEAD, head)
+        """Replace that property; see `Engine`.
+
+        An etcd of one member answers before a change is on the disk, and takes no other one until it is ("Durability API guarantee broken in single
+        node cluster", an issue of etcd's). So another one follows.
+        """
+        parted = {PARTITION: self.partition} if self.partition else {}
+        self._set(self._name, {HEAD: head, **parted})
+        self._set(self._name, {SETTLED: str(time.time_ns())})
 
     def make(self) -> None:
-        """Make the collection of items; see `Engine`."""
+        """Make the collection of items, which is loaded while the first generation's is made; see `Engine`."""
         self.drop()
+        self.partition = self._wanted
         self._make(stores.RECORDS, {"v0": 2}, "flat", {})
 
     def make_table(
@@ -129,55 +159,58 @@ class MilvusEngine(stores.Engine):
     ) -> None:
         """Make collections; see `Engine`."""
         self.drop_table(table)
-        self._make(table, widths, structure, options)
+        self._loaded(self._make(table, widths, structure, options))
 
     def _make(
         self, table: str, widths: Mapping[str, int], structure: str, options: Mapping[str, Any]
-    ) -> None:
+    ) -> list[str]:
+        """Make collections, which the server loads from now on; return their names."""
+        names = []
         for at, width in enumerate(widths.values()):
-            schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
             ordered = table == stores.RECORDS
-            schema.add_field(
-                "id", DataType.VARCHAR, is_primary=True, max_length=_LONGEST_KEY
-            ) if ordered else None
-            schema.add_field("number", DataType.INT64, is_primary=not ordered)
-            for column in ("born", "died"):
-                schema.add_field(column, DataType.INT64)
-            for column, length in (("kind", 8), ("digest", 32), ("key", _LONGEST_KEY), ("body", 65_535)):
-                schema.add_field(column, DataType.VARCHAR, max_length=length)
-            schema.add_field(
-                "terms",
-                DataType.ARRAY,
-                element_type=DataType.VARCHAR,
-                max_capacity=self.most_terms,
-                max_length=24,
-            )
-            schema.add_field("orders", DataType.JSON)
-            schema.add_field("vector", DataType.FLOAT_VECTOR, dim=max(2, width))  # the server takes none of 1
+            made = schema(width, self.most_terms, ordered, bool(self.partition))
             name = self._collection(table, at)
-            self._ask(self._client.create_collection, name, schema=schema, num_shards=1)
-            self._index(name, structure, options)
+            self._ask(self._client.create_collection, name, schema=made, num_shards=1)
+            for part in range(PARTITIONS if self.partition and not ordered else 0):
+                self._ask(self._client.create_partition, name, partition_of(f"{part:x}"))
+            self._index(name, structure, options, wait=False)
+            names.append(name)
+        return names
 
-    def _index(self, name: str, structure: str, options: Mapping[str, Any]) -> None:
+    def _index(self, name: str, structure: str, options: Mapping[str, Any], *, wait: bool) -> None:
         params = self._client.prepare_index_params()
         params.add_index(
             "vector",
             index_name="vector",
-            index_type=_KINDS[structure],
+            index_type=KINDS[structure],
             metric_type="L2",
             params=build(structure, options),
         )
-        self._ask(self._client.create_index, name, params)
-        self._ask(self._client.load_collection, name)
+        self._ask(self._client.create_index, name, params, sync=wait)
+        self._ask(self._client.load_collection, name, _async=True)
 
     def restructure(
         self, table: str, widths: Mapping[str, int], structure: str, options: Mapping[str, Any]
     ) -> None:
-        """Build another index; the table cannot be searched meanwhile, and questions wait. See `Engine`."""
-        for name in self._collections(table):
-            self._ask(self._client.release_collection, name)
-            self._ask(self._client.drop_index, name, "vector")
-            self._index(name, structure, options)
+        """Build another index; the table cannot be searched meanwhile, and questions wait. See `Engine`.
+
+        Only what lies in files of the server's has an index, so it writes its latest rows to one first. Where only parameters of the search are
+        others, nothing is built.
+        """
+        names = self._collections(table)
+        for name in names:
+            found = self._ask(self._client.describe_index, name, "vector")
+            if not is_built(found, structure, options):
+                self._ask(self._client.flush, name)
+                self._ask(self._client.release_collection, name)
+                self._ask(self._client.drop_index, name, "vector")
+                self._index(name, structure, options, wait=True)
+        self._loaded(names)
+
+    def _loaded(self, names: Sequence[str]) -> None:
+        """Wait until collections are loaded."""
+        for name in names:
+            self._ask(self._client.load_collection, name)
 
     def drop_table(self, table: str) -> None:
         """Delete collections; see `Engine`."""
@@ -196,14 +229,19 @@ class MilvusEngine(stores.Engine):
     def _seen(self, name: str) -> int:
         """Return the server's time of what this process wrote last to a collection."""
         return int(
-            get_collection_ts(name, self._client._get_connection().server_address, self._database) or 0
+            get_collection_ts(name, self._client._get_connection().server_address, self._server["db_name"])
+            or 0
         )
 
     def _write(self, table: str, rows: Sequence[stores.Row]) -> int:
         seen = 0
         for at, name in enumerate([self._collection(table), *self._further(table)]):
-            plain = [plain_row(row, table, at) for row in rows]
-            self._ask(self._client.upsert, name, plain)
+            apart: dict[str, list[dict[str, Any]]] = {}
+            for row in rows:
+                into = partition_of(row.part) if self.partition and table != stores.RECORDS else ""
+                apart.setdefault(into, []).append(plain_row(row, table, at, bool(self.partition)))
+            for into, plain in apart.items():
+                self._ask(self._client.upsert, name, plain, partition_name=into)
             seen = max(seen, self._seen(name))
         return seen
 
@@ -265,21 +303,14 @@ class MilvusEngine(stores.Engine):
     ) -> list[stores.Row]:
         """Return rows; see `Engine`."""
         key = "id" if table == stores.RECORDS else "number"
-        columns = _COLUMNS + ["vector"] * vectors + ["id"] * (key == "id")
-        found = [
-            row
-            for rows in self._pages(self._collection(table), key, expression(where), columns, seen)
-            for row in rows
-        ]
+        names = columns(bool(self.partition)) + ["vector"] * vectors + ["id"] * (key == "id")
+        pages = self._pages(self._collection(table), key, expression(where), names, seen)
+        found = list(chain.from_iterable(pages))
         further: list[dict[int, Any]] = []
         if vectors:
             for name in self._further(table):
-                rest = [
-                    row
-                    for rows in self._pages(name, "number", expression(where), ["number", "vector"], seen)
-                    for row in rows
-                ]
-                further.append({row["number"]: row["vector"] for row in rest})
+                pages = self._pages(name, "number", expression(where), ["number", "vector"], seen)
+                further.append({row["number"]: row["vector"] for row in chain.from_iterable(pages)})
         return [row_of(row, [row.get("vector"), *(one[row["number"]] for one in further)]) for row in found]
 
     def page(
@@ -289,12 +320,11 @@ class MilvusEngine(stores.Engine):
         behind = (
             f' and id > "{after}/"' if after else ""
         )  # "/" comes behind the "." that follows a key, and before digits
-        found: list[stores.Row] = []
+        names, found = [*columns(bool(self.partition)), "id"], list[stores.Row]()
         while len(found) < limit:
             some = min(limit - len(found), 1000)
-            rows = self._query(
-                self._collection(table), f"({expression(where)}){behind}", [*_COLUMNS, "id"], seen, some
-            )
+            chosen = f"({expression(where)}){behind}"
+            rows = self._query(self._collection(table), chosen, names, seen, some)
             found += [row_of(row, []) for row in sorted(rows, key=lambda row: str(row["id"]))]
             if len(rows) < some:
                 break
@@ -307,15 +337,23 @@ class MilvusEngine(stores.Engine):
         return int(found["count(*)"])
 
     def nearest(
-        self, table: str, vector: str, queries: Floats, count: int, where: stores.Condition, *, seen: int
+        self,
+        table: str,
+        vector: str,
+        queries: Floats,
+        count: int,
+        where: stores.Condition,
+        *,
+        seen: int,
+        options: Mapping[str, Any],
     ) -> list[list[int]]:
         """Return the nearest rows; see `Engine`."""
         name, chosen = self._collection(table, int(vector[1:])), expression(where)
         asked = [padded(query) for query in queries]
-        search = {"metric_type": "L2", "params": {"ef": max(64, 2 * count), "nprobe": 32}}
+        search = {"metric_type": "L2", "params": searching(options, count)}
         found = self._ask(
             self._client.search, name, asked, filter=chosen, limit=count, output_fields=["number"],
-            search_params=search, anns_field="vector", **level(seen),
+            search_params=search, anns_field="vector", partition_names=partitions(where, self.partition), **level(seen),
         )  # fmt: skip
         return [[int(one["entity"]["number"]) for one in hits] for hits in found]
 
@@ -348,7 +386,7 @@ class MilvusEngine(stores.Engine):
 
     def renew(self, text: str) -> None:
         """Say who writes; see `Engine`."""
-        self._set(self._collection("lock"), LEASE, text)
+        self._set(self._collection("lock"), {LEASE: text})
 
     def release(self) -> None:
         """Delete that collection; see `Engine`."""

@@ -8,6 +8,7 @@ from retrieval import stores
 
 _DIGITS = re.compile(r"[0-9a-f]*")
 _WORD = re.compile(r"[a-zA-Z]*")
+PARTITIONS = 16
 TRUE, FALSE = "number >= 0", "number < 0"
 
 
@@ -32,6 +33,22 @@ def expression(where: stores.Condition) -> str:
         return _joined([expression(part) for part in where.parts], "or", FALSE)
     field = f"orders[{_text(where.name[1:], where.name[:1])}]" if where.name else "key"
     return f"{field} {where.op} {_text(where.text)}"
+
+
+def partition_of(part: str) -> str:
+    """Return the partition of rows with a `Row.part`. A partition key would do this by itself, but `upsert` of Milvus 2.3 puts rows in wrong ones then."""
+    return f"p{int(part or stores.LOOSE, 16) % PARTITIONS}"
+
+
+def partitions(where: stores.Condition, field: str) -> list[str] | None:
+    """Return the partitions that rows can be in which fulfil a condition; None for all.
+
+    Args:
+        where: the condition.
+        field: the field of metadata that partitions are made by; empty for none.
+    """
+    found = stores.parts(where, stores.path_of((field,))) if field else None
+    return None if found is None else sorted({partition_of(part) for part in {*found, stores.LOOSE}})
 
 
 def _text(digits: str, before: str = "") -> str:

@@ -223,7 +223,15 @@ class QdrantEngine(stores.Engine):
         return int(self._ask(lambda: self._client.count(name, chosen, exact=True)).count)
 
     def nearest(
-        self, table: str, vector: str, queries: Floats, count: int, where: stores.Condition, *, seen: int
+        self,
+        table: str,
+        vector: str,
+        queries: Floats,
+        count: int,
+        where: stores.Condition,
+        *,
+        seen: int,
+        options: Mapping[str, Any],
     ) -> list[list[int]]:
         """Return the nearest points; see `Engine`."""
         name, chosen = self._collection(table), _filter(where)

@@ -28,8 +28,9 @@ from retrieval.serving.manifest import (
     parse_manifest,
 )
 from retrieval.serving.progress import Progress, showing
+from retrieval.serving.providers import Device
 from retrieval.serving.running import Floats, Runs, checked_inputs, decoded, parts_of, run_batches
-from retrieval.serving.sessions import Device, Sessions
+from retrieval.serving.sessions import Sessions
 
 ImageLike: TypeAlias = "bytes | str | os.PathLike[str] | Image | NDArray[Any]"
 
@@ -72,7 +73,7 @@ class Bundle:
         path: the folder.
         manifest: what it says of itself.
         variant: which of `manifest.variants` runs, or None for the encoder itself.
-        device: "cpu" or "cuda".
+        device, fallback: "cpu", "cuda" or "tensorrt"; why that is the CPU though ONNX Runtime was built for a GPU, else None.
         sha256: of the manifest's text, which holds those of all files: names exactly this bundle.
     """
 
@@ -88,11 +89,9 @@ class Bundle:
         self.path = path
         self.manifest = manifest
         self.variant = variant
-        self.device = sessions.device
+        self.device, self.fallback = sessions.device, sessions.fallback
         self.sha256 = hashlib.sha256(text).hexdigest()
-        self._text = text
-        self._sessions = sessions
-        self._watch = watch
+        self._text, self._sessions, self._watch = text, sessions, watch
 
     @classmethod
     def open(
@@ -110,7 +109,7 @@ class Bundle:
             path: the folder that `retrieval export` wrote.
             variant: run this variant of the encoder ("fp16", "int8") instead of the encoder itself.
             threads: of one call of the encoder; None leaves it to ONNX Runtime (all cores).
-            device: "auto" takes a CUDA device where onnxruntime-gpu offers one, otherwise the CPU.
+            device: "auto" takes a CUDA device where onnxruntime-gpu offers one, otherwise the CPU; "tensorrt" builds an engine first, which takes minutes.
             signed_by: a public key's file; a bundle that its holder did not sign is refused.
 
         Raises:

@@ -38,6 +38,16 @@ def showing(progress: Progress) -> Iterator[None]:
         _shown.reset(token)
 
 
+@contextmanager
+def silent() -> Iterator[None]:
+    """Inside, no `Meter` of this thread shows anything: the work is a part of something that has its own."""
+    token = _shown.set(False)
+    try:
+        yield
+    finally:
+        _shown.reset(token)
+
+
 def shown(function: Callable[P, R]) -> Callable[P, R]:
     """Let every `Meter` inside a function show what its argument `progress` says."""
     default = inspect.signature(function).parameters["progress"].default

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import io
 import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -71,6 +73,25 @@ def load_onnxruntime() -> Any:
         MissingDependency: not installed, or installed twice.
     """
     return require("onnxruntime", ONNXRUNTIME)
+
+
+@functools.cache
+def load_libraries(runtime: Any, *, tensorrt: bool = False) -> str:
+    """Load CUDA's libraries out of their Python packages, where a machine has no torch that does; return what could not be.
+
+    Args:
+        runtime: the module `onnxruntime`.
+        tensorrt: TensorRT's too.
+    """
+    runtime.set_default_logger_severity(4)  # what does not start is said as a sentence
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):  # it prints what it does not find
+        if preload := getattr(runtime, "preload_dlls", None):
+            preload()
+        if tensorrt:
+            with contextlib.suppress(ImportError):
+                importlib.import_module("tensorrt_libs")
+    return " ".join(said.getvalue().split())
 
 
 @functools.cache

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +17,8 @@ from retrieval.errors import BundleError
 from retrieval.serving.files.snapshot import Held, available_memory
 from retrieval.serving.graphs import GraphError, check_graph
 from retrieval.serving.manifest import Manifest
+from retrieval.serving.providers import FALLBACK, ROWS, Device, checked_device, refuse_other, start
 from retrieval.serving.runtime import load_onnxruntime
-
-Device = Literal["auto", "cpu", "cuda"]
 
 _TRIAL_SECONDS = 60.0
 _MEMORY = 6 << 30
@@ -33,11 +33,13 @@ class Graph:
     Args:
         path: for errors.
         session: ONNX Runtime's.
+        device: where it runs: "cpu", "cuda" or "tensorrt".
     """
 
-    def __init__(self, path: Path, session: Any) -> None:
+    def __init__(self, path: Path, session: Any, device: str = "cpu") -> None:
         self.path = path
         self.session = session
+        self.device = device
 
     def __call__(
         self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any = None
@@ -47,10 +49,41 @@ class Graph:
         Raises:
             BundleError: ONNX Runtime refuses, for want of memory for example.
         """
+        if self.device == "tensorrt" and len(feeds["input"]) > ROWS:
+            return in_parts(partial(self, outputs, options=options), feeds["input"])
         try:
             return list(self.session.run(list(outputs), dict(feeds), options))
         except Exception as fault:  # ONNX Runtime's errors share no public base class
-            raise BundleError(f"ONNX Runtime cannot run {self.path}: {_reason(fault)}.") from fault
+            raise self._fault(fault) from fault
+
+    def bound(self, outputs: Sequence[str], feeds: Mapping[str, Any], options: Any = None) -> list[Any]:
+        """Run the graph and leave what it gives where it is computed: ONNX Runtime's own values, which another graph may take.
+
+        Args:
+            outputs: names.
+            feeds: arrays, or values that `bound` gave.
+            options: of the run.
+
+        Raises:
+            BundleError: see `__call__`.
+        """
+        place = "cpu" if self.device == "cpu" else "cuda"
+        try:
+            binding = self.session.io_binding()
+            for name, value in feeds.items():
+                if isinstance(value, np.ndarray):
+                    binding.bind_cpu_input(name, value)
+                else:
+                    binding.bind_ortvalue_input(name, value)
+            for name in outputs:
+                binding.bind_output(name, place)
+            self.session.run_with_iobinding(binding, options)
+            return list(binding.get_outputs())
+        except Exception as fault:  # see above
+            raise self._fault(fault) from fault
+
+    def _fault(self, fault: Exception) -> BundleError:
+        return BundleError(f"ONNX Runtime cannot run {self.path}: {_reason(fault)}.")
 
     def try_once(self, feeds: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, int]]) -> None:
         """Run it on one item, for a minute at most, and compare what comes with what must.
@@ -88,6 +121,12 @@ class Graph:
                 raise BundleError(f"{self.path} gives '{name}' as {kind}; the manifest says float32 {shape}.")
 
 
+def in_parts(graph: Callable[[Mapping[str, NDArray[Any]]], list[Any]], rows: NDArray[Any]) -> list[Any]:
+    """Run a graph on as many rows at once as TensorRT takes, and return what it gives of all."""
+    parts = [graph({"input": rows[at : at + ROWS]}) for at in range(0, len(rows), ROWS)]
+    return [np.concatenate(each) for each in zip(*parts, strict=True)]
+
+
 @dataclass(frozen=True)
 class Split:
     """An encoder of two graphs, one run after the other.
@@ -103,9 +142,14 @@ class Split:
     def __call__(
         self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any = None
     ) -> list[Any]:
-        """Run both, as an encoder of one graph is run."""
-        (features,) = self.backbone(["features"], feeds, options)
-        return self.head(outputs, {"input": features}, options)
+        """Run both, as an encoder of one graph is run; on a GPU the features stay there."""
+        if self.backbone.device == "cpu":
+            (features,) = self.backbone(["features"], feeds, options)
+            return self.head(outputs, {"input": features}, options)
+        if self.backbone.device == "tensorrt" and len(feeds["input"]) > ROWS:
+            return in_parts(partial(self, outputs, options=options), feeds["input"])
+        left = self.backbone.bound(["features"], feeds, options)
+        return [each.numpy() for each in self.head.bound(outputs, {"input": left[0]}, options)]
 
 
 @dataclass(frozen=True)
@@ -115,12 +159,14 @@ class Sessions:
     Attributes:
         encoder: "input" → "vector" and what else the manifest says.
         rescorer: "query", "items" → "distance"; None without one.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda" or "tensorrt".
+        fallback: why it is the CPU though ONNX Runtime was built for a GPU; None otherwise.
     """
 
     encoder: Graph | Split
     rescorer: Graph | None
     device: str
+    fallback: str | None = None
 
     @property
     def split(self) -> Split | None:
@@ -151,19 +197,19 @@ class Sessions:
             BundleError: a graph cannot be loaded or tried, or is not what the manifest says.
         """
         runtime = load_onnxruntime()
-        providers = _providers(runtime, device)
+        devices = checked_device(runtime, device)
         options = _options(runtime, threads)
 
-        def load(name: str) -> Graph:
+        def load(name: str, shapes: Mapping[str, Sequence[int]], on: Sequence[str] = devices) -> Graph:
             try:
                 check_graph(held[name].view())
-                session = runtime.InferenceSession(held[name].bytes(), options, providers=providers)
+                started = start(runtime, held[name].bytes(), options, on, shapes)
             except Exception as fault:  # see above
                 reason = fault if isinstance(fault, GraphError) else _reason(fault)
                 raise BundleError(
                     f"ONNX Runtime {runtime.__version__} cannot load {folder / name}: {reason}."
                 ) from fault
-            return Graph(folder / name, session)
+            return Graph(folder / name, started.session, started.device)
 
         outputs = ["vector"]
         if manifest.query_vectors:
@@ -174,7 +220,7 @@ class Sessions:
         given = {name: widths[name] for name in outputs}
 
         def tried(name: str, dtype: str, shape: tuple[int, ...], wanted: Mapping[str, int]) -> Graph:
-            graph = load(name)
+            graph = load(name, {"input": shape})
             _check_graph(graph, ["input"], list(wanted), {"input": shape, **wanted})
             item = np.zeros((1, *shape), dtype)
             graph.try_once({"input": item}, {each: (1, width) for each, width in wanted.items()})
@@ -192,17 +238,15 @@ class Sessions:
             encoder = Split(first, tried(said.head, "float32", (said.features,), given))
         rescorer = None
         if manifest.rescorer is not None:
-            rescorer = load(manifest.rescorer.file)
             width = manifest.code or 0
+            # its items are of any number, which an engine of TensorRT's is not
+            rescorer = load(manifest.rescorer.file, {}, [each for each in devices if each != "tensorrt"])
             _check_graph(rescorer, ["query", "items"], ["distance"], {"query": width, "items": width})
             codes = np.zeros((2, width), np.float32)
             rescorer.try_once({"query": codes[:1], "items": codes}, {"distance": (1, 2)})
-        used = "cuda" if "CUDAExecutionProvider" in first.session.get_providers() else "cpu"
-        if device == "cuda" and used != "cuda":
-            raise BundleError(
-                "ONNX Runtime could not start on the CUDA device. Use the CPU, or check the driver."
-            )
-        return cls(encoder, rescorer, used)
+        refuse_other(device, first.device)
+        fell = first.device == "cpu" and devices[0] != "cpu"
+        return cls(encoder, rescorer, first.device, FALLBACK if fell else None)
 
 
 def _options(runtime: Any, threads: int | None) -> Any:
@@ -236,19 +280,6 @@ def _limit_memory(runtime: Any) -> None:
 def _reason(fault: Exception) -> str:
     """Return the end of ONNX Runtime's message, on one line: what precedes it names its source files."""
     return " ".join(str(fault).split())[-400:].rstrip(".") or type(fault).__name__
-
-
-def _providers(runtime: Any, device: Device) -> list[str]:
-    available = runtime.get_available_providers()
-    if device not in ("auto", "cpu", "cuda"):
-        raise BundleError(f"Device '{device}' is not known; it is 'auto', 'cpu' or 'cuda'.")
-    if device == "cuda" and "CUDAExecutionProvider" not in available:
-        raise BundleError(
-            "This ONNX Runtime has no CUDA. Install the other one: "
-            "pip uninstall -y onnxruntime && pip install 'embedding-retrieval[gpu]'"
-        )
-    cuda = ["CUDAExecutionProvider"] if device != "cpu" and "CUDAExecutionProvider" in available else []
-    return [*cuda, "CPUExecutionProvider"]
 
 
 def _check_graph(graph: Graph, inputs: Sequence[str], outputs: Sequence[str], widths: dict[str, Any]) -> None:

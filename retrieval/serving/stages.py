@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple
@@ -81,14 +79,23 @@ def current() -> Trail | None:
     return _TRAIL.get()
 
 
-@contextmanager
-def following(trail: Trail | None) -> Iterator[None]:
-    """Inside, stages are noted on this trail."""
-    token = _TRAIL.set(trail)
-    try:
-        yield
-    finally:
-        _TRAIL.reset(token)
+class following:
+    """A block in which stages are noted on a trail.
+
+    Args:
+        trail: it; None for none.
+    """
+
+    __slots__ = ("_token", "_trail")
+
+    def __init__(self, trail: Trail | None) -> None:
+        self._trail = trail
+
+    def __enter__(self) -> None:
+        self._token: Token[Trail | None] = _TRAIL.set(self._trail)
+
+    def __exit__(self, *_: object) -> None:
+        _TRAIL.reset(self._token)
 
 
 class stage:

@@ -95,13 +95,17 @@ class Server:
 
     def memory(self) -> Memory:
         """Return what the server and its processes hold now."""
-        own = _resident(self.process.pid)
-        others, todo = 0, _children(self.process.pid)
+        serving, others = self.processes()
+        return Memory(sum(map(_resident, serving)), sum(map(_resident, others)))
+
+    def processes(self) -> tuple[list[int], list[int]]:
+        """Return its own processes (of several: the supervisor and those that serve), and all that these started."""
+        own, others, todo = [self.process.pid], [], _children(self.process.pid)
         while todo:
             pid = todo.pop()
-            others += _resident(pid)
+            (own if _serves(pid) else others).append(pid)
             todo += _children(pid)
-        return Memory(own, others)
+        return own, others
 
     def end(self) -> tuple[float, int]:
         """Send SIGTERM; return the seconds until the process was gone, and its exit code."""
@@ -122,6 +126,13 @@ def _resident(pid: int) -> int:
     with suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
+
+
+def _serves(pid: int) -> bool:
+    """Whether a process is one of several that answer."""
+    with suppress(OSError):
+        return b"http.processes.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _children(pid: int) -> list[int]:
@@ -316,7 +327,7 @@ def _memory(result: Result) -> list[str]:
     lines = [
         f"Resident megabytes, after {_WARM:,} such requests that are not counted:",
         "",
-        "| after | server's own process | processes that decode | together |",
+        "| after | server's own | processes that decode | together |",
         "| --- | --- | --- | --- |",
     ]
     for name, held in rows:

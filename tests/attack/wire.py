@@ -112,7 +112,7 @@ def chunked(pieces: list[bytes], kind: str, *headers: str) -> bytes:
     return head + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
-def until(what: Callable[[], T], seconds: float = 15.0) -> T:
+def until(what: Callable[[], T], seconds: float = 30.0) -> T:
     """Ask again and again, and return the first answer that is not false."""
     end = time.monotonic() + seconds
     while not (got := what()):
@@ -125,3 +125,19 @@ def found(answer: Answer) -> list[dict[str, Any]]:
     """Return the results of a search that succeeded."""
     assert answer.status == 200, answer
     return list(json.loads(answer.body)["results"])
+
+
+def refused(answer, status: int, says: str) -> None:
+    """Assert that an answer is a problem document of this status whose sentence says this."""
+    content = answer.json()
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json"), (
+        answer.text
+    )
+    assert content["status"] == status and content["instance"] == answer.headers["x-request-id"]
+    assert says in content["detail"], content
+
+
+def not_ready(server) -> str | None:
+    """Return why `/readyz` says that a server is not ready; None where it is."""
+    answer = server.client.get("/readyz")
+    return answer.json()["detail"] if answer.status_code == 503 else None

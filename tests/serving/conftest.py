@@ -28,16 +28,6 @@ sys.modules["browsing"] = _browsing  # `import browsing` in the tests of the pag
 _browsing_spec.loader.exec_module(_browsing)
 
 
-QUIET = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-
-
 @pytest.fixture(scope="session")
 def makers() -> ModuleType:
     """makers.py: real bundles and images on demand."""
@@ -133,28 +123,3 @@ def honest(tmp_path_factory: pytest.TempPathFactory, makers: ModuleType, photos:
 def index(honest: Path, tmp_path: Path) -> Path:
     """An index of one's own, to be spoilt."""
     return Path(shutil.copytree(honest, tmp_path / "i"))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[object]:
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=program, args=QUIET)
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def page(browser) -> Iterator[object]:
-    context = browser.new_context(viewport={"width": 1180, "height": 900}, offline=False)
-    page = context.new_page()
-    page.set_default_timeout(10_000)
-    page.faults, page.asked = [], []
-    page.on("pageerror", lambda error: page.faults.append(str(error)))
-    page.on("console", lambda message: message.type == "error" and page.faults.append(message.text))
-    page.on("request", lambda request: page.asked.append(request.url))
-    yield page
-    context.close()

@@ -58,6 +58,15 @@ def write_digits(folder: Path, count: int = 200) -> list[Path]:
     return paths
 
 
+def spoil(folder: Path, count: int) -> list[Path]:
+    """Put files that are not images, each in its own way, into a folder."""
+    contents = [b"", b"text", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0" + b"x" * 50]
+    paths = [folder / f"bad{number:02}.png" for number in range(count)]
+    for number, path in enumerate(paths):
+        path.write_bytes(contents[number % len(contents)])
+    return paths
+
+
 def make_bundle(
     folder: Path,
     *,

@@ -183,7 +183,7 @@ def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(served, e
     (folder / os.fsdecode(b"\xff.png")).write_bytes(b"x")
     done = push(server, folder, "--batch", "100")
     assert done.returncode == 2, done.stderr
-    assert f"{good} images added, 0 replaced, 0 there already, 5 refused; 1 files left out" in done.stdout
+    assert f"{good} images added, 0 replaced, 0 there already, 5 refused; 1 file left out" in done.stdout
     for said in ("0/text.png: ", "1/large.jpg: ", "empty.gif: ", "gone.png: ", ".png: Its name"):
         assert said in done.stderr
     assert "Traceback" not in done.stderr and "5 of the images below" in done.stderr

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from retrieval.serving.local import exact, few, frame
+from retrieval.serving.local import distances, exact, few, frame
 
 Array = Any
 
@@ -42,12 +42,11 @@ def brute(
 def agree(queries: Array, vectors: Array, k: int, **options: Any) -> None:
     """Hold `nearest` to the plain search: the same distances, and the same rows wherever they are not ties."""
     true, wanted = brute(queries, vectors, k, **options)
-    for numbers in (
-        few._NUMBERS,
-        0,
-    ):  # small matrices have a way of their own; here they go the large ones' too
+    ways = ({}, {"_NUMBERS": 0, "_SAMPLE": 40}, {"_NUMBERS": 0, "_ROWS": -1})  # small, one query, in blocks
+    for way in ways:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(few, "_NUMBERS", numbers)
+            for name, value in way.items():
+                patch.setattr(few, name, value)
             found, rows = exact.nearest(queries, vectors, k, **options)
         assert (
             found.dtype == np.float64 and rows.dtype == np.int64 and found.shape == rows.shape == true.shape
@@ -120,7 +119,7 @@ def test_as_in_double_precision_block_by_block(kind: str) -> None:
     for queries in (vectors[[3]], vectors[::60] + np.float32(1e-4)):
         for k in (1, 7, 499, 500, 600):
             agree(queries, vectors, k)
-        agree(queries, vectors, 9, keep=keep, norms=exact.squared_norms(vectors), threads=2)
+        agree(queries, vectors, 9, keep=keep, norms=distances.squared_norms(vectors), threads=2)
         agree(queries, vectors, 9, keep=~keep, span=(0, 5))
 
 
@@ -155,7 +154,7 @@ def test_equal_distances_come_by_row() -> None:
 
 def test_kept_norms_change_nothing() -> None:
     vectors, queries = normal(4000, 32), normal(40, 32, seed=2)
-    with_norms = exact.nearest(queries, vectors, 5, norms=exact.squared_norms(vectors))
+    with_norms = exact.nearest(queries, vectors, 5, norms=distances.squared_norms(vectors))
     for one, other in zip(with_norms, exact.nearest(queries, vectors, 5), strict=True):
         assert np.array_equal(one, other)
 
@@ -192,11 +191,12 @@ def test_memory_is_bounded(count: int) -> None:
     assert most < 20_000_000 < vectors.nbytes  # (300, N) would be 240 MB
 
 
-def test_even_where_all_are_equal_memory_is_bounded() -> None:
-    vectors = np.ones((40_000, 32), np.float32)
+@pytest.mark.parametrize("count", [1, 40])
+def test_even_where_all_are_equal_memory_is_bounded(count: int) -> None:
+    vectors = np.ones((400_000 // count, 32), np.float32)
     tracemalloc.start()
     try:
-        exact.nearest(vectors[:40], vectors, 10)
+        exact.nearest(vectors[:count], vectors, 10)
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -251,3 +251,21 @@ def test_what_is_known_of_an_array_never_decides_and_goes_with_it() -> None:
         assert len(frame._KNOWN) == before + 1
     del vectors
     assert len(frame._KNOWN) == before
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_more_rows_than_are_kept_may_be_as_near_as_the_last(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random, passed = np.random.default_rng(0), []
+    vectors = random.normal(size=(6000, 32)).astype(np.float32)
+    vectors[random.permutation(6000)[:100]] = vectors[17]  # far more than are kept beyond k
+    queries = vectors[[17, *range(1, count)]] + np.float32(0.01)
+    again, sums = exact._Search._again, few._sums
+    monkeypatch.setattr(exact._Search, "_again", lambda *given: (passed.append(given[2]), again(*given)))
+    monkeypatch.setattr(few, "_sums", lambda *given: (passed.append([0]), sums(*given))[1])
+    wanted = brute(queries, vectors, 10)
+    found = exact.nearest(queries, vectors, 10)
+    np.testing.assert_array_equal(found[1], wanted[1])
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-13)
+    assert [list(each) for each in passed] == [[0]]  # that query alone, and once

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import selectors
 import signal
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -91,9 +93,21 @@ def test_an_answer_has_a_deadline_and_readiness_knows(sleepy):
     server.hang.unlink()
     wire.until(lambda: wire.ask(port, wire.get("/readyz")).status == 200)
     assert wire.found(wire.ask(port, wire.vector()))
+    assert figure(port, 'retrieval_refused_total{reason="deadline"}') == 1
 
 
-def test_what_clients_left_is_not_begun(sleepy):
+def figure(port: int, name: str) -> float:
+    """Return one of the figures that Prometheus is told."""
+    lines = wire.ask(port, wire.get("/metrics")).body.decode().splitlines()
+    (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith(f"{name} ")]
+    return float(value)
+
+
+@pytest.mark.parametrize("spaces", [0, 300_000])
+def test_what_clients_left_is_not_begun(sleepy, spaces):
+    """Also of a body that is longer than what uvicorn reads at once: its connection is listened to again when it is whole."""
+    body = wire.vector().partition(b"\r\n\r\n")[2]
+    asked = wire.post(body + b" " * spaces, "application/json")
     server = sleepy("--deadline", "20", "--probe-seconds", "60")
     port = server.port
     server.begun.write_text("")
@@ -103,7 +117,8 @@ def test_what_clients_left_is_not_begun(sleepy):
         wire.until(lambda: server.begun.read_text())
         for _ in range(10):
             with wire.connect(port) as one:
-                one.sendall(wire.vector())
+                one.sendall(asked)
+                time.sleep(0.1)
         time.sleep(0.5)
         server.hang.unlink()
         assert wire.read_answer(first).status == 200
@@ -111,16 +126,51 @@ def test_what_clients_left_is_not_begun(sleepy):
     assert len(server.begun.read_text()) == 2
 
 
+@pytest.mark.parametrize("spaces", [0, 100_000])
+def test_who_is_refused_and_asks_again_at_once_is_heard_seldom(sleepy, spaces):
+    """A thousand refusals a second would take the time of what is let in. After the flood, every connection is answered."""
+    server = sleepy("--deadline", "30", "--probe-seconds", "60", "--waiting", "1")
+    asked = wire.post(wire.vector().partition(b"\r\n\r\n")[2] + b" " * spaces, "application/json")
+    server.begun.write_text("")
+    server.hang.touch()
+    with ExitStack() as opened:
+        first, second, *crowd = (opened.enter_context(wire.connect(server.port)) for _ in range(22))
+        first.sendall(wire.vector())
+        wire.until(lambda: server.begun.read_text())
+        second.sendall(wire.vector())
+        wire.until(lambda: figure(server.port, 'retrieval_queue_length{queue="search"}') == 1)
+        refused, stop = 0, time.monotonic() + 2
+        watch = opened.enter_context(selectors.DefaultSelector())
+        for one in crowd:
+            watch.register(one, selectors.EVENT_READ, crowd.index(one))
+            one.sendall(asked)
+        while time.monotonic() < stop:
+            for key, _ in watch.select(0.05):
+                answer = wire.read_answer(crowd[key.data])
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+                refused += 1
+                crowd[key.data].sendall(asked)
+        assert len(crowd) < refused < 450
+        server.hang.unlink()
+        for one in crowd:
+            assert wire.read_answer(one).status in (200, 503)
+            one.sendall(LIVE)
+            assert wire.read_answer(one).status == 200
+
+
 def test_clients_take_turns(sleepy):
     """One address with many searches waiting neither keeps another out nor makes it wait for all of them."""
     server = sleepy("--deadline", "20", "--probe-seconds", "60", "--waiting", "8")
     port = server.port
+    server.begun.write_text("")
     server.hang.touch()
     crowd = [wire.connect(port) for _ in range(9)]
     for one in crowd:
         one.sendall(wire.vector())
-    time.sleep(0.5)
+        wire.until(lambda: server.begun.read_text())  # or the first is done together with others
+    wire.until(lambda: figure(port, 'retrieval_queue_length{queue="search"}') == 8)
     assert "too many searches are waiting" in wire.ask(port, wire.vector()).error
+    assert figure(port, 'retrieval_refused_total{reason="queue"}') == 1
     with wire.connect(port, source="127.0.0.2") as other:
         other.sendall(wire.vector())
         dropped = wire.read_answer(crowd[-1])  # the newest of those who have most
@@ -128,6 +178,32 @@ def test_clients_take_turns(sleepy):
         server.hang.unlink()
         assert wire.found(wire.read_answer(other))
     assert [wire.read_answer(one).status for one in crowd[:-1]] == [200] * 8
+    for one in crowd:
+        one.close()
+
+
+def test_a_full_queue_refuses_before_the_body_is_read(sleepy):
+    server = sleepy("--deadline", "20", "--probe-seconds", "60", "--waiting", "1")
+    port = server.port
+    server.begun.write_text("")
+    server.hang.touch()
+    crowd = [wire.connect(port) for _ in range(2)]
+    for one in crowd:
+        one.sendall(wire.vector())
+        wire.until(lambda: server.begun.read_text())  # or the first is done together with the second
+    waits = b'retrieval_queue_length{queue="search"} 1.0'
+    wire.until(lambda: waits in wire.ask(port, wire.get("/metrics")).body)
+    head = wire.vector().partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    with wire.connect(port) as early:
+        early.sendall(head)  # and nothing of the body
+        answer = wire.read_answer(early)
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert "too many searches are waiting" in answer.error
+        server.hang.unlink()
+        assert [wire.read_answer(one).status for one in crowd] == [200, 200]
+        early.sendall(wire.vector().partition(b"\r\n\r\n")[2] + wire.vector())  # the connection goes on
+        assert wire.found(wire.read_answer(early))
     for one in crowd:
         one.close()
 

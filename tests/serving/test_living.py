@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
-import httpx
 import numpy as np
 import pytest
+import wire
 from PIL import Image
 from retrieval.errors import StoreError
 from retrieval.serving.filters import filter_from_json
-from retrieval.serving.index.build import build_index, write_index
+from retrieval.serving.index.build import build_index
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.local.conditions import matching
@@ -49,18 +49,6 @@ def found(server, **content):
     answer = post(server, **content)
     assert answer.status_code == 200, answer.text
     return answer.json()["results"]
-
-
-def until(what, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def not_ready(server):
-    answer = server.client.get("/readyz")
-    return answer.json()["detail"] if answer.status_code == 503 else None
 
 
 def test_an_image_by_any_id(makers, bundle_path, served, tmp_path):
@@ -246,11 +234,11 @@ def test_an_empty_index_is_ready(bundle_path, served, photos, tmp_path):
     with LivingIndex.open(tmp_path / "i", threads=1) as index:
         index.add([photos / "1"], progress=False)
         count = len(index)
-        until(lambda: server.client.get("/readyz").json()["items"] == count)
+        wire.until(lambda: server.client.get("/readyz").json()["items"] == count)
         assert server.client.get("/v1/index").json()["items"] == count == len(found(server, k=100))
         index.delete(hit["id"] for hit in found(server, k=100))
     assert found(server) == []
-    until(lambda: server.client.get("/readyz").json()["items"] == 0)
+    wire.until(lambda: server.client.get("/readyz").json()["items"] == 0)
 
 
 def test_damage_is_said_without_a_path(living, served):
@@ -259,7 +247,7 @@ def test_damage_is_said_without_a_path(living, served):
     content[5000] ^= 1
     segment.write_bytes(content)
     server = served(living, "--probe-seconds", "0.1", wait=False)
-    until(lambda: "damaged" in server.client.get("/readyz").text)
+    wire.until(lambda: "damaged" in server.client.get("/readyz").text)
     answer = server.client.get("/readyz")
     assert answer.status_code == 503 and str(living) not in answer.text and segment.name not in answer.text
 
@@ -280,73 +268,10 @@ def test_damage_found_while_serving(bundle_path, served, tmp_path):
     answer = post(server, k=200)
     assert answer.status_code == 503
     assert "damaged" in answer.json()["detail"] and str(living) not in answer.text
-    assert not_ready(server) and str(living) not in not_ready(server)
+    assert wire.not_ready(server) and str(living) not in wire.not_ready(server)
     time.sleep(0.5)  # probes of one item succeed or fail: the search that failed is repeated
-    assert not_ready(server)
+    assert wire.not_ready(server)
     assert server.client.get("/livez").status_code == 200
-
-
-def test_a_folder_that_is_removed_ends_readiness(living, served):
-    server = served(living, "--probe-seconds", "0.1")
-    shutil.rmtree(living)
-    until(lambda: not_ready(server))
-    until(lambda: "Start the server again" in (not_ready(server) or ""))
-    assert str(living) not in not_ready(server)
-
-
-def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(makers, living, bundle_path, photos, served, tmp_path):  # fmt: skip
-    """Also one with another bundle, of another format, and back again, under searches and after a write."""
-    other = makers.make_bundle(tmp_path / "other", seed=7)
-    server = served(living, "--probe-seconds", "0.2", "--open", "admin", "--workers", "2")
-    image = next(photos.rglob("*.png")).read_bytes()
-    statuses, failed, stop = [], [], threading.Event()
-
-    def search():
-        with httpx.Client(base_url=server.url, timeout=30) as client:
-            while not stop.is_set():
-                for asked in ({"files": {"image": image}}, {"json": {"vector": [0.5] * WIDTH}}):
-                    answer = client.post("/v1/search", **asked)
-                    statuses.append(answer.status_code)
-                    if answer.status_code != 200:
-                        failed.append(answer.text)
-
-    threads = [threading.Thread(target=search) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for turn, bundle in enumerate((bundle_path, other, bundle_path)):
-            create_index(living, bundle, [photos / str(turn)], replace=True, progress=False)
-            count = len(list((photos / str(turn)).iterdir()))
-            until(lambda count=count: server.client.get("/v1/index").json()["items"] == count)
-        write_index(other, [photos / "5"], living, replace=True, progress=False)
-        until(lambda: server.client.get("/v1/index").json()["format"] == 1)
-        create_index(living, other, [photos / "6"], replace=True, progress=False)
-        new = {"vector": [0.5] * WIDTH}
-        until(lambda: server.client.get("/v1/index").json()["format"] == 2)
-        assert server.client.put("/v1/items/new", json=new).status_code == 200
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(30)
-    assert failed == [] and set(statuses) == {200} and len(statuses) > 10
-    with pytest.raises(StoreError, match="holds"):  # who writes keeps its place
-        create_index(living, other, [photos / "6"], replace=True, progress=False)
-    with LivingIndex.open(living, threads=1) as index:
-        assert index.get("new")
-    assert server.client.get("/readyz").status_code == 200
-
-
-def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, photos):
-    """Otherwise the write would go to a folder that is gone, and be acknowledged."""
-    item = Item("new", arrays={"vector": np.ones(WIDTH, np.float32)})
-    with LivingIndex.open(living, threads=1) as index:
-        assert len(index) == 200
-        create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
-        with pytest.raises(StoreError, match="replaced or removed"):
-            index.upsert([item])
-    with LivingIndex.open(living, threads=1) as index:
-        index.upsert([item])
-        assert index.get("new")
 
 
 def test_connections_are_lent_and_closing_waits_for_searches(living):
@@ -409,7 +334,7 @@ def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(bundle_path
     slow = {"or": [{"tags": f"y{n}"} for n in range(100)]}
     answer = post(server, filter=slow, k=1)
     assert answer.status_code == 503 and "retry-after" in answer.headers
-    until(lambda: post(server, k=1).status_code == 200, 10)
+    wire.until(lambda: post(server, k=1).status_code == 200, 10)
 
 
 def test_a_reader_without_the_right_to_write_sees_what_others_write(living, photos):

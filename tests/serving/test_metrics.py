@@ -7,6 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import wire
 from prometheus_client.parser import text_string_to_metric_families
+from retrieval.serving.http.metrics import Metrics
+from retrieval.serving.http.searcher import Searcher
+from retrieval.serving.http.settings import Settings
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.stages import STAGES
@@ -105,6 +108,46 @@ def test_of_an_index_that_lives(bundle_path, served, photos, tmp_path, monkeypat
     assert now["retrieval_index_fresh"][()] == stats.details["fresh"]
     assert now["retrieval_index_transactions_total"][()] == stats.details["transactions"] > 1
     assert now["retrieval_index_bytes"][()] > 1000
+
+
+def test_merges_are_counted(bundle_path, photos, tmp_path):
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+        searcher = Searcher(index, Settings())
+
+        def looked() -> dict[str, float]:
+            families = text_string_to_metric_families(Metrics({"i": searcher}, []).exposition().decode())
+            return {one.name: one.value for family in families for one in family.samples if not one.labels}
+
+        seen = []
+        for number in ("1", "2"):
+            index.add([photos / number], progress=False)
+            index.store.compact()
+            seen.append(looked())
+        searcher.close()
+    merges, segments = "retrieval_index_merges_total", "retrieval_index_segments"
+    assert [(one[segments], one[merges]) for one in seen] == [(1, 0), (1, 1)]
+
+
+def test_changes_have_their_stages(bundle_path, served, photos, tmp_path):
+    """A picture, a vector, several under a key and again, and a deletion: each is written once, and what is refused never."""
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    server = served(tmp_path / "i", "--open", "write")
+    picture = {"image": (photos / "3" / "0003.png").read_bytes()}
+    several = {"items": [{"id": "b", "vector": [0.5] * 16}, {"id": "c", "vector": [0.25] * 16}]}
+    assert server.client.put("/v1/items/a", files=picture).status_code == 200
+    assert server.client.put("/v1/items/a", json={"label": "three"}).status_code == 200
+    for _ in range(2):
+        assert (
+            server.client.post("/v1/items", json=several, headers={"Idempotency-Key": "k"}).status_code == 200
+        )
+    assert server.client.put("/v1/items/d", json={"vector": [0.5]}).status_code == 422
+    assert server.client.delete("/v1/items/b").json() == {"deleted": 1}
+    now = scrape(server.port)
+    stages = now["retrieval_stage_seconds_count"]
+    assert stages["write",] == 4 and now["retrieval_stage_seconds_sum"]["write",] > 0
+    assert stages["decode",] == stages["encode",] == now["retrieval_encode_batch_sum"][()] == 1
+    assert stages["read",] == 5
 
 
 def test_why_work_was_refused(served, index_path):

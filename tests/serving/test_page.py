@@ -97,6 +97,46 @@ def test_a_dropped_image_and_a_bad_one(page, served, index_path, photos):
     page.wait_for_selector("text=The server cannot be reached. Is it still running?")
 
 
+PASTE = """async ([name, bytes, type]) => {
+  const transfer = new DataTransfer();
+  if (name) transfer.items.add(new File([new Uint8Array(bytes)], name, { type }));
+  else transfer.setData("text/plain", "words");
+  const event = new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true, cancelable: true });
+  document.body.dispatchEvent(event);
+  return event.defaultPrevented;
+}"""
+
+
+def test_a_pasted_image_and_a_photo(browser, served, index_path, photos):
+    """On a phone, which has a camera: the button that takes a photo is there, and only there."""
+    server = served(index_path)
+    five, three = (photos / name for name in ("5/0005.png", "3/0003.png"))
+    for touch in (False, True):
+        context = browser.new_context(
+            viewport={"width": 390, "height": 800}, has_touch=touch, is_mobile=touch
+        )
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.goto(server.url)
+        page.wait_for_selector("text=200 items")
+        assert not page.evaluate(PASTE, ["", [], ""])  # text goes where it would have gone
+        assert page.evaluate(PASTE, [five.name, list(five.read_bytes()), "image/png"])
+        first_is(page, "5/0005.png")
+        photo = page.locator("label[for=photo]")
+        assert (photo.is_visible(), photo.inner_text() if touch else "") == (
+            touch,
+            "Take a photo" if touch else "",
+        )
+        if touch:
+            assert page.locator("#photo").get_attribute("capture") == "environment"
+            with page.expect_file_chooser() as chooser:
+                photo.tap()
+            chooser.value.set_files(str(three))
+            first_is(page, "3/0003.png")
+            assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
+        context.close()
+
+
 def test_the_keyboard_and_the_names_of_things(page, served, index_path, photos):
     server = served(index_path)
     page.goto(server.url)

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.browser
 def test_with_a_key_items_are_added_changed_and_deleted(
     page, served, makers, bundle_path, photos, tmp_path, process
 ):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
     create_index(tmp_path / "i", bundle_path, [photos / "1"], progress=False)
     keys = tmp_path / "keys.jsonl"
     made = {
@@ -38,6 +39,10 @@ def test_with_a_key_items_are_added_changed_and_deleted(
     page.fill("#item-metadata", "{price: 3}")
     page.click("#item-form .main")
     page.wait_for_selector("text=The metadata must be a JSON object")
+    for scheme in ("light", "dark"):  # with the form, its error, the key and what changes an item
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        found = axe.run(page)
+        assert found.violations_count == 0, found.generate_report()
     page.fill("#item-metadata", '{"price": 3}')
     page.click("#item-form .main")
     first_is(page, f"a/b {MARKUP}")

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -357,6 +358,19 @@ def test_a_client_that_leaves_and_one_that_is_slow_hold_up_nothing(two):
             assert wire.read_answer(connection).status == 413, number
 
 
+def test_what_is_refused_before_it_has_arrived_is_refused_in_the_same_words(two):
+    """Whoever makes changes has answered, and reads no more, while the other still hands the body on."""
+    lines = to_each(two, two.pids)
+    body = {"vector": vector(1), "metadata": {"long": "x" * 1_900_000}}
+    for path in ("/v1/items/x?unknown=1", "/v1/items/%00"):
+        answers = []
+        for number in (1, 2, 2, 2):
+            status, said = lines[number].ask("PUT", path, body)
+            answers.append((status, said["detail"]))
+        assert answers == [answers[0]] * 4 and answers[0][0] == 400
+    assert all_ready(two, 2) == two.pids
+
+
 def test_sigterm_finishes_what_was_accepted_and_leaves_nothing_behind(own):
     told: list[str] = []
     others: list[int] = []
@@ -406,6 +420,33 @@ def test_without_the_supervisor_the_others_end(own):
     until(lambda: not Path(folder).exists())
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", own.port))
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """An empty folder whose path leaves room for a socket's name; `tmp_path` is too long for that in a worker of xdist."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_what_killed_processes_left_is_cleared_by_the_next_server(
+    bundle_path, photos, tmp_path, temporary, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    for name in ("killed", "next"):
+        (tmp_path / name).mkdir()
+    with two_processes(tmp_path / "killed", bundle_path, photos) as killed:
+        folder = Path(_folders(killed.pids[1])[0])
+        killed.process.send_signal(signal.SIGSTOP)  # it starts none again
+        for pid in killed.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        killed.process.kill()
+        killed.process.wait()
+    assert folder.parent == temporary and (folder / "figures").is_dir()
+    with two_processes(tmp_path / "next", bundle_path, photos) as server:
+        own = Path(_folders(server.pids[1])[0])
+        assert not folder.exists() and own.is_dir()
+    assert not list(temporary.glob("retrieval-*"))
 
 
 def _runs(pid: int) -> bool:

@@ -339,3 +339,27 @@ def test_ready_means_that_a_search_was_run(index_path):
     before, after, live = asyncio.run(scenario())
     assert (before.status_code, after.status_code, live.status_code) == (503, 200, 200)
     assert "has not been run" in json.loads(before.content)["detail"]
+
+
+LOOKING = """
+import gc, os, signal, sys, threading, time
+import retrieval
+
+def look():
+    while not gc.get_freeze_count():
+        time.sleep(0.01)
+    print("kept out:", gc.get_freeze_count(), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=look, daemon=True).start()
+retrieval.serve(sys.argv[1], port=0)
+"""
+
+
+def test_what_a_server_begins_with_is_not_looked_through_for_garbage(index_path):
+    """To look through a hundred thousand objects keeps the event loop from its clients for a tenth of a second."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKING, str(index_path)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.rpartition("kept out: ")[2].split()[0]) > 30_000

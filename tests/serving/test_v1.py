@@ -48,15 +48,6 @@ def path_of(id: str, end: str = "") -> str:
     return f"/v1/items/{quote(id, safe='')}{end}"
 
 
-def refused(answer, status: int, says: str) -> None:
-    content = answer.json()
-    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json"), (
-        answer.text
-    )
-    assert content["status"] == status and content["instance"] == answer.headers["x-request-id"]
-    assert says in content["detail"], content
-
-
 def test_items_of_any_id_are_put_found_shown_and_deleted(served, empty, photos):
     server = served(empty, "--open", "admin")
     images = [path.read_bytes() for path in sorted(photos.rglob("*.png"))[: len(IDS)]]
@@ -81,8 +72,8 @@ def test_items_of_any_id_are_put_found_shown_and_deleted(served, empty, photos):
         assert np.allclose(index.vector(IDS[1]), index.bundle.encode_image(images[1]).vector[0], atol=1e-6)
     for id in IDS:
         assert server.client.delete(path_of(id)).json() == {"deleted": 1}
-        refused(server.client.delete(path_of(id)), 404, "no such item")
-        refused(server.client.get(path_of(id)), 404, "no such item")
+        wire.refused(server.client.delete(path_of(id)), 404, "no such item")
+        wire.refused(server.client.get(path_of(id)), 404, "no such item")
     assert server.client.get("/v1/index").json()["items"] == 0
 
 
@@ -103,11 +94,11 @@ def test_a_search_takes_an_image_in_three_ways_a_vector_or_an_id(served, living,
         assert [hit["id"] for hit in answer.json()["results"]] == wanted[:5], answer.text
     neighbours = server.client.post("/v1/search", json={"id": key, "k": 5, "filter": {"label": "0"}})
     assert [hit["id"] for hit in neighbours.json()["results"]] == wanted[1:]
-    refused(server.client.post("/v1/search", json={"id": "nobody"}), 404, "no such item")
-    refused(server.client.post("/v1/search", json={"id": key, "vector": vector}), 400, "JSON must be")
-    refused(server.client.post("/v1/search?k=1", files={"image": image}), 400, "query string")
+    wire.refused(server.client.post("/v1/search", json={"id": "nobody"}), 404, "no such item")
+    wire.refused(server.client.post("/v1/search", json={"id": key, "vector": vector}), 400, "JSON must be")
+    wire.refused(server.client.post("/v1/search?k=1", files={"image": image}), 400, "query string")
     wrong = server.client.post("/v1/search?kk=1", content=image, headers={"Content-Type": "image/png"})
-    refused(wrong, 400, "no parameter 'kk'")
+    wire.refused(wrong, 400, "no parameter 'kk'")
 
 
 def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
@@ -157,7 +148,7 @@ def test_a_batch_answers_as_its_searches_do(served, living, photos):
         (server.client.post("/v1/search/batch", json={"queries": [{"id": key}, {"id": "no"}]}), 404, "Query 2"),
         (server.client.post("/v1/search/batch", files=[images[0], ("image", ("x", b"no image"))]), 422, "Image 2"),
     ):  # fmt: skip
-        refused(answer, status, says)
+        wire.refused(answer, status, says)
 
 
 def test_many_items_come_together_or_not_at_all(served, empty, photos):
@@ -173,7 +164,7 @@ def test_many_items_come_together_or_not_at_all(served, empty, photos):
     assert add(named[:5], images[:5]).json() == {"added": 0, "replaced": 5}
     broken = [*images[:3], ("image", ("x.png", images[3][1][1][:40]))]
     fresh = [{"id": f"q{n}"} for n in range(4)]
-    refused(add(fresh, broken), 422, "Image 4")
+    wire.refused(add(fresh, broken), 422, "Image 4")
     vectors = [{"id": f"v{n}", "vector": [float(n)] * WIDTH} for n in range(3)]
     assert server.client.post("/v1/items", json={"items": vectors}).json() == {"added": 3, "replaced": 0}
     relabelled = [{"id": "p0", "label": "other", "metadata": {"n": -1}}]
@@ -194,7 +185,7 @@ def test_many_items_come_together_or_not_at_all(served, empty, photos):
         (server.client.post("/v1/items", json={"items": [{"id": "x", "vector": [1.0]}]}), 422, "has 16 numbers, not 1"),
         (server.client.post("/v1/items", json={"items": [vectors[0] | {"id": "x"}, {"id": "y", "vector": [1e300] * WIDTH}]}), 422, "beyond float32"),
     ):  # fmt: skip
-        refused(answer, status, says)
+        wire.refused(answer, status, says)
     assert server.client.get("/v1/index").json()["items"] == 15  # nothing of what was refused
 
 
@@ -206,7 +197,7 @@ def test_a_key_gives_the_same_answer_again_also_after_a_restart(served, empty):
     assert server.client.post("/v1/items", json=body, headers=key).json() == first.json()
     assert server.client.post("/v1/items", json=body).json() == {"added": 0, "replaced": 1}
     other = {"items": [{"id": "b", "vector": [1.0] * WIDTH}]}
-    refused(server.client.post("/v1/items", json=other, headers=key), 422, "another request")
+    wire.refused(server.client.post("/v1/items", json=other, headers=key), 422, "another request")
     failed = server.client.post(
         "/v1/items", json={"items": [{"id": "no"}]}, headers={"Idempotency-Key": "k 2"}
     )
@@ -219,9 +210,9 @@ def test_a_key_gives_the_same_answer_again_also_after_a_restart(served, empty):
     again = served(empty, "--open", "admin")
     assert again.client.post("/v1/items", json=body, headers=key).json() == first.json()
     for bad in ({"Idempotency-Key": ""}, {"Idempotency-Key": "x" * 256}):
-        refused(again.client.post("/v1/items", json=body, headers=bad), 400, "1 to 255")
+        wire.refused(again.client.post("/v1/items", json=body, headers=bad), 400, "1 to 255")
     twice = [("Idempotency-Key", "a"), ("Idempotency-Key", "b")]
-    refused(again.client.post("/v1/items", json=body, headers=twice), 400, "a request has one")
+    wire.refused(again.client.post("/v1/items", json=body, headers=twice), 400, "a request has one")
     assert again.client.get("/v1/index").json()["items"] == 2
 
 
@@ -281,8 +272,8 @@ def test_a_list_comes_in_pages_and_its_cursor_is_its_own(served, living):
         ({"fields": "[1]"}, 400, "100 names"),
         ({"offset": "3"}, 400, "no parameter 'offset'"),
     ):  # fmt: skip
-        refused(server.client.get("/v1/items", params=said), status, says)
-    refused(server.client.get("/v1/items?limit=1&limit=2"), 400, "twice")
+        wire.refused(server.client.get("/v1/items", params=said), status, says)
+    wire.refused(server.client.get("/v1/items?limit=1&limit=2"), 400, "twice")
 
 
 def test_deleting_by_filter_ids_or_all_and_never_by_accident(served, living):
@@ -307,7 +298,7 @@ def test_deleting_by_filter_ids_or_all_and_never_by_accident(served, living):
         ({"where": "label = '7'"}, 400, "one of"),
         ({"filter": "lable = '7'"}, 422, "field 'lable'"),
     ):
-        refused(delete(**said), status, says)
+        wire.refused(delete(**said), status, says)
     assert server.client.get("/v1/index").json()["items"] == 200 - len(sevens) - 3
     assert delete(all=True).json() == {"deleted": 200 - len(sevens) - 3}
     assert server.client.get("/v1/index").json()["items"] == 0
@@ -324,11 +315,11 @@ def test_a_server_is_read_only_unless_told_otherwise(served, living, index_path)
         yield server.client.post("/v1/snapshots")
 
     for answer in writes(served(living)):
-        refused(answer, 403, "read-only")
+        wire.refused(answer, 403, "read-only")
     frozen = served(index_path, "--open", "admin")
     for answer in writes(frozen):
         assert answer.status_code == 403
-    refused(frozen.client.put("/v1/items/a", json={"vector": [1.0] * WIDTH}), 403, "format 1")
+    wire.refused(frozen.client.put("/v1/items/a", json={"vector": [1.0] * WIDTH}), 403, "format 1")
     assert frozen.client.get("/v1/items/5").json()["id"] == 5
     page = frozen.client.get("/v1/items", params={"limit": 150}).json()
     rest = frozen.client.get("/v1/items", params={"limit": 150, "cursor": page["cursor"]}).json()
@@ -336,23 +327,23 @@ def test_a_server_is_read_only_unless_told_otherwise(served, living, index_path)
     assert rest["cursor"] is None
     foreign = {"Origin": "http://evil.example", "Content-Type": "application/json"}
     answer = served(living, "--open", "admin").client.post("/v1/items", json=body, headers=foreign)
-    refused(answer, 403, "another site's page")
+    wire.refused(answer, 403, "another site's page")
 
 
 def test_nobody_writes_unless_the_operator_said_so(served, living):
     client = served(living).client
-    refused(client.delete("/v1/items/x"), 403, "read-only")
-    refused(client.put("/v1/items/x", json={}), 403, "--open")
-    refused(client.post("/v1/items", json={"items": []}), 403, "read-only")
-    refused(client.post("/v1/delete", json={"all": True}), 403, "read-only")
-    refused(client.post("/v1/snapshots"), 403, "read-only")
+    wire.refused(client.delete("/v1/items/x"), 403, "read-only")
+    wire.refused(client.put("/v1/items/x", json={}), 403, "--open")
+    wire.refused(client.post("/v1/items", json={"items": []}), 403, "read-only")
+    wire.refused(client.post("/v1/delete", json={"all": True}), 403, "read-only")
+    wire.refused(client.post("/v1/snapshots"), 403, "read-only")
     assert client.get("/v1/items/x").status_code in (200, 404)
 
 
 def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
     (tmp_path / "copies").mkdir()
     server = served(living, "--open", "admin", "--snapshots", str(tmp_path / "copies"))
-    refused(server.client.post("/v1/snapshots?name=../x"), 400, "query string")
+    wire.refused(server.client.post("/v1/snapshots?name=../x"), 400, "query string")
     made = [server.client.post("/v1/snapshots", json={"path": "/etc/x", "name": ".."}) for _ in range(2)]
     names = [answer.json()["snapshot"] for answer in made]
     assert [answer.status_code for answer in made] == [201, 201] and len(set(names)) == 2
@@ -361,7 +352,7 @@ def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
     ) == sorted(names)
     with open_index(tmp_path / "copies" / names[0], threads=1) as copy:
         assert len(copy) == 200
-    refused(served(living, "--open", "admin").client.post("/v1/snapshots"), 403, "--snapshots")
+    wire.refused(served(living, "--open", "admin").client.post("/v1/snapshots"), 403, "--snapshots")
     none = cli("serve", living, "--snapshots", tmp_path / "none")
     assert none.code == 2 and "which --snapshots names" in none.err
 
@@ -411,59 +402,3 @@ def test_other_bodies_are_refused(served, empty):
         assert answer.status_code == 415
     assert server.client.get("/v1/index").json()["items"] == 0
     assert wire.ask(server.port, wire.get("/v1/items/..%2F..%2Fetc%2Fpasswd")).status == 404
-
-
-def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_path):
-    """Each by its name; one that is not named is refused with the names; what is written to one is not in the other."""
-    from retrieval.serving.index.build import write_index
-
-    other = makers.make_bundle(tmp_path / "b", seed=3)
-    write_index(other, [photos / "1"], tmp_path / "frozen.index", progress=False)
-    create_index(tmp_path / "j", other, progress=False)
-    server = served(living, str(tmp_path / "frozen.index"), f"third={tmp_path / 'j'}", "--open", "admin")
-    assert server.client.get("/v1/indexes").json() == {"indexes": ["frozen", "i", "third"]}
-    missing = server.client.post("/v1/search", json={"vector": [0.5] * WIDTH})
-    refused(missing, 404, "several indexes")
-    assert missing.json()["indexes"] == ["frozen", "i", "third"]
-    refused(server.client.get("/v1/indexes/none/index"), 404, "no index of this name")
-    refused(server.client.get("/v1/indexes/..%2Fi/index"), 404, "")
-    said = {name: server.client.get(f"/v1/indexes/{name}/index").json() for name in ("frozen", "i", "third")}
-    assert [one["format"] for one in said.values()] == [1, 2, 2] and said["i"]["items"] == 200
-    image = next(photos.rglob("*.png")).read_bytes()
-    for name, one in said.items():
-        answer = server.client.post(f"/v1/indexes/{name}/search", files={"image": image}).json()["results"]
-        assert len(answer) == min(10, one["items"])
-        for hit in answer[:1]:
-            assert hit["image_url"].startswith(f"/v1/indexes/{name}/items/")
-            assert server.client.get(hit["image_url"]).status_code == 200
-    put = server.client.put("/v1/indexes/third/items/a%2Fb", files={"image": image})
-    assert put.status_code == 200 and server.client.get("/v1/indexes/third/items/a%2Fb").json()["id"] == "a/b"
-    refused(server.client.get("/v1/indexes/i/items/a%2Fb"), 404, "no such item")
-    refused(server.client.put("/v1/indexes/frozen/items/a", files={"image": image}), 403, "format 1")
-    ready = server.client.get("/readyz").json()
-    assert {name: one["items"] for name, one in ready["indexes"].items()} == {
-        name: one["items"] for name, one in said.items()
-    }
-    figures = server.client.get("/metrics").text
-    assert 'retrieval_index_items{index="i"} 200.0' in figures
-
-
-def test_names_of_indexes(tmp_path):
-    from retrieval.errors import StoreError
-    from retrieval.serving.http.naming import named
-
-    assert named(["a/photos.index", "b=c/photos.index", "/x/ü"]) == {
-        "photos": "a/photos.index",
-        "b": "c/photos.index",
-        "index": "/x/ü",
-    }
-    (tmp_path / "a=b").mkdir()
-    assert named([str(tmp_path / "a=b")]) == {"index": str(tmp_path / "a=b")}
-    for given, says in (
-        (["a/x", "b/x"], "Two indexes are called 'x'"),
-        (["=x"], "cannot be called"),
-        (["ü=x"], "cannot be called"),
-        (["x" * 101 + "=y"], "cannot be called"),
-    ):
-        with pytest.raises(StoreError, match=says):
-            named(given)

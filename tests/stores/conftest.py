@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -47,53 +45,6 @@ def agree() -> Any:
     return _load("agreeing", Path(__file__).parent / "agreeing.py").agree
 
 
-class MilvusServer:
-    """The server that the package `milvus` carries, in a folder of its own, on free ports.
-
-    Args:
-        folder: where it keeps everything.
-    """
-
-    QUICK: ClassVar = {
-        "proxy.timeTickInterval": 50,
-        "queryCoord.checkInterval": 100,
-        "queryCoord.distPullInterval": 50,
-    }
-    """How often it looks after its work, in milliseconds: a test waits for that again and again."""
-
-    def __init__(self, folder: Path) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # the package leaves sockets to the collector
-            from milvus import MilvusServer as Server
-
-            self._server: Any = Server()
-            self._server.set_base_dir(str(folder))
-            for name, value in self.QUICK.items():
-                self._server.config.set(name, value)
-            self._server.start()
-        self.place = f"127.0.0.1:{self._server.listen_port}"
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._server.server_proc.kill()
-        self._server.server_proc.wait()
-
-    def start_again(self) -> None:
-        """Start it where it was, on the same ports: with the configuration that it wrote, since the package takes no port that was used a moment ago."""
-        base = Path(self._server.config.base_data_dir)
-        settings = {"DEPLOY_MODE": "STANDALONE", "METRICS_PORT": str(self._server.webservice_port)}
-        folders = {"MILVUS_RUN_DIR": str(base / "run"), "LD_LIBRARY_PATH": str(base / "bin")}
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        command, env = self._server.server_proc.args, {**os.environ, **settings, **folders}
-        self._server.server_proc = subprocess.Popen(command, cwd=base, env=env, **quiet)
-        self._server.wait_started()
-
-    def stop(self) -> None:
-        """End it, and delete what it kept."""
-        self._server.stop()
-        self._server.cleanup()
-
-
 @pytest.fixture(scope="session")
 def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A real server of Milvus, whose `place` is host and port: the one that MILVUS_URI names, or one started for this session."""
@@ -101,8 +52,11 @@ def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield SimpleNamespace(place=uri.rpartition("//")[2].rstrip("/"))
         return
     pytest.importorskip("milvus", reason="the package `milvus`, which carries a server, is not installed")
-    server = MilvusServer(tmp_path_factory.mktemp("milvus"))
+    server = _load("milvus_server", Path(__file__).parent / "milvus_server.py").MilvusServer(
+        tmp_path_factory.mktemp("milvus")
+    )
     try:
+        server.start()
         yield server
     finally:
         server.stop()

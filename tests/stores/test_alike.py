@@ -93,7 +93,7 @@ def test_tuning_takes_what_meets_both_limits(
     tuned = index.tune(recall=0.9, progress=False)
     assert tuned.chosen is not None and tuned.chosen.recall >= 0.9
     assert tuned.chosen.milliseconds == min(one.milliseconds for one in tuned.trials if one.recall >= 0.9)
-    assert {one.backend for one in tuned.trials} == {"flat", "sq8", "hnsw", "ivf", "ivfpq"}
+    assert {one.backend for one in tuned.trials} == {"flat", "sq8", "hnsw", "ivf", "ivfpq", "rabitq"}
     (segment,) = index.stats().details["segments"]
     assert segment["structure"] == (None if tuned.chosen.backend == "flat" else tuned.chosen.backend)
     small = index.tune(recall=0.9, memory=1000, apply=False, progress=False)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,6 +138,7 @@ def test_the_rest_of_a_bundle_that_was_being_deleted_is_not_taken_for_one(
     store.close()
     kept.mkdir()
     (kept.parent / f".{other.sha256[:16]}.abcdefgh.part").mkdir()
+    (kept.parent / f".{other.sha256[:16]}.abcdefgh.part.lock").touch()
     with LocalStore(tmp_path / "i") as again:
         again.delete(["id0"])
         assert [path.name for path in kept.parent.iterdir()] == [bundle.sha256[:16]]
@@ -186,6 +190,37 @@ def test_a_snapshot_is_of_one_moment(
     store.snapshot(tmp_path / "copy")
     with LocalStore(tmp_path / "copy") as copy:
         assert len(copy.search(VECTORS[:1], 50, bundle.sha256)[0]) == 49
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from retrieval.serving.local import snapshot
+from retrieval.serving.local.store import LocalStore
+def copyfile(source, target):
+    os.kill(os.getpid(), signal.SIGKILL)
+snapshot.shutil.copyfile = copyfile
+with LocalStore(Path(sys.argv[1]), upkeep=False) as store:
+    store.snapshot(Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks that a killed process lets go")
+def test_what_a_killed_snapshot_left_goes_with_the_next(
+    store: LocalStore, bundle: Bundle, tmp_path: Path
+) -> None:
+    store.upsert(items(range(50)), bundle.sha256)
+    store.compact()
+    snapshots = tmp_path / "snapshots"
+    snapshots.mkdir()
+    killed = subprocess.run(
+        [sys.executable, "-c", _KILLED, tmp_path / "i", snapshots / "one"], check=False, timeout=60
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = snapshots.glob(".one.*.part")
+    assert (left / "items.sqlite").stat().st_size > 0
+    store.snapshot(snapshots / "two")
+    assert [path.name for path in snapshots.iterdir()] == ["two"]
 
 
 def test_a_structure_that_is_the_first_work_of_a_writer_is_kept(

@@ -10,9 +10,18 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from retrieval.serving.filters import matches, metadata_text
-from retrieval.serving.rows.conditions import condition, holds
+from retrieval.serving.rows.conditions import condition, holds, parts
 from retrieval.serving.rows.engine import ITEM, Row
-from retrieval.serving.rows.terms import LOOSE, digest_of, halves, indexed, key_of, sortable
+from retrieval.serving.rows.terms import (
+    LOOSE,
+    digest_of,
+    halves,
+    indexed,
+    key_of,
+    part_of,
+    path_of,
+    sortable,
+)
 
 _spec = importlib.util.spec_from_file_location("agreeing", Path(__file__).parent / "agreeing.py")
 assert _spec is not None and _spec.loader is not None
@@ -24,14 +33,17 @@ strategies = _agreeing.strategies
 @settings(max_examples=400, deadline=None)
 @given(strategies.FILTERS, st.lists(strategies.ITEM, min_size=1, max_size=5))
 def test_conditions_are_what_filters_are(where: Any, items: Any) -> None:
-    """An exact condition is true of those items that match; a wider one is true of them, too."""
+    """An exact condition is true of those items that match; a wider one is true of them, too. They lie in the parts that it names, if it names any."""
     for at, (label, metadata) in enumerate(items):
         plain = json.loads(metadata_text(metadata))
         terms, orders = indexed(str(at), label, plain, 4000)
-        row = Row(at, ITEM, 0, 1, digest_of(str(at)), key_of(str(at)), terms, orders)
+        part = part_of(plain, "a")
+        row = Row(at, ITEM, 0, 1, digest_of(str(at)), key_of(str(at)), terms, orders, part=part)
         expected = matches(where, str(at), label, plain)
         exact, sure = condition(where)
         assert sure and holds(exact)(row) is expected
+        among = parts(exact, path_of(("a",)))
+        assert among is None or not expected or part in {*among, LOOSE}
         wider, sure = condition(where, orders_text=False)
         assert holds(wider)(row) >= expected and (not sure or holds(wider)(row) is expected)
 

@@ -23,7 +23,7 @@ from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import matches, parse_filter
 from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.local import store, upkeep, writer
+from retrieval.serving.local import searches, upkeep, writer
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.upkeep import Upkeep
@@ -217,7 +217,7 @@ class Machine(RuleBasedStateMachine):
 def test_whatever_is_done_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "FLUSH_ROWS", 16)
     monkeypatch.setattr(upkeep, "FLUSH_ROWS", 16)
-    monkeypatch.setattr(store, "_SMALL", 0)  # filters are looked up as those of a large index
+    monkeypatch.setattr(searches, "_SMALL", 0)  # filters are looked up as those of a large index
     paths = [make_bundle(tmp_path / str(seed), seed=seed) for seed in range(2)]
     monkeypatch.setattr(Machine, "opened", [Bundle.open(path, threads=1) for path in paths], raising=False)
     run_state_machine_as_test(

@@ -10,10 +10,11 @@ import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
+from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.faiss_backends import Hnsw
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
-from retrieval.serving.local import piece, store, structures, view
+from retrieval.serving.local import piece, searches, structures, view
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.stores.contract import Item, widths_of
@@ -76,6 +77,9 @@ def recall(index: LivingIndex, vectors: np.ndarray, where: str | None, keep: np.
         (Wanted("ivf", {"probes": 64}), "ivf", 0.95),
         (Wanted("sq8"), "sq8", 0.99),
         (Wanted("ivfpq", {"probes": 64, "bytes": 8}), "ivfpq", 0.95),
+        (Wanted("ivfpq", {"lists": 1, "bytes": 8, "expand": 20}), "ivfpq", 0.95),
+        (Wanted("rabitq", {"probes": 64, "expand": 32}), "rabitq", 0.95),
+        (Wanted("rabitq", {"lists": 1, "bits": 4}), "rabitq", 0.99),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -158,6 +162,63 @@ def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(
         Hnsw(m=8).load(tmp_path / "links")
 
 
+def test_codes_find_more_where_more_is_measured_again(
+    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray
+) -> None:
+    everything = np.ones(COUNT, bool)
+    for name, options in (("ivfpq", {"bytes": 2, "lists": 1}), ("rabitq", {"lists": 1})):
+        found = []
+        for expand in (1, 4, 32):
+            folder = tmp_path / f"{name}{expand}"
+            with made(folder, plain_bundle, vectors, Wanted(name, {**options, "expand": expand})) as index:
+                found.append(recall(index, vectors, None, everything))
+        assert found[0] < found[1] < found[2] and found[0] < 0.9 < found[2]
+
+
+def test_a_code_of_rabitq_has_as_many_bytes_as_its_page_says(tmp_path: Path, vectors: np.ndarray) -> None:
+    for bits, size in ((1, 16 / 8 + 8), (2, 16 / 4 + 20), (8, 16 + 20)):
+        sizes = []
+        for count in (1000, 3000):
+            backend = make_backend("rabitq", {"lists": 4, "bits": bits})
+            backend.build(vectors[:count], lambda count: None)
+            backend.save_beside(tmp_path / f"{bits}-{count}")
+            sizes.append((tmp_path / f"{bits}-{count}").stat().st_size)
+        assert sizes[1] - sizes[0] == 2000 * (size + 8)  # and a row number
+
+
+def test_a_file_that_rabitq_does_not_write_is_refused(tmp_path: Path, vectors: np.ndarray) -> None:
+    """Whole files of FAISS's, which pass their checksum and are not what the back end writes."""
+    faiss = pytest.importorskip("faiss")
+    made = {
+        "IndexIVFRaBitQ": "IVF4,RaBitQ",
+        "and a IndexIVFFlat": "RR16,IVF4,Flat",
+        "which this back end does not write": "PCA16,IVF4,RaBitQ",
+        "not of its vectors": "RR8,IVF4,RaBitQ",
+        "not one rotation": "RR16,RR16,IVF4,RaBitQ",
+        "does not fit it": "RR16,IVF4_HNSW8,RaBitQ",
+    }
+    for fault, text in made.items():
+        index = faiss.index_factory(16, text)
+        index.train(vectors[:1000])
+        index.add(vectors[:1000])
+        faiss.write_index(index, str(tmp_path / "other"))
+        with pytest.raises(StoreError, match=fault):
+            make_backend("rabitq", {}).load(tmp_path / "other")
+    good = make_backend("rabitq", {"lists": 4})
+    good.build(vectors[:1000], lambda count: None)
+    good.save(tmp_path / "good")
+    content = (tmp_path / "good").read_bytes()
+    cut = tmp_path / "cut"
+    for length in range(0, len(content), 997):
+        cut.write_bytes(content[:length])
+        with pytest.raises(StoreError):
+            make_backend("rabitq", {}).load(cut)
+    again = make_backend("rabitq", {"lists": 4})
+    again.load(tmp_path / "good")
+    with pytest.raises(StoreError, match="it holds 1,000 vectors of 16"):
+        again.check(999, 16)
+
+
 def test_compacting_waits_for_the_background(tmp_path: Path, plain_bundle: Path, vectors: np.ndarray) -> None:
     """Both build the same files; a second builder once found its own gone."""
     with made(tmp_path / "i", plain_bundle, vectors, Wanted("hnsw")) as index:
@@ -173,7 +234,7 @@ def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
     """A graph's search ends among items that do not match; it once gave seven answers for ten."""
     monkeypatch.setattr(piece, "_MOST", 0)
     monkeypatch.setattr(piece, "_RARE", 0.0)
-    monkeypatch.setattr(store, "_SMALL", COUNT)  # the filter is looked up
+    monkeypatch.setattr(searches, "_SMALL", COUNT)  # the filter is looked up
     prices = np.arange(COUNT) % 100
     with made(tmp_path / "i", plain_bundle, vectors, Wanted("hnsw", {"m": 4, "ef_search": 8})) as index:
         assert recall(index, vectors, "price = 3", prices == 3) > 0.9
@@ -184,8 +245,8 @@ def test_filters_answer_the_same_on_every_way(
     tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """Few matches and many, fields that were never read and fields in memory, a filter that is asked again."""
-    monkeypatch.setattr(store, "_SMALL", COUNT // 2)
-    monkeypatch.setattr(store, "_FAR", 16)
+    monkeypatch.setattr(searches, "_SMALL", COUNT // 2)
+    monkeypatch.setattr(searches, "_FAR", 16)
     prices = np.arange(COUNT) % 100
     with made(tmp_path / "i", plain_bundle, vectors, Wanted(backend)) as index:
         for below in (

@@ -33,7 +33,7 @@ def asked(name):
         return getattr(LocalStore, name)(self, *given, **named)
     return call
 
-NAMES = ["upsert", "delete", "get", "original", "scan", "count", "search", "generations", "stats", "changed", "snapshot", "answered"]
+NAMES = ["upsert", "delete", "get", "original", "scan", "count", "search", "propose", "generations", "stats", "changed", "snapshot", "answered"]
 Flaky = type("Flaky", (LocalStore,), {name: asked(name) for name in NAMES})
 
 class FlakyPlace(LocalPlace):

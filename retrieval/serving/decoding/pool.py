@@ -39,6 +39,9 @@ class Decoders:
         seconds: that decoding an image may take, by the clock and of CPU time; it may wait as long for its turn.
         memory: bytes that decoding one image may take.
         waiting: how many images may wait; 16 for each worker by default.
+
+    Attributes:
+        most_waiting: how many images may wait, from now on.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Decoders:
         self.seconds = seconds
         self.slow = max(1, workers // 2)
         self._most = workers + self.slow
-        self._waiting = 16 * workers if waiting is None else waiting
+        self.most_waiting = 16 * workers if waiting is None else waiting
         self._setting = Setting(
             asdict(self.limits),
             seconds,
@@ -86,6 +89,16 @@ class Decoders:
     def waiting(self) -> int:
         """How many images wait for a process."""
         return len(self._queue)
+
+    def require_room(self, client: str) -> None:
+        """Refuse an image that would not find room, before it is there.
+
+        Raises:
+            Busy: too many are waiting.
+        """
+        with self._lock:
+            if not self._idle and len(self._queue) >= self.most_waiting:
+                self._queue.crowded(client)
 
     def pixels(
         self,
@@ -167,7 +180,7 @@ class Decoders:
             if self._idle:
                 self._idle.pop().begin(job)  # the last to have worked: its caches are warm
             else:
-                if len(self._queue) >= self._waiting:
+                if len(self._queue) >= self.most_waiting:
                     _refuse(self._queue.make_room(client), too_many())
                 self._queue.put(job)
                 self._start_another()
@@ -245,7 +258,11 @@ class _Queue:
         return None
 
     def make_room(self, client: str) -> Job:
-        """Take out the last one of whoever has most waiting.
+        """Take out the last one of whoever has most waiting; see `crowded`."""
+        return self._clients[self.crowded(client)].pop()
+
+    def crowded(self, client: str) -> str:
+        """Return who has most waiting.
 
         Raises:
             Busy: that is this client.
@@ -253,7 +270,7 @@ class _Queue:
         most = max(self._clients, key=lambda name: len(self._clients[name]), default=client)
         if len(self._clients.get(most, ())) <= len(self._clients.get(client, ())) + 1:
             raise too_many()
-        return self._clients[most].pop()
+        return most
 
     def expired(self, now: float) -> list[Job]:
         """Take out those whose deadline has passed, and those who are waited for no more."""

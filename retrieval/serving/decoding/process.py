@@ -22,7 +22,7 @@ from PIL import Image
 
 from retrieval.errors import DataError
 from retrieval.serving.images import Limits, Preprocessing, decode, thumbnail, to_png
-from retrieval.serving.memory import Memory
+from retrieval.serving.memory import Memory, return_large_blocks
 
 REQUEST = struct.Struct(">BIIQ")  # kind, bytes of the name, of the preprocessing as JSON, of the image
 ANSWER = struct.Struct(">BIIQ")  # kind, width and height of the decoded image, bytes that follow
@@ -51,6 +51,7 @@ def main() -> None:
     setting = Setting(*json.loads(sys.argv[1]))
     given, out = os.fdopen(os.dup(0), "rb", BUFFER), os.dup(1)
     limits = Limits(**setting.limits)
+    return_large_blocks(_KEPT)
     _warm()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # what a library prints about a hostile file helps nobody

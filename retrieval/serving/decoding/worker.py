@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -237,7 +237,7 @@ class Worker(threading.Thread):
             ValueError: what it answered cannot be.
         """
         name = job.name.encode("utf-8", "backslashreplace")
-        told = b"" if job.preprocessing is None else json.dumps(asdict(job.preprocessing)).encode()
+        told = _told(job.preprocessing)
         assert self._process is not None
         assert self._process.stdin is not None
         head = REQUEST.pack(job.kind, len(name), len(told), len(job.content)) + name + told
@@ -325,6 +325,12 @@ class Worker(threading.Thread):
         if self._process.stdout.readinto(got) < size:  # type: ignore[attr-defined]
             raise EOFError
         return got
+
+
+@lru_cache(maxsize=16)
+def _told(preprocessing: Preprocessing | None) -> bytes:
+    """Return what the process is told of what makes pixels: nothing where a file is wanted."""
+    return b"" if preprocessing is None else json.dumps(asdict(preprocessing)).encode()
 
 
 def _widen(process: subprocess.Popen[bytes]) -> None:

@@ -9,23 +9,16 @@ from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from retrieval.errors import DataError
 from retrieval.serving.http.access.audit import Audit
-from retrieval.serving.http.access.cors import cross_origin
-from retrieval.serving.http.access.gate import Access, Gate
+from retrieval.serving.http.access.gate import Access
 from retrieval.serving.http.budget import give_back
-from retrieval.serving.http.errors import RequestError
-from retrieval.serving.http.guard import Guard
+from retrieval.serving.http.front import Front, Routed
 from retrieval.serving.http.monitoring import Monitoring
 from retrieval.serving.http.originals import Originals
-from retrieval.serving.http.problems import problem
 from retrieval.serving.http.routes.about import About
 from retrieval.serving.http.routes.ids import ItemRoute
 from retrieval.serving.http.routes.items import Items
@@ -35,7 +28,6 @@ from retrieval.serving.http.routes.searching import Searching
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.site import Served, Site
 from retrieval.serving.http.writing import Writing
-from retrieval.serving.stages import current
 
 Handler = Callable[[Request], Awaitable[Response]]
 HandOn = Callable[[float | None], Response]
@@ -50,13 +42,32 @@ _PAGE = {
 }
 
 
+class Application(Starlette):
+    """Starlette's application, behind one wrapper in the place of its middlewares.
+
+    Attributes:
+        routed: what answers behind everything that looks at a request first: for those that another process has let in.
+        front: what looks at it first.
+    """
+
+    front: Front
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.routed = Routed(self)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request, or run from the server's start to its end."""
+        await self.front(scope, receive, send)
+
+
 def create_app(
     searchers: Searcher | Mapping[str, Searcher],
     monitoring: Monitoring | None = None,
     access: Access | None = None,
     audit: Audit | None = None,
     hand_on: HandOn | None = None,
-) -> Starlette:
+) -> Application:
     """Return the application over one or more searchers of the same settings.
 
     Args:
@@ -93,31 +104,12 @@ def create_app(
                     await task
             close()
 
-    app = Starlette(
-        routes=every,
-        lifespan=lifespan,
-        middleware=[
-            monitoring.observer(every),
-            Middleware(Guard, settings=settings),
-            *cross_origin(settings.cors_origins),
-            Middleware(Gate, access=access or Access(settings)),
-        ],
-        exception_handlers=FAULTS,
-    )
+    app = Application(routes=every, lifespan=lifespan)
     app.router.redirect_slashes = False  # a redirect would repeat the Host that it was sent
+    app.front = Front(app.routed, settings, access or Access(settings), monitoring.observer(every))
     app.state.readiness = next(iter(monitoring.readiness.values()))
     app.state.site = site
     return app
-
-
-def inside(app: Starlette) -> Callable[[Any, Any, Any], Awaitable[None]]:
-    """Return what answers behind everything that looks at a request first: for those that another process has let in."""
-    routed = ExceptionMiddleware(app.router, handlers=FAULTS)
-
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
-        await routed({**scope, "app": app}, receive, send)
-
-    return answer
 
 
 def routes(site: Site, hand_on: HandOn | None = None) -> list[BaseRoute]:
@@ -175,32 +167,3 @@ def _static(name: str, media_type: str) -> Handler:
         return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
     return give
-
-
-async def _http_error(request: Request, fault: Exception) -> Response:
-    assert isinstance(fault, HTTPException)
-    sentences = {
-        404: "There is nothing at this address.",
-        405: "This method is not possible at this address.",
-    }
-    sentence = sentences.get(fault.status_code, f"{fault.detail}.")
-    return problem(request.scope, fault.status_code, sentence, fault.headers)
-
-
-async def _request_error(request: Request, fault: Exception) -> Response:
-    assert isinstance(fault, RequestError)
-    if (trail := current()) is not None:
-        trail.reason = fault.reason
-    fault.__traceback__ = None  # its frames hold the body, and through the job that failed, the fault
-    return problem(request.scope, fault.status, str(fault), fault.headers, fault.more)
-
-
-async def _data_error(request: Request, fault: Exception) -> Response:
-    """Answer for the image or vector that was sent."""
-    fault.__traceback__ = None  # as above
-    text = str(fault)
-    return problem(request.scope, 422, text[:1].upper() + text[1:])
-
-
-FAULTS: dict[Any, Any] = {HTTPException: _http_error, RequestError: _request_error, DataError: _data_error}
-"""What faults become."""

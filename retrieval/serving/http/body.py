@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from retrieval.serving.http.budget import Budget, Upload
 from retrieval.serving.http.errors import Gone, RequestError
+from retrieval.serving.http.limit import Limit
 
 Kind = Literal["form", "json", "image"]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -15,7 +16,8 @@ Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 ENVELOPE = 65_536  # what a form may weigh besides its images
 JSON_BYTES = 2_000_000
 _DRAIN = 4  # times the limit that is read and thrown away, so that the sender gets to see the answer
-_LARGE = 16_384  # bytes
+LARGE = 16_384  # bytes of text: understanding more takes longer than handing it to a thread
+_COPIED = 262_144  # bytes of an image: likewise copying it
 
 
 class Body:
@@ -49,8 +51,8 @@ class Body:
 
     @property
     def large(self) -> bool:
-        """Whether understanding it takes longer than handing it to a thread."""
-        return self._received > _LARGE
+        """Whether understanding it takes longer than handing it to a thread, whatever a form's fields say."""
+        return self._received > (LARGE if self.kind == "json" else _COPIED)
 
     async def read(self, receive: Receive, budget: Budget, upload: Upload, seconds: float) -> None:
         """Collect the body; past the limit, throw the rest away and refuse.
@@ -60,7 +62,7 @@ class Body:
             Gone: the client has left.
         """
         try:
-            async with asyncio.timeout(seconds):
+            with Limit(seconds):
                 await self._collect(receive, budget, upload)
         except TimeoutError:
             raise RequestError(408, f"The request took longer than {seconds:g} seconds to arrive.") from None
@@ -94,6 +96,10 @@ class Body:
         content = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = []
         return content
+
+    def put_back(self, content: bytes) -> None:
+        """Have `content` return it once more."""
+        self._parts = [content]
 
 
 def kind_of(content_type: str) -> Kind | None:

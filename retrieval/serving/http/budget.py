@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +18,20 @@ _SOME, _MUCH = 1_000_000, 16_000_000  # bytes of bodies gone: enough to give bac
 
 @dataclass(eq=False)
 class Upload:
-    """One body that is arriving, or waits to be searched with."""
+    """One body that is arriving, or waits to be searched with; its memory comes back when it is left."""
 
+    budget: Budget
     task: asyncio.Task[Any] | None
     held: int = 0
     last: float = 0.0
     arriving: bool = True
     evicted: bool = False
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.budget.end(self)
 
 
 class Budget:
@@ -46,17 +51,17 @@ class Budget:
         self.held = 0
         self.gone = 0
 
-    @contextmanager
-    def upload(self) -> Iterator[Upload]:
-        """Open an account, whose memory comes back at the end."""
-        upload = Upload(asyncio.current_task(), last=time.monotonic())
+    def upload(self) -> Upload:
+        """Open an account."""
+        upload = Upload(self, asyncio.current_task(), last=time.monotonic())
         self._uploads.add(upload)
-        try:
-            yield upload
-        finally:
-            self._uploads.discard(upload)
-            self.held -= upload.held
-            self.gone += upload.held
+        return upload
+
+    def end(self, upload: Upload) -> None:
+        """Close an account: its memory comes back."""
+        self._uploads.discard(upload)
+        self.held -= upload.held
+        self.gone += upload.held
 
     def take(self, upload: Upload, size: int) -> None:
         """Count arrived bytes. When memory is short, the upload that has stalled longest gives its own back.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from retrieval.serving.index.base import Index
@@ -33,20 +31,23 @@ class Current:
         """The index of this moment; to be read from within `use`."""
         return self._held.index
 
-    @contextmanager
-    def use(self) -> Iterator[Index]:
-        """Give the index; it stays open until this ends. For a thread: the last user of an index that gave way closes it."""
+    def use(self) -> _Use:
+        """Give the index inside a block; it stays open until that ends. For a thread: the last user of an index that gave way closes it."""
+        return _Use(self)
+
+    def hold(self) -> _Held:
+        """Count a user in."""
         with self._lock:
-            held = self._held
-            held.users += 1
-        try:
-            yield held.index
-        finally:
-            with self._lock:
-                held.users -= 1
-                last = held.retired and not held.users
-            if last:
-                held.index.close()
+            self._held.users += 1
+            return self._held
+
+    def let_go(self, held: _Held) -> None:
+        """Count a user out."""
+        with self._lock:
+            held.users -= 1
+            last = held.retired and not held.users
+        if last:
+            held.index.close()
 
     def exchange(self, index: Index) -> None:
         """Serve another index from now on."""
@@ -56,3 +57,19 @@ class Current:
             unused = not old.users
         if unused:
             old.index.close()
+
+
+class _Use:
+    """A block that uses the index of its beginning."""
+
+    __slots__ = ("_current", "_held")
+
+    def __init__(self, current: Current) -> None:
+        self._current = current
+
+    def __enter__(self) -> Index:
+        self._held = self._current.hold()
+        return self._held.index
+
+    def __exit__(self, *_: object) -> None:
+        self._current.let_go(self._held)

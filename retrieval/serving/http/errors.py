@@ -7,6 +7,9 @@ from typing import Any
 
 from retrieval.errors import RetrievalError
 
+CROWDED = "queue"
+"""The reason of a request that finds no room among those that wait."""
+
 
 class RequestError(RetrievalError):
     """A request that cannot be answered.

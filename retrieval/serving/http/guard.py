@@ -1,88 +1,47 @@
-"""What every request passes: hosts, other sites' pages, headers of the answer, and faults of our own."""
+"""Which requests are answered at all: hosts, other sites' pages; and what is said of faults of our own."""
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import logging
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from starlette.responses import Response
 
 from retrieval.errors import StoreError
-from retrieval.serving.http.errors import Gone, RequestError
-from retrieval.serving.http.problems import problem, request_id
+from retrieval.serving.http.errors import RequestError
+from retrieval.serving.http.problems import problem
 from retrieval.serving.http.settings import HEALTH, Settings
 from retrieval.serving.stores.contract import StoreUnavailable
 
 log = logging.getLogger("retrieval.serving.http")
 
+_REMEMBERED = 64  # of the Hosts that are asked for
+
 UNREACHABLE = (
     "The store of this index cannot be reached now. Nothing is known to be damaged: try again in a moment."
 )
 
-_HEADERS = [
-    (name.encode(), value.encode())
-    for name, value in {
-        # The page loads nothing from anywhere else, and nothing of it runs inside or is read by another page.
-        "content-security-policy": "default-src 'none'; img-src 'self' blob: data:; style-src 'self'; "
-        "script-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-        "cross-origin-resource-policy": "same-origin",
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-    }.items()
-]
-
 
 class Guard:
-    """Wraps the application: refuses before it, and answers for it when it fails.
+    """Refuses requests for other hosts, and of other sites' pages.
 
     Args:
-        app: the application.
-        settings: which hosts are served, and whether the log holds tracebacks.
+        settings: which hosts are served.
     """
 
-    def __init__(self, app: Any, settings: Settings) -> None:
-        self._app = app
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._knows = lru_cache(_REMEMBERED)(self._is_served)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        started, own = False, [*_HEADERS, (b"x-request-id", request_id(scope).encode())]
-
-        async def with_headers(message: Any) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                message = {**message, "headers": [*message.get("headers", []), *own]}
-            await send(message)
-
-        refused = self._refusal(scope)
-        try:
-            await (self._app if refused is None else refused)(scope, receive, with_headers)
-        except Gone:
-            pass
-        except asyncio.CancelledError:  # the server's end: its grace is over
-            if not started:
-                stopping = _error(scope, 503, "The server is stopping. Try again in a moment.")
-                await stopping(scope, receive, with_headers)
-        except Exception as fault:
-            report(fault, self._settings.debug)
-            if started:
-                return  # nothing sensible can be added to half an answer: uvicorn cuts the connection
-            failed = problem(scope, 500, "The server failed on this request; its log says why.")
-            await failed(scope, receive, with_headers)
-
-    def _refusal(self, scope: Any) -> Response | None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get("host", "")
+    def refusal(self, scope: Any, headers: Mapping[bytes, bytes]) -> Response | None:
+        """Return why a request is not answered; None if it is."""
+        host = headers.get(b"host", b"").decode("latin-1")
         if not host and scope.get("http_version") == "1.1":
             return _error(scope, 400, "The request has no Host.")
-        if host and not self._knows(_name(host)):
+        if host and not self._knows(host):
             return _error(
                 scope,
                 421,
@@ -95,16 +54,17 @@ class Guard:
             return _error(scope, 403, "The request comes from another site's page.")
         return None
 
-    def _knows(self, name: str) -> bool:
-        """Whether the server answers for a name. A page that rebinds a name of its own has no address to use."""
-        known = self._settings.hosts
+    def _is_served(self, host: str) -> bool:
+        """Whether the server answers for a Host. A page that rebinds a name of its own has no address to use."""
+        known, name = self._settings.hosts, _name(host)
         return known is None or name in known or name == "localhost" or _is_address(name)
 
-    def _is_foreign(self, headers: Mapping[str, str], host: str) -> bool:
-        origin = headers.get("origin")
+    def _is_foreign(self, headers: Mapping[bytes, bytes], host: str) -> bool:
+        said = headers.get(b"origin")
+        origin = None if said is None else said.decode("latin-1")
         if origin in self._settings.cors_origins:
             return False
-        if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        if headers.get(b"sec-fetch-site", b"none") not in (b"same-origin", b"none"):
             return True
         if origin is None:
             return False

@@ -45,13 +45,19 @@ class Bucket:
         self._last = time.monotonic()
         self._dropped = 0
 
-    def take(self) -> int | None:
-        """Return how many lines were left out before this one; None when it is to be left out too."""
+    def open(self) -> bool:
+        """Whether a line may pass now; one that may not counts as left out."""
         now = time.monotonic()
         self._left = min(self._burst, self._left + (now - self._last) * self._per_second)
         self._last = now
         if self._left < 1:
             self._dropped += 1
+            return False
+        return True
+
+    def take(self) -> int | None:
+        """Return how many lines were left out before this one; None when it is to be left out too."""
+        if not self.open():
             return None
         self._left -= 1
         dropped, self._dropped = self._dropped, 0
@@ -185,6 +191,10 @@ class Log:
         logging.getLogger("uvicorn.access").propagate = False
         for name in ("python_multipart", "python_multipart.multipart"):  # its sentence is in the answer
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+    def room(self, *, good: bool) -> bool:
+        """Whether there is room for a line about a request, which is made only then; see `request`. Where there is none, it counts as left out."""
+        return (self._good if good else self._bad).open()
 
     def request(self, said: Mapping[str, Any], *, good: bool) -> None:
         """Write a line about a request that is over, if there is room for it.

@@ -12,11 +12,14 @@ from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.decoding.pool import Busy, Decoded, Decoders
 from retrieval.serving.decoding.pool import Job as Decoding
-from retrieval.serving.http.errors import RequestError
+from retrieval.serving.http.errors import CROWDED, RequestError
 from retrieval.serving.http.pool import Job, Pool, ends
 from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.throughput import Throughput
 from retrieval.serving.images import Limits, Preprocessing
 
+_AGAIN = 1.0  # seconds after which one that was refused is told to come again: whose turn comes before that may wait for it
+_PART = 0.25  # of the deadline
 _PICTURE_THREADS = 4
 _PICTURES_WAITING = 64
 
@@ -36,8 +39,10 @@ class Machinery:
 
     def __init__(self, settings: Settings, preprocessing: Preprocessing | None) -> None:
         waiting = settings.waiting * settings.workers
+        seconds = min(_AGAIN, _PART * settings.deadline)
         self._workers = settings.workers
-        self.searches = Pool("search", settings.workers, waiting)
+        self._images = Throughput(waiting, seconds)
+        self.searches = Pool("search", settings.workers, waiting, seconds=seconds)
         self.pictures = Pool("picture", _PICTURE_THREADS, _PICTURES_WAITING)
         self.decoders = Decoders(
             preprocessing,
@@ -46,6 +51,17 @@ class Machinery:
             seconds=settings.decode_seconds,
             waiting=waiting,
         )
+
+    def require_room(self, client: str) -> None:
+        """Refuse an image that would not find room, before it is read.
+
+        Raises:
+            RequestError: 503, too many are waiting.
+        """
+        try:
+            self.decoders.require_room(client)
+        except Busy as fault:
+            raise RequestError(503, str(fault), CROWDED) from None
 
     async def decoded(
         self,
@@ -70,6 +86,8 @@ class Machinery:
                     job.trail.note("wait", job.queued, decoding.begun)
                     job.trail.note("decode", decoding.begun, time.perf_counter())
                 job.run()
+                self._images.note(1, more=self.decoders.waiting > 0)
+                self.decoders.most_waiting = self._images.room
 
             decoding.future.add_done_callback(go_on)
             try:
@@ -79,7 +97,7 @@ class Machinery:
                 decoding.abandon()
                 raise
         except Busy as fault:
-            raise RequestError(503, str(fault), "queue") from None
+            raise RequestError(503, str(fault), CROWDED) from None
 
     async def pixels(self, bundle: Bundle, images: Sequence[bytes], client: str) -> list[Decoded]:
         """Decode several images, no more at a time than there are workers: others' images get their turns between them.

@@ -93,6 +93,7 @@ class Metrics:
         # `labels` looks up under a lock each time; what there can be is bounded by routes, methods and statuses
         self._counters: dict[tuple[str, str, int], Counter] = {}
         self._durations: dict[str, Histogram] = {}
+        self._refusals: dict[str, Counter] = {}
         self._growing = _Growing(self.registry, gates or {})
         self._looked = CollectorRegistry()
         self._looked.register(_Looked(searchers, gates or {}, 1 if member is None else member.of))
@@ -126,7 +127,11 @@ class Metrics:
             if span.items and span.stage in self._sizes:
                 self._sizes[span.stage].observe(span.items)
         if status >= 400:
-            self._refused.labels(trail.reason or str(status)).inc()
+            reason = trail.reason or str(what[2])
+            refused = self._refusals.get(reason)
+            if refused is None:
+                refused = self._refusals[reason] = self._refused.labels(reason)
+            refused.inc()
 
     def exposition(self, others: Iterable[bytes] = ()) -> bytes:
         """Return all figures in the text format of Prometheus; for a thread: it looks at processes.

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -68,13 +67,11 @@ class Monitoring:
         self._scrapes = Pool("metrics", 1, _SCRAPES)
         self._figures = Metrics(named, [], gates, member)
 
-    def observer(self, routes: Sequence[BaseRoute]) -> Middleware:
-        """Return what wraps the application, around everything else; it counts by the patterns of these routes."""
+    def observer(self, routes: Sequence[BaseRoute]) -> Observer:
+        """Return what notes every request; it counts by the patterns of these routes."""
         patterns = patterns_of(routes)
         self._figures = Metrics(self._searchers, patterns.values(), self._gates, self._member)
-        return Middleware(
-            Observer, routes=patterns, metrics=self._figures, log=self._log, traces=self._traces
-        )
+        return Observer(patterns, self._figures, self._log, self._traces)
 
     def close(self) -> None:
         """Let go of its thread."""
@@ -127,7 +124,8 @@ class Monitoring:
         """Return what was found of one index."""
         one = self.readiness[name]
         own = {} if isinstance(self._searchers[name].index, FrozenIndex) else {"bundle": one.seen.bundle}
-        return {"items": one.seen.items, **own, "checks": one.checks()}
+        fallen = {} if one.fallback is None else {"fallback": one.fallback}
+        return {"items": one.seen.items, **own, **fallen, "checks": one.checks()}
 
     async def watch(self) -> None:
         """Look at every index again and again, for ever."""

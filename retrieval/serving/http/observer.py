@@ -1,9 +1,9 @@
-"""What is noted of every request: its id, its stages, one line in the log, its figures, and its trace where there is one."""
+"""What is noted of every request: its id, its stages, one line in the log, its figures, and its trace where there is one; and the headers of every answer."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -14,10 +14,26 @@ from retrieval.serving.http.metrics import METHODS, OTHER, Metrics
 from retrieval.serving.http.problems import REQUEST, new_request_id
 from retrieval.serving.http.settings import HEALTH
 from retrieval.serving.http.traces import Traces
-from retrieval.serving.stages import Trail, following
+from retrieval.serving.stages import Trail
 
 KEY = "retrieval.key"
 """Where it has the name of the API key that was given, once it is known to be good."""
+
+_HEADERS = [
+    (name.encode(), value.encode())
+    for name, value in {
+        # The page loads nothing from anywhere else, and nothing of it runs inside or is read by another page.
+        "content-security-policy": "default-src 'none'; img-src 'self' blob: data:; style-src 'self'; "
+        "script-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "cross-origin-resource-policy": "same-origin",
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }.items()
+]
+
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 
@@ -46,10 +62,9 @@ def patterns_of(routes: Sequence[BaseRoute]) -> dict[Any, str]:
 
 
 class Observer:
-    """Wraps everything that answers.
+    """Notes what there is to know of requests.
 
     Args:
-        app: it.
         routes: the pattern of each endpoint; see `patterns_of`.
         metrics: counts.
         log: has a line for each request; None for no log. Monitors' have none.
@@ -58,44 +73,36 @@ class Observer:
 
     def __init__(
         self,
-        app: Any,
         routes: Mapping[Any, str],
         metrics: Metrics,
         log: Log | None = None,
         traces: Traces | None = None,
     ) -> None:
-        self._app = app
         self._routes = routes
         self._metrics = metrics
         self._log = log
         self._traces = traces
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        trace = trace_id(scope["headers"])
-        one = _Exchange(Trail(new_request_id(trace)), receive, send)
+    def begin(self, scope: Any, receive: Receive, send: Send) -> Exchange:
+        """Give a request its id; what it takes and is given passes through what this returns."""
+        known = dict(scope["headers"])
+        trace = trace_id(scope["headers"]) if b"traceparent" in known else ""
+        trail = Trail(new_request_id(trace))
+        headers = [*_HEADERS, (b"x-request-id", trail.id.encode())]
         if trace:
-            one.headers = [
-                (b"traceparent", value) for name, value in scope["headers"] if name == b"traceparent"
-            ]
-        scope[REQUEST] = one.trail.id
-        try:
-            with following(one.trail):
-                await self._app(scope, one.receive, one.send)
-        finally:
-            self._finish(scope, one, trace)
+            headers.append((b"traceparent", known[b"traceparent"]))
+        scope[REQUEST] = trail.id
+        return Exchange(trail, receive, send, headers, trace, known)
 
-    def _finish(self, scope: Any, one: _Exchange, trace: str) -> None:
+    def finish(self, scope: Any, one: Exchange) -> None:
+        """Note a request that is over."""
         ended = perf_counter()
         method = scope["method"] if scope["method"] in METHODS else OTHER
         route = self._routes.get((scope.get("endpoint"), frozenset(scope.get("path_params", ()))), OTHER)
         self._metrics.answered(one.trail, method, route, one.status, ended - one.began)
-        good = 0 < one.status < 400
         monitored = route in HEALTH and one.status in (200, 503)  # the log has a line when readiness changes
-        if self._log is not None and not monitored:
+        good = 0 < one.status < 400
+        if self._log is not None and not monitored and self._log.room(good=good):
             client = scope.get("client")
             said = {
                 "method": method,
@@ -105,7 +112,7 @@ class Observer:
                 "bytes_in": one.taken,
                 "bytes_out": one.given,
                 "request_id": one.trail.id,
-                "trace_id": trace,
+                "trace_id": one.trace,
                 "key": scope.get(KEY),
                 "client": client[0] if client else None,
                 "reason": one.trail.reason,
@@ -122,29 +129,45 @@ class Observer:
             self._traces.finish(one.trail, scope["headers"], (one.began, ended), attributes)
 
 
-class _Exchange:
-    """One request and its answer, as they pass."""
+class Exchange:
+    """One request and its answer, as they pass.
+
+    Args:
+        trail: what is noted of it.
+        receive: gives a part of the request.
+        send: takes a part of the answer.
+        headers: that the answer has, besides its own.
+        trace: the id of the trace that it is part of; empty for none.
+        known: the request's headers; of one that is repeated, the last.
+
+    Attributes:
+        trail: see above.
+        trace: likewise.
+        known: likewise.
+        began: by `time.perf_counter`.
+        status: of the answer; 0 until it has begun.
+        taken: bytes of the request's body.
+        given: bytes of the answer's.
+    """
 
     __slots__ = (
-        "_receive",
-        "_send",
-        "_sending",
-        "_whole",
-        "began",
-        "given",
-        "headers",
-        "status",
-        "taken",
-        "trail",
-    )
+        "_headers", "_receive", "_send", "_sending", "_whole", "began", "given", "known", "status", "taken", "trace", "trail",
+    )  # fmt: skip
 
-    def __init__(self, trail: Trail, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
-        self.trail = trail
-        self._receive, self._send = receive, send
+    def __init__(
+        self,
+        trail: Trail,
+        receive: Receive,
+        send: Send,
+        headers: list[tuple[bytes, bytes]],
+        trace: str,
+        known: Mapping[bytes, bytes],
+    ) -> None:
+        self.trail, self.trace, self.known = trail, trace, known
+        self._receive, self._send, self._headers = receive, send, headers
         self.began = self._sending = perf_counter()
         self.status = self.taken = self.given = 0
         self._whole = False
-        self.headers: list[tuple[bytes, bytes]] = []
 
     async def receive(self) -> Any:
         """Pass on a part of the request."""
@@ -159,9 +182,7 @@ class _Exchange:
         """Pass on a part of the answer."""
         if message["type"] == "http.response.start":
             self.status, self._sending = message["status"], perf_counter()
-            if self.headers:
-                message = {**message, "headers": [*message.get("headers", []), *self.headers]}
-            await self._send(message)
+            await self._send({**message, "headers": [*message.get("headers", []), *self._headers]})
             return
         self.given += len(message.get("body", b""))
         await self._send(message)

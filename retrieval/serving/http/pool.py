@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from retrieval.serving.http.errors import Gone, RequestError
+from retrieval.serving.http.errors import CROWDED, Gone, RequestError
+from retrieval.serving.http.throughput import Throughput
 from retrieval.serving.stages import current, following
 
 T = TypeVar("T")
+
+_PURGE_SECONDS = 0.01  # between two looks through a full queue for those whom nobody waits for
 
 ends: ContextVar[float] = ContextVar("ends", default=math.inf)
 """When nobody waits any more for what this task has done, by `time.monotonic`."""
@@ -152,11 +155,14 @@ class Pool:
         threads: jobs at a time.
         waiting: jobs that may wait; beyond it the client with the most of them loses its newest.
         busy: the sentence for those that do not find room.
+        seconds: more may wait where the last of them has its turn within these.
     """
 
-    def __init__(self, name: str, threads: int, waiting: int, busy: str = _BUSY, together: int = 1) -> None:
-        self._waiting = waiting
-        self._together = together
+    def __init__(
+        self, name: str, threads: int, waiting: int, busy: str = _BUSY, seconds: float = 0.0
+    ) -> None:
+        self._throughput = Throughput(waiting, seconds)
+        self._purged = -math.inf
         self._says = busy
         self._queues: dict[str, deque[Job[Any]]] = {}  # in the order of their turns
         self._count = 0
@@ -203,7 +209,7 @@ class Pool:
             RequestError: 503, too many are waiting.
         """
         with self._lock:
-            dropped = self._make_room(job.client) if self._full() and self._purge() else None
+            dropped = self._make_room(job.client) if self._full() else None
             self._queues.setdefault(job.client, deque()).append(job)
             self._count += 1
         if dropped is not None:
@@ -217,18 +223,30 @@ class Pool:
         """How many jobs wait for a thread."""
         return max(0, self._count - self._idle)
 
+    def require_room(self, client: str) -> None:
+        """Refuse a job that would not find room, before anything is done for it.
+
+        Raises:
+            RequestError: 503, too many are waiting.
+        """
+        if self._count - self._idle < self._throughput.room:
+            return
+        with self._lock:
+            if self._full():
+                self._longest(client)
+
     def _full(self) -> bool:
-        return self._count - self._idle >= self._waiting
+        """Whether nobody else may wait, also when those are forgotten for whom nobody does any more."""
+        room, now = self._throughput.room, time.monotonic()
+        if self._count - self._idle >= room and now - self._purged > _PURGE_SECONDS:
+            self._purged = now
+            for client, queue in list(self._queues.items()):
+                self._queues[client] = deque(job for job in queue if not job.abandoned)
+            self._count = sum(map(len, self._queues.values()))
+        return self._count - self._idle >= room
 
-    def _purge(self) -> bool:
-        """Forget what nobody waits for; return whether the queue is full all the same."""
-        for client, queue in list(self._queues.items()):
-            self._queues[client] = deque(job for job in queue if not job.abandoned)
-        self._count = sum(map(len, self._queues.values()))
-        return self._full()
-
-    def _make_room(self, client: str) -> Job[Any]:
-        """Take back the newest job of the client with the most of them.
+    def _longest(self, client: str) -> str:
+        """Return the client with the most jobs, which loses one to another.
 
         Raises:
             RequestError: 503, that is the one who asks.
@@ -236,6 +254,11 @@ class Pool:
         most = max(self._queues, key=lambda name: len(self._queues[name]), default=client)
         if len(self._queues.get(most, ())) <= len(self._queues.get(client, ())) + 1:
             raise self._busy()
+        return most
+
+    def _make_room(self, client: str) -> Job[Any]:
+        """Take back the newest job of the client with the most of them; see `_longest`."""
+        most = self._longest(client)
         self._count -= 1
         return self._queues[most].pop()
 
@@ -288,9 +311,11 @@ class Pool:
                 run_together(jobs)
             else:
                 jobs[0].run()
+            done = len(jobs)
             job, jobs = None, []  # what they hold goes now, not with the next one
             with self._lock:
                 self._idle += 1
+                self._throughput.note(done, more=self._count > 0)
 
     def close(self, seconds: float) -> bool:
         """Have the threads end once they are idle; return whether all have, within the time."""
@@ -302,4 +327,4 @@ class Pool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _busy(self) -> RequestError:
-        return RequestError(503, self._says, "queue")
+        return RequestError(503, self._says, CROWDED)

@@ -1,12 +1,13 @@
 """HTTP on one connection: httptools under uvicorn, with what both leave open closed.
 
 Strict framing, bounds on headers, chunks and pipelined requests, time-outs for connections that say nothing or take
-nothing, and limits on their number. `tests/serving/test_protocol.py` names what is used of uvicorn's own class.
+nothing, and limits on their number. `tests/serving/test_hanging.py` names what is used of uvicorn's own class.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from http import HTTPStatus
@@ -14,6 +15,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from retrieval.serving.http.leaving import LEAVING, Leaving
 from retrieval.serving.http.problems import MEDIA_TYPE, new_request_id, problem, request_id, said
 from retrieval.serving.http.settings import HEALTH
 
@@ -28,6 +30,8 @@ _YOUNG = 0.5  # seconds that a connection may say nothing before it gives way to
 _WRITE_SECONDS = 20.0  # a client that takes nothing for so long is gone
 _LINGER_SECONDS = 5.0  # what may arrive after the answer, before the connection is cut
 _SWEEP_SECONDS = 0.5
+_REFUSALS = 300  # a second, from which on a connection that was refused is not read for as long as it may be
+_LATER = 1.0  # seconds, as a refusal's Retry-After says
 
 
 class Connections:
@@ -51,6 +55,7 @@ class Connections:
         self._idle: dict[Protocol, float] = {}  # since when, the longest first
         self.refused: Counter[int] = Counter()
         self._stuck: dict[Protocol, float] = {}  # until when they may take nothing, or send what nobody reads
+        self._refusals, self._refused_at = 0.0, -math.inf
 
     @property
     def count(self) -> int:
@@ -107,6 +112,17 @@ class Connections:
         """Undo `stuck`."""
         self._stuck.pop(one, None)
 
+    def refusal(self) -> float:
+        """Count a request that found no room; return for how many seconds its connection is not read.
+
+        In a flood, refusing takes the time of those that are let in. So a connection hears a refusal once a second where there are many,
+        as its client is told; where there are few it hardly waits.
+        """
+        now = time.monotonic()
+        self._refusals = 1.0 + self._refusals * math.exp(self._refused_at - now)
+        self._refused_at = now
+        return _LATER * min(1.0, self._refusals / _REFUSALS)
+
     def _close_idle(self, address: str | None, least: float = _YOUNG) -> bool:
         """Close the connection that has been idle longest (of an address); return whether there was one."""
         now = time.monotonic()
@@ -148,6 +164,7 @@ class Protocol(HttpToolsProtocol):
         self.address = self.client[0] if self.client else ""
         self._header_bytes = self._header_count = self._chunks = self._body_bytes = 0
         self._in_headers = self._in_body = False
+        self._leaving = Leaving()
         port = self.server[1] if self.server else None
         self.gate = self.gates.get(port, self.gates[None])
         self._ordinary = self.gate.add(self)
@@ -156,6 +173,7 @@ class Protocol(HttpToolsProtocol):
         """Count it out."""
         self.gate.remove(self)
         super().connection_lost(exc)
+        self._leaving.now()
 
     def close_idle(self, status: int, sentence: str) -> None:
         """Close it between two requests; say why if a request has begun."""
@@ -182,6 +200,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin to count."""
         super().on_message_begin()
+        self.scope[LEAVING] = self._leaving  # type: ignore[literal-required]
         if self._answered():
             self.gate.idle(self)  # from its first byte on, a header has its whole time
         self._header_bytes = self._header_count = self._chunks = self._body_bytes = 0
@@ -242,12 +261,15 @@ class Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that the body is complete."""
+        """Note that the body is complete, and listen for the client's leaving."""
         super().on_message_complete()
         self._in_body = False
+        if not self.pipeline:
+            self.flow.resume_reading()
         if self._answered():
             self.gate.moving(self)
             self.gate.idle(self)
+            self._hold_off()
 
     def on_response_complete(self) -> None:
         """Wait for the next request, or for the rest of this one's body for a moment."""
@@ -257,8 +279,20 @@ class Protocol(HttpToolsProtocol):
             self.gate.stuck(self, _LINGER_SECONDS)
         elif self._answered():
             self.gate.idle(self)
+            self._hold_off()
         if not self._ordinary:
             self.transport.close()
+
+    def _hold_off(self) -> None:
+        """Leave the next request unread for a while, after one that was told to come again later: unread, it costs nothing."""
+        if self._leaving.crowded:
+            self._leaving.crowded = False
+            self.flow.pause_reading()
+            self.loop.call_later(self.gate.refusal(), self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         """Note that the client does not take its answer."""
@@ -287,6 +321,7 @@ class Protocol(HttpToolsProtocol):
                 self._say(status, sentence)
             self.cycle.disconnected = True  # what the application still answers goes nowhere
             self.cycle.message_event.set()
+            self._leaving.now()
         self.transport.close()
 
     def _say(self, status: int, sentence: str) -> None:

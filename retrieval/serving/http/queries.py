@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.serving.filters import Filter
-from retrieval.serving.http.body import Body
+from retrieval.serving.http.body import LARGE, Body
 from retrieval.serving.http.errors import RequestError
-from retrieval.serving.http.forms import Form
+from retrieval.serving.http.forms import Form, quick_parts
 from retrieval.serving.http.models import (
     BatchBody,
     GivenBody,
@@ -54,6 +54,20 @@ class Query:
     explain: bool = False
 
 
+def read_quickly(body: Body, parameters: Mapping[str, str], largest: int) -> Query | None:
+    """Return what `read_search` does; None where that takes longer than handing it to a thread."""
+    if body.large:
+        return None
+    if body.kind != "form":
+        return read_search(body, parameters, largest)
+    content = body.content()
+    parts = quick_parts(body.content_type, content)
+    if parts is None or sum(len(said) for _, is_file, said in parts if not is_file) > LARGE:
+        body.put_back(content)
+        return None
+    return _of_form(Form(body.content_type, content, OPTIONS, largest, parts=parts))
+
+
 def read_search(body: Body, parameters: Mapping[str, str], largest: int) -> Query:
     """Return the one search that a body holds; for a thread.
 
@@ -69,9 +83,7 @@ def read_search(body: Body, parameters: Mapping[str, str], largest: int) -> Quer
     if body.kind == "image":
         return _query((Given(image=content),), options_of({name: parameters.get(name) for name in OPTIONS}))
     if body.kind == "form":
-        form = Form(body.content_type, content, OPTIONS, largest)
-        given = (Given(image=form.pictures()[0]),)
-        return _query(given, options_of({name: form.text(name) for name in OPTIONS}))
+        return _of_form(Form(body.content_type, content, OPTIONS, largest))
     asked = SearchBody.read(content)
     return _query((_given(asked, SearchBody.shape),), asked)
 
@@ -84,13 +96,16 @@ def read_batch(body: Body, most: int, largest: int) -> Query:
     """
     content = body.content()
     if body.kind == "form":
-        form = Form(body.content_type, content, OPTIONS, largest, most)
-        given = tuple(Given(image=image) for image in form.pictures())
-        return _query(given, options_of({name: form.text(name) for name in OPTIONS}))
+        return _of_form(Form(body.content_type, content, OPTIONS, largest, most))
     asked = BatchBody.read(content)
     if len(asked.queries) > most:
         raise RequestError(400, f"The request has {len(asked.queries):,} queries; {most:,} are the most.")
     return _query(tuple(_given(one, GivenBody.shape) for one in asked.queries), asked)
+
+
+def _of_form(form: Form) -> Query:
+    given = tuple(Given(image=image) for image in form.pictures())
+    return _query(given, options_of({name: form.text(name) for name in OPTIONS}))
 
 
 def _given(one: SearchBody | GivenBody, shape: str) -> Given:

@@ -51,6 +51,7 @@ class Readiness:
 
     Attributes:
         seen: what the last probe found that did not fail.
+        fallback: why the encoder runs on the CPU though it could have been a GPU; None otherwise. No fault: the server is ready.
     """
 
     def __init__(self, searcher: Searcher, checks: Mapping[str, Check] | None = None) -> None:
@@ -67,6 +68,7 @@ class Readiness:
         self._references: dict[str, NDArray[np.float32]] = {}
         self._faults: dict[str, str | None] = {"search": _NEW}
         self.seen = Seen()
+        self.fallback: str | None = None
 
     def checks(self) -> dict[str, str]:
         """Return what was found of each part: "ok", or what is wrong with it. It costs nothing: probes run by themselves."""
@@ -93,6 +95,7 @@ class Readiness:
             "model": self._embeds,
         }
         self._undecoded = None
+        self._fallen()
         faults = {name: await self._noted(part) for name, part in parts.items()}
         faults = {
             "index": faults.pop("index"),
@@ -106,6 +109,12 @@ class Readiness:
         elif now is None and before not in (None, _NEW):
             log.warning("Ready again.")
         self._faults = faults
+
+    def _fallen(self) -> None:
+        """Note that the encoder runs on the CPU in a GPU's stead; the log says so once."""
+        before, self.fallback = self.fallback, self._searcher.index.bundle.fallback
+        if self.fallback not in (None, before):
+            log.warning("%s", self.fallback)
 
     async def _noted(self, part: Callable[[], Awaitable[str | None]]) -> str | None:
         settings = self._searcher.settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ import uvicorn
 from retrieval.serving.http.access.audit import Audit
 from retrieval.serving.http.access.gate import Access
 from retrieval.serving.http.access.source import KeySource, key_source
-from retrieval.serving.http.app import create_app, inside
+from retrieval.serving.http.app import create_app
 from retrieval.serving.http.log import Log
 from retrieval.serving.http.monitoring import Monitoring
 from retrieval.serving.http.processes.group import WRITER, Member, door_of
@@ -122,7 +123,7 @@ class Running:
         )
         self.admission = admission
         self.member = member
-        self.door = Door(inside(self.app), self.monitoring.looked, settings.debug)
+        self.door = Door(self.app.routed, self.monitoring.looked, settings.debug)
         self.handshakes: Handshakes | None = None
         if admission.certificate is not None or member is not None:
             self.handshakes = Handshakes(admission.certificate, settings.connections, settings.idle_seconds)
@@ -152,6 +153,9 @@ class Running:
             # uvicorn shuts down in good order, then raises the signal again: that must not count as a failure.
             signal.signal(signal.SIGTERM, lambda number, frame: None)
             signal.signal(signal.SIGINT, lambda number, frame: None)
+            # What is there stays: to look through it for garbage keeps the event loop from its clients for a tenth of a second.
+            gc.collect()
+            gc.freeze()
         self._server.run(sockets=self._listeners)
         return self._end or time.monotonic() + self._grace
 

@@ -119,14 +119,25 @@ class Searcher:
             self.failed = None
         return None
 
-    async def elsewhere(self) -> bool:
-        """Whether another index is served since the files of one that failed are not there any more."""
-        before = self.index
+    async def elsewhere(self, failed: Index) -> bool:
+        """Whether another index is served than one that failed: by now, or since the files of that one are not there any more."""
 
         def work(job: Job[bool]) -> bool:
-            return before.changed() is not None and self.take_up() is None
+            with self.current.use() as index:
+                return index is not failed or (index.changed() is not None and self.take_up() is None)
 
         return await self.machinery.pictures.run(work)
+
+    def require_room(self, client: str, *, images: bool) -> None:
+        """Refuse a search that would not find room, before anything of it is read.
+
+        Raises:
+            RequestError: 503, too many are waiting.
+        """
+        if images:
+            self.machinery.require_room(client)
+        if not images or self._pace.waits(self.index.bundle):
+            self.machinery.searches.require_room(client)
 
     async def search(
         self,
@@ -150,6 +161,7 @@ class Searcher:
             raise RequestError(400, "This index is searched without filters: it is a folder of format 1.")
         try:
             for _ in range(_TRIES):
+                index = self.index
                 try:
                     return await self._search(query, finish, client)
                 except (
@@ -157,7 +169,7 @@ class Searcher:
                 ):  # another bundle is served since, which may preprocess images in another way
                     continue
                 except StoreError as fault:
-                    if isinstance(fault, _PASSING) or not await self.elsewhere():
+                    if isinstance(fault, _PASSING) or not await self.elsewhere(index):
                         raise
         except TooSlow:
             raise RequestError(503, "The filter takes too long here. Ask for less.", "deadline") from None
@@ -302,11 +314,12 @@ class Searcher:
             with self.current.use() as index, patience(self.settings.deadline):
                 return work(index)
 
+        index = self.index
         try:
             try:
                 return await self.machinery.searches.run(read, client)
             except StoreError as fault:
-                if isinstance(fault, _PASSING) or not await self.elsewhere():
+                if isinstance(fault, _PASSING) or not await self.elsewhere(index):
                     raise
                 return await self.machinery.searches.run(read, client)
         except TooSlow:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from retrieval.serving.http.pictures import PIECE
@@ -55,10 +55,21 @@ async def slices(content: bytes) -> AsyncIterator[bytes]:
 
 def as_json(content: object) -> bytes:
     """Return an answer's JSON."""
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return to_json(content, inf_nan_mode="null")
 
 
 def answer(content: bytes | object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return an answer of JSON: encoded already, or yet to be."""
     body = content if isinstance(content, bytes) else as_json(content)
-    return Response(body, status, headers, media_type="application/json")
+    return Response(body, status, headers, media_type="application/json") if headers else _Json(body, status)
+
+
+class _Json(Response):
+    """An answer of JSON without further headers, for a third of what Starlette's costs."""
+
+    def __init__(self, body: bytes, status: int) -> None:
+        self.status_code, self.body, self.background = status, body, None
+        self.raw_headers = [
+            (b"content-length", b"%d" % len(body)),
+            (b"content-type", b"application/json"),
+        ]

@@ -24,7 +24,7 @@ from retrieval.serving.index.base import Index
 from retrieval.serving.index.open import open_index
 from retrieval.serving.memory import return_large_blocks
 from retrieval.serving.probing import probe_fault
-from retrieval.serving.sessions import Device
+from retrieval.serving.providers import Device
 from retrieval.serving.stores.address import Address
 
 if TYPE_CHECKING:

@@ -63,7 +63,11 @@ class Settings:
     max_bytes: int = _limit(20_000_000, 1, "Largest file.")
     deadline: float = _limit(8.0, 0.1, "Seconds from a complete request to its answer; then 503.")
     decode_seconds: float = _limit(5.0, 0.1, "Of these, for decoding an image; then it is refused, 422.")
-    waiting: int = _limit(16, 1, "Searches that may wait for each worker; then 503.")
+    waiting: int = _limit(
+        16,
+        1,
+        "Searches that may wait for each worker, or as many as have their turn within a second; then 503.",
+    )
     together: int = _limit(
         32, 1, "Alike searches that have waited for a worker and are done at once; 1: one by one."
     )

@@ -101,6 +101,8 @@ def parameters_of(request: Request, *known: str) -> dict[str, str]:
     Raises:
         RequestError: 400, it says what the address does not take, or something twice.
     """
+    if not request.scope["query_string"]:
+        return {}
     given = request.query_params.multi_items()
     if given and not known:
         raise RequestError(400, "The address takes no query string (?…); fields go into the request's body.")

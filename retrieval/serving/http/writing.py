@@ -22,6 +22,7 @@ from retrieval.serving.http.pool import Job, Pool
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.queries import encode_vectors
+from retrieval.serving.stages import stage
 from retrieval.serving.stores.contract import (
     CODE,
     FEATURES,
@@ -168,11 +169,13 @@ class Writing:
                     outcome.count = made if isinstance(made, int) else len(change.ids)
                 return made
 
+        before = self._searcher.index
         try:
             try:
                 return await self._turns.run(do, client)
             except StoreError as fault:
-                if isinstance(fault, Superseded | StoreUnavailable) or not await self._searcher.elsewhere():
+                passing = isinstance(fault, Superseded | StoreUnavailable)
+                if passing or not await self._searcher.elsewhere(before):
                     raise
                 return await self._turns.run(do, client)
         except Superseded:
@@ -222,8 +225,9 @@ class Writing:
         index = self._searcher.index
         assert isinstance(index, Collection)
         keeps = FEATURES in index.generation.widths
-        features = bundle.features(inputs) if keeps else None
-        encoded = bundle.encode(inputs) if features is None else bundle.encode_features(features)
+        with stage("encode", len(inputs)):
+            features = bundle.features(inputs) if keeps else None
+            encoded = bundle.encode(inputs) if features is None else bundle.encode_features(features)
         return _rows(encoded, features)
 
     def _of_vectors(self, bundle: Bundle, items: Sequence[New]) -> list[dict[str, Floats]]:
@@ -314,7 +318,7 @@ def _written(
         )
         for one in kept
     }
-    if once is None:
-        return write()
-    answered = _known(index, once)
-    return answered if answered is not None else index.store.once(once.key, once.request, write)
+    if once is not None and (answered := _known(index, once)) is not None:
+        return answered
+    with stage("write", len(items)):
+        return write() if once is None else index.store.once(once.key, once.request, write)

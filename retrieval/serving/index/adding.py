@@ -18,6 +18,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits, thumbnail
 from retrieval.serving.index.collection import Collection
+from retrieval.serving.index.embedded import Vectors
 from retrieval.serving.index.encoding import Encoding
 from retrieval.serving.index.journal import Done
 from retrieval.serving.index.origins import Origin, Source, Sources
@@ -78,14 +79,13 @@ def add_sources(
     batch = at_least_one("batch", batch)
     named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     with showing(progress):
-        found = collect(named, index.bundle.manifest.input.kind)
-        _refuse_twice(found)
+        found, vectors = _found(index, named, keep)
         seals = Seals(index.sha256, create=True)
         total = Added(repeated=found.repeated, left_out=found.left_out)
         for attempt in range(_TRIES):
             work, there = _changes(index, found)
             sink = _Sink(index, index.bundle, keep, work.items, seals, whole)
-            encoding = Encoding(
+            encoding = vectors or Encoding(
                 index.bundle,
                 work,
                 batch,
@@ -102,6 +102,7 @@ def add_sources(
                 if attempt == _TRIES - 1:
                     raise
                 index.follow()
+                vectors = vectors and Vectors.of(named, index, keep)
             finally:
                 total = replace(total, added=total.added + sink.added, changed=total.changed + sink.changed)
         changed, unchanged = _relabel(index, there, seals)
@@ -122,7 +123,15 @@ def add_sources(
     )
 
 
-def _refuse_twice(found: Sources) -> None:
+def _found(index: Collection, named: Sequence[StrPath], keep: Keep) -> tuple[Sources, Vectors | None]:
+    """Return what the sources name, and its vectors where they come with it."""
+    vectors = Vectors.of(named, index, keep)
+    found = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
+    refuse_twice(found)
+    return found, vectors
+
+
+def refuse_twice(found: Sources) -> None:
     """Refuse two items of one id.
 
     Raises:
@@ -220,7 +229,7 @@ class _Sink:
     _waiting: list[Item] = field(default_factory=list)
     _since: float = field(default_factory=time.monotonic)
 
-    def fill(self, encoding: Encoding) -> None:
+    def fill(self, encoding: Encoding | Vectors) -> None:
         """Encode all items; interrupted, what was encoded is written."""
         try:
             if self.items:

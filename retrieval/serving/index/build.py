@@ -26,7 +26,7 @@ from retrieval.serving.index.sources import collect
 from retrieval.serving.index.summary import Summary
 from retrieval.serving.manifest import sha256_of
 from retrieval.serving.progress import Progress, shown
-from retrieval.serving.sessions import Device
+from retrieval.serving.providers import Device
 from retrieval.serving.stores.address import Address
 from retrieval.serving.stores.contract import Keep
 

@@ -17,11 +17,21 @@ from retrieval.serving.index.base import Hit, Index, Where, candidates_of, measu
 from retrieval.serving.index.contract import Floats
 from retrieval.serving.index.items import Item as Listed
 from retrieval.serving.index.seals import Seals
-from retrieval.serving.sessions import Device
+from retrieval.serving.providers import Device
 from retrieval.serving.stages import stage
 from retrieval.serving.stores.address import Address, IndexPlace, place_of
-from retrieval.serving.stores.contract import Generation, Item, Stats, Store, Superseded
+from retrieval.serving.stores.contract import (
+    CODE,
+    VECTOR,
+    Candidates,
+    Generation,
+    Item,
+    Stats,
+    Store,
+    Superseded,
+)
 from retrieval.serving.stores.find import store_place
+from retrieval.serving.stores.items import own
 
 
 class Collection(Index):
@@ -117,38 +127,41 @@ class Collection(Index):
         where: Filter | None,
     ) -> list[list[Hit]]:
         try:
-            found = self.store.search(query, candidates_of(bundle, k, candidates), bundle.sha256, where=where)
+            found = self.store.propose(
+                query, candidates_of(bundle, k, candidates), bundle.sha256, where=where
+            )
         except Superseded:
             self.follow()
             raise
         return [
-            self._ordered(bundle, query[number], None if code is None else code[number], items, k)
-            for number, items in enumerate(found)
+            self._ordered(bundle, query[number], None if code is None else code[number], each, k)
+            for number, each in enumerate(found)
         ]
 
     def _ordered(
-        self, bundle: Bundle, query: Floats, code: Floats | None, items: Sequence[Item], k: int
+        self, bundle: Bundle, query: Floats, code: Floats | None, found: Candidates, k: int
     ) -> list[Hit]:
         """Return the nearest of candidates, measured as the bundle says; equal distances by id."""
+        items, arrays = found.items, found.arrays
         if not items:
             return []
-        items = sorted(items, key=lambda item: item.id)
-        vectors = np.stack([item.vector for item in items])
-        codes = None if code is None else np.stack([item.arrays["code"] for item in items])
-        distances = measured(bundle, query, code, vectors, codes, min(k, len(items)))
+        codes = None if code is None else arrays[CODE]
+        distances = measured(bundle, query, code, arrays[VECTOR], codes, min(k, len(items)))
         order = np.argsort(distances, kind="stable")[:k]
         return [
             Hit(
                 item.id,
                 item.id,
                 item.label,
-                float(distances[at]),
-                item.metadata,
+                distance,
+                own(item.metadata),
                 item.path,
                 item.keep,
                 item.stamp,
             )
-            for at, item in ((at, items[at]) for at in order)
+            for item, distance in zip(
+                [items[at] for at in order.tolist()], distances[order].tolist(), strict=True
+            )
         ]
 
     # Items

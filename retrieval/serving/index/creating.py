@@ -28,7 +28,7 @@ from retrieval.serving.local.create import create_local
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.sessions import Device
+from retrieval.serving.providers import Device
 from retrieval.serving.stores.address import Address, place_of
 from retrieval.serving.stores.contract import Keep, Store, StoreUnavailable, widths_of
 from retrieval.serving.stores.find import store_place

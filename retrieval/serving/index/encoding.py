@@ -60,6 +60,7 @@ class Encoding:
         skip_bad: leave out images that cannot be used, instead of refusing all.
         kept: makes what is kept of an original from its bytes and the decoded image; None keeps nothing.
         features: whether the backbone's features are wanted too.
+        tell: say what is left out as it is found.
     """
 
     bundle: Bundle
@@ -70,6 +71,7 @@ class Encoding:
     skip_bad: bool
     kept: Callable[[bytes, Image.Image], bytes] | None = None
     features: bool = False
+    tell: bool = True
 
     def journal(self, folder: Path) -> Journal:
         """Open the journal in a folder, which goes on with what an earlier run of the same work has done."""
@@ -124,7 +126,7 @@ class Encoding:
     def _report(self, entry: Done, faults: list[str], meter: Meter) -> None:
         if entry.fault is not None:
             faults.append(entry.fault)
-            if self.skip_bad:
+            if self.skip_bad and self.tell:
                 meter.say(f"skipped: {entry.fault}")
 
     def _decode(self, items: Sequence[Source]) -> Iterator[_Decoded]:

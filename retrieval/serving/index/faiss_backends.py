@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import Field
 
 from retrieval.errors import StoreError
 from retrieval.serving.index.contract import Floats, IndexBackend, Rows
+from retrieval.serving.index.on_gpu import MOST, Gpus, OnGpu, gpus_found
 from retrieval.serving.runtime import load_faiss
 
 # FAISS compares Q × P with its threshold. From eight queries on, one matrix product is faster than a loop over
@@ -28,27 +28,32 @@ class FaissBackend(IndexBackend):
     """What the FAISS back ends have in common: files, GPU, searching with parameters of its own."""
 
     on_gpu = True
+    most_on_gpu = MOST
+    """Candidates that a search on a GPU finds at most; the CPU, which keeps the index too, does one for more."""
     room = 1 << 20
     """Bytes that FAISS may take for one thing, at least, when it reads a file; no more than the file where that is larger."""
     kinds: tuple[str, ...] = ()
     """FAISS's classes that `save` writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: Gpus = "one", float16: bool = False) -> None:
+        self.gpus, self.float16 = gpus, float16
         self._index: Any = None
-        self._lock: threading.Lock | None = None
+        self._gpu: OnGpu | None = None
 
     def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
         """Search; see `IndexBackend`. A GPU serves one thread at a time."""
-        # faiss.contrib.torch_utils, which training libraries import, replaces `search` by one without `params`
-        search = getattr(self._index, "search_numpy", self._index.search)
-        with self._lock or contextlib.nullcontext():
+        if self._gpu is not None and k <= self.most_on_gpu:
+            squared, rows = self._gpu.search(queries, k)
+        else:
+            # faiss.contrib.torch_utils, which training libraries import, replaces `search` by one without `params`
+            search = getattr(self._index, "search_numpy", self._index.search)
             squared, rows = search(queries, k, params=self._parameters(k))
         return np.sqrt(np.maximum(squared, 0)), rows
 
     @property
     def selective(self) -> bool:
-        """True, but on a GPU."""
-        return self._lock is None
+        """True; on a GPU the CPU does it."""
+        return True
 
     def search_selected(self, queries: Floats, k: int, keep: NDArray[np.bool_]) -> tuple[Floats, Rows]:
         """Search among some of the vectors; see `IndexBackend`."""
@@ -64,8 +69,11 @@ class FaissBackend(IndexBackend):
         """Add in pieces, between which progress shows and an interruption is heard."""
         for start in range(0, len(vectors), _PIECE):
             piece = vectors[start : start + _PIECE]
-            self._index.add(piece)
+            self._add_piece(piece)
             report(len(piece))
+
+    def _add_piece(self, piece: Floats) -> None:
+        self._index.add(piece)
 
     def _parameters(self, k: int) -> Any:
         """Return FAISS's search parameters for this call: setting them on the index would change it for others."""
@@ -89,11 +97,15 @@ class FaissBackend(IndexBackend):
                     raise
 
             try:
-                faiss.write_index(self._index, faiss.PyCallbackIOWriter(write, 1 << 20), flags)
+                faiss.write_index(self._written(), faiss.PyCallbackIOWriter(write, 1 << 20), flags)
             except Exception:
                 if failure:  # FAISS turns it into an error of its own
                     raise failure[0] from None
                 raise
+
+    def _written(self) -> Any:
+        """Return what a file holds."""
+        return self._index
 
     def load(self, path: Path) -> None:
         """Read the index, and move it to a GPU when there is one."""
@@ -123,11 +135,21 @@ class FaissBackend(IndexBackend):
         faiss = load_faiss()
         self._look(index)
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * index.d
-        if self.on_gpu and hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus() > 0:
-            self._resources = faiss.StandardGpuResources()  # must outlive the index
-            index = faiss.index_cpu_to_gpu(self._resources, 0, index)
-            self._lock = threading.Lock()
         self._index = index
+        if self.on_gpu and gpus_found() > 0 and self._fits_gpu(index):
+            self._gpu = self._placed(index)
+
+    def _fits_gpu(self, index: Any) -> bool:
+        """Whether FAISS can search this index on a GPU; another stays on the CPU."""
+        return True
+
+    def _placed(self, index: Any) -> OnGpu:
+        """Return an index, put on the GPU."""
+        return OnGpu(index, self.gpus, self.float16, self._set_parameters())
+
+    def _set_parameters(self) -> dict[str, float]:
+        """Return what is set on an index on a GPU, where several of them take no parameters with a call."""
+        return {}
 
     def _look(self, index: Any) -> None:
         """Refuse what is not as `build` made it, before it goes to a GPU.
@@ -145,9 +167,17 @@ class FaissBackend(IndexBackend):
 
 
 class Flat(FaissBackend):
-    """Exact search: compares the query with every vector. `auto` takes it while the gallery is small."""
+    """Exact search: compares the query with every vector. `auto` takes it while the gallery is small.
+
+    Args:
+        gpus: where FAISS finds several GPUs: `one` of them, `replicas` (all vectors on each, more searches at once) or `shards` (a part on each, more vectors).
+        float16: whether a GPU keeps the vectors in 16 bits: half the memory; distances are rounded.
+    """
 
     kinds = ("IndexFlatL2", "IndexFlat")
+
+    def __init__(self, gpus: Gpus = "one", float16: bool = False) -> None:
+        super().__init__(gpus, float16)
 
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
         """Copy the vectors into FAISS."""
@@ -205,137 +235,82 @@ class Hnsw(FaissBackend):
     def _look(self, index: Any) -> None:
         if index.storage is None:
             raise StoreError("it holds no vectors")
-        _check_flat(index.storage, index.ntotal, index.d)
+        check_flat(index.storage, index.ntotal, index.d)
 
     def _parameters(self, k: int) -> Any:
         return load_faiss().SearchParametersHNSW(efSearch=max(self.ef_search, k))
 
 
-class Ivf(FaissBackend):
+class ListsBackend(FaissBackend):
+    """What back ends of inverted lists have in common: how many lists, and how many of them a search looks at."""
+
+    def __init__(self, lists: int = 0, probes: int = 0, gpus: Gpus = "one", float16: bool = False) -> None:
+        super().__init__(gpus, float16)
+        self.lists, self.probes = lists, probes
+
+    def _lists_of(self, count: int) -> int:
+        """Return how many lists so many vectors get."""
+        return min(self.lists or max(1, min(int(4 * count**0.5), count // 39)), count)
+
+    def _look_at_lists(self, index: Any, code_size: int) -> None:
+        """Refuse lists that are not of this index, with codes of so many bytes.
+
+        Raises:
+            StoreError: the end of a sentence.
+        """
+        faiss = load_faiss()
+        lists = faiss.downcast_InvertedLists(index.invlists)
+        check_flat(index.quantizer, index.nlist, index.d)
+        if type(lists).__name__ != "ArrayInvertedLists" or lists.code_size != code_size:
+            raise StoreError("its lists are not ones that this back end writes")
+        if lists.nlist != index.nlist or lists.compute_ntotal() != index.ntotal:
+            raise StoreError("its lists do not hold its vectors")
+
+    def _probed(self) -> int:
+        """Return how many lists a search looks at."""
+        lists = self._index.nlist
+        return int(min(lists, self.probes or max(8, lists // 16)))
+
+    def _parameters(self, k: int) -> Any:
+        return load_faiss().SearchParametersIVF(nprobe=self._probed())
+
+    def _set_parameters(self) -> dict[str, float]:
+        return {"nprobe": min(self._probed(), MOST)}
+
+
+class Ivf(ListsBackend):
     """Approximate search in inverted lists: clusters the vectors and searches the lists nearest to the query.
 
     Args:
         lists: number of clusters; 0 takes four times the square root of the number of vectors, at least 39 a cluster.
         probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
+        gpus: where FAISS finds several GPUs: `one` of them, `replicas` (all vectors on each, more searches at once) or `shards` (a part on each, more vectors).
+        float16: whether a GPU keeps the vectors in 16 bits: half the memory; distances are rounded.
     """
 
     kinds = ("IndexIVFFlat",)
 
     def __init__(
-        self, lists: Annotated[int, Field(ge=0)] = 0, probes: Annotated[int, Field(ge=0)] = 0
+        self,
+        lists: Annotated[int, Field(ge=0)] = 0,
+        probes: Annotated[int, Field(ge=0)] = 0,
+        gpus: Gpus = "one",
+        float16: bool = False,
     ) -> None:
-        super().__init__()
-        self.lists, self.probes = lists, probes
+        super().__init__(lists, probes, gpus, float16)
 
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
         """Cluster a sample of the vectors, then sort all of them into the lists."""
         faiss = load_faiss()
         count, width = vectors.shape
-        lists = self.lists or max(1, min(int(4 * count**0.5), count // 39))
-        lists = min(lists, count)
+        lists = self._lists_of(count)
         self._index = faiss.IndexIVFFlat(faiss.IndexFlatL2(width), width, lists)
         self._index.cp.min_points_per_centroid = 1  # asked for by name: no warning on standard output
         self._index.train(sample_of(vectors, 256 * lists))
         self._add(vectors, report)
 
     def _look(self, index: Any) -> None:
-        faiss = load_faiss()
-        lists = faiss.downcast_InvertedLists(index.invlists)
-        _check_flat(index.quantizer, index.nlist, index.d)
-        if type(lists).__name__ != "ArrayInvertedLists" or lists.code_size != 4 * index.d:
-            raise StoreError("its lists are not ones that this back end writes")
-        if lists.nlist != index.nlist or lists.compute_ntotal() != index.ntotal:
-            raise StoreError("its lists do not hold its vectors")
-
-    def _parameters(self, k: int) -> Any:
-        lists = self._index.nlist
-        return load_faiss().SearchParametersIVF(nprobe=min(lists, self.probes or max(8, lists // 16)))
-
-
-class IvfPq(FaissBackend):
-    """Approximate search in inverted lists of product codes (Jégou, Douze and Schmid 2011): some bytes a vector.
-
-    Args:
-        lists: number of clusters; 0 takes four times the square root of the number of vectors, at least 39 a cluster.
-        probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
-        bytes: of a vector's code, at most its numbers; it divides them, or the next number that does is taken.
-    """
-
-    kinds = ("IndexIVFPQ",)
-    room = 1 << 31  # FAISS's own limit on the tables that it computes beforehand
-
-    def __init__(
-        self,
-        lists: Annotated[int, Field(ge=0)] = 0,
-        probes: Annotated[int, Field(ge=0)] = 0,
-        bytes: Annotated[int, Field(ge=1, le=4096)] = 32,
-    ) -> None:
-        super().__init__()
-        self.lists, self.probes, self.bytes = lists, probes, bytes
-
-    @property
-    def expand(self) -> int:
-        """8."""
-        return 8
-
-    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Cluster a sample of the vectors, learn the codes on it, then sort all of them into the lists."""
-        faiss = load_faiss()
-        count, width = vectors.shape
-        lists = min(self.lists or max(1, min(int(4 * count**0.5), count // 39)), count)
-        codes = next(size for size in range(min(self.bytes, width), 0, -1) if width % size == 0)
-        bits = 8 if count >= 39 * 256 else 4
-        self._index = faiss.IndexIVFPQ(faiss.IndexFlatL2(width), width, lists, codes, bits)
-        self._index.cp.min_points_per_centroid = self._index.pq.cp.min_points_per_centroid = 1
-        self._index.train(sample_of(vectors, max(256 * lists, 65_536)))
-        self._add(vectors, report)
-
-    def _look(self, index: Any) -> None:
-        faiss = load_faiss()
-        lists = faiss.downcast_InvertedLists(index.invlists)
-        _check_flat(index.quantizer, index.nlist, index.d)
-        if type(lists).__name__ != "ArrayInvertedLists" or lists.code_size != index.pq.code_size:
-            raise StoreError("its lists are not ones that this back end writes")
-        if index.pq.d != index.d or index.pq.M * index.pq.dsub != index.d or not index.by_residual:
-            raise StoreError("its codes are not of its vectors")
-        if index.pq.centroids.size() != index.pq.ksub * index.d or index.pq.nbits not in (4, 8):
-            raise StoreError("its codes are not ones that this back end writes")
-        if lists.nlist != index.nlist or lists.compute_ntotal() != index.ntotal:
-            raise StoreError("its lists do not hold its vectors")
-
-    def _parameters(self, k: int) -> Any:
-        lists = self._index.nlist
-        return load_faiss().SearchParametersIVF(nprobe=min(lists, self.probes or max(8, lists // 16)))
-
-
-class Sq8(FaissBackend):
-    """Search in a table of vectors of one byte a number: a quarter of the memory, and nearly exact."""
-
-    on_gpu = False
-    kinds = ("IndexScalarQuantizer",)
-
-    @property
-    def expand(self) -> int:
-        """2."""
-        return 2
-
-    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Learn each number's range on a sample, then round all of them."""
-        faiss = load_faiss()
-        self._index = faiss.IndexScalarQuantizer(vectors.shape[1], faiss.ScalarQuantizer.QT_8bit)
-        self._index.train(sample_of(vectors, 65_536))
-        self._add(vectors, report)
-
-    def _look(self, index: Any) -> None:
-        faiss = load_faiss()
-        quantizer = index.sq
-        if quantizer.qtype != faiss.ScalarQuantizer.QT_8bit or quantizer.d != index.d:
-            raise StoreError("its table is not one that this back end writes")
-        if quantizer.trained.size() != 2 * index.d or index.codes.size() != index.ntotal * index.d:
-            raise StoreError("its table does not hold its vectors")
-
-    def _parameters(self, k: int) -> Any:
-        return None
+        self._look_at_lists(index, 4 * index.d)
 
 
 class _Storage:
@@ -365,7 +340,7 @@ def sample_of(vectors: Floats, most: int) -> Floats:
     return np.ascontiguousarray(vectors[rows])
 
 
-def _check_flat(index: Any, count: int, width: int) -> None:
+def check_flat(index: Any, count: int, width: int) -> None:
     """Refuse what is not a plain table of vectors by Euclidean distance.
 
     Raises:

@@ -24,7 +24,7 @@ from retrieval.serving.index.files import SUMS, damaged, hold_listed, read_sums
 from retrieval.serving.index.items import Item, Items
 from retrieval.serving.index.manifest import INDEX, IndexManifest, PartRecord, contradictory, parse_index
 from retrieval.serving.manifest import FILE, parse_manifest
-from retrieval.serving.sessions import Device
+from retrieval.serving.providers import Device
 from retrieval.serving.stages import stage
 
 _HEADER = 20_000  # bytes that are enough for the header of an array

@@ -14,7 +14,7 @@ from retrieval.serving.index.frozen import FrozenIndex
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.manifest import INDEX
 from retrieval.serving.local.create import FORMAT
-from retrieval.serving.sessions import Device
+from retrieval.serving.providers import Device
 from retrieval.serving.stores.address import Address, place_of
 
 _BYTES = 1_000_000

@@ -98,6 +98,7 @@ class Source:
         metadata: further columns of a manifest.
         row: of `Sources.features`; None for an image.
         origin: where the content is, when it is not a local file of its own.
+        recorded: its stamp when it was embedded, of what comes with its vector.
     """
 
     key: str
@@ -106,6 +107,7 @@ class Source:
     metadata: dict[str, Any] = field(default_factory=dict)
     row: int | None = None
     origin: Origin | None = None
+    recorded: str | None = None
 
     @property
     def name(self) -> str:
@@ -114,6 +116,8 @@ class Source:
 
     def stamp(self) -> str:
         """Return what changes when the item does: path, row, size and time of its file."""
+        if self.recorded is not None:
+            return self.recorded
         if self.path is None:
             assert self.origin is not None
             return self.origin.stamp()

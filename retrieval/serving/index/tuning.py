@@ -209,6 +209,12 @@ def _grid(count: int, width: int) -> Iterator[tuple[str, dict[str, Any], Sequenc
     yield "ivf", {"lists": lists}, probes
     for size in sorted({min(width, size) for size in (width // 4, width // 2) if size}):
         yield "ivfpq", {"lists": lists, "bytes": size}, probes[2:]
+    for bits in (1, 4):
+        yield (
+            "rabitq",
+            {"lists": lists, "bits": bits},
+            [{**one, "expand": more} for one in probes[2:] for more in (8, 32)],
+        )
 
 
 def _tried(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from retrieval.errors import StoreError
 from retrieval.host.files import rename_whole, sync_below
+from retrieval.host.scratch import scratch_folder
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.generation_table import served
@@ -38,16 +37,13 @@ def write_copy(store: Store, target: Path) -> None:
     if target.exists() or target.is_symlink():
         raise taken
     try:
-        beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
-        try:
+        with scratch_folder(target.parent, f".{target.name}.", ".part") as (beside, _):
             fresh = beside / target.name
             create_local(fresh, bundle, generation.widths, identity=store.identity())
             with LocalStore(fresh, upkeep=False) as copy:
                 copy_items(store, copy, bundle.sha256, bare=lambda items: _insert(copy, items))
             sync_below(fresh)
             rename_whole(fresh, target, replace=False, taken=taken)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
     except OSError as fault:
         raise StoreError(f"{target} cannot be written: {fault.strerror or fault}.") from None
 

@@ -3,20 +3,21 @@
 Rows pass once, in blocks that fit a core's cache. Of each block a fast product in float32 gives every row's distance
 with a bound of its error; only rows that can still be among the nearest are measured again, in double precision from
 the row itself. So the answer is that of a search in double precision, whatever the vectors' offset or scale, at the
-cost of a search in float32.
+cost of a search in float32. A few more than k rows are kept by their float32 distance; where the last of them cannot be
+told from the k-th nearest, as among many equal vectors, that query's rows pass once more.
 
 **The bound.** Let u = 2⁻²⁴ and γ = nu / (1 − nu) for n a little above P (N. Higham, Accuracy and Stability of Numerical
 Algorithms, 2002, §3.1: an inner product of P terms, summed in any order, is off by at most γ |q| |x|).
 With 2 |q| |x| ≤ |q|² + |x|², what float32 makes of |x|² (1 − 2γ) − 2 q·x is never above |q − x|² − (1 − γ) |q|². A row
 for which it is above τ − (1 − γ) |q|² is therefore farther than τ, the distance of the k-th nearest so far.
-Few queries are compared one by one as Σ (q − x)², which is off by a part γ of itself.
+Few queries are compared one by one as Σ (q − x)², which is off by a part γ of itself; one alone in a single pass (`few`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,13 @@ from numpy.typing import NDArray
 
 from retrieval.serving.index.contract import Floats, Rows
 from retrieval.serving.local.compact import Compact
+from retrieval.serving.local.distances import TINY, norms_of, relative_error, squared_distances
 from retrieval.serving.local.few import are_few, nearest_of_few
 from retrieval.serving.local.frame import Frame, frame_of
-from retrieval.serving.runtime import load_faiss
+from retrieval.serving.local.smallest import Smallest, kept_for
 
 Doubles = NDArray[np.float64]
 
-_UNIT = 2.0**-24
 _WIDEST = 1 << 20
 _FEW_QUERIES = 4  # up to here a loop over queries is faster than a matrix product and the rows' norms
 _MOST_QUERIES = 256  # at a time
@@ -47,16 +48,6 @@ _BOUNDED = 32  # queries at a time
 # If more than this part of the pairs remains after the companion, to measure those costs more than reading the vectors.
 _WORTH_FEW, _WORTH = 1 / 16, 1 / 64
 _LARGEST = 2.0**120
-_TINY = 2.0**-100  # above what underflow loses of a coordinate's product
-
-
-def squared_norms(vectors: Floats) -> Floats:
-    """Return each row's |x|² (N,) as `nearest` takes it: the same for every search, 4 bytes a row to keep."""
-    norms = np.empty(len(vectors), np.float32)
-    step = max(1, _BLOCK_NUMBERS // max(1, vectors.shape[1]))
-    for start in range(0, len(vectors), step):
-        norms[start : start + step] = _norms(np.ascontiguousarray(vectors[start : start + step]))
-    return norms
 
 
 def nearest(
@@ -80,7 +71,7 @@ def nearest(
         k: how many, at least 1.
         keep: (N,), which rows may be found; None is all.
         span: first column and the one past the last to compare; None is all.
-        norms: (N,) what `squared_norms` gave for these rows, within the span if there is one; saves a tenth of the time of many queries.
+        norms: (N,) what `distances.squared_norms` gave for these rows, within the span if there is one; saves a tenth of the time of many queries.
         compact: the companion of these vectors, which is read in their place; not with a span.
         threads: how many threads read ranges of the rows.
 
@@ -92,16 +83,15 @@ def nearest(
     """
     _check(queries, vectors, k, keep, span, norms, compact, threads)
     columns = slice(None) if span is None else slice(*span)
+    given = np.ascontiguousarray(queries[:, columns], np.float32)
+    if are_few(given, vectors, whole=keep is None and span is None and threads == 1):
+        return nearest_of_few(given, np.asarray(vectors)[:, columns], k, keep, compact)
     squared = np.full((len(queries), k), np.inf)
     rows = np.full((len(queries), k), -1, np.int64)
     if not len(queries) or not len(vectors):
         return squared, rows
-    given = np.ascontiguousarray(queries[:, columns], np.float32)
-    few = compact is None and are_few(given, vectors)
-    frame = None if few else frame_of(vectors, columns)
+    frame = frame_of(vectors, columns)
     vectors = np.asarray(vectors)  # no np.memmap, whose slices cost more
-    if few:
-        return nearest_of_few(given, vectors[:, columns], k, keep)
     task = _Task(vectors, columns, k, keep, norms, frame, compact)
     count = -(-len(vectors) // threads)
     ranges = [(start, min(start + count, len(vectors))) for start in range(0, len(vectors), count)]
@@ -177,6 +167,7 @@ class _Search:
         self.exact = queries.astype(np.float64)
         self.squared = np.full((len(queries), task.k), np.inf)
         self.rows = np.full((len(queries), task.k), -1, np.int64)
+        self.cap = np.full(len(queries), np.inf)  # squared distances within which k rows are known to lie
         self.compared = self.remained = 0
         self._scan(task.compact)
 
@@ -195,24 +186,60 @@ class _Search:
             with np.errstate(over="ignore", under="ignore"):
                 self.near = self.frame.moved(self.near)
         count, width = self.near.shape
-        terms = width + 16
-        self.gamma = terms * _UNIT / (1 - terms * _UNIT)
-        self.tiny = width * _TINY
+        self.gamma = relative_error(width)
+        self.tiny = width * TINY
         self.own = np.square(self.near.astype(np.float64)).sum(1)
         self.beyond = np.flatnonzero(~(self.own < _LARGEST))
         self.one_by_one = count <= _FEW_QUERIES and self.frame is None and not len(self.beyond)
         with np.errstate(over="ignore"):
-            self.twice = np.ascontiguousarray(self.near.T) * np.float32(-2)
+            self.twice = self.near * np.float32(-2)
 
     def run(self) -> None:
         """Read the rows."""
-        start: int | None = self.start
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            while start is not None:
-                blocks = self._blocks(start)
-                start = next(
-                    (int(_first(rows)) for rows, masked in blocks if not self._read(rows, masked)), None
-                )
+            start = self.start if self.compact is None else self._filter(self.start)
+            if start is not None:
+                self._select(start)
+
+    def _filter(self, start: int) -> int | None:
+        """Read rows from one on, and measure at once whatever may be near; return the row from which on the vectors are to be read, or None."""
+        for rows, masked in self._blocks(start):
+            if not self._read(rows, masked):
+                return int(_first(rows))
+        return None
+
+    def _select(self, start: int) -> None:
+        """Read the vectors from a row on, keep what is smallest in float32, and measure that."""
+        smallest, seen = Smallest(len(self.exact), kept_for(self.task.k)), 0
+        for rows, masked in self._blocks(start):
+            block = np.ascontiguousarray(self.table[rows, self.columns])
+            values = smallest.room(len(block))
+            self._compare(block, rows, values)
+            seen += len(block)
+            if masked and self.task.keep is not None:
+                dropped = ~self.task.keep[rows]
+                values[:, dropped] = np.inf
+                seen -= int(np.count_nonzero(dropped))
+            smallest.add(values, rows)
+        before = self.squared, self.rows
+        query, place = np.nonzero(smallest.rows >= 0)
+        squared = np.full(smallest.rows.shape, np.inf)
+        squared[query, place] = self._measure(query, smallest.rows[query, place])
+        squared, rows = np.hstack([self.squared, squared]), np.hstack([self.rows, smallest.rows])
+        order = np.lexsort((rows, squared))[:, : self.task.k]
+        self.squared, self.rows = (np.take_along_axis(one, order, 1) for one in (squared, rows))
+        unsure = np.flatnonzero(~smallest.beyond(self._limits(self.squared[:, -1]), seen))
+        if len(unsure):
+            self._again(start, unsure, *before)
+
+    def _again(self, start: int, unsure: Rows, squared: Doubles, rows: Rows) -> None:
+        """Read the vectors from a row on once more, for queries that had squared distances and rows before."""
+        again = _Search(replace(self.task, compact=None), self.queries[unsure], start, self.stop)
+        again.cap = self.squared[unsure, -1]
+        again._filter(start)
+        self.squared[unsure], self.rows[unsure] = squared[unsure], rows[unsure]
+        query, place = np.nonzero(again.rows >= 0)
+        self._enter(unsure[query], again.rows[query, place], again.squared[query, place])
 
     def join(self, other: _Search) -> None:
         """Take over what was found in another range."""
@@ -247,11 +274,12 @@ class _Search:
             False if the companion told too little apart: the vectors are to be read from this block on.
         """
         block = np.ascontiguousarray(self.table[rows, self.columns])
-        values = self._loop(block) if self.one_by_one else self._product(block, rows)
+        values = np.empty((len(self.exact), len(block)), np.float32)
+        self._compare(block, rows, values)
         dropped = ~self.task.keep[rows] if masked and self.task.keep is not None else None
-        near = self._within(values, self._limits(self.squared[:, -1]), dropped)
+        near = self._within(values, self._limits(np.minimum(self.squared[:, -1], self.cap)), dropped)
         if np.count_nonzero(near) > _MANY * self.task.k * len(self.exact):
-            bounds = self._bounds(values, rows, near.sum(0), dropped)
+            bounds = self._bounds(values, rows, near.sum(1), dropped)
             near = self._within(values, self._limits(bounds), dropped)
         places = np.flatnonzero(near)
         if self.compact is not None:
@@ -260,38 +288,35 @@ class _Search:
                 self._scan(None)
                 return False
         if len(places):
-            row, query = np.divmod(places, len(self.exact))
+            query, row = np.divmod(places, len(block))
             number = _numbers(rows, row)
             self._enter(query, number, self._measure(query, number))
         return True
 
     @staticmethod
     def _within(values: Floats, limits: Floats, dropped: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-        """Return which values (B, Q) are not above their query's limit, of rows that may be found."""
-        near: NDArray[np.bool_] = values <= limits
+        """Return which values (Q, B) are not above their query's limit, of rows that may be found."""
+        near: NDArray[np.bool_] = values <= limits[:, None]
         if dropped is not None:
-            near &= ~dropped[:, None]
+            near &= ~dropped
         return near
 
-    def _loop(self, block: Floats) -> Floats:
-        """Return Σ (q − x)² (B, Q) in float32."""
-        faiss = load_faiss()
-        values = np.empty((len(self.near), len(block)), np.float32)
-        for query, out in zip(self.near, values, strict=True):
-            faiss.fvec_L2sqr_ny(*map(faiss.swig_ptr, (out, query, block)), block.shape[1], len(block))
-        return values.T
-
-    def _product(self, block: Floats, rows: slice | Rows) -> Floats:
-        """Return |x|² (1 − 2γ) − 2 q·x (B, Q) in float32."""
+    def _compare(self, block: Floats, rows: slice | Rows, values: Floats) -> None:
+        """Write to `values` (Q, B) in float32 Σ (q − x)², where queries are compared one by one, or |x|² (1 − 2γ) − 2 q·x."""
+        if self.one_by_one:
+            for query, own in zip(self.near, values, strict=True):
+                squared_distances(query, block, own)
+            return
         if self.frame is not None:
             block = self.frame.moved(block)
-        values: Floats = np.asarray(block @ self.twice)
-        norms = _norms(block) if self.norms is None else self.norms[rows]
-        values += (norms * np.float32(1 - 2 * self.gamma))[:, None]
+        np.matmul(self.twice, block.T, out=values)
+        norms = norms_of(block) if self.norms is None else self.norms[rows]
+        values += norms * np.float32(1 - 2 * self.gamma)
         if not norms.max() < _LARGEST:
-            values[~(norms < _LARGEST)] = -np.inf  # the bound says nothing of them: they are measured again
-        values[:, self.beyond] = -np.inf
-        return values
+            values[
+                :, ~(norms < _LARGEST)
+            ] = -np.inf  # the bound says nothing of them: they are measured again
+        values[self.beyond] = -np.inf
 
     def _limits(self, squared: Doubles) -> Floats:
         """Return what a row's value must not be above (Q,), for its squared distance to be at most the given one."""
@@ -310,19 +335,19 @@ class _Search:
         self, values: Floats, rows: slice | Rows, counts: Rows, dropped: NDArray[np.bool_] | None
     ) -> Doubles:
         """Return for each query a squared distance (Q,) within which k rows lie, of this block where it has many near."""
-        bounds: Doubles = self.squared[:, -1].copy()
+        bounds: Doubles = np.minimum(self.squared[:, -1], self.cap)
         many = np.flatnonzero(counts > _MANY * self.task.k)
         for start in range(0, len(many), _BOUNDED):
             part = many[start : start + _BOUNDED]
-            some = values[:, part]
+            some = values[part]
             if dropped is not None:
-                some[dropped] = np.inf
-            row = np.argpartition(some, self.task.k - 1, axis=0)[: self.task.k]
-            squared = self._measure(np.broadcast_to(part, row.shape).ravel(), _numbers(rows, row.ravel()))
+                some[:, dropped] = np.inf
+            row = np.argpartition(some, self.task.k - 1, axis=1)[:, : self.task.k]
+            squared = self._measure(np.repeat(part, self.task.k), _numbers(rows, row.ravel()))
             squared = squared.reshape(row.shape)
             if dropped is not None:
                 squared[dropped[row]] = np.inf
-            bounds[part] = np.minimum(bounds[part], squared.max(0))
+            bounds[part] = np.minimum(bounds[part], squared.max(1))
         return bounds
 
     def _measure(self, query: Rows, number: Rows) -> Doubles:
@@ -346,14 +371,6 @@ class _Search:
         starts = np.searchsorted(query[order], touched)
         best = order[starts[:, None] + np.arange(self.task.k)]
         self.rows[touched], self.squared[touched] = row[best], squared[best]
-
-
-def _norms(block: Floats) -> Floats:
-    """Return |x|² (B,) in float32."""
-    faiss = load_faiss()
-    norms = np.empty(len(block), np.float32)
-    faiss.fvec_norms_L2sqr(faiss.swig_ptr(norms), faiss.swig_ptr(block), block.shape[1], len(block))
-    return norms
 
 
 def _first(rows: slice | Rows) -> Any:

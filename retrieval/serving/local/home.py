@@ -56,6 +56,7 @@ class Home:
         said = acknowledged(folder)  # before the record, which may only be further
         self.record = Record(folder, read_only=self.read_only)
         self.view: View | None = None
+        self._known: tuple[object, int] | None = None
         self._refresh = threading.Lock()
         self.columns = Columns()
         self.ready = Ready(folder, self.make, self.renew)
@@ -77,6 +78,13 @@ class Home:
             self.record.close()
             raise
 
+    def now(self) -> View | None:
+        """Return what is searched at this moment, where nothing was written since a moment that was looked at; None where the record is to be asked."""
+        known, view = self._known, self.view
+        if known is None or view is None or view.seq != known[1] or self.record.version() != known[0]:
+            return None
+        return view
+
     @contextmanager
     def moment(
         self, arrays: bool = True, *, whole: bool = False
@@ -88,6 +96,7 @@ class Home:
             whole: of the very segments and structures that the record names, ready or not.
         """
         for _ in range(_TRIES):
+            version = self.record.version() if arrays else None  # of this moment, or an earlier one
             with self.record.reading() as connection:
                 view = None
                 if arrays:
@@ -97,6 +106,7 @@ class Home:
                         continue
                     if view is None:
                         continue
+                    self._known = version, view.seq
                 yield connection, view
                 return
         raise StoreError(

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ SEGMENTS = "segments"
 _MARGIN = 16  # beyond what is asked of a structure: for deleted items
 _TOGETHER = 1 << 18  # numbers that are measured at once
 _MOST = 4096  # asked of a structure at once, before the segment is searched exactly
+_ALONE, _LARGE = 8, 25_000_000
+"""Queries at once that are faster with a companion in any case, and numbers of vectors from which more are, too."""
 _RARE = (
     0.02  # share of a segment that matches a filter, up to which exact search among the matches is the faster
 )
@@ -61,7 +64,7 @@ class Piece:
         alive[rows] = False
         return replace(self, alive=alive)
 
-    @property
+    @cached_property
     def dead(self) -> int:
         """How many of its items are not alive."""
         return 0 if self.alive is None else len(self.alive) - int(np.count_nonzero(self.alive))
@@ -86,7 +89,7 @@ def search_exact(
         keep=keep,
         span=None if whole else span,
         norms=norms if whole else None,
-        compact=compact if whole else None,
+        compact=compact if whole and (len(queries) <= _ALONE or vectors.size >= _LARGE) else None,
     )
     return distances, numbers, rows
 

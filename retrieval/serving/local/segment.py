@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from retrieval.errors import StoreError
 from retrieval.host.files import sync, whole_file
 from retrieval.serving.files.plain import open_plain
-from retrieval.serving.local.exact import squared_norms
+from retrieval.serving.local.distances import squared_norms
 from retrieval.serving.stores.contract import FEATURES, VECTOR, Floats
 
 Numbers = NDArray[np.int64]

@@ -3,52 +3,46 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import apsw
 import numpy as np
 
-from retrieval.errors import DataError, StoreError, printable
+from retrieval.errors import DataError, printable
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import Filter
 from retrieval.serving.index.recall import recall_at_10
 from retrieval.serving.local.answers import answered
-from retrieval.serving.local.conditions import condition_of, matching, refuse_unknown
+from retrieval.serving.local.conditions import condition_of, refuse_unknown
 from retrieval.serving.local.derive import derive
 from retrieval.serving.local.generation_table import BUNDLES, all_of
 from retrieval.serving.local.generations import Generations, gone
 from retrieval.serving.local.home import Home, identity
 from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.rows import COLUMNS, from_row
-from retrieval.serving.local.segment import Numbers
+from retrieval.serving.local.searches import Searches
 from retrieval.serving.local.snapshot import write_snapshot
 from retrieval.serving.local.structures import Structure, Wanted
 from retrieval.serving.local.upkeep import Upkeep
-from retrieval.serving.local.view import ARRAYS, Matches, View
+from retrieval.serving.local.view import ARRAYS, View
 from retrieval.serving.local.writer import Writer
-from retrieval.serving.stages import stage
 from retrieval.serving.stores.contract import (
     FEATURES,
     VECTOR,
+    Candidates,
     Floats,
     Generation,
     Item,
     Stats,
     Store,
-    Superseded,
 )
-from retrieval.serving.stores.items import check_queries, usable
+from retrieval.serving.stores.items import own, usable
 
-_OVER, _FAR = 8, 128  # times as many as asked for, at first and at most, before all items are looked at
-_SURE = 2  # times as many matches as asked for are expected among those
-_SMALL = 20_000  # items, of which a filter is looked up at once
 _FIELDS = 1000  # names that `settings` gives
-_KEPT = 16  # filters whose matches a view keeps
 
 
 class LocalStore(Store):
@@ -68,6 +62,7 @@ class LocalStore(Store):
         self.folder = folder
         self.writer = Writer(self.home)
         self._generations = Generations(self.writer)
+        self._searches = Searches(self.home)
         self._upkeep = Upkeep(self.home, self.writer) if upkeep else None
 
     # Writing
@@ -146,89 +141,23 @@ class LocalStore(Store):
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[list[Item]]:
         """Propose the nearest; see `Store`."""
-        with self.home.moment(True) as (connection, view):
-            assert view is not None
-            if view.generation.bundle != bundle:
-                raise Superseded(
-                    f"The index {self.folder} is served with another bundle by now. Encode the query again."
+        return [
+            [
+                replace(
+                    item,
+                    metadata=own(item.metadata),
+                    arrays={name: rows[at] for name, rows in found.arrays.items()},
                 )
-            check_queries(queries, view.generation)
-            refuse_unknown(connection, where)
-            if not view.count:
-                return [[] for _ in queries]
-            view.verify()
-            found = self._found(connection, view, queries, min(count, view.count), where)
-            numbers = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
-            sql = f"select {COLUMNS} from items where n in (select value from json_each(?)) order by n"
-            with stage("items", len(numbers)):
-                rows = ask(connection, sql, (json.dumps(numbers.tolist()),))
-                if len(rows) != len(numbers):
-                    raise StoreError(
-                        f"The index {self.folder} is damaged: its record and its segments differ. Restore a snapshot."
-                    )
-                items = self._items(rows, view, [name for name in ARRAYS if name != FEATURES])
-        return [[items[at] for at in np.searchsorted(numbers, one)] for one in found]
+                for at, item in enumerate(found.items)
+            ]
+            for found in self.propose(queries, count, bundle, where=where)
+        ]
 
-    def _found(
-        self, connection: apsw.Connection, view: View, queries: Floats, count: int, where: Filter | None
-    ) -> list[Numbers]:
-        """Return the numbers of each query's nearest items that match."""
-        if where is None:
-            return view.search(queries, count)
-        known, columns = view.matched.get(where), self.home.columns
-        if known is None and view.count > _SMALL:
-            chosen = self._walked(connection, view, queries, count, where)
-            if chosen is not None:
-                return chosen
-            known = self._known(view, where, columns.matching(connection, where, view.seq))
-        if known is None:
-            condition, values = condition_of(where)
-            text = value(
-                connection,
-                f"select json_group_array(n) from (select n from items where {condition} order by n)",
-                values,
-            )
-            known = self._known(view, where, np.array(json.loads(text), np.int64))
-        return view.search(queries, count, known)
-
-    def _walked(
-        self, connection: apsw.Connection, view: View, queries: Floats, count: int, where: Filter
-    ) -> list[Numbers] | None:
-        """Return the matches among more of the nearest than asked for: the nearest matches, where there are enough.
-
-        Returns:
-            None where there are not, or where to look at all items is likely to be the faster.
-        """
-        if len(view.generation.spans) > 1:
-            return None
-        share, over = self.home.columns.share(where), _OVER
-        if share is not None:  # in memory: to look at all items costs less than a second search
-            if share * _OVER < _SURE:
-                return None
-            over = math.ceil(_SURE / share)
-        while over * count * len(queries) <= min(_SMALL, view.count):
-            found = view.search(queries, over * count)
-            numbers = np.unique(np.concatenate(found))
-            sql = "select n, id, label, metadata from items where n in (select value from json_each(?))"
-            good = matching(ask(connection, sql, (json.dumps(numbers.tolist()),)), where)
-            chosen = [one[[n in good for n in one.tolist()]] for one in found]
-            fewest = min(map(len, chosen))
-            if fewest >= count:
-                return chosen
-            if share is not None or over >= _FAR:
-                return None
-            over = min(_FAR, max(2 * over, math.ceil(_SURE * over * count / fewest) if fewest else _FAR))
-        return None
-
-    @staticmethod
-    def _known(view: View, where: Filter, numbers: Numbers | None) -> Matches | None:
-        """Have a view keep what matches a filter."""
-        if numbers is None:
-            return None
-        while len(view.matched) >= _KEPT:
-            view.matched.pop(next(iter(view.matched)), None)
-        view.matched[where] = found = Matches(numbers)
-        return found
+    def propose(
+        self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
+    ) -> list[Candidates]:
+        """Propose the nearest as arrays; see `Store`."""
+        return self._searches.propose(queries, count, bundle, where)
 
     @staticmethod
     def _items(rows: Sequence[Any], view: View | None, names: Sequence[str]) -> list[Item]:
@@ -299,7 +228,7 @@ class LocalStore(Store):
         self.home.record.require_open()
         return identity(self.folder)
 
-    structures = ("flat", "sq8", "hnsw", "ivf", "ivfpq")
+    structures = ("flat", "sq8", "hnsw", "ivf", "ivfpq", "rabitq")
 
     def take_structure(
         self,

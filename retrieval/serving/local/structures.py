@@ -22,8 +22,8 @@ from retrieval.serving.local.compact import build as build_compact
 from retrieval.serving.stores.contract import Floats
 
 COMPACT = "compact"
-COMPACT_LEAST = 200_000
-"""Vectors from which exact search of a segment reads a companion: of fewer, many queries at once are slower with it."""
+COMPACT_LEAST = 50_000
+"""Vectors from which exact search of a segment has a companion: fewer are read in a moment."""
 LEAST = 20_000
 """Vectors from which a segment gets a structure: fewer are searched exactly in a moment."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import apsw
@@ -119,14 +120,14 @@ class View:
     waits: bool = False
     matched: dict[Any, Matches] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Items alive."""
         fresh = len(self.numbers) if self.alive is None else int(np.count_nonzero(self.alive))
         return fresh + sum(len(piece.segment) - piece.dead for piece in self.pieces)
 
     def search(self, queries: Floats, count: int, only: Matches | None = None) -> list[Numbers]:
-        """Return for each query the numbers of the items among its `count` nearest in a sub-space, in no order.
+        """Return for each query the numbers of the items among its `count` nearest in a sub-space, ascending.
 
         Args:
             queries: (Q, P).
@@ -154,7 +155,7 @@ class View:
                     best.add(*search_exact(self.numbers, self.arrays[VECTOR], queries, span, count, keep))
             for number, row in enumerate(best.numbers()):
                 found[number].append(row)
-        return [np.unique(np.concatenate(one)) for one in found]
+        return [np.sort(one[0]) if len(one) == 1 else np.unique(np.concatenate(one)) for one in found]
 
     def rows(self, numbers: Numbers, names: Iterable[str]) -> tuple[dict[str, Floats], Mask]:
         """Return arrays (n, width) of items by number, and which of the items have them (n,): what a generation leaves out has none."""
@@ -173,6 +174,8 @@ class View:
                     segment.verify_rows(FEATURES, at[here])
                 except StoreError as fault:
                     raise damaged(segment.path, fault) from None
+            if here.all():
+                return {name: arrays[name][at] for name in names}, here
             for name in names if here.any() else ():
                 out[name][here] = arrays[name][at[here]]
         return out, there
@@ -194,17 +197,21 @@ class _Best:
     """The nearest so far, over segments."""
 
     def __init__(self, queries: int, count: int) -> None:
-        self._count = count
-        self._distances: list[Floats] = [np.empty((queries, 0), np.float32)]
-        self._numbers: list[Numbers] = [np.empty((queries, 0), np.int64)]
+        self._queries, self._count = queries, count
+        self._distances: list[Any] = []
+        self._numbers: list[Numbers] = []
 
     def add(self, distances: Any, numbers: Numbers, rows: Numbers) -> None:
-        self._distances.append(np.where(rows >= 0, distances, np.inf))
+        """Take in rows of ascending numbers, -1 for none, and their distances, infinite there."""
+        self._distances.append(distances)
         self._numbers.append(np.where(rows >= 0, numbers[rows], -1))
 
     def numbers(self) -> list[Numbers]:
-        distances, numbers = np.concatenate(self._distances, axis=1), np.concatenate(self._numbers, axis=1)
-        if distances.shape[1] > self._count:
+        if not self._numbers:
+            return [np.empty(0, np.int64)] * self._queries
+        numbers = np.concatenate(self._numbers, axis=1)
+        if numbers.shape[1] > self._count:
+            distances = np.concatenate(self._distances, axis=1)
             order = np.argpartition(distances, self._count - 1, axis=1)[:, : self._count]
             numbers = np.take_along_axis(numbers, order, axis=1)
         return [row[row >= 0] for row in numbers]

@@ -90,6 +90,8 @@ class Writer:
         for path in (self.folder / BUNDLES).iterdir():
             if path.name not in bundles:
                 shutil.rmtree(path, ignore_errors=True)
+                if path.is_file():  # the lock of a copy that was killed
+                    path.unlink()
         for path in (self.folder / SEGMENTS).iterdir():
             owner = path.with_suffix(".segment") if path == features_file(path) else path
             if owner.name not in named:

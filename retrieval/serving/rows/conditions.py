@@ -45,12 +45,13 @@ def _part(where: Filter, negated: bool, orders_text: bool) -> tuple[Condition, b
     if isinstance(where, Exists):
         return Has((term("there", path),), negated), True
     if isinstance(where, In):
-        return Has(tuple(term("is", path, value_text(value)) for value in where.values), negated), True
+        values = tuple(term("is", path, value_text(value)) for value in where.values)
+        return Has(values, negated, path), True
     if where.op not in ("=", "!="):
         return _order(where, path, negated, orders_text)
     equal = (term("is", path, value_text(where.value)),)
     if where.op == "=":
-        return Has(equal, negated), True
+        return Has(equal, negated, path), True
     some, many = (term("some", path),), (term("many", path),)
     if negated:
         return Either((Has(some, True), Every((Has(many, True), Has(equal))))), True
@@ -89,6 +90,24 @@ def _id(where: Compare | In | Exists, negated: bool, orders_text: bool) -> tuple
         return TRUE, False
     op = _OPPOSITE[where.op] if negated else cast(Op, where.op)
     return Ordered("", op, key_of(texts[0])), True
+
+
+def parts(where: Condition, path: str) -> frozenset[str] | None:
+    """Return the values of `Row.part` that rows which fulfil a condition can have, `LOOSE` aside; None for any.
+
+    Args:
+        where: the condition.
+        path: digits of the field by which rows are kept apart.
+    """
+    if isinstance(where, Has) and where.path == path and not where.negated:
+        return frozenset(where.terms)
+    if isinstance(where, Every):
+        known = [one for one in (parts(part, path) for part in where.parts) if one is not None]
+        return frozenset.intersection(*known) if known else None
+    if isinstance(where, Either):
+        found = [parts(part, path) for part in where.parts]
+        return None if None in found else frozenset().union(*(one for one in found if one is not None))
+    return None
 
 
 def holds(where: Condition) -> Callable[[Row], bool]:

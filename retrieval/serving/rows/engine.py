@@ -34,6 +34,7 @@ class Row:
         orders: texts of hexadecimal digits that filters compare, by name (`n`, `N`, `t` or `T`, and 24 digits).
         body: any text, which the engine only keeps.
         vectors: by name; of a table of vectors.
+        part: 24 digits: the term of its value of `Engine.partition`; `LOOSE` where it has none, or several.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Row:
     orders: Mapping[str, str] = field(default_factory=dict)
     body: str = ""
     vectors: Mapping[str, Floats] = field(default_factory=dict)
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,11 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Has:
-    """At least one of some terms; or none of them."""
+    """At least one of some terms; or none of them. With `path`, the terms are values of the field that has these digits."""
 
     terms: tuple[str, ...]
     negated: bool = False
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,10 @@ class Engine(ABC):
         orders_text: whether `Ordered` goes with the names that begin with `t` and `T`, and with the key.
         most_found: the most rows that `nearest` can find.
         structures: as `Store.structures`.
+        partition: a field of metadata by whose values the engine keeps rows apart; empty for none.
     """
 
+    partition: str = ""
     text_bytes: ClassVar[int | None] = None
     most_terms: ClassVar[int] = 4000
     orders_text: ClassVar[bool] = True
@@ -155,8 +160,8 @@ class Engine(ABC):
     def restructure(
         self, table: str, widths: Mapping[str, int], structure: str, options: Mapping[str, Any]
     ) -> None:
-        """Search a table with another structure from now on; see `make_table`."""
-        raise NotImplementedError
+        """Search a table with another structure from now on; see `make_table`. Engines that name `structures` define it."""
+        raise NotImplementedError(f"{type(self).__name__} names structures, so it must define restructure(…)")
 
     @abstractmethod
     def put(self, table: str, rows: Sequence[Row]) -> int:
@@ -187,9 +192,20 @@ class Engine(ABC):
 
     @abstractmethod
     def nearest(
-        self, table: str, vector: str, queries: Floats, count: int, where: Condition, *, seen: int
+        self,
+        table: str,
+        vector: str,
+        queries: Floats,
+        count: int,
+        where: Condition,
+        *,
+        seen: int,
+        options: Mapping[str, Any],
     ) -> list[list[int]]:
-        """Return the numbers of the rows nearest to each query (Q, width), by Euclidean distance, nearest first."""
+        """Return the numbers of the rows nearest to each query (Q, width), by Euclidean distance, nearest first.
+
+        `options` are those that the table's structure has now: such as `probes`, they may be of the search.
+        """
 
     # One writer
 

@@ -16,6 +16,7 @@ from retrieval.serving.rows.engine import Engine
 IDLE = 2.0
 """Seconds after the last write at which a process gives the lease back."""
 _RENEW, _DEAD, _PAUSE = 10.0, 45.0, 0.1
+_SETTLE = 2.0  # seconds: between that a process was taken for dead and that its lease is deleted, for which engines need two questions
 
 
 class Lease:
@@ -59,11 +60,15 @@ class Lease:
     def _take(self) -> None:
         """Wait until there is none, or the one that there is has not changed for so long that whoever held it must be gone."""
         began = since = time.monotonic()
-        before = None
+        before, died = None, False
         while True:
             if (other := self._engine.holder()) is None:
                 if self._engine.claim(self._text()):
-                    break
+                    if not died:
+                        break
+                    # another that took the same process for dead may delete this claim in the place of that one's
+                    died = False
+                    time.sleep(_SETTLE)
                 continue
             now = time.monotonic()
             if _said(other, "holder") == self._me["holder"]:  # the answer to an earlier claim was lost
@@ -71,6 +76,7 @@ class Lease:
             if other != before:
                 before, since = other, now
             if now - since > _DEAD:
+                died = True
                 self._engine.release()
             elif now - began > self._wait:
                 raise StoreError(

@@ -294,7 +294,9 @@ class RowReader(Store):
             for one in chosen:
                 self.in_time()
                 part = np.ascontiguousarray(queries[:, start:stop])
-                found = self.engine.nearest(table, name, part, asked, one, seen=head.seen)
+                found = self.engine.nearest(
+                    table, name, part, asked, one, seen=head.seen, options=head.structure[1]
+                )
                 for at, numbers in enumerate(found):
                     near[at].setdefault(name, []).extend(numbers)
         wanted = (number for one in near for numbers in one.values() for number in numbers)

@@ -98,6 +98,14 @@ def indexed(
     return tuple(sorted(terms)), orders
 
 
+def part_of(metadata: Mapping[str, Any], name: str) -> str:
+    """Return the digits of `Row.part`, by a field of metadata."""
+    value = metadata.get(name)
+    if not name or name not in metadata or isinstance(value, Mapping | list | tuple):
+        return LOOSE
+    return term("is", path_of((name,)), value_text(value))
+
+
 def _fields(label: str | None, metadata: Mapping[str, Any]) -> Iterator[tuple[Field, Any]]:
     if label is not None:
         yield "label", label

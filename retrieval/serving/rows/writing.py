@@ -30,7 +30,7 @@ from retrieval.serving.rows.engine import (
 from retrieval.serving.rows.head import Head
 from retrieval.serving.rows.lease import Lease
 from retrieval.serving.rows.reading import RowReader
-from retrieval.serving.rows.terms import LOOSE, digest_of, indexed, key_of
+from retrieval.serving.rows.terms import LOOSE, digest_of, indexed, key_of, part_of
 from retrieval.serving.stores.bundles import bundle_pieces
 from retrieval.serving.stores.contract import Generation, Item, spans_of
 from retrieval.serving.stores.items import checked, usable
@@ -176,16 +176,17 @@ class RowWriter(RowReader):
         """Write new rows of items: what they are, what is kept of their originals, and their vectors."""
         for start in range(0, len(items), 1000):
             rows, vectors = [], []
-            part = items[start : start + 1000]
+            some = items[start : start + 1000]
             for number, item, text in zip(
-                change.numbers(len(part)), part, texts[start : start + 1000], strict=True
+                change.numbers(len(some)), some, texts[start : start + 1000], strict=True
             ):
                 body = body_of(item, text)
                 terms, orders = indexed(item.id, item.label, body["metadata"], self.engine.most_terms)
                 if terms == (LOOSE,):
                     change.next = replace(change.next, loose=True)
                 digest, key = digest_of(item.id), key_of(item.id)
-                row = Row(number, ITEM, change.next.moment, ALIVE, digest, key, terms, orders)
+                part = part_of(body["metadata"], self.engine.partition)
+                row = Row(number, ITEM, change.next.moment, ALIVE, digest, key, terms, orders, part=part)
                 rows.append(self._with_body(change, row, body))
                 vectors.append(self.embedded(change, row, body, item, served))
                 if item.original is not None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from retrieval.serving.filters import matches as matches
     from retrieval.serving.local.copying import write_copy as write_copy
     from retrieval.serving.rows.conditions import holds as holds
+    from retrieval.serving.rows.conditions import parts as parts
     from retrieval.serving.rows.engine import ALIVE as ALIVE
     from retrieval.serving.rows.engine import RECORDS as RECORDS
     from retrieval.serving.rows.engine import Between as Between
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
     from retrieval.serving.rows.engine import Row as Row
     from retrieval.serving.rows.place import RowPlace as RowPlace
     from retrieval.serving.rows.store import RowStore as RowStore
+    from retrieval.serving.rows.terms import LOOSE as LOOSE
     from retrieval.serving.rows.terms import halves as halves
+    from retrieval.serving.rows.terms import path_of as path_of
     from retrieval.serving.stores.address import Address as Address
     from retrieval.serving.stores.bundles import bundle_pieces as bundle_pieces
     from retrieval.serving.stores.bundles import kept_bundle as kept_bundle
+    from retrieval.serving.stores.contract import Candidates as Candidates
     from retrieval.serving.stores.contract import Generation as Generation
     from retrieval.serving.stores.contract import Item as Item
     from retrieval.serving.stores.contract import Stats as Stats
@@ -49,7 +53,7 @@ __getattr__, __dir__ = lazy(
     {
         "retrieval.serving.filters": ["Filter", "matches"],
         "retrieval.serving.local.copying": ["write_copy"],
-        "retrieval.serving.rows.conditions": ["holds"],
+        "retrieval.serving.rows.conditions": ["holds", "parts"],
         "retrieval.serving.rows.engine": [
             "ALIVE",
             "RECORDS",
@@ -65,10 +69,11 @@ __getattr__, __dir__ = lazy(
         ],
         "retrieval.serving.rows.place": ["RowPlace"],
         "retrieval.serving.rows.store": ["RowStore"],
-        "retrieval.serving.rows.terms": ["halves"],
+        "retrieval.serving.rows.terms": ["LOOSE", "halves", "path_of"],
         "retrieval.serving.stores.address": ["Address"],
         "retrieval.serving.stores.bundles": ["bundle_pieces", "kept_bundle"],
         "retrieval.serving.stores.contract": [
+            "Candidates",
             "Generation",
             "Item",
             "Stats",

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +18,8 @@ from retrieval.serving.filters import Filter
 from retrieval.serving.stores.faults import StoreUnavailable as StoreUnavailable
 from retrieval.serving.stores.faults import Superseded as Superseded
 from retrieval.serving.stores.faults import TooSlow as TooSlow
+from retrieval.serving.stores.patience import patience as patience
+from retrieval.serving.stores.patience import stop_at as stop_at
 
 Floats = NDArray[np.float32]
 
@@ -29,24 +27,6 @@ Keep = Literal["reference", "copy", "thumbnail", "nothing"]
 """What an index keeps of an original: its path, all its bytes, a small picture of it, or nothing."""
 
 VECTOR, CODE, FEATURES = "vector", "code", "features"
-
-
-_STOP: ContextVar[float] = ContextVar("stop", default=math.inf)
-
-
-@contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    """Let what a store is asked in this block, in this thread, take no longer than so many seconds together; then it raises `TooSlow`."""
-    token = _STOP.set(min(stop_at(), time.monotonic() + seconds))
-    try:
-        yield
-    finally:
-        _STOP.reset(token)
-
-
-def stop_at() -> float:
-    """Return when a store must give up on what it is asked now, by `time.monotonic`; infinity outside of `patience`."""
-    return _STOP.get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +66,17 @@ class Item:
     def vector(self) -> Floats:
         """The vector (P,), of an item that was read with it."""
         return self.arrays[VECTOR]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a store proposes to one query: items in the order of their ids, and arrays (n, width) of them by name.
+
+    A store may keep the items for other answers: whoever gives one away copies its metadata.
+    """
+
+    items: Sequence[Item]
+    arrays: Mapping[str, Floats]
 
 
 @dataclass(frozen=True)
@@ -236,6 +227,18 @@ class Store(ABC):
             DataError: no item has ever had a field that `where` names, or queries of another width or with NaN.
             StoreError: what is kept is damaged.
         """
+
+    def propose(
+        self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
+    ) -> list[Candidates]:
+        """Propose what `search` does, for the index to measure. A store may override this where it needs no object for each item."""
+        found = []
+        for items in self.search(queries, count, bundle, where=where):
+            items.sort(key=lambda item: item.id)
+            names = items[0].arrays if items else ()
+            arrays = {name: np.stack([one.arrays[name] for one in items]) for name in names}
+            found.append(Candidates(items, arrays))
+        return found
 
     # Generations
 

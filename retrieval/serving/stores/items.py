@@ -102,6 +102,13 @@ def _sound(items: Sequence[Item], name: str, width: int) -> bool:
     return True
 
 
+def own(value: Any) -> Any:
+    """Return a JSON value as the caller's own: what is done to it reaches nobody else's."""
+    if isinstance(value, dict):
+        return {name: own(one) for name, one in value.items()}
+    return [own(one) for one in value] if isinstance(value, list) else value
+
+
 def check_id(id: object) -> str | None:
     """Return what is wrong with an id, as the end of a sentence; None for nothing."""
     if not isinstance(id, str) or not id:

@@ -28,10 +28,15 @@ class Bench:
 
     Attributes:
         recall: the smallest share of the truly nearest items that a search of this store must propose. 1 is exact.
+        many: items of one large call.
+        kept: items of which some change before a store is opened again, at least 220.
+        filtered: items that filters are tried on, at least 100.
+        searched: items that are searched while the store is closed.
         place: an empty folder that belongs to the test that runs. Its path is unique: a store that lies elsewhere may derive a name from it.
     """
 
     recall = 1.0
+    many, kept, filtered, searched = 10_000, 5000, 300, 3000
     place: Path
 
     def at(self, place: Path) -> StorePlace:

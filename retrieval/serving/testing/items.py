@@ -64,11 +64,11 @@ class ItemCases(Bench):
                 self.check(store, state)
 
     def test_many_items_in_one_call(self) -> None:
-        """Ten thousand in one call, some of which change and go afterwards."""
+        """Ten thousand in one call, unless a subclass has another number, some of which change and go afterwards."""
         store, state = self.store(), State()
-        self.put(store, state, some(10_000))
+        self.put(store, state, some(self.many))
         self.put(store, state, some(100, 500, seed=1))
-        self.remove(store, state, [f"id {number}" for number in range(0, 10_000, 9)])
+        self.remove(store, state, [f"id {number}" for number in range(0, self.many, 9)])
         self.check(store, state)
         self.check(store, state, where="price = 3 and tags = 'even'")
 
@@ -184,7 +184,7 @@ class ItemCases(Bench):
     def test_what_was_written_is_there_after_reopening(self) -> None:
         """Items in every state: new, changed, deleted, by one call and by many."""
         store, state = self.store(), State()
-        self.put(store, state, some(5000))
+        self.put(store, state, some(self.kept))
         for number in range(20):
             self.put(store, state, [item(f"id {number * 7}", 1, metadata={"price": number})])
             self.remove(store, state, [f"id {number * 11}"])

@@ -71,7 +71,7 @@ class SearchCases(Bench):
         texts = ["é", "e\u0301", "É", "z", "\U0001f600"]
         given = [
             replace(one, metadata={**one.metadata, "nested": nested[at % 5], "text": texts[at % 4]})
-            for at, one in enumerate(some(300))
+            for at, one in enumerate(some(self.filtered))
         ]
         store, state = self.store(), State()
         self.put(store, state, given)

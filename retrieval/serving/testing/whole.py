@@ -102,7 +102,7 @@ class WholeCases(Bench):
     def test_closing_lets_searches_end(self) -> None:
         """A search that runs ends with its answer; one that begins afterwards is told that the store was closed."""
         store, bundle = self.store(), opened()
-        store.upsert(some(3000), bundle.sha256)
+        store.upsert(some(self.searched), bundle.sha256)
         queries = normal(20, WIDTH, 4)
         searched = threading.Barrier(4)
 

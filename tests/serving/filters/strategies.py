@@ -19,7 +19,12 @@ NUMBERS = st.one_of(
     st.integers(),
     st.floats(allow_nan=False, allow_infinity=False),
 )  # fmt: skip
+SYNTAX = [
+    '" or number >= 0 or "', "' or 1=1 --", '"] or kind in ["item', '\\" or true', "{number}", "%(id)s", "') or ('a' = 'a", "array_contains(terms, 0)",
+]  # fmt: skip
+"""What would be a part of an engine's language, if it came there as it is."""
 TEXTS = st.one_of(
+    st.sampled_from(SYNTAX),
     st.sampled_from(["", "a", "A", "b", "1", "true", "null", "it's", '"', "\\", "\n", "\ud7ff", "\ue000", "\uffff", "𐀀"]),
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=4),
 )  # fmt: skip

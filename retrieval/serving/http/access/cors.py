@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from retrieval.errors import RetrievalError
 
@@ -39,16 +39,14 @@ def _origin(text: str) -> str:
     return f"{parts.scheme}://{name}" + ("" if port in (None, _PORTS[parts.scheme]) else f":{port}")
 
 
-def cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
-    """Return what lets the pages of some origins use the server; nothing for none."""
+def cross_origin(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
+    """Return an application that the pages of some origins may use too; for none, the one that is given."""
     if not origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["GET", "HEAD", "POST", "PUT", "DELETE"],
-            allow_headers=_HEADERS,
-            expose_headers=_SHOWN,
-        )
-    ]
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "HEAD", "POST", "PUT", "DELETE"],
+        allow_headers=_HEADERS,
+        expose_headers=_SHOWN,
+    )

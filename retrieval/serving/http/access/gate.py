@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from retrieval.serving.http.access.audit import Author, author
@@ -9,10 +10,10 @@ from retrieval.serving.http.access.keys import LONGEST
 from retrieval.serving.http.access.meter import Limits, Meter, Use, network
 from retrieval.serving.http.access.roles import Caller, is_free, needed, set_caller, unauthorised
 from retrieval.serving.http.access.source import KeySource
-from retrieval.serving.http.errors import RequestError
-from retrieval.serving.http.problems import problem, request_id
+from retrieval.serving.http.problems import request_id
 from retrieval.serving.http.settings import HEALTH, Role, Settings
-from retrieval.serving.stages import current
+
+_REMEMBERED = 1024  # addresses without a key
 
 
 class Access:
@@ -28,10 +29,14 @@ class Access:
         self._default = Limits(
             settings.requests_per_second, settings.burst, settings.concurrent, settings.bytes_per_minute
         )
+        self._share = self._default.share(settings.processes)
         self._without: Role | None = settings.open or (None if source is not None else "read")
         self._keys, self._addresses = Meter(), Meter()
         self._health_port = settings.health_port
         self._processes = settings.processes
+        self._nameless = lru_cache(_REMEMBERED)(
+            lambda address: Caller("", self._without, address, keyed=source is not None)
+        )
 
     def is_free(self, scope: Any) -> bool:
         """Whether a request takes no key, and counts for no limit: figures too, on a port that is for monitors only."""
@@ -49,7 +54,7 @@ class Access:
         address = (scope.get("client") or ("",))[0]
         said = [value for name, value in scope["headers"] if name == b"authorization"]
         if self._source is None or not said:
-            return Caller("", self._without, address, keyed=self._source is not None)
+            return self._nameless(address)
         scheme, _, sent = said[0].partition(b" ")
         if len(said) > 1 or scheme.lower() != b"bearer" or len(sent) > LONGEST:
             raise unauthorised(
@@ -70,9 +75,11 @@ class Access:
             RequestError: 401, 403 or 429.
         """
         caller = self.caller(scope)
-        caller.require(needed(scope["method"], scope["path"], self._source is not None))
+        role = needed(scope["method"], scope["path"], self._source is not None)
+        caller.require(role)
         set_caller(scope, caller)
-        author.set(Author(caller, request_id(scope)))
+        if role != "read":
+            author.set(Author(caller, request_id(scope)))
         limits = self._limits(caller)
         if not limits.any:
             return None
@@ -83,7 +90,7 @@ class Access:
     def _limits(self, caller: Caller) -> Limits:
         own, default = caller.allowance, self._default
         if own is None:
-            return default.share(self._processes)
+            return self._share
         whole = Limits(
             default.rate if own.requests_per_second is None else own.requests_per_second,
             default.burst if own.burst is None else own.burst,
@@ -91,46 +98,3 @@ class Access:
             default.bytes_per_minute if own.bytes_per_minute is None else own.bytes_per_minute,
         )
         return whole.share(self._processes)
-
-
-class Gate:
-    """Wraps the application: refuses what `access` does not admit, before anything of it is read.
-
-    Args:
-        app: the application.
-        access: who may do what.
-    """
-
-    def __init__(self, app: Any, access: Access) -> None:
-        self._app = app
-        self._access = access
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one request."""
-        if scope["type"] != "http" or self._access.is_free(scope):
-            await self._app(scope, receive, send)
-            return
-        try:
-            use = self._access.admit(scope)
-        except RequestError as fault:
-            if (trail := current()) is not None:
-                trail.reason = fault.reason
-            await problem(scope, fault.status, str(fault), fault.headers)(scope, receive, send)
-            return
-        if use is None:
-            await self._app(scope, receive, send)
-            return
-
-        async def counted_receive() -> Any:
-            message = await receive()
-            use.spend(len(message.get("body", b"")))
-            return message
-
-        async def counted_send(message: Any) -> None:
-            use.spend(len(message.get("body", b"")))
-            await send(message)
-
-        try:
-            await self._app(scope, counted_receive, counted_send)
-        finally:
-            use.close()

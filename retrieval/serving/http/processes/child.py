@@ -5,7 +5,6 @@ FD is its connection with the supervisor; its number is there for who lists proc
 
 from __future__ import annotations
 
-import shutil
 import socket
 import sys
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from functools import partial
 from pydantic import TypeAdapter
 
 from retrieval.errors import RetrievalError
+from retrieval.host.scratch import remove
 from retrieval.serving.http.processes.group import Member, Setup, line, share
 from retrieval.serving.runtime import quiet_threads
 
@@ -61,7 +61,7 @@ def _serve(setup: Setup, control: socket.socket) -> None:
         running, finish = starting.start(setup.indexes, opener, listeners, member)
         finish(running.run())
     if member.orphaned:
-        shutil.rmtree(member.folder, ignore_errors=True)
+        remove(member.folder)
 
 
 if __name__ == "__main__":

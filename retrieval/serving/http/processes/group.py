@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval.serving.http.settings import Settings
-from retrieval.serving.sessions import Device
+from retrieval.serving.providers import Device
 
 WRITER = 1
 """The number of the process that writes."""

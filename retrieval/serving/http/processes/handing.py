@@ -31,6 +31,7 @@ _HEAD = struct.Struct(">BI")
 _ALIVE, _ASK, _BODY, _END, _START, _FIGURES = range(6)
 _PIECE = 65_536
 _PAUSE = 0.05  # seconds between two tries to reach a process that starts
+_REST = 5.0  # seconds for the rest of a body that is not wanted
 _SCRAPE = 1.0  # seconds that another process has to give its figures
 _STARTING = "Changes cannot be made just now: the process that makes them is starting. Try again in a moment."
 _ENDED = "The process that makes changes ended before it answered: whether this one was made is not known. Send it again."
@@ -194,6 +195,7 @@ class Door:
                 await failed(scope, exchange.receive, exchange.send)
         spans = [[span.stage, span.own, span.items] for span in trail.spans]
         writer.write(_frame(_END, json.dumps({"reason": trail.reason, "spans": spans}).encode()))
+        await exchange.rest()
 
 
 class _Exchange:
@@ -202,18 +204,32 @@ class _Exchange:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._whole = self.started = False
+        self._turn = asyncio.Lock()
 
     async def receive(self) -> Any:
         """Return the next part of its body, or that its client has left."""
-        try:
-            if self._whole:
-                await self._reader.read(1)
+        async with self._turn:
+            try:
+                if self._whole:
+                    await self._reader.read(1)
+                    return {"type": "http.disconnect"}
+                kind, content = await _read(self._reader)
+            except (OSError, EOFError):
                 return {"type": "http.disconnect"}
-            kind, content = await _read(self._reader)
-        except (OSError, EOFError):
-            return {"type": "http.disconnect"}
-        self._whole = kind == _END
-        return {"type": "http.request", "body": content, "more_body": not self._whole}
+            self._whole = kind == _END
+            return {"type": "http.request", "body": content, "more_body": not self._whole}
+
+    async def rest(self) -> None:
+        """Read until the other process closes, which has then read the answer.
+
+        Closed with something unread in it, the connection would break under a process that still hands the body on.
+
+        Raises:
+            OSError: it takes too long.
+        """
+        async with asyncio.timeout(_REST), self._turn:
+            while await self._reader.read(_PIECE):
+                pass
 
     async def send(self, message: Any) -> None:
         """Pass on a part of the answer; its end is for the one who counts the stages."""

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -23,13 +22,14 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from retrieval.errors import StoreError
+from retrieval.host.scratch import scratch_folder
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.http.access.source import VARIABLE
 from retrieval.serving.http.listening import listen
 from retrieval.serving.http.log import Log
 from retrieval.serving.http.processes.group import BEAT, FIGURES, WRITER, Setup, door_of, line
 from retrieval.serving.http.settings import MOST_PROCESSES, Settings
-from retrieval.serving.sessions import Device
+from retrieval.serving.providers import Device
 
 log = logging.getLogger("retrieval.serving.http")
 
@@ -81,6 +81,7 @@ class Supervisor:
 
     Args:
         setup: what each is told, but for its number.
+        lock: of the group's folder, which each process holds as well; None where there is none.
         listeners: sockets that all take connections of.
         doors: a socket for each, by which the others reach it; it outlives the process.
         announce: is told how many items there are when the first process serves.
@@ -89,11 +90,13 @@ class Supervisor:
     def __init__(
         self,
         setup: Setup,
+        lock: int | None,
         listeners: Sequence[socket.socket],
         doors: Sequence[socket.socket],
         announce: Callable[[int], object],
     ) -> None:
         self._setup, self._announce = setup, announce
+        self._held = () if lock is None else (lock,)
         self._listeners, self._doors = listeners, doors
         self._children: dict[int, _Child] = {}
         self._ending = asyncio.Event()
@@ -237,7 +240,7 @@ class Supervisor:
                     str(number),
                 ),
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=passed,
+                pass_fds=(*passed, *self._held),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 process_group=0,  # Ctrl-C is for the supervisor, which ends it
             )
@@ -324,8 +327,7 @@ def supervise(
         if settings.health_port is not None:
             listeners.append(stack.enter_context(listen(host, settings.health_port, "--health-port")))
             settings = replace(settings, health_port=listeners[1].getsockname()[1])
-        folder = Path(tempfile.mkdtemp(prefix="retrieval-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder, lock = stack.enter_context(scratch_folder(Path(tempfile.gettempdir()), "retrieval-"))
         (folder / FIGURES).mkdir()
         doors = [stack.enter_context(_door(folder, number)) for number in range(1, settings.processes + 1)]
         lines = Log(settings.log_format or "text", settings.debug, settings.log_lines, process=_SUPERVISOR)
@@ -343,7 +345,7 @@ def supervise(
             tuple(each.fileno() for each in listeners),
             -1,
         )
-        asyncio.run(Supervisor(setup, listeners, doors, partial(announce, settings, listeners)).run())
+        asyncio.run(Supervisor(setup, lock, listeners, doors, partial(announce, settings, listeners)).run())
 
 
 def _door(folder: Path, number: int) -> socket.socket:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from retrieval.serving.http.asking import Found
 from retrieval.serving.http.body import JSON_BYTES, Body
-from retrieval.serving.http.queries import OPTIONS, Query, read_batch, read_search
+from retrieval.serving.http.queries import OPTIONS, Query, read_batch, read_quickly, read_search
 from retrieval.serving.http.sending import answer, as_json
 from retrieval.serving.http.site import Served, Site, parameters_of, prefix_of
 from retrieval.serving.http.waiting import client_of, in_time
@@ -41,18 +41,30 @@ class Searching:
         served, limit = self._site.of(request), self._settings.max_bytes
         body = Body(request.headers, {"form": limit, "json": JSON_BYTES, "image": limit}, _ONE)
         parameters = parameters_of(request, *(OPTIONS if body.kind == "image" else ()))
-        return await self._answered(request, served, body, lambda: read_search(body, parameters, limit), _one)
+        return await self._answered(
+            request,
+            served,
+            body,
+            lambda: read_quickly(body, parameters, limit),
+            lambda: read_search(body, parameters, limit),
+            _one,
+        )
 
     async def batch(self, request: Request) -> Response:
         """Answer several."""
         served, limit = self._site.of(request), self._settings.batch_bytes
         parameters_of(request)
         body = Body(request.headers, {"form": limit, "json": limit}, _SEVERAL)
+
+        def batch() -> Query:
+            return read_batch(body, self._settings.batch, self._settings.max_bytes)
+
         return await self._answered(
             request,
             served,
             body,
-            lambda: read_batch(body, self._settings.batch, self._settings.max_bytes),
+            lambda: None if body.large or body.kind == "form" else batch(),
+            batch,
             _several,
         )
 
@@ -61,17 +73,18 @@ class Searching:
         request: Request,
         served: Served,
         body: Body,
+        quickly: Callable[[], Query | None],
         read: Callable[[], Query],
         shape: Callable[[list[list[dict[str, Any]]]], dict[str, Any]],
     ) -> Response:
         began, client, settings = perf_counter(), client_of(request), self._settings
         prefix, searcher = prefix_of(request), served.searcher
+        searcher.require_room(client, images=body.kind != "json")
 
         async def work() -> bytes:
-            if body.large:
+            query = quickly()
+            if query is None:
                 query = await searcher.machinery.searches.run(lambda job: read(), client)
-            else:
-                query = read()
 
             def finish(found: Found) -> bytes:
                 hits = [[_hit(hit, served, prefix, query) for hit in one] for one in found.hits]

@@ -1,0 +1,289 @@
+"""`retrieval embed` on this machine: what it writes, what an index makes of it, what is refused, and going on after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from retrieval.errors import DataError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.embedding.embedding import embed_sources
+from retrieval.serving.files.locks import hold
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.embedded import Plan
+from retrieval.serving.index.open import open_index
+
+pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
+
+
+def embedded(bundle: Path, sources: list[Path], folder: Path, **given):
+    return embed_sources(bundle, sources, folder, **{"batch": 8, "part": 30, "progress": False, **given})
+
+
+def whole(folder: Path) -> dict[str, list]:
+    """All rows of a folder, as columns."""
+    tables = [pq.read_table(path) for path in sorted(folder.glob("part-*.parquet"))]
+    return pa.concat_tables([one.replace_schema_metadata() for one in tables]).to_pydict()
+
+
+def test_folders_tables_manifests_and_shards_are_embedded_alike(photos, bundle_path, tmp_path):
+    paths = sorted(photos.rglob("*.png"))[:40]
+    table, shard, manifest = tmp_path / "t.parquet", tmp_path / "s.tar", tmp_path / "m.csv"
+    pq.write_table(
+        pa.table({"image": [path.read_bytes() for path in paths], "id": [path.name for path in paths]}), table
+    )
+    with tarfile.open(shard, "w") as archive:
+        for path in paths:
+            archive.add(path, path.name)
+    manifest.write_text("path,price\n" + "".join(f"{path},{at}\n" for at, path in enumerate(paths)))
+    wanted = Bundle.open(bundle_path, threads=1).encode_images(paths, progress=False)
+    for number, source in enumerate((table, shard, manifest)):
+        done = embedded(bundle_path, [source], tmp_path / str(number))
+        found = whole(tmp_path / str(number))
+        assert (done.items, done.bad, done.parts, len(found["key"])) == (40, 0, 2, 40)
+        assert np.allclose(found["vector"], wanted, atol=1e-6)
+        assert set(found["bundle"]) == {Bundle.open(bundle_path).sha256}
+    assert [json.loads(text) for text in found["metadata"]] == [{"price": at} for at in range(40)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "rescorer", "features"])
+def test_an_index_of_the_folder_is_the_index_of_the_sources(kind, photos, makers, tmp_path):
+    bundle = makers.make_bundle(
+        tmp_path / "b", rescorer=kind == "rescorer", kind="features" if kind == "features" else "image"
+    )
+    source = photos
+    if kind == "features":
+        source = tmp_path / "f.npz"
+        rng = np.random.default_rng(0)
+        np.savez(source, features=rng.normal(size=(100, 64)).astype(np.float32), labels=np.arange(100) % 7)
+    embedded(bundle, [source], tmp_path / "v", features=kind == "features")
+    create_index(tmp_path / "i", bundle, [tmp_path / "v"], progress=False, keep_features=kind == "features")
+    create_index(tmp_path / "j", bundle, [source], progress=False, batch=8, keep_features=kind == "features")
+    with open_index(tmp_path / "i", threads=1) as ours, open_index(tmp_path / "j", threads=1) as theirs:
+        assert len(ours) == len(theirs) >= 100
+        for mine, other in zip(ours.scan(), theirs.scan(), strict=True):
+            assert (mine.id, mine.label, mine.metadata, mine.path) == (
+                other.id,
+                other.label,
+                other.metadata,
+                other.path,
+            )
+            assert (mine.bytes, mine.width, mine.height, mine.source) == (
+                other.bytes,
+                other.width,
+                other.height,
+                other.source,
+            )
+        keys = [item.id for item in ours.scan()]
+        mine, other = ours.get(keys, arrays=True), theirs.get(keys, arrays=True)
+        for key in keys:
+            assert set(mine[key].arrays) == set(other[key].arrays)
+            assert all(
+                np.allclose(mine[key].arrays[name], other[key].arrays[name], atol=1e-6)
+                for name in mine[key].arrays
+            )
+        if kind != "features":
+            some = sorted(photos.rglob("*.png"))[3]
+            assert [hit.key for hit in ours.search(some, k=5)] == [
+                hit.key for hit in theirs.search(some, k=5)
+            ]
+        # what an index has from its photographs is what the folder says of them
+        again = theirs.add(tmp_path / "v", progress=False)
+        assert (again.added, again.changed, again.unchanged) == (0, 0, len(keys))
+
+
+def test_an_index_refuses_the_vectors_of_another_bundle_and_of_unfinished_work(
+    photos, makers, bundle_path, tmp_path
+):
+    other = makers.make_bundle(tmp_path / "other", seed=4)
+    embedded(other, [photos / "1"], tmp_path / "v")
+    with pytest.raises(
+        DataError, match=r"holds vectors of the bundle .*; this index is of .* Embed with the index's bundle"
+    ):
+        create_index(tmp_path / "i", bundle_path, [tmp_path / "v"], progress=False)
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    embedded(bundle_path, [photos / "1"], tmp_path / "w")
+    with open_index(tmp_path / "i") as index:
+        with pytest.raises(DataError, match="this index is of"):
+            index.add(tmp_path / "v", progress=False)
+        with pytest.raises(DataError, match="one kind at a time"):
+            index.add([tmp_path / "w", photos], progress=False)
+        with pytest.raises(DataError, match="holds no originals"):
+            index.add(tmp_path / "w", keep="copy", progress=False)
+        said = json.loads((tmp_path / "w" / "embedding.json").read_text())
+        (tmp_path / "w" / "embedding.json").write_text(json.dumps({**said, "complete": False}))
+        with pytest.raises(DataError, match="is not complete"):
+            index.add(tmp_path / "w", progress=False)
+        assert len(index) == 0
+
+
+def test_bad_items_are_named_in_a_file_of_their_own(photos, bundle_path, tmp_path, capfd):
+    folder = tmp_path / "p"
+    folder.mkdir()
+    for at, path in enumerate(sorted(photos.rglob("*.png"))[:50]):
+        (folder / path.name).write_bytes(b"\x89PNG\r\n\x1a\nno" if at % 10 == 3 else path.read_bytes())
+    done = embedded(bundle_path, [folder], tmp_path / "v")
+    told = capfd.readouterr().err
+    bad = [json.loads(line) for line in (tmp_path / "v" / "bad.jsonl").read_text().splitlines()]
+    assert (done.items, done.bad, len(bad)) == (45, 5, 5)
+    assert all(set(one) == {"key", "source", "fault"} and len(one["fault"]) <= 500 for one in bad)
+    assert [told.count(one["fault"]) for one in bad] == [1] * 5
+    assert not {one["key"] for one in bad} & set(whole(tmp_path / "v")["key"])
+    with pytest.raises(DataError, match="More than 3 items cannot be used"):
+        embedded(bundle_path, [folder], tmp_path / "w", most_bad=3)
+    assert embedded(bundle_path, [folder], tmp_path / "w").bad == 5
+    assert embedded(bundle_path, [folder], tmp_path / "w", retry_bad=True).resumed < 50
+
+
+def test_other_work_in_the_same_folder_is_refused(photos, makers, bundle_path, tmp_path):
+    out = tmp_path / "v"
+    embedded(bundle_path, [photos / "1"], out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(DataError, match="vectors of another bundle"):
+        embedded(makers.make_bundle(tmp_path / "other", seed=3), [photos / "1"], out)
+    with pytest.raises(DataError, match="the embedding of other sources"):
+        embedded(bundle_path, [photos / "2"], out)
+    with pytest.raises(DataError, match="begun with other values of --batch"):
+        embedded(bundle_path, [photos / "1"], out, batch=4)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").touch()
+    with pytest.raises(DataError, match="is not empty, and holds no embedding"):
+        embedded(bundle_path, [photos / "1"], tmp_path / "full")
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_the_batch_is_measured_and_kept(photos, bundle_path, tmp_path):
+    first = embedded(bundle_path, [photos / "1"], tmp_path / "v", batch=None)
+    assert first.batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    assert Plan.read(tmp_path / "v").batch == first.batch
+    assert embedded(bundle_path, [photos / "1"], tmp_path / "v", batch=None).batch == first.batch
+
+
+def test_after_a_kill_the_same_command_goes_on_and_each_item_is_there_once(photos, bundle_path, tmp_path):
+    embedded(bundle_path, [photos], tmp_path / "whole", part=10)
+    command = [sys.executable, "-m", "retrieval.cli", "embed", str(bundle_path), str(photos)]
+    command += ["--output", str(tmp_path / "v"), "--part", "10", "--batch", "8"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    end = time.monotonic() + 60
+    while len(list((tmp_path / "v").glob("part-*.parquet"))) < 3 and process.poll() is None:
+        assert time.monotonic() < end
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "v").glob("part-*.parquet")}
+    next((tmp_path / "v").glob("part-*.parquet")).write_bytes(b"PAR1")  # a damaged part is none
+    done = embedded(bundle_path, [photos], tmp_path / "v", part=10)
+    assert 0 < done.resumed < 200
+    for path in sorted((tmp_path / "whole").glob("part-*.parquet")):
+        assert path.read_bytes() == (tmp_path / "v" / path.name).read_bytes()
+    again = {name: (tmp_path / "v" / name).stat().st_mtime_ns for name in kept}
+    assert sum(kept[name] != again[name] for name in kept) == 1  # the damaged one
+
+
+def test_a_run_trains_on_the_folder(makers, photos, tmp_path):
+    from retrieval.training.train import train
+
+    bundle = makers.make_bundle(tmp_path / "b")
+    embedded(bundle, [photos], tmp_path / "v")
+    (tmp_path / "r.toml").write_text(
+        f"""
+[data]
+name = "core.parquet"
+path = {str(tmp_path / "v")!r}
+[split]
+by = "item"
+test = 0.3
+validation = 0.2
+[backbone]
+name = "core.features"
+[learner]
+name = "core.lda"
+"""
+    )
+    run = train(tmp_path / "r.toml", tmp_path / "run", progress=False)
+    assert run.dataset.kind == "features" and len(run.dataset.labels) == 200
+
+
+ALONE = """
+import sys
+for name in {hidden}:
+    sys.modules[name] = None
+sys.argv = ["retrieval", "embed", *{words}]
+from retrieval.cli.app import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("hidden", "further", "code", "sentence"),
+    [
+        (("torch", "ray"), [], 0, "Embedded"),
+        (("torch", "ray"), ["--ray", "auto"], 2, "A cluster needs Ray. Install it"),
+        (("pyarrow",), [], 2, "pip install 'embedding-retrieval[parquet]'"),
+    ],
+)
+def test_what_is_not_installed(hidden, further, code, sentence, photos, bundle_path, tmp_path, process):
+    words = [str(bundle_path), str(photos / "1"), "--output", str(tmp_path / "v"), "--batch", "8", *further]
+    done = process("-c", ALONE.format(hidden=hidden, words=words), cwd=tmp_path)
+    assert done.code == code and sentence in done.out + done.err and "Traceback" not in done.err
+    assert (tmp_path / "v").exists() == (code == 0)
+
+
+def test_parts_that_mean_harm_are_sentences(photos, bundle_path, tmp_path, monkeypatch):
+    embedded(bundle_path, [photos / "1"], tmp_path / "v")
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    part = tmp_path / "v" / "part-000000.parquet"
+    honest = pq.read_table(part)
+    width = len(honest["vector"][0])
+
+    def column(name: str, values: pa.Array) -> pa.Table:
+        return honest.set_column(honest.schema.get_field_index(name), name, values)
+
+    rows = len(honest)
+    wide = pa.array([[0.5] * (width + 1)] * rows, pa.list_(pa.float32()))
+    nan = pa.array([[float("nan")] * width] * rows, pa.list_(pa.float32(), width))
+    spoilt = [
+        (column("vector", wide), "rows of another width"),
+        (column("vector", nan), "holds NaN or infinity"),
+        (column("bundle", pa.array(["0" * 64] * rows)), "vectors of another bundle"),
+        (column("metadata", pa.array(["[" * 100_000] * rows)), "a row that is no embedded item"),
+        (column("key", pa.array(["\0"] * rows)), "NUL"),
+        (honest.drop_columns(["stamp"]), "it has no column 'stamp'"),
+    ]
+    with open_index(tmp_path / "i") as index:
+        for table, sentence in spoilt:
+            pq.write_table(table, part)
+            with pytest.raises(DataError, match=sentence):
+                index.add(tmp_path / "v", progress=False)
+        pq.write_table(honest, part)
+        with monkeypatch.context() as patch:
+            patch.setattr("retrieval.serving.index.tables._GROUP_BYTES", 100)
+            with pytest.raises(DataError, match="Write it with smaller row groups"):
+                index.add(tmp_path / "v", progress=False)
+        part.unlink()
+        with pytest.raises(DataError, match="cannot be read"):
+            index.add(tmp_path / "v", progress=False)
+        (tmp_path / "v" / "embedding.json").write_bytes(b" " * 2_000_000)
+        with pytest.raises(DataError, match="larger than any"):
+            index.add(tmp_path / "v", progress=False)
+        assert len(index) == 0
+
+
+def test_of_two_commands_that_write_one_folder_the_second_is_refused(photos, bundle_path, tmp_path):
+    embedded(bundle_path, [photos], tmp_path / "v")
+    with (
+        hold(tmp_path / "v", "embedding into this folder", DataError),
+        pytest.raises(DataError, match="embedding into this folder"),
+    ):
+        embedded(bundle_path, [photos], tmp_path / "v")
+    assert embedded(bundle_path, [photos], tmp_path / "v").resumed > 0

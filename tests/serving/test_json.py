@@ -1,0 +1,48 @@
+"""The quick reading of JSON bodies gives what the strict one gives, or leaves the text to it."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from retrieval.serving.files import strict_json
+from retrieval.serving.files.strict_json import strict_loads
+
+TEXTS = [
+    b"{}", b"[]", b"1", b'"a"', b"", b' {"a" : [1 , 2]} ', b'{"a":1,"b":[0.5,-1e-3,2]}', b'{"a":1,"a":2}', b'{"\\u0061":1,"a":2}',
+    b'{"a":{"b":1,"b":2}}', b'{"a":[{"b":1,"b":2}]}', b'{"a":":"}', b'{"a:b":1,"c":2}', b'{"a":NaN,"b":-Infinity,"c":1e400}', b'{"a":-NaN}',
+    b'{"a":1,}', b'{"a":01}', b'{"a":1.}', b'{"a":.5}', b'{"a":+1}', b'{"a":1}x', b'{"a":1}{"a":2}', b'\xef\xbb\xbf{"a":1}', '{"a":1}'.encode("utf-16"),
+    b'{"a":"\\ud800"}', b'{"a":"\\ud83d\\ude00"}', b'{"a":"x\xff"}', b'{"a":"\x01"}', b'{"a":"\\u0000"}', b'{"a":12345678901234567890123}',
+    b'{"a":' + b"9" * 5000 + b"}", b'{"a":-0,"b":-0.0,"c":1E5}', b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", b'{"a":' + b"[" * 63 + b"]" * 63 + b"}",
+    b'{"a":' + b"[" * 100_000, b'{"a":true,"b":false,"c":null}', b"{'a':1}", b'{"a":1 "b":2}', b'{"a" "b"}', b'{1:2}', b"\x0c{}",
+]  # fmt: skip
+
+
+def read(text: bytes) -> str:
+    """Return what is read, to the last bit, or what is said of it."""
+    try:
+        return repr(strict_loads(text, finite=False))
+    except (ValueError, RecursionError) as fault:
+        return type(fault).__name__
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:24]))
+def test_both_readings_agree(text, monkeypatch):
+    quick = read(text)
+    monkeypatch.setattr(strict_json, "_plain", lambda text: None)
+    assert quick == read(text) or {quick, read(text)} <= {
+        "ValueError",
+        "JSONDecodeError",
+        "UnicodeDecodeError",
+    }
+
+
+def test_a_vector_is_read_quickly_and_to_the_last_bit():
+    draw = random.Random(0)
+    numbers = [draw.gauss(0, 1) * 10.0 ** draw.randint(-300, 300) for _ in range(5000)]
+    text = json.dumps({"vector": numbers, "k": 10}).encode()
+    assert strict_json._plain(text) == {"vector": numbers, "k": 10}
+    for digits in range(5, 40):
+        text = b"[%b]" % b",".join(b"%.*e" % (digits, number) for number in numbers[:200])
+        assert strict_json._plain(b'{"a":%b}' % text) == {"a": json.loads(text)}

@@ -1,0 +1,59 @@
+"""The commands of the page of stores, word by word on a real server."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import retrieval
+from retrieval.serving.stores.find import store_place
+
+pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
+PAGE = Path(__file__).parents[2] / "docs" / "stores.md"
+SHOWN = "db.example:19530"
+
+
+def test_the_commands_of_the_page(
+    milvus: Any,
+    makers: Any,
+    plain_bundle: Path,
+    other_bundle: Path,
+    cli: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each does what it says; the one that serves is called from Python."""
+    monkeypatch.chdir(tmp_path)
+    images = makers.write_digits(tmp_path / "photos", 12)
+    (tmp_path / "more" / "9").mkdir(parents=True)
+    images[-1].rename(tmp_path / "more" / "9" / "late.png")
+    shutil.copytree(plain_bundle, tmp_path / "runs" / "photos" / "bundle")
+    shutil.copytree(other_bundle, tmp_path / "better.bundle")
+    address = f"milvus://{milvus.place}/photos"
+    said: dict[str, str] = {}
+    blocks = re.findall(r"test_milvus_page.py runs it -->\n```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    try:
+        for line in "".join(blocks).splitlines():
+            name, *words = shlex.split(line.replace(SHOWN, milvus.place))
+            if words[0] == "serve":
+                with (
+                    retrieval.serve(words[1], port=0, wait=False) as one,
+                    retrieval.Client(one.url) as client,
+                ):
+                    said["serve"] = client.search(images[3], k=1).results[0].key
+            elif name == "retrieval":
+                done = cli(*words)
+                assert done.code == 0, (line, done.err)
+                said[" ".join(words[: 1 + (words[0] == "index")])] = done.out
+        assert "Indexed 11 items" in said["index create"] and said["serve"] in said["search"]
+        assert "1 added" in said["index add"] and "items: 12" in said["index show"]
+        assert "generation 2 is served" in said["index migrate"]
+        assert "generation 1 is served again" in said["index rollback"]
+        with retrieval.open_index(tmp_path / "photos.copy") as copy:
+            assert len(copy) == 12
+    finally:
+        store_place(address).drop()

@@ -1,0 +1,139 @@
+"""A server of Milvus that asks for a password and talks over TLS: the token is the environment's, and each refusal is a sentence."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from retrieval import stores
+from retrieval.serving.stores.find import store_place
+from retrieval.serving.testing.bench import some
+from retrieval.serving.testing.bundles import opened
+
+pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
+from pymilvus import MilvusClient
+
+
+def certify(folder: Path) -> tuple[Path, Path]:
+    """Write a certificate for localhost and its key; return their paths."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(1))
+        .not_valid_after(now + datetime.timedelta(1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    certificate, private = folder / "server.pem", folder / "server.key"
+    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    form = serialization.PrivateFormat.PKCS8
+    private.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+    return certificate, private
+
+
+def test_tls_where_there_is_none(milvus: Any, cli: Any) -> None:
+    told = cli("index", "list", f"milvus://{milvus.place}/photos?tls=true")
+    assert told.code == 2 and "does not speak TLS" in told.err and "Traceback" not in told.err
+
+
+@pytest.fixture(scope="module")
+def guarded(milvus: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server with users, over TLS: its `place`, its certificate `ca`."""
+    if not hasattr(milvus, "beside"):
+        pytest.skip("the server of MILVUS_URI is not ours to set up")
+    certificate, key = certify(tmp_path_factory.mktemp("tls"))
+    settings = {
+        "common.security.authorizationEnabled": True,
+        "common.security.tlsMode": 1,
+        "tls.serverPemPath": str(certificate),
+        "tls.serverKeyPath": str(key),
+    }
+    server = milvus.beside(tmp_path_factory.mktemp("guarded"), settings)
+    try:
+        server.start()
+        place = server.place.replace("127.0.0.1", "localhost")
+        yield SimpleNamespace(place=place, ca=certificate, options=f"?tls=true&ca={certificate}&timeout=20")
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token of the first user that every server has."""
+    monkeypatch.setenv("RETRIEVAL_MILVUS_TOKEN", "root:Milvus")
+
+
+def test_an_index_in_a_database_over_tls(guarded: Any, token: None, cli: Any) -> None:
+    """An index is made, written, searched and deleted; one of the same name in another database is another one."""
+    client = MilvusClient(
+        f"https://{guarded.place}", token="root:Milvus", server_pem_path=str(guarded.ca), secure=True
+    )
+    client.create_database("shelf")
+    client.close()
+    text = f"milvus://{guarded.place}/photos{guarded.options}"
+    place, shelf = store_place(text), store_place(f"{text}&database=shelf")
+    with shelf.create(opened(), stores.widths_of(opened())) as store:
+        store.upsert(some(5), opened().sha256)
+        assert not place.exists()
+        with place.create(opened(), stores.widths_of(opened())) as other:
+            other.upsert(some(2), opened().sha256)
+            (found,) = store.search(some(5)[3].vector[None], 1, opened().sha256)
+            assert [one.id for one in found] == ["id 3"] and (store.count(), other.count()) == (5, 2)
+    told = cli("index", "list", f"{text}&database=shelf", "--json")
+    assert told.code == 0 and json.loads(told.out)["count"] == 5
+    for one in (place, shelf):
+        one.drop()
+        assert not one.exists()
+
+
+@pytest.mark.parametrize("text", ["root:no", "nobody:Milvus", "", "nonsense"])
+def test_a_token_that_is_refused(text: str, guarded: Any, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said at once, and not repeated."""
+    monkeypatch.setenv("RETRIEVAL_MILVUS_TOKEN", text)
+    told = cli("index", "list", f"milvus://{guarded.place}/photos{guarded.options}")
+    assert told.code == 2 and "Milvus refuses" in told.err and "RETRIEVAL_MILVUS_TOKEN must hold" in told.err
+    assert "Traceback" not in told.err and (not text or text not in told.err)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("?tls=true", "the certificate of localhost:{port} is not trusted: self-signed certificate. Name the file"),
+        ("?tls=true&ca={folder}/none.pem", "The certificates {folder}/none.pem cannot be read: no such file"),
+        ("?tls=true&ca={folder}/nonsense.pem", "The certificates {folder}/nonsense.pem cannot be read: "),
+        ("?ca={ca}", "write ?tls=true&ca=FILE."),
+        ("?timeout=1", "If the server speaks TLS, write ?tls=true."),
+        ("?tls=true&ca={ca}&database=nowhere", "database not found[database=nowhere]"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(
+    options: str, said: str, guarded: Any, token: None, cli: Any, tmp_path: Path
+) -> None:
+    """A certificate, a database, or no TLS where the server speaks it: each is a sentence."""
+    (tmp_path / "nonsense.pem").write_text("nonsense")
+    words = {"folder": tmp_path, "ca": guarded.ca, "port": guarded.place.partition(":")[2]}
+    told = cli("index", "list", f"milvus://{guarded.place}/photos{options.format(**words)}")
+    assert told.code == 2 and said.format(**words) in told.err and "Traceback" not in told.err, told.err
+
+
+def test_another_hosts_certificate(guarded: Any, token: None, cli: Any) -> None:
+    told = cli(
+        "index", "list", f"milvus://127.0.0.1:{guarded.place.partition(':')[2]}/photos{guarded.options}"
+    )
+    assert told.code == 2 and "is not trusted: IP address mismatch" in told.err

@@ -1,0 +1,209 @@
+"""Back ends of a GPU up to the device: threads' searches done as one, CAGRA's file on a CPU, sentences for what a GPU refuses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from retrieval.errors import PluginError, StoreError
+from retrieval.serving.index import on_gpu
+from retrieval.serving.index.backends import make_backend
+from retrieval.serving.index.cagra import Cagra
+from retrieval.serving.index.coded_backends import IvfPq
+from retrieval.serving.index.faiss_backends import FaissBackend, Flat, Ivf
+from retrieval.serving.index.on_gpu import MOST, OnGpu, Together, gpus_found, refused
+from retrieval.serving.runtime import load_faiss
+
+VECTORS = np.random.default_rng(0).normal(size=(1500, 16)).astype(np.float32)
+
+
+def silent(count: int) -> None:
+    pass
+
+
+def built(backend: FaissBackend) -> FaissBackend:
+    backend.build(VECTORS, silent)
+    return backend
+
+
+class TestTogether:
+    def test_threads_that_wait_are_done_as_one_and_each_has_its_own(self) -> None:
+        flat = built(Flat())
+        free, begun, sizes = threading.Event(), threading.Event(), []
+
+        def search(queries: Any, k: int) -> Any:
+            sizes.append((len(queries), k))
+            begun.set()
+            assert free.wait(30)
+            return flat._index.search(queries, k)
+
+        together = Together(search, threading.Lock())
+        found: dict[int, Any] = {}
+
+        def ask(number: int) -> None:
+            found[number] = together(VECTORS[number : number + 1 + number % 2], 3 + number)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(5)]
+        threads[0].start()
+        assert begun.wait(30)
+        for thread in threads[1:]:
+            thread.start()
+        while len(together._waiting) < 4:
+            pass
+        free.set()
+        for thread in threads:
+            thread.join(30)
+        assert sizes == [(1, 3), (6, 7)]
+        for number, (far, rows) in found.items():
+            own = flat._index.search(VECTORS[number : number + 1 + number % 2], 3 + number)
+            assert rows.shape == own[1].shape and np.array_equal(rows, own[1])
+            assert np.allclose(far, own[0], atol=1e-4)
+
+    def test_an_error_reaches_all_whose_search_it_was_and_nobody_else(self) -> None:
+        calls: list[int] = []
+
+        def search(queries: Any, k: int) -> Any:
+            calls.append(len(queries))
+            if len(calls) == 1:
+                raise StoreError("no")
+            return np.zeros((len(queries), k)), np.zeros((len(queries), k), np.int64)
+
+        together = Together(search, threading.Lock())
+        with pytest.raises(StoreError):
+            together(VECTORS[:1], 1)
+        assert together(VECTORS[:1], 1)[0].shape == (1, 1)
+
+    def test_no_more_rows_at_once_than_a_device_is_given(self, monkeypatch: Any) -> None:
+        monkeypatch.setattr(on_gpu, "_ROWS", 4)
+        together = Together(lambda queries, k: (queries, queries), threading.Lock())
+        together._waiting = [
+            on_gpu._Asked(VECTORS[:3], 1),
+            on_gpu._Asked(VECTORS[:1], 1),
+            on_gpu._Asked(VECTORS[:9], 1),
+        ]
+        assert [len(one.queries) for one in together._taken()] == [3, 1]
+        assert [len(one.queries) for one in together._taken()] == [9]
+
+
+@pytest.mark.parametrize("saved", ["save", "save_beside"])
+def test_cagra_is_searched_on_a_cpu_from_the_same_file_whoever_built_it(tmp_path: Path, saved: str) -> None:
+    """What a GPU builds has no upper levels; FAISS writes and reads it as it does one of a CPU."""
+    faiss = load_faiss()
+    _, exact = built(Flat()).search(VECTORS[:100], 10)
+    for by_gpu in (False, True):
+        made = built(Cagra(degree=32))
+        if by_gpu:
+            made._index.base_level_only, made._index.num_base_level_search_entrypoints = True, 32
+        path = tmp_path / f"{by_gpu}"
+        getattr(made, saved)(path)
+        again = Cagra(degree=32)
+        if saved == "save":
+            again.load(path)
+        else:
+            again.load_beside(path, VECTORS)
+        again.check(*VECTORS.shape)
+        assert again._gpu is None or gpus_found()
+        assert again._index.base_level_only == by_gpu and again._fits_gpu(again._index) == by_gpu
+        _, rows = again.search(VECTORS[:100], 10)
+        assert np.mean([len(set(a) & set(b)) for a, b in zip(rows, exact, strict=True)]) > 9.5
+        keep = np.zeros(len(VECTORS), bool)
+        keep[::3] = True
+        _, rows = again.search_selected(VECTORS[:5], 4, keep)
+        assert keep[rows[rows >= 0]].all() and (rows[:, 0] >= 0).all()
+    assert faiss.downcast_index(again._index.storage).ntotal == len(VECTORS)
+
+
+def test_cagra_has_one_graph_over_all() -> None:
+    with pytest.raises((StoreError, PluginError), match="gpus is one or replicas"):
+        make_backend("cagra", {"gpus": "shards"})
+    with pytest.raises(PluginError, match="gpus"):
+        make_backend("flat", {"gpus": "two"})
+
+
+def test_which_codes_a_gpu_takes() -> None:
+    assert not IvfPq()._fits_gpu(built(IvfPq(bytes=8))._index)  # of 4 bits: too few vectors for more
+    faiss = load_faiss()
+    for parts, fits in ((8, True), (16, True), (6, False)):
+        index = faiss.IndexIVFPQ(faiss.IndexFlatL2(96), 96, 4, parts, 8)
+        assert IvfPq()._fits_gpu(index) == fits
+
+
+def test_what_is_set_on_an_index_where_a_call_takes_no_parameters(monkeypatch: Any) -> None:
+    ivf = built(Ivf(lists=20, probes=7))
+    assert ivf._set_parameters() == {"nprobe": 7}
+    monkeypatch.setattr(ivf, "_probed", lambda: 10**6)
+    assert ivf._set_parameters() == {"nprobe": MOST}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "Error in void* StandardGpuResourcesImpl::allocMemory at x.cpp:452: Error: 'err == cudaSuccess' failed: alloc fail type FlatData "
+            "dev 0 space Device (cudaMalloc error out of memory [2])",
+            "too little memory for 1,500 vectors of 16 numbers. Use the back end's option float16",
+        ),
+        (
+            "Error in GpuIndex at /project/GpuIndex.cu:65: Error: 'config_.device < getNumDevices()' failed: Invalid GPU device 0",
+            "FAISS cannot use the GPU: 'config_.device < getNumDevices()' failed: Invalid GPU device 0",
+        ),
+    ],
+)
+def test_what_a_gpu_refuses_is_a_sentence(text: str, words: str) -> None:
+    said = refused(built(Flat())._index, RuntimeError(text))
+    assert words in said and "project" not in said and ".cpp" not in said
+
+
+def test_a_search_for_more_than_a_gpu_selects_is_the_cpus(monkeypatch: Any) -> None:
+    flat = built(Flat())
+
+    class Gpu:
+        def search(self, queries: Any, k: int) -> Any:
+            assert k <= MOST
+            return np.zeros((len(queries), k), np.float32), np.zeros((len(queries), k), np.int64)
+
+    flat._gpu = Gpu()  # type: ignore[assignment]
+    flat.most_on_gpu = 5
+    assert (flat.search(VECTORS[:1], 5)[1] == 0).all()
+    assert sorted(flat.search(VECTORS[:1], 6)[1][0])[-1] > 0
+    assert flat.selective
+
+
+REAL = pytest.mark.skipif(
+    not hasattr(load_faiss(), "StandardGpuResources"), reason="this FAISS is built without a GPU"
+)
+
+
+@REAL
+class TestTheRealOne:
+    """Against faiss-gpu-cuvs itself, without a device: every call up to the one that needs it."""
+
+    @pytest.mark.skipif(gpus_found() > 0, reason="there is a GPU: tests/gpu has the rest")
+    @pytest.mark.parametrize("float16", [False, True])
+    @pytest.mark.parametrize("make", [Flat, Ivf])
+    def test_an_index_reaches_the_device(self, make: Callable[[], FaissBackend], float16: bool) -> None:
+        backend = built(make())
+        with pytest.raises(StoreError, match="Invalid GPU device 0"):
+            OnGpu(backend._index, "one", float16, backend._set_parameters())
+
+    @pytest.mark.skipif(gpus_found() > 0, reason="there is a GPU: tests/gpu has the rest")
+    def test_a_graph_is_built_up_to_the_device(self) -> None:
+        with pytest.raises(
+            StoreError, match=r"cagra cannot build it: FAISS cannot use the GPU: .*Invalid GPU"
+        ):
+            Cagra()._built(VECTORS)
+
+    def test_names_that_are_set_are_there(self) -> None:
+        faiss = load_faiss()
+        config, parameters = Cagra(degree=32).config(), faiss.SearchParametersCagra()
+        assert (config.graph_degree, config.intermediate_graph_degree) == (32, 64)
+        assert hasattr(parameters, "itopk_size")
+        for options in (faiss.GpuClonerOptions(), faiss.GpuMultipleClonerOptions()):
+            assert hasattr(options, "useFloat16")
+        assert hasattr(faiss.GpuMultipleClonerOptions(), "shard")
+        assert hasattr(faiss.GpuParameterSpace(), "set_index_parameter")
+        assert hasattr(faiss.GpuIndexCagra, "copyTo") and hasattr(faiss, "index_cpu_to_gpu_multiple_py")
