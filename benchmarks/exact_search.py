@@ -1,11 +1,12 @@
-"""Exact search of image vectors: `retrieval.serving.local.exact` beside FAISS's flat search, with and without a filter.
+"""Exact search of image vectors: `retrieval.serving.local.exact` beside FAISS's flat search, with and without a filter; and a whole index.
 
     python benchmarks/exact_search.py --cache FOLDER                  # all shapes; makes the vectors that are not there yet
     python benchmarks/exact_search.py --cache FOLDER --only 1000000x128     # one shape; the others stay as they are kept
     python benchmarks/exact_search.py --write                         # the page alone, from what is kept
 
 Vectors and queries are those of benchmarks/image_vectors.py; the vectors are mapped from their file, but for FAISS's index, which holds
-a copy. Contestants take turns in one process on one thread, and each cell is the least CPU time of its rounds.
+a copy. Contestants take turns in one process on one thread, and each cell is the least CPU time of its rounds. What an index costs, and
+how it is searched as the server searches it, `exact_search_index.py` measures, in processes of its own.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import argparse
 import json
 import os
 import platform
+import tempfile
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,58 +31,33 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 from retrieval.host.files import write_text
-from retrieval.serving.local import compact, exact
+from retrieval.serving.local import compact, distances, exact
 
+from exact_search_index import whole
 from exact_search_report import COMPACT, DEFAULT, INDEX, KNN, KNN_BLAS, NORMS, OURS, POST, render
+from exact_search_turns import (
+    BATCHES,
+    TRUE,
+    K,
+    Queries,
+    Search,
+    drawn,
+    machine,
+    measured,
+    recall,
+    true_rows,
+    turns,
+)
 from image_vectors import ImageVectors, image_vectors
 
 RAW = Path(__file__).parent / "results" / "raw" / "exact_search.json"
-SHAPES = {
-    "1000000x128": (1, 32),
-    "100000x128": (1, 32),
-    "1000000x64": (1, 8, 32, 256),
-    "50000x1280": (1, 32),
-}
+SHAPES = ("1000000x128", "100000x128", "1000000x64", "50000x1280", "10000x128")
+INDEXED = ("1000000x128", "100000x128", "50000x1280", "10000x128")
+"""Shapes of which an index is made."""
 FILTERED = "1000000x128"
+PARTS = ("kernel", "index", "filter")
 FRACTIONS = (0.01, 0.1, 0.5)
-K = 10
-TRUE = 8  # queries whose answer is compared with a plain search in double precision
 Answer = tuple[Any, Any]
-
-
-def true_rows(queries: NDArray[np.float32], vectors: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return the K nearest rows by Σ (q − x)² in double precision, of every row, by loops of plain NumPy."""
-    best = np.full((len(queries), K), np.inf)
-    rows = np.full((len(queries), K), -1, np.int64)
-    for start in range(0, len(vectors), 20_000):
-        block = vectors[start : start + 20_000].astype(np.float64)
-        for number, query in enumerate(queries.astype(np.float64)):
-            apart = block - query
-            every = np.concatenate([best[number], np.einsum("ij,ij->i", apart, apart)])
-            order = np.argsort(every, kind="stable")[:K]
-            known = np.concatenate([rows[number], np.arange(start, start + len(block))])
-            best[number], rows[number] = every[order], known[order]
-    return rows
-
-
-def recall(found: NDArray[np.int64], true: NDArray[np.int64]) -> float:
-    """Return which part of the true rows was found."""
-    return float(
-        np.mean([len(set(a) & set(b)) / len(b) for a, b in zip(found.tolist(), true.tolist(), strict=True)])
-    )
-
-
-def turns(contestants: dict[str, Callable[[], Answer]], rounds: int) -> dict[str, dict[str, Any]]:
-    """Let each contestant search in turn; return its least CPU and wall milliseconds, and its last answer."""
-    found: dict[str, dict[str, Any]] = {}
-    for _ in range(rounds):
-        for name, search in contestants.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            answer = search()
-            row = {"cpu": 1e3 * (time.process_time() - cpu), "wall": 1e3 * (time.perf_counter() - wall)}
-            before = found.get(name, row)
-            found[name] = {key: min(row[key], before[key]) for key in row} | {"answer": answer[1]}
-    return found
 
 
 def with_blas(queries: NDArray[np.float32], vectors: NDArray[np.float32]) -> Answer:
@@ -94,10 +70,10 @@ def with_blas(queries: NDArray[np.float32], vectors: NDArray[np.float32]) -> Ans
         faiss.cvar.distance_compute_blas_threshold = before
 
 
-def plain(data: ImageVectors, batches: tuple[int, ...], rounds: int) -> dict[str, Any]:
+def plain(data: ImageVectors, rounds: int) -> dict[str, Any]:
     """Measure searches without a filter, at each number of queries a call."""
     vectors = data.vectors
-    norms = exact.squared_norms(vectors)
+    norms = distances.squared_norms(vectors)
     began = time.process_time()
     companion = compact.build(vectors)
     told: dict[str, Any] = {
@@ -107,17 +83,15 @@ def plain(data: ImageVectors, batches: tuple[int, ...], rounds: int) -> dict[str
     }
     index = faiss.IndexFlatL2(vectors.shape[1])
     index.add(vectors)
-    queries = data.queries[:: len(data.queries) // max(batches)]
-    true = true_rows(queries[:TRUE], vectors)
-    for batch in batches:
-        some = np.ascontiguousarray(queries[:batch])
-        contestants: dict[str, Callable[[], Answer]] = {
-            INDEX: lambda some=some: index.search(some, K),
-            KNN: lambda some=some: faiss.knn(some, vectors, K),
-            KNN_BLAS: lambda some=some: with_blas(some, vectors),
-            OURS: lambda some=some: exact.nearest(some, vectors, K),
-            NORMS: lambda some=some: exact.nearest(some, vectors, K, norms=norms),
-            COMPACT: lambda some=some: exact.nearest(some, vectors, K, compact=companion),
+    for batch in BATCHES:
+        given = drawn(data.queries, batch, rounds)
+        contestants: dict[str, Search] = {
+            INDEX: lambda some: index.search(some, K),
+            KNN: lambda some: faiss.knn(some, vectors, K),
+            KNN_BLAS: lambda some: with_blas(some, vectors),
+            OURS: lambda some: exact.nearest(some, vectors, K),
+            NORMS: lambda some: exact.nearest(some, vectors, K, norms=norms),
+            COMPACT: lambda some: exact.nearest(some, vectors, K, norms=norms, compact=companion),
         }
         if batch > 1:
             del contestants[KNN]  # by default the same loop as the index's
@@ -125,26 +99,22 @@ def plain(data: ImageVectors, batches: tuple[int, ...], rounds: int) -> dict[str
             del contestants[KNN_BLAS], contestants[NORMS]  # they change nothing for one query
         if companion is None:
             del contestants[COMPACT]
-        for name, row in turns(contestants, max(2, rounds // (2 if batch > 32 else 1))).items():
-            part = min(batch, TRUE)
-            row["recall"] = recall(row.pop("answer")[:part], true[:part])
-            told["rows"].append({"contestant": name, "batch": batch} | row)
-    told["threads"] = _threads(queries, vectors, rounds)
+        told["rows"] += measured(contestants, batch, given, vectors)
+    told["threads"] = _threads(data.queries, vectors, rounds)
     return told
 
 
-def _threads(queries: NDArray[np.float32], vectors: NDArray[np.float32], rounds: int) -> list[dict[str, Any]]:
+def _threads(queries: Queries, vectors: NDArray[np.float32], rounds: int) -> list[dict[str, Any]]:
     """Measure a search by one and by two threads over ranges of the rows."""
     rows = []
     for batch in (1, 32):
-        some = np.ascontiguousarray(queries[:batch])
-        contestants: dict[str, Callable[[], Answer]] = {
-            str(count): lambda some=some, count=count: exact.nearest(some, vectors, K, threads=count)
+        contestants: dict[str, Search] = {
+            str(count): lambda some, count=count: exact.nearest(some, vectors, K, threads=count)
             for count in (1, 2)
         }
         rows += [
             {"threads": int(name), "batch": batch, "cpu": row["cpu"], "wall": row["wall"]}
-            for name, row in turns(contestants, rounds).items()
+            for name, row in turns(contestants, drawn(queries, batch, rounds)).items()
         ]
     return rows
 
@@ -156,23 +126,23 @@ def filtered(data: ImageVectors, rounds: int) -> list[dict[str, Any]]:
     masks = {f"{100 * part:g} % at random": random.random(len(vectors)) < part for part in FRACTIONS}
     masks["one class of ten"] = data.labels == 3
     for batch in (1, 32):
-        some = np.ascontiguousarray(data.queries[:: len(data.queries) // 32][:batch])
+        given = drawn(data.queries, batch, rounds)
         for title, keep in masks.items():
             kept = np.flatnonzero(keep)
-            true = kept[true_rows(some[:TRUE], np.ascontiguousarray(vectors[kept]))]
+            true = kept[true_rows(given[-1][:TRUE], np.ascontiguousarray(vectors[kept]))]
             depth = min(int(2 * K / keep.mean()), len(vectors))
-            contestants: dict[str, Callable[[], Answer]] = {
-                DEFAULT: lambda some=some: exact.nearest(some, vectors, K),
-                OURS: lambda some=some, keep=keep: exact.nearest(some, vectors, K, keep=keep),
-                COMPACT: lambda some=some, keep=keep: exact.nearest(
+            contestants: dict[str, Search] = {
+                DEFAULT: lambda some: exact.nearest(some, vectors, K),
+                OURS: lambda some, keep=keep: exact.nearest(some, vectors, K, keep=keep),
+                COMPACT: lambda some, keep=keep: exact.nearest(
                     some, vectors, K, keep=keep, compact=companion
                 ),
-                POST: lambda some=some, keep=keep, depth=depth: _dropped(
+                POST: lambda some, keep=keep, depth=depth: _dropped(
                     exact.nearest(some, vectors, depth), keep
                 ),
             }
-            for name, row in turns(contestants, rounds).items():
-                found = row.pop("answer")[:TRUE]
+            for name, row in turns(contestants, given).items():
+                found = row.pop("answer")[1][:TRUE]
                 row["recall"] = None if name == DEFAULT else recall(found, true)
                 rows.append({"contestant": name, "batch": batch, "kept": title, "depth": depth} | row)
     return rows
@@ -188,20 +158,15 @@ def _dropped(answer: Answer, keep: NDArray[np.bool_]) -> Answer:
     return squared, found
 
 
-def _machine() -> str:
-    model = platform.processor() or platform.machine()
-    flags = ""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            model = value.strip()
-        elif name.strip() == "flags":
-            known = value.split()
-            flags = ", ".join(
-                flag for flag in ("avx2", "avx512f", "avx512_vnni", "amx_tile") if flag in known
-            )
-            break
-    return f"{model} ({flags}), {os.cpu_count()} cores, no GPU"
+def about() -> dict[str, Any]:
+    """Return what the page says of a run."""
+    return {
+        "machine": machine(),
+        "load": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("numpy", "faiss-cpu"))
+        + f", Python {platform.python_version()}",
+    }
 
 
 def main() -> None:
@@ -209,27 +174,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     arguments.add_argument("--cache", type=Path, help="folder of the vectors")
-    arguments.add_argument("--only", choices=list(SHAPES), help="measure this shape alone")
+    arguments.add_argument("--only", nargs="+", choices=SHAPES, help="measure these shapes alone")
     arguments.add_argument("--rounds", type=int, default=4)
+    arguments.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="measure these of a shape"
+    )
     arguments.add_argument("--write", action="store_true", help="write the page alone")
     given = arguments.parse_args()
     if given.cache is None and not given.write:
         arguments.error("Give --cache FOLDER, or --write.")
     kept: dict[str, Any] = json.loads(RAW.read_text(encoding="utf-8")) if RAW.is_file() else {}
     faiss.omp_set_num_threads(1)
-    for shape in [] if given.write else [given.only] if given.only else SHAPES:
+    for shape in [] if given.write else given.only or SHAPES:
         count, width = map(int, shape.split("x"))
         data = image_vectors(given.cache, count, width)
-        kept[shape] = {
-            "machine": _machine(),
-            "load": os.getloadavg()[0],
-            "date": time.strftime("%Y-%m-%d"),
-            "versions": ", ".join(f"{name} {version(name)}" for name in ("numpy", "faiss-cpu"))
-            + f", Python {platform.python_version()}",
-        } | plain(data, SHAPES[shape], given.rounds)
-        write_text(RAW, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-        if shape == FILTERED:
-            kept[shape]["filtered"] = filtered(data, max(2, given.rounds // 2))
+        told = kept.setdefault(shape, {})
+        if "kernel" in given.parts:
+            told |= about() | plain(data, given.rounds)
+        if "index" in given.parts and shape in INDEXED:
+            with tempfile.TemporaryDirectory(dir=given.cache) as folder:
+                told["index"] = about() | whole(given.cache, Path(folder), shape, given.rounds)
+        if "filter" in given.parts and shape == FILTERED:
+            told["filtered"] = about() | {"rows": filtered(data, max(2, given.rounds // 2))}
         write_text(RAW, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     page = render(kept)
     write_text(RAW.parents[1] / "exact_search.md", page)

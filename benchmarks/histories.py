@@ -31,8 +31,7 @@ import numpy as np
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
-from retrieval.serving.local import store as store_module
-from retrieval.serving.local import upkeep, writer
+from retrieval.serving.local import searches, upkeep, writer
 from retrieval.serving.local.create import create_local
 from retrieval.serving.stores.contract import FEATURES, VECTOR, Item, widths_of
 from retrieval.serving.testing import make_bundle
@@ -225,14 +224,14 @@ def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list
 @contextmanager
 def small_segments() -> Iterator[None]:
     """Have segments made of so few items that merges go on all the while, and filters looked up as those of a large index."""
-    before = writer.FLUSH_ROWS, store_module._SMALL
+    before = writer.FLUSH_ROWS, searches._SMALL
     writer.FLUSH_ROWS = upkeep.FLUSH_ROWS = SMALL
-    store_module._SMALL = 0
+    searches._SMALL = 0
     try:
         yield
     finally:
         writer.FLUSH_ROWS = upkeep.FLUSH_ROWS = before[0]
-        store_module._SMALL = before[1]
+        searches._SMALL = before[1]
 
 
 def run(folder: Path, seconds: float, seed: int, threads: int = 8, processes: int = 2) -> dict[str, Any]:

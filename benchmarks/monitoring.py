@@ -24,22 +24,15 @@ from typing import Any
 from retrieval.serving.http.log import Log
 from retrieval.serving.http.metrics import Metrics
 from retrieval.serving.http.observer import Observer
-from retrieval.serving.stages import stage
+from retrieval.serving.stages import following, stage
 
 from serving import ROOT, Server, measure, prepare, requests
 
 WITHOUT = """
 import retrieval.serving.http.observer as observer
-from starlette.middleware import Middleware
-class Nothing:
-    def __init__(self, app, **rest):
-        self.app = app
-    async def __call__(self, scope, receive, send):
-        await self.app(scope, receive, send)
-import retrieval.serving.http.monitoring as monitoring
-monitoring.Observer = Nothing
+observer.Observer.finish = lambda self, scope, one: None
 """
-"""The same server without an observer: nothing is counted, timed, logged or traced."""
+"""The same server whose observer gives ids and headers only: nothing is counted, logged or traced."""
 
 SERVERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "nothing": (WITHOUT, ()),
@@ -81,8 +74,8 @@ def alone(count: int, rounds: int) -> dict[str, float]:
     patterns = {(app, frozenset[str]()): "/v1/search"}
     contestants = {
         "nothing": app,
-        "metrics": Observer(app, patterns, metrics),
-        "and a log": Observer(app, patterns, metrics, log),
+        "metrics": _observed(app, Observer(patterns, metrics)),
+        "and a log": _observed(app, Observer(patterns, metrics, log)),
     }
 
     async def run(one: Any) -> float:
@@ -100,6 +93,16 @@ def alone(count: int, rounds: int) -> dict[str, float]:
     return least
 
 
+def _observed(app: Any, observer: Observer) -> Any:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        one = observer.begin(scope, receive, send)
+        with following(one.trail):
+            await app(scope, one.receive, one.send)
+        observer.finish(scope, one)
+
+    return answer
+
+
 def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -107,6 +110,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(ROOT, folder)
@@ -123,13 +127,15 @@ def main() -> None:
                 for server in servers.values():
                     server.process.terminate()
                     server.process.wait()
-    page = _page(found, alone(50, 500), options.count, options.rounds)
+    page = _page(found, alone(50, 500), options.count, options.rounds, load)
     print(page)
     if options.output:
         options.output.write_text(page, encoding="utf-8")
 
 
-def _page(found: dict[str, dict[str, list[float]]], least: dict[str, float], count: int, rounds: int) -> str:
+def _page(
+    found: dict[str, dict[str, list[float]]], least: dict[str, float], count: int, rounds: int, load: float
+) -> str:
     rows = []
     for name, of in found.items():
         base = of["nothing"]
@@ -156,7 +162,7 @@ def _page(found: dict[str, dict[str, list[float]]], least: dict[str, float], cou
             "| --- | --- | --- | --- |",
             *rows,
             "",
-            f"{machine}; {versions}. `python benchmarks/monitoring.py`.",
+            f"{machine}; {versions}. Load average {load:.1f} before, {os.getloadavg()[0]:.1f} at the end. `python benchmarks/monitoring.py`.",
             "",
         ]
     )

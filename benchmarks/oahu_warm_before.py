@@ -10,8 +10,9 @@ from pydantic import Field
 from retrieval.model.linear import LinearMap
 
 from retrieval_oahu.history import recorded
+from retrieval_oahu.limits import refuse_range
 from retrieval_oahu.network import unit
-from retrieval_oahu.online import OnlineLearner, refuse_range
+from retrieval_oahu.online import OnlineLearner
 
 if TYPE_CHECKING:
     from torch import nn

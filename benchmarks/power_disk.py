@@ -7,6 +7,7 @@ the order in which a disk writes, nor of what a file system does beyond POSIX.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from dataclasses import dataclass, field
@@ -61,6 +62,49 @@ class Folder:
     names: dict[str, File | Folder] = field(default_factory=dict)
 
 
+def _texts(name: str, said: str) -> list[bytes]:
+    """Return the texts of a call.
+
+    Raises:
+        ValueError: one of them is not whole.
+    """
+    texts = []
+    for found in _TEXT.finditer(said):
+        if found[2]:
+            raise ValueError(f"A {name} is cut short in the trace.")
+        texts.append(bytes.fromhex(found[1].replace("\\x", "")))
+    return texts
+
+
+def _handles(said: str) -> list[tuple[str, str]]:
+    """Return the descriptors of a call, and their paths."""
+    return [
+        (found[1], bytes.fromhex(found[2].replace("\\x", "")).decode(errors="surrogateescape"))
+        for found in _HANDLE.finditer(said)
+    ]
+
+
+def _paths(name: str, texts: list[bytes], handles: list[tuple[str, str]]) -> list[Path]:
+    """Return the whole paths that a call names.
+
+    Raises:
+        ValueError: a path is relative to a folder that the trace does not tell.
+    """
+    bases = [path for _, path in handles if name.endswith(("at", "at2"))]
+    paths = []
+    for at, text in enumerate(texts):
+        path = text.decode(errors="surrogateescape")
+        if not bases and not path.startswith("/"):
+            raise ValueError(f"{name} of {path}: which folder it is in is not in the trace.")
+        paths.append(Path(bases[min(at, len(bases) - 1)] if bases else "/") / path)
+    return paths
+
+
+def _last(said: str) -> int:
+    """Return the last argument of a call, a number."""
+    return int(said.rstrip(") ").rpartition(", ")[2])
+
+
 def _synced(node: File | Folder, cut: int) -> float:
     """Return the time before which all changes are on the disk for certain."""
     return max((began for began, ended in node.syncs if ended <= cut), default=-1)
@@ -82,7 +126,9 @@ class Disk:
         self._open: dict[int, tuple[File | Folder, int, bool]] = {}
 
     def replay(self, trace: Path, marks: Path) -> None:
-        """Take in what a process did; what it wrote to the file `marks` is kept with its time.
+        """Take in what a process did, before another changes the folder; what it wrote to the file `marks` is kept with its time.
+
+        Of a call that a kill ended the trace does not say how far it came. The folder itself shows that.
 
         Raises:
             ValueError: a call that is not understood.
@@ -93,34 +139,34 @@ class Disk:
             for line in lines:
                 self.time += 1
                 if found := _RESUMED.match(line):
-                    began, text = waiting.pop(found[1], (self.time, ""))
-                    name, text = found[2], text + found[3]
+                    began, text = waiting.pop(found[1], (self.time, f"{found[2]}("))
+                    name, text = found[2], text.partition("(")[2] + found[3]
                     if name == "close":
                         continue
                 elif found := _PLAIN.match(line):
                     began, name, text = self.time, found[2], found[3]
+                    waiting.pop(found[1], None)  # interrupted, and begun again
                     if text.rstrip().endswith("<unfinished ...>"):
-                        waiting[found[1]] = (began, text.rpartition("<unfinished")[0])
+                        waiting[found[1]] = (began, f"{name}({text.rpartition('<unfinished')[0]}")
                         if name == "close":  # another thread may be given the number before this one returns
                             self._call(name, text, 0, began, marks)
                         continue
                 else:
                     continue
                 said, _, result = text.rpartition(" = ")
-                number = re.match(r"\d+", result)  # none: it failed
+                if result.startswith("?"):
+                    waiting[found[1]] = (began, f"{name}({said}")
+                number = re.match(r"\d+", result)  # none: it failed, or its process was killed
                 if number is not None:
                     self._call(name, said, int(number[0]), began, marks)
+        self.time += 1
+        for began, text in waiting.values():
+            name, _, said = text.partition("(")
+            if (came := self._came(name, said)) is not None:
+                self._call(name, said, came, began, marks)
 
     def _call(self, name: str, said: str, result: int, began: int, marks: Path) -> None:
-        texts = []
-        for found in _TEXT.finditer(said):
-            if found[2]:
-                raise ValueError(f"A {name} is cut short in the trace.")
-            texts.append(bytes.fromhex(found[1].replace("\\x", "")))
-        handles = [
-            (found[1], bytes.fromhex(found[2].replace("\\x", "")).decode(errors="surrogateescape"))
-            for found in _HANDLE.finditer(said)
-        ]
+        texts, handles = _texts(name, said), _handles(said)
         if (
             name in ("write", "pwrite64", "writev", "lseek", "fsync", "fdatasync", "ftruncate", "close")
             or not texts
@@ -135,17 +181,40 @@ class Disk:
             elif self._inside(path) and name not in ("close", "lseek", "fsync"):
                 raise ValueError(f"{name} on {path}, which no call has opened.")
             return
-        bases = [path for _, path in handles if name.endswith(("at", "at2"))]
-        paths = []
-        for at, text in enumerate(texts):
-            path = text.decode(errors="surrogateescape")
-            if not bases and not path.startswith("/"):
-                raise ValueError(f"{name} of {path}: which folder it is in is not in the trace.")
-            paths.append(
-                self._inside(str(PurePosixPath(bases[min(at, len(bases) - 1)] if bases else "/") / path))
-            )
+        paths = [self._inside(str(path)) for path in _paths(name, texts, handles)]
         if any(path is not None for path in paths):
             self._on_names(name, said, paths, result, began)
+
+    def _came(self, name: str, said: str) -> int | None:
+        """Return what a call would have returned that a kill ended; None where it changed nothing."""
+        texts, handles = _texts(name, said), _handles(said)
+        if name in ("write", "pwrite64", "writev", "ftruncate"):
+            handle, path = (int(handles[0][0]), Path(handles[0][1])) if handles else (-1, Path())
+            node, at, appends = self._open.get(handle, (None, 0, False))
+            if not isinstance(node, File) or self._inside(str(path)) is None or not path.is_file():
+                return None
+            if name == "ftruncate":
+                return 0 if path.stat().st_size == _last(said) else None
+            place = _last(said) if name == "pwrite64" else node.size if appends else at
+            with path.open("rb") as file:
+                file.seek(place)
+                given = b"".join(texts)
+                there = file.read(len(given))
+                return next((n for n, two in enumerate(zip(given, there, strict=False)) if two[0] != two[1]), len(there)) or None  # fmt: skip
+        if not texts:  # a sync that has not returned has not happened
+            return None
+        first, *others = _paths(name, texts, handles)
+        if self._inside(str(first)) is None:
+            return None
+        if name in ("open", "openat", "creat"):
+            done = first.exists() and ("O_TRUNC" not in said or not first.stat().st_size)
+        elif name in ("mkdir", "mkdirat"):
+            done = first.is_dir() and self._find(self._inside(str(first)) or ()) is None
+        elif name in ("link", "linkat"):
+            done = others[0].exists() and others[0].samefile(first)
+        else:
+            done = not os.path.lexists(first)
+        return -1 if done else None
 
     def _inside(self, path: str) -> tuple[str, ...] | None:
         """Return the parts of a path below the root; None outside."""
@@ -166,7 +235,7 @@ class Disk:
         elif isinstance(node, File) and name in ("write", "pwrite64", "writev", "ftruncate"):
             content = None if name == "ftruncate" else b"".join(texts)[:result]
             if name == "pwrite64" or content is None:
-                place = int(said.rstrip(") ").rpartition(", ")[2])
+                place = _last(said)
             else:
                 place = node.size if appends else at
                 self._open[handle] = (node, place + result, appends)

@@ -38,3 +38,9 @@ def source(table: str) -> str:
     """Return where a table was printed, and what its figures are."""
     made = _tables()[table]
     return f"{made['source']}: {made['what']}"
+
+
+def rows_of(table: str) -> tuple[list[str], dict[str, list[float]]]:
+    """Return a table's columns, and its rows as printed."""
+    made = _tables()[table]
+    return made["columns"], made["rows"]

@@ -16,19 +16,22 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from serve_data import Work, works
-from serve_load import Contestant, Seen
+from serve_load import Contestant
 from serve_report import render
 
 CONNECTIONS = (1, 8, 32)
 SAMPLE = 20
 DEADLINE = 2.5  # seconds: a boundary of the histograms
 OVERLOAD = 10
+OVERLOADED = 6.0  # seconds, of which the queue takes one to fill
+USERS = 1000  # connections that the overload comes from: more than may wait
 
 
 class Raw:
@@ -93,13 +96,18 @@ def measure(work: Work, seconds: float, rounds: int, options: tuple[str, ...]) -
 
 def strained(work: Work, seconds: float, options: tuple[str, ...]) -> dict[str, Any]:
     """Return what our server does at its peak, at 70 % of that, and when it is asked for ten times as much."""
-    server = Contestant("ours", work, ("--deadline", str(DEADLINE), *options))
+    limits = ("--connections", str(2 * USERS), "--deadline", str(DEADLINE))
+    server = Contestant("ours", work, (*limits, *options))
     try:
         server.load(8, 1.0)
         peak = max((server.load(each, seconds) for each in (8, 24)), key=lambda seen: seen.answered)
         steady = server.load(32, 2 * seconds, 0.7 * peak.answered, peak.p50 / 8)
+        level = server.open_load(
+            peak.answered, OVERLOADED, USERS
+        )  # its client takes more of the cores than wrk
+        time.sleep(2 * DEADLINE)
         before = server.metrics()
-        over = server.load(240, 2 * seconds, OVERLOAD * peak.answered, 1.0)
+        over = server.open_load(OVERLOAD * peak.answered, OVERLOADED, USERS)
         time.sleep(2 * DEADLINE)
         after = server.metrics()
     finally:
@@ -114,9 +122,11 @@ def strained(work: Work, seconds: float, options: tuple[str, ...]) -> dict[str, 
         for name, value in grown.items()
         if name.startswith("retrieval_refused_total") and value
     }
-    shown: dict[str, Seen] = {"peak": peak, "at 70 %": steady, "overload": over}
     return {
-        **{name: asdict(seen) for name, seen in shown.items()},
+        "peak": asdict(peak),
+        "at 70 %": asdict(steady),
+        "at the peak": level,
+        "overload": over,
         "begun late": waited["+Inf"] - waited[str(DEADLINE)],
         "begun": waited["+Inf"],
         "refused": refused,
@@ -140,11 +150,20 @@ def about(seconds: float, rounds: int) -> dict[str, Any]:
     }
 
 
-def parts_of(folder: Path) -> dict[str, float]:
-    """Return what parts of a query cost, measured in a process of its own."""
+def parts_of(made: dict[str, Callable[[], Work]]) -> dict[str, Any]:
+    """Return what parts of queries cost, each work in a process of its own."""
+    photos = made["EfficientNet-Lite0, JPEG of 640 × 480"]()
+    given = {
+        "small": [made["vector among 900 × 32"]().folder],
+        "large": [made["vector among 100,000 × 128"]().folder],
+        "photo": [photos.folder, photos.bundle],
+    }
     script = str(Path(__file__).parent / "serve_parts.py")
-    run = subprocess.run([sys.executable, script, str(folder)], capture_output=True, text=True, check=True)
-    return dict(json.loads(run.stdout))
+    found: dict[str, Any] = {"load": round(os.getloadavg()[0])}
+    for name, folders in given.items():
+        line = [sys.executable, script, name, *map(str, folders)]
+        found[name] = json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+    return found
 
 
 def main() -> None:
@@ -183,7 +202,7 @@ def main() -> None:
             one["rounds"] = measure(work, given.seconds, given.rounds, options)
         one["strained"] = strained(work, given.seconds, options)
         print(json.dumps(one["strained"]), flush=True)
-    found["parts"] = parts_of(made["vector among 900 × 32"]().folder)
+    found["parts"] = parts_of(made)
     text = render(found)
     print(text)
     if given.raw:

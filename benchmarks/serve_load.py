@@ -160,6 +160,20 @@ class Contestant:
             int(failed),
         )
 
+    def open_load(self, rate: float, seconds: float, connections: int) -> dict[str, float]:
+        """Ask at a constant rate, whatever is answered: see `serve_open.py`."""
+        bodies = self._names.parent / "bodies"
+        if not bodies.is_dir():
+            bodies.mkdir()
+            for name in self._names.read_text().split():
+                (bodies / Path(name).name).symlink_to(name)
+        line = [sys.executable, str(Path(__file__).parent / "serve_open.py"), str(self.port), self.path, self.kind, str(bodies)]  # fmt: skip
+        line += [str(rate), str(seconds), str(connections)]
+        found: dict[str, float] = json.loads(
+            subprocess.run(line, capture_output=True, text=True, check=True).stdout
+        )
+        return found
+
     def metrics(self) -> dict[str, float]:
         """Return our server's figures, by name and labels."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:

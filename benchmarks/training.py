@@ -5,9 +5,10 @@ in one process. Run by hand:
 
     python benchmarks/training.py
     OMP_WAIT_POLICY=PASSIVE python benchmarks/training.py     # waiting threads sleep
+    python benchmarks/training.py --small                     # a small net, on one thread: the trainer's own cost, and validation's
     python benchmarks/training.py --write                     # the page alone, from what is kept
 
-Every epoch's seconds are kept in results/raw/training.jsonl, one run a line; a run replaces the earlier one of the same machine and the same kind of waiting. Of
+Every epoch's seconds are kept in results/raw/training.jsonl, one run a line; a run replaces the earlier one of the same machine, the same net and the same kind of waiting. Of
 the run on the Xeon only what it printed is there.
 """
 
@@ -35,10 +36,12 @@ from retrieval.training.process import make_accelerator
 from retrieval.training.trainer import Trainer
 from torch import nn
 
+import training_cases
 from page_tables import markdown
 
 CLASSES, ITEMS, BATCHES = 8, 16, 40
 BARE = "bare loop"
+AIM = 1.05
 RESULT = Path(__file__).parent / "results" / "training.md"
 KEPT = RESULT.parent / "raw" / "training.jsonl"
 WAITING = {
@@ -103,9 +106,9 @@ def bare(folder: Path) -> Callable[[], None]:
     return epoch
 
 
-def measure(repeats: int, threads: int) -> dict[str, Any]:
-    """Return one run: every epoch's seconds, contestants in turn."""
-    kept: dict[str, Any] = {
+def conditions(repeats: int, threads: int) -> dict[str, Any]:
+    """Return what the page says of a run."""
+    return {
         "machine": machine(),
         "load": round(os.getloadavg()[0], 1),
         "waiting": os.environ.get("OMP_WAIT_POLICY", "active").lower(),
@@ -113,6 +116,11 @@ def measure(repeats: int, threads: int) -> dict[str, Any]:
         "threads": threads,
         "versions": f"torch {torch.__version__}, {platform.machine()}",
     }
+
+
+def measure(repeats: int, threads: int) -> dict[str, Any]:
+    """Return one run: every epoch's seconds, contestants in turn."""
+    kept = conditions(repeats, threads)
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -123,15 +131,42 @@ def measure(repeats: int, threads: int) -> dict[str, Any]:
             "framework, bf16": framework(folder, precision="bf16"),
             "framework, bf16 + channels_last": framework(folder, precision="bf16", channels_last=True),
         }
-        rows: dict[str, Any] = {title: {"wall": [], "cpu": []} for title in contestants}
-        for turn in range(repeats + 1):
-            for title, epoch in contestants.items():
-                w, c = time.perf_counter(), time.process_time()
-                epoch()
-                if turn:  # the first warms up
-                    rows[title]["wall"].append(round(time.perf_counter() - w, 3))
-                    rows[title]["cpu"].append(round(time.process_time() - c, 3))
+        rows = in_turn(contestants, repeats)
     return kept | {"rows": rows}
+
+
+def in_turn(contestants: dict[str, Callable[[], None]], repeats: int) -> dict[str, Any]:
+    """Return every epoch's seconds; the first of each warms up."""
+    rows: dict[str, Any] = {title: {"wall": [], "cpu": []} for title in contestants}
+    for turn in range(repeats + 1):
+        for title, epoch in contestants.items():
+            w, c = time.perf_counter(), time.process_time()
+            epoch()
+            if turn:
+                rows[title]["wall"].append(round(time.perf_counter() - w, 3))
+                rows[title]["cpu"].append(round(time.process_time() - c, 3))
+    return rows
+
+
+def measure_small(repeats: int, only: list[str] | None) -> dict[str, Any]:
+    """Return one run of the small net: each case's loop by hand and the trainer, in turn."""
+    kept = conditions(repeats, 1) | {"cases": {}}
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder, pictures = Path(name), Path(name) / "pictures"
+        training_cases.write_pictures(pictures)
+        for case in training_cases.CASES:
+            if only and not any(word in case.title for word in only):
+                continue
+            contestants = {
+                BARE: training_cases.by_hand(case, folder, pictures),
+                "framework": training_cases.framework(case, folder, pictures),
+            }
+            kept["cases"][case.title] = rows = in_turn(contestants, repeats)
+            print(case.title, [f"{figures(row, rows[BARE])['cpu_ratio']:.3f}" for row in rows.values()], flush=True)  # fmt: skip
+        if not only:
+            kept["validation"] = training_cases.validation(folder)
+    return kept
 
 
 def machine() -> str:
@@ -166,6 +201,9 @@ def render(runs: list[dict[str, Any]]) -> str:
     for name in dict.fromkeys(run["machine"] for run in runs):
         lines += [f"## {name}", ""]
         for run in (run for run in runs if run["machine"] == name):
+            if "cases" in run:
+                lines += small(run)
+                continue
             table = []
             for title, row in run["rows"].items():
                 f = figures(row, run["rows"][BARE])
@@ -179,6 +217,52 @@ def render(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def small(run: dict[str, Any]) -> list[str]:
+    """Return the lines of the small net."""
+    net = training_cases.NET
+    table, over = [], []
+    for title, rows in run["cases"].items():
+        bare, own = (figures(rows[name], rows[BARE]) for name in (BARE, "framework"))
+        images = training_cases.BATCHES * CLASSES * ITEMS
+        cells = [f"{images / bare['cpu']:,.0f}", f"{bare['cpu']:.2f}", f"{own['cpu']:.2f}"]
+        table.append([title, *cells, f"{own['cpu_ratio']:.2f} ×", f"{own['wall_ratio']:.2f} ×"])
+        over += [f"{title} ({own['cpu_ratio']:.2f} ×)"] if own["cpu_ratio"] > AIM else []
+    lines = [
+        f"A small net (core.convnet of width {net['width']}, one convolution a stage), {run['repeats']} epochs of {training_cases.BATCHES} batches of each in turn after one to warm up, one thread, {run['versions']}; load "
+        f"{run['load']:.1f} at the start. Both sides call the same loss and miner, so what differs is the trainer. Aim: {AIM} × the CPU seconds of the loop by hand.",
+        "",
+        markdown(
+            [
+                "",
+                "by hand, images a CPU second",
+                "by hand, CPU s",
+                "trainer, CPU s",
+                "CPU, against by hand (median of pairs)",
+                "wall",
+            ],
+            table,
+        ),
+        "",
+        f"Above the aim: {', '.join(over)}." if over else "Every case is within the aim.",
+        "A transform by name draws from a generator that a `TorchFunctionMode` lends it, so that a resumed run draws the same: Python is asked at every call of torch and every look at a "
+        "tensor's shape, which takes longer than such a small picture's change. An image file is read, screened against hostile content and bounded before it is decoded, which by hand it is not.",
+        "",
+    ]
+    if "validation" in run:
+        told = {key: statistics.median(values) for key, values in run["validation"].items()}
+        lines += [
+            f"Validation after an epoch on Fashion-MNIST: {told['validate']:.2f} CPU s for {told['validated']:,.0f} items, {told['validate'] / told['epoch']:.3f} of the "
+            f"{told['epoch']:.2f} s of an epoch of {told['trained']:,.0f} images (aim: 0.1).",
+            "",
+        ]
+    return lines
+
+
+def kind(run: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a run shares with the one that it replaces."""
+    return run["machine"], run["waiting"], "cases" in run
+
+
 def read() -> list[dict[str, Any]]:
     """Return the runs that were kept."""
     return [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()]
@@ -190,12 +274,22 @@ def main() -> None:
     )
     arguments.add_argument("--repeats", type=int, default=5)
     arguments.add_argument("--threads", type=int, default=2)
+    arguments.add_argument("--small", action="store_true", help="measure the small net")
+    arguments.add_argument(
+        "--only", nargs="*", help="cases of the small net with these words, which are not kept"
+    )
     arguments.add_argument("--write", action="store_true", help="run nothing")
     options = arguments.parse_args()
     runs = read()
     if not options.write:
-        run = measure(options.repeats, options.threads)
-        same = [(r["machine"], r["waiting"]) == (run["machine"], run["waiting"]) for r in runs]
+        run = (
+            measure_small(options.repeats, options.only)
+            if options.small
+            else measure(options.repeats, options.threads)
+        )
+        if options.only:
+            return
+        same = [kind(r) == kind(run) for r in runs]
         runs = [r for r, replaced in zip(runs, same, strict=True) if not replaced] + [run]
         temporary = KEPT.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(r) + "\n" for r in runs), encoding="utf-8")
