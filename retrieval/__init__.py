@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from retrieval.evaluation.evaluate_run import evaluate_run
     from retrieval.evaluation.evaluation import evaluate
+    from retrieval.evaluation.report.write import report
     from retrieval.evaluation.verify_run import verify_run
     from retrieval.export.export_backbone import export_backbone
     from retrieval.export.export_run import export_run
@@ -53,11 +54,13 @@ if TYPE_CHECKING:
         Metric,
         Miner,
         Subspace,
+        Transform,
         TripletIndices,
     )
     from retrieval.model.linear import LinearMap
     from retrieval.model.loss import CheckedLoss
     from retrieval.recipe.read import Recipe, read_recipe
+    from retrieval.run.check_data import check_data
     from retrieval.run.open import Run, load_run
     from retrieval.serving.bundle import Bundle, open_bundle
     from retrieval.serving.http.server import serve
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
     from retrieval.serving.index.contract import IndexBackend
     from retrieval.serving.index.open import open_index
     from retrieval.serving.stores.contract import Item, Store
+    from retrieval.training.comparison.compare import compare
     from retrieval.training.train import train
 
     __version__: str
@@ -102,10 +106,13 @@ __all__ = [
     "Store",
     "StoreError",
     "Subspace",
+    "Transform",
     "TripletIndices",
     "__version__",
     "build_index",
+    "check_data",
     "client",
+    "compare",
     "create",
     "evaluate",
     "evaluate_run",
@@ -118,6 +125,7 @@ __all__ = [
     "open_index",
     "plot",
     "read_recipe",
+    "report",
     "serve",
     "stores",
     "testing",
@@ -143,6 +151,7 @@ _load, _ = lazy(
         ],
         "retrieval.evaluation.evaluate_run": ["evaluate_run"],
         "retrieval.evaluation.evaluation": ["evaluate"],
+        "retrieval.evaluation.report.write": ["report"],
         "retrieval.evaluation.verify_run": ["verify_run"],
         "retrieval.export.export_backbone": ["export_backbone"],
         "retrieval.export.export_run": ["export_run"],
@@ -158,11 +167,13 @@ _load, _ = lazy(
             "Metric",
             "Miner",
             "Subspace",
+            "Transform",
             "TripletIndices",
         ],
         "retrieval.model.linear": ["LinearMap"],
         "retrieval.model.loss": ["CheckedLoss"],
         "retrieval.recipe.read": ["Recipe", "read_recipe"],
+        "retrieval.run.check_data": ["check_data"],
         "retrieval.run.open": ["Run", "load_run"],
         "retrieval.serving.bundle": ["Bundle", "open_bundle"],
         "retrieval.serving.http.server": ["serve"],
@@ -172,6 +183,7 @@ _load, _ = lazy(
         "retrieval.serving.index.base": ["Index"],
         "retrieval.serving.index.open": ["open_index"],
         "retrieval.serving.stores.contract": ["Item", "Store"],
+        "retrieval.training.comparison.compare": ["compare"],
         "retrieval.training.train": ["train"],
     },
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,27 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Ctrl-C is ignored in what a shell starts in the background, and so by all that it starts; tests send it
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more process than there are cores: many tests wait for a server or for other processes."""
+    return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
+    """All tests of Milvus run in one process: so its server is started once."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "milvus" if "/test_milvus" in file else file
+
+    return Together(config, log)
 
 
 @dataclass(frozen=True)
@@ -68,14 +91,16 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def shown() -> Callable[[Path, str], None]:
+def shown() -> Callable[..., None]:
     """Compare a picture that code made with the one in `docs/`: as large, at most 60 KB, and alike.
 
-    With RETRIEVAL_PICTURES=write in the environment the picture is put there instead, in 64 colours.
+    With RETRIEVAL_PICTURES=write in the environment the picture is put there instead, in 64 colours. `most` is the mean difference of two small grey
+    copies that is allowed: more for pictures of what is found, which after training depends on how the processor rounds (two such pictures of
+    other queries are some 60 apart).
     """
     docs = Path(__file__).parents[1] / "docs"
 
-    def compare(made: Path, name: str) -> None:
+    def compare(made: Path, name: str, most: float = 12) -> None:
         with Image.open(made) as opened:
             picture = opened.convert("RGB")
         if os.environ.get("RETRIEVAL_PICTURES") == "write":
@@ -85,10 +110,48 @@ def shown() -> Callable[[Path, str], None]:
             # small grey pictures: single points, and the digits of a figure, differ from machine to machine
             small = [np.asarray(p.convert("L").resize((64, 64)), dtype=float) for p in (kept, picture)]
         apart = np.abs(small[0] - small[1]).mean()
-        assert apart < 12, f"{name} shows something else ({apart:.1f} of 255 on average): write it again"
+        assert apart < most, f"{name} shows something else ({apart:.1f} of 255 on average): write it again"
         assert (docs / name).stat().st_size < 60_000
 
     return compare
+
+
+# Chromium shall ask nobody for anything, and show no window
+QUIET = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A real Chromium, driven by playwright; skipped where either is not."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=program, args=QUIET)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page of the browser's, in a context of its own; `faults` and `asked` say what went wrong in it and which addresses it asked for."""
+    context = browser.new_context(viewport={"width": 1180, "height": 900}, offline=False)
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    page.faults, page.asked = [], []
+    page.on("pageerror", lambda error: page.faults.append(str(error)))
+    page.on("console", lambda message: message.type == "error" and page.faults.append(message.text))
+    page.on("request", lambda request: page.asked.append(request.url))
+    yield page
+    context.close()
 
 
 @pytest.fixture

@@ -62,6 +62,11 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def page_faults(pid: int) -> int:
+    """Return how many pages a process has taken from the system so far."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
+
+
 def wait_until(what: Callable[[], bool], seconds: float = 30) -> None:
     until = time.monotonic() + seconds
     while not what():
@@ -178,6 +183,23 @@ def test_memory_comes_back_once_large_images_are_done(upload):
             assert pool.pixels(content).future.result(60)
         wait_until(lambda: resident(pid) < before + 16_000_000)
         assert processes(pool) == [pid]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc and glibc")
+def test_memory_of_a_photo_is_there_for_the_next_one():
+    """Buffers of photos of 640 × 480 are 800 pages: taken from the system for each photo anew, they cost half as much as decoding."""
+    small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8))
+    photos = [encoded(small.resize((640 + 8 * number, 480))) for number in range(10)]
+    with Decoders(Preprocessing((224, 224), resize=256), workers=1, seconds=60) as decoders:
+        wait_until(lambda: bool(decoders._idle), 60)
+        for content in photos[:3]:
+            decoders.pixels(content).future.result(60)
+        (pid,) = processes(decoders)
+        before = page_faults(pid)
+        for content in photos:
+            decoders.pixels(content).future.result(60)
+        assert processes(decoders) == [pid]
+        assert page_faults(pid) - before < 100 * len(photos)
 
 
 def test_who_waits_is_served_in_turn_and_bounded():

@@ -21,7 +21,7 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_demo_leaves_what_it_says_and_its_next_commands_work(
-    tmp_path: Path, shown: Callable[[Path, str], None]
+    tmp_path: Path, shown: Callable[..., None]
 ) -> None:
     done = run("demo", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -30,7 +30,7 @@ def test_the_demo_leaves_what_it_says_and_its_next_commands_work(
         assert (demo / file).is_file(), file
     with Image.open(demo / "neighbours.png") as picture:
         assert picture.height > picture.width > 800  # ten rows, each a query with its ten neighbours
-    shown(demo / "neighbours.png", "neighbours.png")  # the one in README and on the front page
+    shown(demo / "neighbours.png", "neighbours.png", 30)  # the one in README and on the front page
     left = {folder.name: len(list(folder.iterdir())) for folder in (demo / "queries").iterdir()}
     assert left == {str(digit): 1 for digit in range(10)}
     assert re.findall(r"^   a (\d) finds (?:\d ?){10}$", done.stdout, re.MULTILINE) == [*"0123456789"]

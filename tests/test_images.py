@@ -250,6 +250,23 @@ def test_resizing_and_cropping_match_a_plain_definition():
     assert Preprocessing((7, 9), channels=1)(Image.fromarray(pixels)).shape == (1, 7, 9)
 
 
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos"])
+@pytest.mark.parametrize("resize", [256, 64, 37])
+def test_of_a_resized_image_only_a_part_is_made_and_that_to_the_last_bit(interpolation, resize):
+    rng = np.random.default_rng(resize)
+    resample = Image.Resampling[interpolation.upper()]
+    sides = [(640, 480), (480, 640), (300, 256), (61, 64), (40, 90), *rng.integers(60, 240, (8, 2)).tolist()]
+    for number, (width, height) in enumerate(sides):
+        image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        size = tuple(rng.integers(1, resize * 5 // 4, 2).tolist()) if number % 2 else (resize * 7 // 8,) * 2
+        scale = resize / min(image.size)
+        whole = image.resize((round(width * scale), round(height * scale)), resample)
+        left, top = (whole.width - size[1]) // 2, (whole.height - size[0]) // 2
+        expected = np.asarray(whole.crop((left, top, left + size[1], top + size[0]))).transpose(2, 0, 1)
+        found = Preprocessing(size, interpolation=interpolation, resize=resize)(image)
+        assert np.array_equal(found, expected), (image.size, size)
+
+
 def test_a_very_long_image_is_cut_before_it_is_resized():
     strip = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), 4_000)[None])
     pixels = Preprocessing((224, 224), resize=256)(

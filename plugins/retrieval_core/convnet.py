@@ -1,4 +1,4 @@
-"""A small convolutional net for images of 28 to 64 pixels, and the backbone of vectors that are already there."""
+"""A small convolutional net for images of 28 to 128 pixels, and the backbone of vectors that are already there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class ConvNet(Backbone):
 
     Its features are as wide as the last stage: width × 2^(depth − 1). The plain stack of Simonyan & Zisserman, "Very
     Deep Convolutional Networks for Large-Scale Image Recognition" (ICLR 2015), with batch normalisation, and the
-    global average of Lin et al., "Network In Network" (ICLR 2014), in place of its linear layers.
+    global average of Lin et al., "Network In Network" (ICLR 2014), in place of its linear layers. A strided stem is He et al.'s,
+    "Deep Residual Learning for Image Recognition" (CVPR 2016).
 
     Args:
         size: height and width of its input, in pixels; images are stretched to it.
@@ -27,6 +28,8 @@ class ConvNet(Backbone):
         batch_norm: whether batch normalisation follows each convolution.
         mean: what is subtracted from pixels scaled to 0–1.
         std: what they are divided by afterwards.
+        stem: stride of the first convolution: 2 (windows of 3 × 3) and 4 (7 × 7) leave the rest a quarter and a sixteenth of the
+            pixels, for images of 64 and more.
     """
 
     def __init__(
@@ -39,11 +42,13 @@ class ConvNet(Backbone):
         batch_norm: bool = True,
         mean: float = 0.5,
         std: Annotated[float, Field(gt=0)] = 0.5,
+        stem: Literal[1, 2, 4] = 1,
     ) -> None:
         super().__init__()
-        if size < 2 ** (depth - 1):
+        if -(-size // stem) < 2 ** (depth - 1):
+            after, smaller = (f" after a stem of {stem}", "depth or stem") if stem > 1 else ("", "depth")
             raise ValueError(
-                f"size {size} cannot be halved {depth - 1} times; make depth smaller or size larger"
+                f"size {size} cannot be halved {depth - 1} times{after}; make {smaller} smaller or size larger"
             )
         self.preprocessing = Preprocessing((size, size), channels, (mean,) * channels, (std,) * channels)
         stages: list[nn.Module] = []
@@ -53,7 +58,11 @@ class ConvNet(Backbone):
             if stage:
                 stages.append(nn.MaxPool2d(2))
             for _ in range(layers):
-                stages.append(nn.Conv2d(before, after, 3, padding=1, bias=not batch_norm))
+                first = 1 if stages else stem
+                kernel = max(3, 2 * first - 1)  # windows overlap
+                stages.append(
+                    nn.Conv2d(before, after, kernel, first, padding=kernel // 2, bias=not batch_norm)
+                )
                 if batch_norm:
                     stages.append(nn.BatchNorm2d(after))
                 stages.append(nn.ReLU(inplace=True))

@@ -9,20 +9,10 @@ from retrieval import DataError, Dataset
 from retrieval.data.datasets import FileDataset
 from retrieval.data.error_lists import some
 from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
+from retrieval.data.splits import SIDES
 from retrieval.serving.image_files import find_images
 
 log = logging.getLogger(__name__)
-
-SIDES = {
-    "train": ("train", ""),
-    "validation": ("validation", ""),
-    "valid": ("validation", ""),
-    "val": ("validation", ""),
-    "test": ("test", ""),
-    "query": ("test", "query"),
-    "gallery": ("test", "gallery"),
-}
-"""Names of folders that are a side of the split, with the split and the role of what is in them."""
 
 
 def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:

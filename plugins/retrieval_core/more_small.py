@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from retrieval import DataError, Dataset
+from retrieval.data.counts import Count, Counts, differing
 from retrieval.data.datasets import ArrayDataset
+from retrieval.data.error_lists import refuse
 from retrieval.data.idx import read_idx
-
-Pixels = NDArray[np.uint8]
+from retrieval.data.records import read_records
 
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_SIDE = 32
-_RECORD = 1 + 3 * _SIDE * _SIDE
-_MOST_RECORDS = 1_000_000
+CIFAR_COUNTS = {"train": [Count(50_000, 10)], "test": [Count(10_000, 10)]}
+EMNIST_COUNTS = {
+    "balanced": ((112_800, 47), (18_800, 47)),
+    "byclass": ((697_932, 62), (116_323, 62)),
+    "bymerge": ((697_932, 47), (116_323, 47)),
+    "digits": ((240_000, 10), (40_000, 10)),
+    "letters": ((124_800, 26), (20_800, 26)),
+    "mnist": ((60_000, 10), (10_000, 10)),
+}
+"""Images and classes of the files' two sides; the paper's table has fewer letters (88,800 and 14,800) than the files."""
 
 
 def emnist(
     folder: Path,
     variant: Literal["balanced", "byclass", "bymerge", "digits", "letters", "mnist"] = "balanced",
+    counts: Counts = "published",
 ) -> Dataset:
     """Load EMNIST: handwritten letters and digits of 28 × 28 pixels, with their train and test split.
 
@@ -32,6 +41,7 @@ def emnist(
     Args:
         folder: folder of the four idx files `emnist-VARIANT-train-images-idx3-ubyte` and so on, gzipped or not.
         variant: which of its splits: "balanced" has 47 classes.
+        counts: "published" refuses files with other numbers than the published ones; "any" takes what is there.
 
     Raises:
         DataError: a file is missing or damaged, or images and labels do not belong together.
@@ -50,6 +60,11 @@ def emnist(
         numbers += labels.tolist()
         splits += [split] * len(pixels)
         keys += [f"{split}/{i}" for i in range(len(pixels))]
+    if counts == "published":
+        sides = zip(("train", "test"), EMNIST_COUNTS[variant], strict=True)
+        _check_counts(
+            folder, f"EMNIST {variant}", {side: [Count(*one)] for side, one in sides}, numbers, splits
+        )
     if images[0].shape[1:] != images[1].shape[1:]:
         raise DataError(f"EMNIST's train and test images in {folder} are of different sizes.")
     characters = _mapping(folder / f"emnist-{variant}-mapping.txt")
@@ -59,7 +74,7 @@ def emnist(
     )  # fmt: skip
 
 
-def cifar10(folder: Path, grey: bool = False) -> Dataset:
+def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> Dataset:
     """Load CIFAR-10: 60,000 colour images of 32 × 32 pixels in ten classes, with their train and test split.
 
     Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, in its *binary version*: the version for Python is
@@ -68,6 +83,7 @@ def cifar10(folder: Path, grey: bool = False) -> Dataset:
     Args:
         folder: folder of `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`.
         grey: whether to make grey images, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
+        counts: "published" refuses files with other numbers than the published ones; "any" takes what is there.
 
     Raises:
         DataError: a file is missing, is not of whole records, or holds a label beyond 9.
@@ -77,40 +93,32 @@ def cifar10(folder: Path, grey: bool = False) -> Dataset:
     images, numbers, splits, keys = [], [], [], []
     names = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
     for name in names:
-        pixels, labels = _batch(folder / name, grey)
+        if not (folder / name).is_file():
+            raise DataError(
+                f"{folder / name} is not there. CIFAR-10's binary version has data_batch_1.bin to data_batch_5.bin and test_batch.bin; the version "
+                "for Python (pickles) is not read."
+            )
+        pixels, codes = read_records(folder / name, (len(CIFAR_CLASSES),), "CIFAR-10", grey)
+        labels = codes[:, 0].tolist()
         split = "test" if name.startswith("test") else "train"
         images.append(pixels)
         numbers += labels
         splits += [split] * len(labels)
         keys += [f"{name.removesuffix('.bin')}/{i}" for i in range(len(labels))]
+    if counts == "published":
+        _check_counts(folder, "CIFAR-10", CIFAR_COUNTS, numbers, splits)
     return ArrayDataset(np.concatenate(images), [CIFAR_CLASSES[n] for n in numbers], keys, splits=splits)
 
 
-def _batch(path: Path, grey: bool) -> tuple[Pixels, list[int]]:
-    """Return images (N, 32, 32, 3), or grey (N, 32, 32), and labels of a file: a byte of label, then red, green and blue planes."""
-    try:
-        size = path.stat().st_size
-        if not size or size % _RECORD or size // _RECORD > _MOST_RECORDS:
-            raise DataError(
-                f"{path} has {size:,} bytes; a file of CIFAR-10's binary version is made of records of {_RECORD:,} bytes."
-            )
-        records = np.fromfile(path, dtype=np.uint8).reshape(-1, _RECORD)
-    except FileNotFoundError:
-        raise DataError(
-            f"{path} is not there. CIFAR-10's binary version has data_batch_1.bin to data_batch_5.bin and test_batch.bin; the version "
-            "for Python (pickles) is not read."
-        ) from None
-    except OSError as fault:
-        raise DataError(f"{path} cannot be read: {fault.strerror}.") from fault
-    labels = records[:, 0]
-    if labels.max() >= len(CIFAR_CLASSES):
-        raise DataError(
-            f"{path}: record {int(labels.argmax())} has the label {int(labels.max())}; labels go from 0 to 9."
-        )
-    pixels = np.ascontiguousarray(records[:, 1:].reshape(-1, 3, _SIDE, _SIDE).transpose(0, 2, 3, 1))
-    if grey:
-        pixels = np.rint(pixels @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)
-    return pixels, labels.tolist()
+def _check_counts(
+    folder: Path, name: str, published: Mapping[str, Sequence[Count]], labels: list[int], splits: list[str]
+) -> None:
+    """Refuse files with other numbers than the published ones."""
+    sides: dict[str, list[str]] = {}
+    for label, side in zip(labels, splits, strict=True):
+        sides.setdefault(side, []).append(str(label))
+    if problems := differing(published, sides):
+        refuse(f"{folder} ({name})", problems)
 
 
 def _file(folder: Path, name: str) -> Path:

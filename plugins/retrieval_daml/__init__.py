@@ -13,6 +13,7 @@ from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
     import click
+    from retrieval import Run
 
     from retrieval_daml.contrastive import ContrastiveLoss as ContrastiveLoss
     from retrieval_daml.discriminator import Discriminator as Discriminator
@@ -74,6 +75,14 @@ def retrieval_combiners() -> Factories:
     from retrieval_daml.uniform import UniformMetrics
 
     return {"discriminator": Discriminator, "uniform": UniformMetrics}
+
+
+@hookimpl
+def retrieval_report_panels(run: Run) -> dict[str, bytes]:
+    """Loss curves, weights of local metrics and synthetic samples of an adversarial run."""
+    from retrieval_daml.report import report_panels
+
+    return report_panels(run.path)
 
 
 @hookimpl

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -67,6 +68,37 @@ def write_report(path: Path, output: Path | None = None) -> list[Path]:
     run = load_run(path)
     if run.recipe.learner is not None:
         raise DataError(f"{path} is a learner's run: it has no epochs, batches or synthetic samples to draw.")
+    folder = run.path / "report" if output is None else output
+    return [_write(folder / f"{name}.svg", draw) for name, draw in drawings(run).items()]
+
+
+TITLES = {
+    "losses": "Losses of metric and generator (DAML)",
+    "gamma": "Weights of the local metrics (DAML)",
+    "synthetic": "Synthetic samples beside real ones (DAML)",
+    "map": "Map of training items and synthetic samples (DAML)",
+}
+"""What the panels are called in a report."""
+
+
+def report_panels(path: Path) -> dict[str, bytes]:
+    """Return the panels of a run with a generator or with this plugin's local metrics as SVG, by title; none of any other run."""
+    run = load_run(path)
+    combiner = run.recipe.combiner
+    if run.recipe.generator is None and not (combiner and combiner.name.startswith("daml.")):
+        return {}
+    found = {}
+    for name, draw in drawings(run).items():
+        out = io.BytesIO()
+        with _figure() as figure:
+            draw(figure)
+            figure.savefig(out, format="svg", metadata={"Date": None})
+        found[TITLES[name]] = out.getvalue()
+    return found
+
+
+def drawings(run: Run) -> dict[str, Callable[[Any], None]]:
+    """Return what draws each panel there is of a run, by name."""
     epochs = read_log(run)
     samples = look(run)
     panels: dict[str, Callable[[Any], None]] = {"losses": lambda figure: draw_losses(figure, epochs)}
@@ -75,8 +107,7 @@ def write_report(path: Path, output: Path | None = None) -> list[Path]:
     if samples.real is not None:
         panels["synthetic"] = lambda figure: draw_synthetic(figure, epochs, samples)
     panels["map"] = lambda figure: draw_map(figure, run, samples)
-    folder = run.path / "report" if output is None else output
-    return [_write(folder / f"{name}.svg", draw) for name, draw in panels.items()]
+    return panels
 
 
 def read_log(run: Run) -> list[dict[str, Any]]:

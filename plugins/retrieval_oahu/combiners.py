@@ -15,8 +15,8 @@ from retrieval import Combiner, Subspace
 from torch import Tensor, nn
 
 from retrieval_oahu.ahu import Rule, hedge_update
+from retrieval_oahu.limits import refuse_range
 from retrieval_oahu.modules import OverComplete
-from retrieval_oahu.online import refuse_range
 
 Count = Annotated[int, Field(ge=1)]
 

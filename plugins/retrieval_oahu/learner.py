@@ -12,8 +12,9 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from retrieval_oahu.ahu import Rule, hedge_update
 from retrieval_oahu.history import recorded
+from retrieval_oahu.limits import refuse_range, warn_tau
 from retrieval_oahu.network import Network
-from retrieval_oahu.online import OnlineLearner, refuse_range, warn_tau
+from retrieval_oahu.online import OnlineLearner
 from retrieval_oahu.uses import Spaces
 
 if TYPE_CHECKING:

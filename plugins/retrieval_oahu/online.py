@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -159,34 +158,6 @@ class OnlineLearner(MetricLearner):
         except Exception:
             del self.n_triplets_  # as if it had not been fitted
             raise
-
-
-def refuse_range(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
-    """Refuse a parameter that is not between two numbers.
-
-    Args:
-        name: what it is called.
-        value: what it is.
-        low: it must be above.
-        high: it must be below, or with `closed` at most.
-        closed: see `high`.
-
-    Raises:
-        ValueError: the parameter is not between the two numbers, or it is NaN.
-    """
-    if not (low < value < high or (closed and value == high)):
-        raise ValueError(
-            f"{name} is {value} and must be above {low:g} and {'at most' if closed else 'below'} {high:g}."
-        )
-
-
-def warn_tau(tau: float) -> None:
-    """Warn where Theorem 3.1 promises nothing."""
-    if tau > 2 / 3:
-        warnings.warn(
-            f"tau is {tau:g}: beyond 2/3, Theorem 3.1 no longer says that two classes are parted. Larger values do work.",
-            stacklevel=4,
-        )
 
 
 @cache

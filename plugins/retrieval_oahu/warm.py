@@ -12,9 +12,10 @@ from retrieval import LinearMap
 from retrieval.model.metric_learner import MetricLearner
 
 from retrieval_oahu.history import recorded
+from retrieval_oahu.limits import refuse_range
 from retrieval_oahu.memory import NEAR, NEAR_TURNED_OVER, VOTERS, Memory, digest
 from retrieval_oahu.network import unit
-from retrieval_oahu.online import OnlineLearner, refuse_range
+from retrieval_oahu.online import OnlineLearner
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,6 +1,6 @@
 """The command line: finds commands when they are called, and turns errors into sentences and exit codes.
 
-Exit codes: 0 done; 2 the user's mistake (one sentence on stderr, no traceback); 130 interrupted.
+Exit codes: 0 done; 1 `data check` found something; 2 the user's mistake (one sentence on stderr, no traceback); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from retrieval.errors import PluginError, RetrievalError, did_you_mean, printabl
 COMMANDS = {
     "demo": "demo:demo",
     "plugins": "plugins:plugins",
+    "data": "data:data",
     "check": "train:check",
     "train": "train:train",
     "evaluate": "evaluate:evaluate",
+    "compare": "compare:compare",
+    "report": "report:report",
     "export": "export:export_command",
+    "embed": "embed:embed_command",
     "index": "index:index",
     "search": "serving:search_command",
     "serve": "serving:serve_command",

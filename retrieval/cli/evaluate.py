@@ -71,6 +71,14 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Also what this bundle gives, searched as a server does.",
 )
+@click.option(
+    "--gallery", type=click.Path(path_type=Path), help="Of a folder of embeddings: another one, to search in."
+)
+@click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="Search on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @TRUST_OPTION
 def evaluate(
@@ -85,16 +93,22 @@ def evaluate(
     seed: int | None,
     baseline: bool,
     bundle: Path | None,
+    gallery: Path | None,
+    ray: str | None,
     as_json: bool,
 ) -> None:
     """Evaluate a run's best weights on its held-out items, and write the figures into the run.
+
+    RUN may also be a folder that 'retrieval embed' wrote of items with labels: the figures are those of its vectors, by Euclidean distance,
+    and it may be larger than the memory.
 
     Example:  retrieval evaluate runs/digits --baseline --metric recall_at_1 --metric map_at_r
 
     Example:  retrieval evaluate runs/digits --protocol verification --draw 2000
     """
     if protocol == "verification":
-        _refuse(protocol, "retrieval", {"--metric": bool(metrics), "--clusters": clusters})
+        searched = {"--metric": bool(metrics), "--clusters": clusters, "--ray": ray is not None}
+        _refuse(protocol, "retrieval", searched)
     else:
         given = {"--pairs": pairs, "--draw": draw, "--folds": folds, "--seed": seed}
         _refuse(protocol, "verification", {name: value is not None for name, value in given.items()})
@@ -105,8 +119,19 @@ def evaluate(
 
     quiet_threads()
     from retrieval.run.open import load_run
+    from retrieval.serving.index.embedded import is_embedding
 
     found: RunEvaluation | RunVerification
+    if is_embedding(run):
+        others = {"--clusters": clusters, "--baseline": baseline, "--bundle": bundle is not None}
+        others |= {
+            "--protocol verification": protocol == "verification",
+            "--split validation": side == "validation",
+        }
+        _of_vectors(run, gallery, metrics, ray, as_json, others)
+        return
+    if gallery is not None:
+        raise click.UsageError("--gallery belongs to a folder of embeddings; a run brings its own gallery.")
     if protocol == "verification":
         from retrieval.evaluation.verify_run import verify_run
 
@@ -117,10 +142,39 @@ def evaluate(
         from retrieval.evaluation.evaluate_run import evaluate_run
 
         found = evaluate_run(
-            load_run(run), side=side, metrics=metrics, clusters=clusters, baseline=baseline, bundle=bundle
+            load_run(run),
+            side=side,
+            metrics=metrics,
+            clusters=clusters,
+            baseline=baseline,
+            bundle=bundle,
+            ray=ray,
         )
     if as_json:
         say_json(found.as_dict())
+    else:
+        say(found.table())
+
+
+def _of_vectors(
+    folder: Path,
+    gallery: Path | None,
+    metrics: tuple[str, ...],
+    ray: str | None,
+    as_json: bool,
+    others: dict[str, bool],
+) -> None:
+    """Print the figures of a folder of embeddings."""
+    from retrieval.evaluation.evaluation import DEFAULT_METRICS
+    from retrieval.evaluation.pairwise import evaluate_vectors
+
+    if wrong := [name for name, given in others.items() if given]:
+        raise click.UsageError(
+            f"{', '.join(wrong)} belongs to a run, and {folder} is a folder of embeddings."
+        )
+    found = evaluate_vectors(folder, gallery=gallery, metrics=metrics or DEFAULT_METRICS, ray=ray)
+    if as_json:
+        say_json({name: value for name, value in vars(found).items() if name != "groups"})
     else:
         say(found.table())
 

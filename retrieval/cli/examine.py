@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
@@ -71,6 +71,7 @@ class Examination:
         system: Python and platform.
         libraries: what retrieval asks for, by name.
         driver: the CUDA devices that the driver names; empty without one.
+        driver_cuda: the newest CUDA that the driver runs, such as "13.0"; None without one.
         sees: what each imported library answered.
         runs: what training, the encoder and the index will run on.
         faults: sentences, each with what to do. Empty when all is well.
@@ -80,6 +81,7 @@ class Examination:
     system: str
     libraries: tuple[Library, ...]
     driver: tuple[str, ...]
+    driver_cuda: str | None
     sees: Mapping[str, Mapping[str, Any]]
     runs: Mapping[str, str]
     faults: tuple[str, ...] = ()
@@ -125,13 +127,15 @@ def examine() -> Examination:
             found.faults.append(
                 f"{names[0]} cannot be used: {fault}. Install it again: pip install --force-reinstall {names[0]}"
             )
-    driver = _driver()
+    driver, driver_cuda = _driver(), _driver_cuda()
     runs = _placement(sees, driver, found)
-    _check_cuda(sees, found)
+    _check_cuda(sees, driver_cuda, found)
+    _check_device(driver, found)
     return Examination(
         f"Python {platform.python_version()} on {platform.platform()}",
         libraries,
         driver,
+        driver_cuda,
         sees,
         runs,
         tuple(found.faults),
@@ -197,19 +201,25 @@ def _ask(code: str) -> tuple[dict[str, Any], str | None]:
 
 def _driver() -> tuple[str, ...]:
     """Return the devices that NVIDIA's driver names."""
+    return tuple(_nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader").strip().splitlines())
+
+
+def _driver_cuda() -> str | None:
+    """Return the newest CUDA that NVIDIA's driver runs."""
+    said = re.search(r"CUDA Version:\s*(\d+\.\d+)", _nvidia_smi())
+    return said[1] if said else None
+
+
+def _nvidia_smi(*options: str) -> str:
+    """Return what NVIDIA's program says; nothing where it is not there or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return ()
+        return ""
     try:
-        done = subprocess.run(
-            [program, "--query-gpu=name,driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
+        done = subprocess.run([program, *options], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(done.stdout.strip().splitlines()) if done.returncode == 0 else ()
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _placement(
@@ -247,14 +257,33 @@ def _placement(
     return runs
 
 
-def _check_cuda(sees: Mapping[str, Mapping[str, Any]], found: _Findings) -> None:
-    """Refuse libraries of different CUDA majors in one process: they load each other's cuBLAS and cuDNN."""
+def _check_device(driver: Sequence[str], found: _Findings) -> None:
+    """Refuse what was installed for a GPU where there is none."""
+    installed = [name for name in installed_packages((*FAISS, *ONNXRUNTIME)) if "gpu" in name]
+    if installed and not driver:
+        found.faults.append(
+            f"{' and '.join(installed)} {'is' if len(installed) == 1 else 'are'} installed, and NVIDIA's driver names no CUDA device "
+            f"(nvidia-smi): all runs on the CPU. Install the driver, or: pip uninstall -y {' '.join(installed)} && pip install "
+            f"'{DISTRIBUTION}[cpu]'"
+        )
+
+
+def _check_cuda(sees: Mapping[str, Mapping[str, Any]], driver: str | None, found: _Findings) -> None:
+    """Refuse libraries of different CUDA majors in one process, which load each other's cuBLAS and cuDNN; and those that a driver is too old for."""
     majors: dict[str, str] = {}
     if "torch" in sees and sees["torch"]["cuda"]:
         majors["torch"] = str(sees["torch"]["cuda"]).partition(".")[0]
     for name in installed_packages((*FAISS, "onnxruntime-gpu")):
         if major := _cuda_major(name):
             majors[name] = major
+    late = {
+        name: major for name, major in majors.items() if driver and int(major) > int(driver.partition(".")[0])
+    }
+    if late:
+        listed = ", ".join(f"{name}: CUDA {major}" for name, major in sorted(late.items()))
+        found.faults.append(
+            f"The driver is too old for what is installed: it runs CUDA {driver} at most ({listed}). Update the driver."
+        )
     if len(set(majors.values())) > 1 and any("gpu" in name for name in majors):
         listed = ", ".join(f"{name}: CUDA {major}" for name, major in sorted(majors.items()))
         found.faults.append(

@@ -40,7 +40,7 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--dimensions",
     type=click.IntRange(1),
-    help="With --whiten: width of the vectors; by default 128, or the backbone's where that is less.",
+    help="Width of the vectors. Of a run: the first numbers of its embedding, for which core.matryoshka trains; by default all. With --whiten: by default 128, or the backbone's where that is less.",
 )
 @click.option(
     "--photos",
@@ -112,7 +112,7 @@ def export_command(
     if (run is None) == (model is None):
         raise click.UsageError("Name a run, or a backbone with --model: one of them.")
     backbones = {
-        "--set": overrides, "--whiten": whiten, "--dimensions": dimensions, "--photos": photos,
+        "--set": overrides, "--whiten": whiten, "--photos": photos,
         "--random-weights": random_weights, "--plugin": extra,
     }  # fmt: skip
     if model is None and (given := next((option for option, value in backbones.items() if value), None)):
@@ -124,7 +124,7 @@ def export_command(
     quiet_threads()
     if model is None:
         assert run is not None
-        _report(_run(run, output, options), "held-out items")
+        _report(_run(run, output, {"dimensions": dimensions, **options}), "held-out items")
         return
     from retrieval.export.export_backbone import export_backbone
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from retrieval.serving.stores.address import IndexPlace
     from retrieval.serving.stores.contract import Store
 
-_DEVICE = Choice(["auto", "cpu", "cuda"])
+_DEVICE = Choice(["auto", "cpu", "cuda", "tensorrt"])
 _KEEP = Choice(["reference", "copy", "thumbnail", "nothing"])
 
 PLACE = click.argument("path", metavar="INDEX", type=IndexArgument())
@@ -94,7 +94,7 @@ def creating(command: Callable[..., Any]) -> Callable[..., Any]:
                 "--backend",
                 default="auto",
                 show_default=True,
-                help="auto (by size), flat, hnsw, ivf, or PLUGIN.name.",
+                help="auto (by size), flat, hnsw, ivf, sq8, ivfpq, rabitq, or PLUGIN.name.",
             ),
             click.option(
                 "--set",

@@ -160,6 +160,8 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
         return
     measured = found.pop("tuned", None)
     for name, value in found.items():
+        if name == "bytes" and value is None:  # only the store's engine knows
+            continue
         if isinstance(value, list) and name != "vector":
             say(f"{name}:")
             for one in value:

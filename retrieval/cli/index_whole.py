@@ -72,16 +72,14 @@ def compact(path: IndexPlace, as_json: bool) -> None:
     from retrieval.serving.progress import Meter
 
     with opened_store(path) as store, Meter("compacting", store.count(), "items") as meter:
-        before = store.stats().bytes or 0
+        before = store.stats().bytes
         store.compact(lambda done, total: meter.reach(done, total, "compacting"))
-        after = store.stats().bytes or 0
-    tell(
-        path,
-        as_json,
-        f"{path}: {before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now.",
-        bytes_before=before,
-        bytes=after,
-    )
+        after = store.stats().bytes
+    if before is None or after is None:  # only its engine knows
+        said = "compacted."
+    else:
+        said = f"{before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now."
+    tell(path, as_json, f"{path}: {said}", bytes_before=before, bytes=after)
 
 
 @click.command(

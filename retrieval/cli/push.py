@@ -57,9 +57,10 @@ def push_command(folder: Path, url: str, index: str | None, connections: int, ba
         except KeyboardInterrupt:
             say(f"{done:,} images were done. The same command goes on.", err=True)
             raise
+    files = "file" if report.left_out == 1 else "files"
     say(
         f"{report.added:,} images added, {report.replaced:,} replaced, {report.there:,} there already, "
-        f"{len(report.bad):,} refused; {report.left_out:,} files left out, being no images by their names."
+        f"{len(report.bad):,} refused; {report.left_out:,} {files} left out, being no images by their names."
     )
     for id, why in report.bad:
         say(f"{id}: {why}", err=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _LOW_RECALL = 0.9
 _DAY = 86_400.0  # seconds: no time-out is longer
-_DEVICE = Choice(["auto", "cpu", "cuda"])
+_DEVICE = Choice(["auto", "cpu", "cuda", "tensorrt"])
 _SIGNED = click.option(
     "--require-signature",
     "signed_by",

@@ -39,8 +39,10 @@ def check(recipe: Path, changes: tuple[str, ...], overrides: tuple[str, ...], ex
     from retrieval.serving.runtime import quiet_threads
 
     quiet_threads()
+    from retrieval.model.compiler import keep_compiler_out
     from retrieval.recipe.read import naming, read_recipe
 
+    keep_compiler_out()
     made = read_recipe(recipe, (*overrides, *changes), extra)
     from retrieval.training.check import run_one_batch  # slow to import: a wrong path is said at once
 
@@ -96,8 +98,10 @@ def train(
     from retrieval.serving.runtime import quiet_threads
 
     quiet_threads()
+    from retrieval.model.compiler import keep_compiler_out
     from retrieval.recipe.read import naming, read_recipe
 
+    keep_compiler_out()
     overrides = (*overrides, *changes)
     if resume:
         from retrieval.run.resume import read_given

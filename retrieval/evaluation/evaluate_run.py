@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import Evaluation, evaluate
+from retrieval.evaluation.evaluation import Evaluation
+from retrieval.evaluation.pairwise import evaluate_on_ray
+from retrieval.evaluation.protocol import Measured, Protocol
 from retrieval.evaluation.served import nearest_in_each, served_neighbors
 from retrieval.evaluation.table import grid
 from retrieval.host.values import toml_value
@@ -62,6 +64,9 @@ class RunEvaluation:
         singletons: how many queries were left out because no other item has their label.
         figures: by contestant ("trained", "raw pixels" or "raw vectors", "bundle"), each metric's mean.
         candidates: with a bundle that rescores, what its candidate step costs.
+        spread: by contestant, each figure's standard deviation over random galleries, with `[evaluate] gallery_items`.
+        groups: by contestant and group, each metric's mean and the number of queries, with `[evaluate] by`.
+        milliseconds: by contestant, of a query's search, with `[evaluate] latency`.
     """
 
     run: str
@@ -71,12 +76,16 @@ class RunEvaluation:
     singletons: int
     figures: dict[str, dict[str, float]]
     candidates: CandidateStep | None = None
+    spread: dict[str, dict[str, float]] = field(default_factory=dict)
+    groups: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    milliseconds: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `evaluation-SIDE.json` holds."""
+        """Return what `evaluation-SIDE.json` holds: what nothing was asked of is left out."""
         found = asdict(self)
-        if self.candidates is None:
-            del found["candidates"]
+        for name in ("candidates", "spread", "groups", "milliseconds"):
+            if not found[name]:
+                del found[name]
         return found
 
     def to_json(self) -> str:
@@ -89,6 +98,14 @@ class RunEvaluation:
         if self.singletons:
             note += f"; {self.singletons:,} left out: no other item of their class"
         lines = [*grid(self.figures), note]
+        for row, groups in self.groups.items():
+            lines += ["", f"{row}, by group:", *grid(groups)]
+        for row, spread in self.spread.items():
+            said = ", ".join(f"{name} {value:.4f}" for name, value in spread.items())
+            lines.append(f"{row}, standard deviation over random galleries: {said}")
+        if self.milliseconds:
+            said = ", ".join(f"{row} {value:.3g}" for row, value in self.milliseconds.items())
+            lines.append(f"milliseconds a query, search alone: {said}")
         if self.candidates is not None:
             kept = ", ".join(
                 f"{value:.3f} at {count}" for count, value in self.candidates.overlap_at_10.items()
@@ -147,6 +164,7 @@ def evaluate_run(
     clusters: bool = False,
     baseline: bool = False,
     bundle: StrPath | None = None,
+    ray: str | None = None,
     progress: Progress = True,
 ) -> RunEvaluation:
     """Evaluate a run's model, and write the figures into `evaluation-SIDE.json` in its folder.
@@ -158,6 +176,7 @@ def evaluate_run(
         clusters: also NMI and F1 of k-means clusters.
         baseline: also the raw inputs, unit length, Euclidean; otherwise their figures are kept where they stand.
         bundle: also a bundle's answers, searched as a server does: candidates by vector, then the rescorer if it has one.
+        ray: the address of a Ray cluster, which does the searching; the figures are the same.
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
@@ -176,46 +195,58 @@ def evaluate_run(
     )
     if not len(query):
         raise DataError(f"{run.path} has no {side} items: its [split] keeps none.")
-    labels = run.splits.labels
-    theirs = None if gallery is None else labels[gallery]
     device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
     model = run.model.to(device)
 
+    protocol = Protocol(run, query, gallery)
+    protocol.refuse(ray, bundle)
     codes = ItemCodes(run, device)
+    rows: dict[str, Measured] = {}
 
-    def figures(ours: Any, others: Any, distance: Any = None) -> Evaluation:
-        return evaluate(
-            ours,
-            labels[query],
-            gallery=others,
-            gallery_labels=theirs,
-            metrics=chosen,
-            distance=distance,
-            clusters=clusters,
-        )
+    def figures(name: str, ours: Any, others: Any, distance: Any = None) -> Evaluation:
+        rows.update(_rows(protocol, ray, name, ours, others, distance, metrics=chosen, clusters=clusters))
+        return rows[name].first
 
     distance = None if model.combiner is None else model.combiner.compute_mat
-    trained = figures(codes(query), None if gallery is None else codes(gallery), distance)
-    found = {"trained": trained.values}
+    trained = figures("trained", codes(query), None if gallery is None else codes(gallery), distance)
     name = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
     file = run.path / f"evaluation-{side}.json"
+    found: dict[str, dict[str, float]] = {}
     if baseline:
         raw = [
             None if indices is None else pixels(run.dataset, indices, model) for indices in (query, gallery)
         ]
-        found[name] = figures(*raw).values
-    elif standing := _standing(file, side, trained, name):
+        figures(name, *raw)
+    elif not protocol.said and (standing := _standing(file, side, trained, name)):
         found[name] = standing
+    found = {row: one.values for row, one in rows.items()} | found
     candidates = None
     if bundle is not None:
         found["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
     if device.type != "cpu":
         model.to("cpu")
     results = RunEvaluation(
-        str(run.path), side, trained.queries, trained.gallery, trained.singletons, found, candidates
-    )
+        str(run.path), side, trained.queries, trained.gallery, trained.singletons, found, candidates,
+        {row: one.spread for row, one in rows.items() if one.spread},
+        {row: one.groups for row, one in rows.items() if one.groups},
+        {row: one.milliseconds for row, one in rows.items() if run.recipe.evaluate.latency},
+    )  # fmt: skip
     write_json(file, results.as_dict())
     return results
+
+
+def _rows(
+    protocol: Protocol, ray: str | None, name: str, ours: Any, others: Any, distance: Any, **given: Any
+) -> dict[str, Measured]:
+    """Return a contestant's rows, measured here or on a cluster."""
+    if ray is None:
+        return {name + more: row for more, row in protocol.measure(ours, others, distance, **given)}
+    labels = protocol.run.splits.labels
+    theirs = None if protocol.gallery is None else labels[protocol.gallery]
+    found = evaluate_on_ray(
+        ray, ours, labels[protocol.query], others, gallery_labels=theirs, distance=distance, **given
+    )
+    return {name: Measured(found.values, found)}
 
 
 def _standing(file: Path, side: str, trained: Evaluation, row: str) -> dict[str, float]:

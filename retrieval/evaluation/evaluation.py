@@ -7,7 +7,7 @@ It is left out of every mean and counted in `Evaluation.singletons`; it stays in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,10 @@ from numpy.typing import NDArray
 
 from retrieval.errors import DataError
 from retrieval.evaluation.clusters import cluster_figures
-from retrieval.evaluation.neighbors import Candidates, Codes, DistanceBlock, Neighbors
+from retrieval.evaluation.exclusion import Exclusion
+from retrieval.evaluation.matching import Matching
+from retrieval.evaluation.neighbors import Candidates, Codes, DistanceBlock
+from retrieval.evaluation.relevance import Graded, Relevance
 from retrieval.model.built_in import metric
 from retrieval.serving.progress import Meter, Progress, shown
 
@@ -34,13 +37,15 @@ class Evaluation:
         values: the mean of each metric over the queries that have a relevant item; then "nmi" and "f1", if asked for.
         queries: how many queries the means are taken over.
         gallery: how many items were searched.
-        singletons: how many queries were left out because no (other) gallery item has their label.
+        singletons: how many queries were left out because no (other) gallery item that they may see has their label.
+        groups: where `by` was given, the means of each group's queries, and "queries", how many these are.
     """
 
     values: dict[str, float]
     queries: int
     gallery: int
     singletons: int
+    groups: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def table(self) -> str:
         """Return the figures as text, one a line, with the counts below."""
@@ -61,6 +66,9 @@ def evaluate(
     gallery_labels: Sequence[Any] | NDArray[Any] | None = None,
     metrics: Sequence[str] | Mapping[str, Metric] = DEFAULT_METRICS,
     distance: DistanceBlock | None = None,
+    exclude: Exclusion | None = None,
+    relevance: Relevance | None = None,
+    by: Sequence[Any] | None = None,
     clusters: bool = False,
     seed: int = 0,
     block: int | None = None,
@@ -77,6 +85,9 @@ def evaluate(
         gallery_labels: (N,) their labels.
         metrics: names of built-in metrics (see `metric`), or metrics by the name that their value shall have.
         distance: codes (B, C) and (R, C) to distances (B, R), such as a combiner's `compute_mat`; None is Euclidean.
+        exclude: which gallery items are left out for each query, such as those of its camera; None: the query itself only.
+        relevance: grades of relevance, in the place of equal labels; see `retrieval.evaluation.relevance`.
+        by: (Q,) a value for each query, such as its vendor: also give the figures of each value's queries.
         clusters: also give NMI and F1 of k-means clusters of the queries' codes (see `retrieval.evaluation.clusters`).
         seed: of k-means.
         block: queries at a time; it changes memory and speed, never a figure.
@@ -94,60 +105,68 @@ def evaluate(
     chosen = dict(metrics) if isinstance(metrics, Mapping) else {name: metric(name) for name in metrics}
     if (gallery is None) != (gallery_labels is None):
         raise DataError("gallery and gallery_labels come together: one of them is missing.")
-    itself = gallery is None
     searched = codes if gallery is None else gallery
-    query_class, item_class = _classes(labels, len(codes), gallery_labels, len(searched))
-    counts = np.bincount(item_class, minlength=int(query_class.max(initial=-1)) + 1)
-    relevant = counts[query_class] - int(itself)
+    query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
+    hidden = None if exclude is None else exclude.hidden(query_class, item_class)
+    if by is not None and len(by) != len(codes):
+        raise DataError(f"There are {len(codes):,} queries and {len(by):,} values to group by.")
+    if relevance is not None:
+        graded = Graded(codes, gallery, relevance, hidden, distance, block, device, candidates)
+        with Meter("searching", len(codes), "queries") as meter:
+            values, relevant = graded.values(chosen, meter.update)
+        asked = np.flatnonzero(relevant > 0)
+    else:
+        matching = Matching(
+            codes, query_class, gallery, item_class, distance, block, device, candidates, hidden
+        )
+        values, asked = _matched(matching, chosen)
+    means = _means(values, asked)
+    groups: dict[str, dict[str, float]] = {}
+    if by is not None:
+        texts = np.array([str(value) for value in by])
+        for value in sorted(set(texts.tolist())):
+            some = asked[texts[asked] == value]
+            groups[value] = {**_means(values, some), "queries": float(len(some))}
+    if clusters:
+        means |= cluster_figures(codes, query_class, seed=seed)
+    return Evaluation(means, len(asked), len(searched), len(query_class) - len(asked), groups)
+
+
+def _matched(
+    matching: Matching, chosen: Mapping[str, Metric]
+) -> tuple[dict[str, NDArray[np.float64]], NDArray[np.int64]]:
+    """Return each metric's values of the queries (Q,), and which queries have one, ascending."""
+    itself, hidden, query_class = matching.gallery is None, matching.hidden, matching.query_class
+    counts = np.bincount(matching.item_class, minlength=int(query_class.max(initial=-1)) + 1)
+    relevant = counts[query_class] - (int(itself) if hidden is None else hidden.matching())
     asked = np.flatnonzero(relevant > 0)
     values = {name: np.full(len(query_class), np.nan) for name in chosen}
     if len(asked) and chosen:
         # Queries of similar R share a block, which is searched no deeper than its largest R.
-        asked = asked[np.argsort(relevant[asked], kind="stable")]
-        search = Neighbors(searched, distance=distance, block=block, device=device, candidates=candidates)
-        done = 0
+        ordered = asked[np.argsort(relevant[asked], kind="stable")]
+        depths = _depths(chosen, relevant[ordered], len(matching.item_class))
         with Meter("searching", len(asked), "queries") as meter:
-            while done < len(asked):
-                size = search.block(
-                    _depth(chosen, int(relevant[asked[min(done + 1023, len(asked) - 1)]]), search.size)
-                )
-                rows = asked[done : done + size]
-                k = _depth(chosen, int(relevant[rows].max()), search.size)
-                found, _ = search(_rows(codes, rows), k, rows if itself else None)
-                matches = item_class[found] == query_class[rows, None]
-                if k >= search.size:  # fewer than k are there: index −1, which matches nothing
-                    matches &= found >= 0
+            for rows, matches in matching(ordered, depths):
                 for name, measure in chosen.items():
                     values[name][rows] = measure(matches, relevant[rows])
-                done += len(rows)
                 meter.update(len(rows))
-    means = {
-        name: float(each[asked].mean()) if len(asked) else float("nan")
-        for name, each in _sorted(values, asked)
-    }
-    if clusters:
-        means |= cluster_figures(codes, query_class, seed=seed)
-    return Evaluation(means, len(asked), len(searched), len(query_class) - len(asked))
+    return values, asked
 
 
-def _sorted(values: dict[str, NDArray[np.float64]], asked: NDArray[np.int64]) -> Any:
-    asked.sort()  # the mean's rounding depends on the order: always that of the queries
-    return values.items()
+def _means(values: Mapping[str, NDArray[np.float64]], asked: NDArray[np.int64]) -> dict[str, float]:
+    """Return the means over some queries, ascending: a mean's rounding depends on the order."""
+    return {name: float(each[asked].mean()) if len(asked) else float("nan") for name, each in values.items()}
 
 
-def _depth(chosen: Mapping[str, Metric], relevant: int, size: int) -> int:
-    """Return how many neighbours the metrics look at, of queries with up to `relevant` relevant items."""
-    depths = {"relevant": relevant, "all": size}
-    return max(one.depth if isinstance(one.depth, int) else depths[one.depth] for one in chosen.values())
+def _depths(chosen: Mapping[str, Metric], relevant: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Return how many neighbours the metrics look at (A,), of queries with so many relevant items (A,)."""
+    fixed = [size if one.depth == "all" else one.depth for one in chosen.values() if one.depth != "relevant"]
+    least = max((int(depth) for depth in fixed), default=1)
+    deep = any(one.depth == "relevant" for one in chosen.values())
+    return np.maximum(relevant, least) if deep else np.full(len(relevant), least)
 
 
-def _rows(codes: Codes, rows: NDArray[np.int64]) -> Codes:
-    if isinstance(codes, torch.Tensor):
-        return codes[torch.from_numpy(rows).to(codes.device)]
-    return np.asarray(codes)[rows]
-
-
-def _classes(
+def class_numbers(
     labels: Sequence[Any] | NDArray[Any],
     queries: int,
     gallery_labels: Sequence[Any] | NDArray[Any] | None,

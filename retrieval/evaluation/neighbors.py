@@ -76,7 +76,7 @@ def exact_neighbors(
         DataError: codes of wrong shape, not finite, or none; `k` below 1; distances that are NaN.
     """
     search = Neighbors(gallery, distance=distance, block=block, device=device, candidates=candidates)
-    queries = _as_tensor(queries, "queries")
+    queries = as_tensor(queries, "queries")
     total = len(queries)
     indices = np.empty((total, max(k, 0)), dtype=np.int64)
     distances = np.empty((total, max(k, 0)), dtype=np.float32)
@@ -114,7 +114,7 @@ class Neighbors:
             raise DataError(f"block is {block}: at least one query at a time must be searched.")
         if candidates not in ("auto", "bfloat16", "float32", "none"):
             raise DataError(f"candidates is '{candidates}'; it may be auto, bfloat16, float32 or none.")
-        codes = _as_tensor(gallery, "gallery")
+        codes = as_tensor(gallery, "gallery")
         if not len(codes):
             raise DataError("The gallery is empty: there is nothing to search.")
         self.size, self.width = codes.shape
@@ -156,7 +156,7 @@ class Neighbors:
         """Return indices and distances (B, k) for a block of queries (B, C); see `exact_neighbors`."""
         if k < 1:
             raise DataError(f"k is {k}: at least one neighbour must be asked for.")
-        codes = _as_tensor(queries, "queries").to(self.device)
+        codes = as_tensor(queries, "queries").to(self.device)
         if codes.shape[1] != self.width:
             raise DataError(
                 f"The queries have {codes.shape[1]} columns, the gallery {self.width}: they must be codes of one model."
@@ -321,7 +321,7 @@ def _in_threads(part: Callable[[slice], None], rows: int) -> None:
         list(pool.map(part, [slice(*pair) for pair in itertools.pairwise(edges)]))
 
 
-def _as_tensor(codes: Codes, what: str) -> Tensor:
+def as_tensor(codes: Codes, what: str) -> Tensor:
     """Return codes as a finite matrix, in its own floating type or, of whole numbers, float64."""
     if not isinstance(codes, Tensor):
         array = np.asarray(codes)
@@ -345,6 +345,13 @@ def _as_tensor(codes: Codes, what: str) -> Tensor:
             "they have no distance to anything. The model has probably diverged."
         )
     return codes
+
+
+def rows_of(codes: Codes, rows: NDArray[np.int64]) -> Codes:
+    """Return some rows of codes, where they lie."""
+    if isinstance(codes, Tensor):
+        return codes[torch.from_numpy(rows).to(codes.device)]
+    return np.asarray(codes)[rows]
 
 
 def _checked_exclude(

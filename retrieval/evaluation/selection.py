@@ -144,14 +144,20 @@ def order_ragged(
 
 
 def direct(
-    queries: Tensor, gallery: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64]
+    queries: Tensor,
+    gallery: Tensor,
+    rows: NDArray[np.int64],
+    columns: NDArray[np.int64],
+    scale: float = 1.0,
 ) -> NDArray[np.float64]:
-    """Return |q − g|² (M,) of pairs (row of `queries`, row of `gallery`), both float64, computed from differences."""
+    """Return scale² |q − g|² (M,) of pairs (row of `queries`, row of `gallery`), in float64 from their differences."""
     out = np.empty(len(rows))
     step = max(1, 2**18 // max(queries.shape[1], 1))
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
-        apart = gallery.index_select(0, torch.from_numpy(columns[part]))
+        apart = gallery.index_select(0, torch.from_numpy(columns[part])).double()
         apart -= queries.index_select(0, torch.from_numpy(rows[part]))
+        if scale != 1:
+            apart *= scale
         out[part] = apart.square_().sum(1).numpy()
     return out

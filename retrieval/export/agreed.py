@@ -11,16 +11,6 @@ from numpy.typing import NDArray
 
 from retrieval.errors import BundleError
 from retrieval.export.checks import check_widths
-from retrieval.export.graph import (
-    Encoder,
-    Exporter,
-    FeatureEncoder,
-    Rescorer,
-    Signature,
-    head_encoder,
-    session,
-    to_onnx,
-)
 from retrieval.export.verify import (
     Difference,
     Floats,
@@ -32,6 +22,16 @@ from retrieval.export.verify import (
     torch_outputs,
 )
 from retrieval.model.contracts import Combiner
+from retrieval.model.graph import (
+    Encoder,
+    Exporter,
+    FeatureEncoder,
+    Rescorer,
+    Signature,
+    head_encoder,
+    session,
+    to_onnx,
+)
 from retrieval.model.model import Model
 
 Told = Callable[[str, int, int], None]

@@ -13,14 +13,14 @@ from torch import nn
 
 from retrieval.data.kept import ITEMS
 from retrieval.errors import BundleError
-from retrieval.export.export_model import TOLERANCE, export_model
-from retrieval.export.graph import OPSET, Exporter
+from retrieval.export.export_model import export_model
 from retrieval.export.named import named_backbone
 from retrieval.export.output import refuse_existing
 from retrieval.export.photos import Photos, example_photos
 from retrieval.export.variants import VariantName
 from retrieval.export.whitening import affordable, features_of, whitening_head
 from retrieval.host.plugins import load_plugins
+from retrieval.model.graph import OPSET, TOLERANCE, Exporter
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath

@@ -18,13 +18,6 @@ from torch import Tensor
 from retrieval.errors import BundleError
 from retrieval.export.agreed import Graphs, Steps, Told
 from retrieval.export.checks import candidate_overlap, checked_items, input_of, is_normalized
-from retrieval.export.graph import (
-    OPSET,
-    Exporter,
-    check_size,
-    ready,
-    session,
-)
 from retrieval.export.output import refuse_existing, whole_folder
 from retrieval.export.variants import (
     VariantName,
@@ -37,6 +30,14 @@ from retrieval.export.verify import (
     onnx_outputs,
 )
 from retrieval.model.contracts import Combiner
+from retrieval.model.graph import (
+    OPSET,
+    TOLERANCE,
+    Exporter,
+    check_size,
+    ready,
+    session,
+)
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.strict_json import problems_of
@@ -52,9 +53,6 @@ from retrieval.serving.manifest import (
 )
 from retrieval.serving.probe import WIDEST
 from retrieval.serving.probing import probe_of
-
-TOLERANCE = 1e-4
-"""Largest difference between torch and ONNX Runtime that a bundle may have, on vectors of length 1."""
 
 _VARIANTS = ("fp16", "int8")
 

@@ -10,13 +10,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from retrieval.data.kept import KeptInputs, by_class, spread
 from retrieval.data.loading import inputs
 from retrieval.errors import BundleError
-from retrieval.export.export_model import TOLERANCE, export_model
-from retrieval.export.graph import OPSET, Exporter
+from retrieval.export.checks import is_normalized
+from retrieval.export.export_model import export_model
 from retrieval.export.variants import VariantName
+from retrieval.model.graph import OPSET, TOLERANCE, Exporter, ready
+from retrieval.model.model import Model, Normalize, Prefix
 from retrieval.run.codes import ItemCodes
 from retrieval.run.open import Run, load_run
 from retrieval.serving.bundle import Bundle
@@ -32,6 +35,7 @@ def export_run(
     run: Run | StrPath,
     output: StrPath | None = None,
     *,
+    dimensions: int | None = None,
     variants: VariantName | Sequence[VariantName] = (),
     split: bool = False,
     allow_drift: bool = False,
@@ -46,6 +50,8 @@ def export_run(
     Args:
         run: a run, or its folder; with the few inputs that it keeps, where its data are gone.
         output: folder to make; by default `bundle` in the run's folder.
+        dimensions: width of the vectors, if not the whole embedding's: its first numbers, at unit length again where the embedding is. The loss
+            core.matryoshka trains them for that; the head of any other run loses more.
         variants: further precisions of the encoder: "fp16", "int8".
         split: write the encoder as two graphs, backbone and head, so that features can be kept and other heads applied to them.
         allow_drift: write a variant even if its vectors are further from the encoder's than `variants.DRIFT`.
@@ -59,7 +65,7 @@ def export_run(
         The bundle, on the CPU.
 
     Raises:
-        BundleError: something is in the way, torch cannot export the model, or the graph disagrees with it; see `export_model`.
+        BundleError: the embedding has no such width; something is in the way, torch cannot export the model, or the graph disagrees with it; see `export_model`.
         DataError: an item cannot be read, or the folder is not a run.
     """
     wanted: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
@@ -71,10 +77,13 @@ def export_run(
         raise BundleError(
             f"The int8 variant is calibrated on training items, and there are none. {splits.notes[0]}"
         )
+    items = _load(run, chosen)
+    model = run.model if dimensions is None else _cut(run.model, items, dimensions)
+    whole = model is run.model
     with Meter("export", 0, "steps") as meter:
         export_model(
-            run.model,
-            _load(run, chosen),
+            model,
+            items,
             folder,
             name=run.path.resolve().name,
             labels=splits.labels[chosen],
@@ -86,13 +95,38 @@ def export_run(
             split=split,
             allow_drift=allow_drift,
             tolerance=tolerance,
-            evaluation=_evaluation(run.path),
+            evaluation=_evaluation(run.path) if whole else None,
             opset=opset,
             exporter=exporter,
             replace=replace,
             progress=lambda step, number, of: meter.reach(number, of, step),
         )
     return Bundle.open(folder, device="cpu")
+
+
+def _cut(model: Model, items: NDArray[Any], dimensions: int) -> Model:
+    """Return a model whose vectors are the first numbers of another's.
+
+    Raises:
+        BundleError: there is a combiner, or there are not so many numbers.
+    """
+    if model.combiner is not None:
+        raise BundleError(
+            f"The run's combiner {type(model.combiner).__name__} compares whole codes: --dimensions cuts a plain embedding only. Leave it out."
+        )
+    with ready(model), torch.inference_mode():
+        _, codes = model(torch.from_numpy(items[:32]))
+    width = codes.shape[1]
+    if not 1 <= dimensions <= width:
+        raise BundleError(
+            f"{dimensions:,} dimensions cannot be had: the run's embedding has {width:,} numbers. Ask for 1 to {width:,} (--dimensions)."
+        )
+    if dimensions == width:
+        return model
+    unit = [Normalize()] if is_normalized(codes.numpy()) else []
+    cut = Model(model.backbone, nn.Sequential(model.head, Prefix(dimensions), *unit))
+    cut.channels_last = model.channels_last
+    return cut
 
 
 def _load(run: Run, indices: NDArray[np.int64]) -> NDArray[Any]:

@@ -12,9 +12,9 @@ import onnx
 from numpy.typing import NDArray
 
 from retrieval.errors import BundleError
-from retrieval.export.graph import first_line, quiet
 from retrieval.export.verify import Floats, merged_distances
 from retrieval.model.contracts import Subspace
+from retrieval.model.graph import first_line, quiet
 from retrieval.serving.manifest import Cosine, Recall, Variant
 from retrieval.serving.merging import best_score
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import BundleError
-from retrieval.export.graph import Encoder, Rescorer, first_line
 from retrieval.model.contracts import Combiner, Subspace
+from retrieval.model.graph import Encoder, Rescorer, first_line
 from retrieval.serving.merging import spans_of
 
 Floats = NDArray[np.float32]

@@ -11,8 +11,8 @@ from retrieval.host.factory import Factory
 
 BUILT_IN = "core"
 """The plugin that passes on what the package itself offers."""
-SHORT = ("indexes", "metrics", "stores")
-"""The kinds that the package itself offers; their short names will do: `flat` is `core.flat`."""
+SHORT = ("augmentations", "indexes", "metrics", "stores")
+"""The kinds whose parts in that plugin need no more than their short names: `flat` is `core.flat`."""
 
 
 def new_manager() -> pluggy.PluginManager:

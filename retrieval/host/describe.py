@@ -105,6 +105,8 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
     settable = [p for p in factory.parameters if not p.given]
     if factory.kind == "metrics":
         return f"[evaluate]\nmetrics = [{_inline(factory) if settable else toml_value(factory.name)}]"
+    if factory.kind == "augmentations":
+        return f"[augmentation]\ntransforms = [{_inline(factory) if settable else toml_value(factory.name)}]"
     if factory.kind == "indexes":
         required = "".join(f" --set {p.name}=…" for p in settable if p.required)
         return f"retrieval index BUNDLE IMAGES --output INDEX --backend {factory.name}{required}"

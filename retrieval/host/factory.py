@@ -33,6 +33,7 @@ KINDS = {
     "generators": "generator",
     "combiners": "combiner",
     "learners": "learner",
+    "augmentations": "augmentation",
     "metrics": "metric",
     "indexes": "index",
     "stores": "store",
@@ -85,9 +86,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """Marks a parameter that is made by another factory: `Annotated[nn.Module | None, Part("reducers")]`."""
+    """Marks a parameter that is made by another factory: `Annotated[nn.Module | None, Part("reducers")]`.
+
+    Attributes:
+        kind: one of `KINDS`.
+        each: name of a parameter that lists widths of the embedding: the part is made once for each, with that as its `embedding_size`, and once for
+            the whole embedding; the factory gets a list of them.
+    """
 
     kind: str
+    each: str | None = None
 
 
 def traits(**values: bool) -> Callable[[T], T]:
@@ -124,6 +132,7 @@ class Parameter:
     part: str | None = None
     many: bool = False
     given: bool = False
+    each: str | None = None
 
     @property
     def from_host(self) -> bool:
@@ -197,7 +206,8 @@ class Factory:
                 faults.append(f"takes its parameter '{p.name}' by position only")
             typed = p.name in reading.hints
             annotation = reading.hints.get(p.name, Any)
-            part, many = _part(annotation)
+            marked, many = _part(annotation)
+            part, each = (marked.kind, marked.each) if marked else (None, None)
             if part and part not in KINDS:
                 faults.append(
                     f"marks '{p.name}' as Part({part!r}), and there is no such kind{did_you_mean(part, KINDS)}"
@@ -214,7 +224,7 @@ class Factory:
                 hints.append(f"it does not document '{p.name}' under 'Args:'")
             if not (typed or part or given or p.name in UPSTREAM):
                 hints.append(f"'{p.name}' has no type, so a recipe's value is handed on as it is")
-            parameters.append(Parameter(p.name, annotation, p.default, doc, part, many, given))
+            parameters.append(Parameter(p.name, annotation, p.default, doc, part, many, given, each))
         if reading.loose:
             hints.append(f"nothing spells '**{reading.loose}' out, so a recipe cannot set what it takes")
         if faults:
@@ -358,8 +368,8 @@ def _writable(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | enum.Enum | PurePath)
 
 
-def _part(annotation: Any) -> tuple[str | None, bool]:
-    """Return the kind that a parameter's type marks with `Part`, and whether it takes several."""
+def _part(annotation: Any) -> tuple[Part | None, bool]:
+    """Return the `Part` that marks a parameter's type, and whether it takes several."""
     origin, args = get_origin(annotation), get_args(annotation)
     branches = args if origin in (Union, types.UnionType) else (annotation,)
     if origin is Annotated:
@@ -367,15 +377,15 @@ def _part(annotation: Any) -> tuple[str | None, bool]:
         branches = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
         for extra in args[1:]:
             if isinstance(extra, Part):
-                return extra.kind, any(get_origin(branch) in (list, tuple) for branch in branches)
+                return extra, any(get_origin(branch) in (list, tuple) for branch in branches)
         return _part(inner)
     for branch in branches:
         if get_origin(branch) in (list, tuple):
-            kind, _ = _part(get_args(branch)[0])
-            if kind:
-                return kind, True
+            mark, _ = _part(get_args(branch)[0])
+            if mark:
+                return mark, True
         elif branch is not annotation:
-            kind, many = _part(branch)
-            if kind:
-                return kind, many
+            mark, many = _part(branch)
+            if mark:
+                return mark, many
     return None, False

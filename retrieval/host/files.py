@@ -11,12 +11,12 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from retrieval.errors import RetrievalError
+from retrieval.host.scratch import scratch_folder
 
 _NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
 
@@ -100,7 +100,7 @@ def write_json(path: Path, value: Any, error: type[RetrievalError] | None = None
 def whole_folder(path: Path, *, replace: bool, taken: RetrievalError) -> Iterator[Path]:
     """Give a hidden folder beside `path` to fill; at the end it is synced and takes the name `path`, or disappears on any fault.
 
-    A process that is killed leaves the hidden folder `.NAME.XXXXXXXX.part`, which may be deleted.
+    A process that is killed leaves the hidden folder `.NAME.XXXXXXXX.part`, which the next such folder beside it clears.
 
     Args:
         path: the folder; its parents are made, and an empty one that is there gives way.
@@ -111,16 +111,13 @@ def whole_folder(path: Path, *, replace: bool, taken: RetrievalError) -> Iterato
         OSError: the disk is full, or the parent folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
-    try:
-        temporary.chmod(0o777 & ~_umask())  # mkdtemp's is private
+    with scratch_folder(path.parent, f".{path.name}.", ".part") as (temporary, _):
+        temporary.chmod(0o777 & ~_umask())
         yield temporary
         sync_below(temporary)
         with contextlib.suppress(OSError):
             path.rmdir()  # an empty folder gives way
         rename_whole(temporary, path, replace=replace, taken=taken)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def rename_whole(finished: Path, output: Path, *, replace: bool, taken: RetrievalError) -> None:

@@ -59,6 +59,11 @@ def retrieval_learners() -> Factories:  # type: ignore[empty-body]
 
 
 @hookspec
+def retrieval_augmentations() -> Factories:  # type: ignore[empty-body]
+    """Called when a recipe's `[augmentation] transforms` are looked up. Each factory gives a `retrieval.Transform`."""
+
+
+@hookspec
 def retrieval_metrics() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[evaluate] metrics` are looked up. Each factory gives a `retrieval.Metric`."""
 
@@ -102,6 +107,12 @@ def retrieval_epoch_end(run: Any, epoch: int, metrics: Mapping[str, float]) -> N
 @hookspec
 def retrieval_run_end(run: Any, metrics: Mapping[str, float]) -> None:
     """Called once training is complete, with the best validation figures. Not called when it is interrupted."""
+
+
+@hookspec
+def retrieval_report_panels(run: Any) -> Mapping[str, bytes]:  # type: ignore[empty-body]
+    """Called when `retrieval report` is written, for each run. Gives drawings by title, SVG or PNG of at most 4 MB; none where there is
+    nothing to draw."""
 
 
 @hookspec

@@ -45,6 +45,7 @@ class Plugins:
         self.objects: dict[str, Any] = {}
         self._factories: dict[str, dict[str, Factory]] = {}
         self._disabled: dict[str, dict[str, str]] = {}
+        self._asked: dict[tuple[str, str], tuple[dict[str, Factory], dict[str, str]]] = {}
 
     def give(self, objects: Mapping[str, Any]) -> None:
         """Offer objects as parts, by the recipe's table: `{"loss": my_loss}`. Their names are `object_name`'s.
@@ -62,6 +63,7 @@ class Plugins:
         self.sources.append(PluginSource(OBJECT, "objects made in Python"))
         self.objects = dict(objects)
         self._factories.clear()
+        self._asked.clear()
 
     @property
     def hook(self) -> Any:
@@ -105,19 +107,37 @@ class Plugins:
         found: dict[str, Factory] = {}
         wrong: dict[str, str] = {}
         for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
-            try:
-                offered = self._call(impl.plugin_name, kind, impl.function)
-            except PluginError as error:
-                wrong[impl.plugin_name] = str(error)
-                continue
-            for short, make in offered.items():
-                name = f"{impl.plugin_name}.{short}"
-                try:
-                    _refuse_offer(impl.plugin_name, kind, short, make)
-                    found[name] = Factory.read(kind, name, make)
-                except PluginError as error:
-                    wrong[name] = str(error)
+            theirs, faults = self._offered(kind, impl)
+            found |= theirs
+            wrong |= faults
         self._factories[kind], self._disabled[kind] = dict(sorted(found.items())), dict(sorted(wrong.items()))
+
+    def _offered(self, kind: str, impl: Any) -> tuple[dict[str, Factory], dict[str, str]]:
+        """Return what one plugin offers of a kind, and what is wrong with the rest."""
+        if (known := self._asked.get((kind, impl.plugin_name))) is not None:
+            return known
+        found: dict[str, Factory] = {}
+        wrong: dict[str, str] = {}
+        try:
+            offered = self._call(impl.plugin_name, kind, impl.function)
+        except PluginError as error:
+            offered, wrong = {}, {impl.plugin_name: str(error)}
+        for short, make in offered.items():
+            name = f"{impl.plugin_name}.{short}"
+            try:
+                _refuse_offer(impl.plugin_name, kind, short, make)
+                found[name] = Factory.read(kind, name, make)
+            except PluginError as error:
+                wrong[name] = str(error)
+        self._asked[kind, impl.plugin_name] = found, wrong
+        return found, wrong
+
+    def named(self, kind: str, name: str) -> Factory | None:
+        """Return a sound factory by its full name; None if there is none. Only its own plugin is asked: what others offer may take long to load."""
+        for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
+            if impl.plugin_name == name.partition(".")[0]:
+                return self._offered(kind, impl)[0].get(name)
+        return None
 
     def _call(self, plugin: str, kind: str, function: Any) -> Mapping[Any, Any]:
         hook = f"retrieval_{kind}"
@@ -149,6 +169,8 @@ class Plugins:
         Raises:
             PluginError: the factory has a fault, which the sentence names; or none has that name, and the sentence suggests the closest.
         """
+        if (factory := self.named(kind, name)) is not None:
+            return factory
         known, wrong = self.factories(kind), self.disabled(kind)
         name = self.full_name(kind, name)
         if name in known:
@@ -179,7 +201,7 @@ class Plugins:
             hint = hint or f" 'retrieval plugins list --kind {kind}' shows all {len(known)}."
         raise PluginError(f"There is no {KINDS[kind]} '{name}'.{hint}")
 
-    def check(self, kind: str, values: Mapping[str, Any], where: str) -> list[str]:
+    def check(self, kind: str, values: Mapping[str, Any] | str, where: str) -> list[str]:
         """Return every problem of a table `{name = …, parameters}`, nested parts included."""
         return list(self._check(kind, values, where))
 
@@ -189,7 +211,7 @@ class Plugins:
         What is unknown or wrong passes: it is reported by `check`.
         """
         table = _table(values) or {}
-        factory = self.factories(kind).get(str(table.get("name")))
+        factory = self.named(kind, str(table.get("name")))
         return factory is None or (
             test(factory)
             and all(
@@ -247,8 +269,12 @@ class Plugins:
                     [f"[{KINDS[kind]}] {p.name}: is required ({p.type_text}); {factory.name} has no default."]
                 )
             elif p.part and p.name in checked:
-                made = [self.build(p.part, part, given) for _, part in _parts(p, checked[p.name], p.name)]
-                checked[p.name] = made if p.many else made[0]
+                made = [
+                    self.build(p.part, part, one)
+                    for _, part in _parts(p, checked[p.name], p.name)
+                    for one in _widths(p, checked, given)
+                ]
+                checked[p.name] = made if p.many or p.each else made[0]
             elif p.given and p.default is inspect.Parameter.empty:
                 raise PluginError(
                     f"{factory.name} asks the host for '{p.name}' ({GIVEN[p.name]}), which it does not know here."
@@ -277,6 +303,12 @@ def _table(values: Any) -> dict[str, Any] | None:
 def is_made(value: Any) -> bool:
     """Return whether a value is the part itself, and neither its name nor its table nor anything else that TOML can say."""
     return not isinstance(value, str | bytes | int | float | Mapping | list | tuple | date | time | None)
+
+
+def _widths(p: Parameter, checked: Mapping[str, Any], given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what the host gives to each of the parts that one parameter asks for."""
+    widths = checked.get(p.each, []) if p.each else []
+    return [*({**given, "embedding_size": width} for width in widths), given]
 
 
 def _parts(p: Parameter, value: Any, where: str) -> list[tuple[str, Any]]:

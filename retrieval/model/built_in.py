@@ -23,6 +23,7 @@ def retrieval_metrics() -> Factories:
     return {
         "map": metrics.MeanAveragePrecision,
         "map_at_r": metrics.MAPAtR,
+        "ndcg_at": metrics.NDCGAt,
         "precision_at": metrics.PrecisionAt,
         "r_precision": metrics.RPrecision,
         "recall_at": metrics.RecallAt,
@@ -30,7 +31,7 @@ def retrieval_metrics() -> Factories:
 
 
 def metric(name: str) -> Metric:
-    """Return the built-in metric of a name: "recall_at_K" and "precision_at_K" for any K, "r_precision", "map_at_r", "map".
+    """Return the built-in metric of a name: "recall_at_K", "precision_at_K" and "ndcg_at_K" for any K, "r_precision", "map_at_r", "map".
 
     Raises:
         RetrievalError: no metric has that name; the sentence suggests the closest.
@@ -48,7 +49,7 @@ def metric(name: str) -> Metric:
     ]
     raise RetrievalError(
         f"There is no metric '{name}'.{did_you_mean(name.lower().replace('@', '_at_'), known)} "
-        "Built in are recall_at_K, precision_at_K (K a number), r_precision, map_at_r and map."
+        "Built in are recall_at_K, precision_at_K, ndcg_at_K (K a number), r_precision, map_at_r and map."
     )
 
 

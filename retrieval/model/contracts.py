@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pytorch_metric_learning.distances import BaseDistance
 from torch import Tensor, nn
+
+from retrieval.host.kept_out import kept_out
+
+with kept_out(
+    "scipy.stats"
+):  # SciPy loads it when it is asked for it, which pytorch-metric-learning seldom does
+    from pytorch_metric_learning.distances import BaseDistance
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -66,6 +72,17 @@ class Dataset(ABC):
         Raises:
             DataError: it cannot be read; the sentence names the item.
         """
+
+
+class Transform(Protocol):
+    """A random change to one training image, such as torchvision's.
+
+    What it draws from torch, with no generator named, follows from the run's seed and from the image's epoch, batch and place: it is the same in a
+    run that is resumed, and with any number of processes. What it draws from elsewhere (`random`, NumPy) would not be.
+    """
+
+    def __call__(self, pixels: Tensor, /) -> Tensor:
+        """Return pixels, uint8 (channels, H, W), of the size of those that are given; from several threads, or in another process."""
 
 
 class Backbone(nn.Module):
@@ -259,6 +276,9 @@ class Learner(Protocol):
 
 class Metric(Protocol):
     """A retrieval figure, query by query, so that any number of queries fits in memory.
+
+    A metric that knows grades of relevance has a method `graded(gains, ideal)` besides, which is called in its place where `[evaluate]` sets
+    `levels` or `tags`: with the grades (Q, k) of the items at each rank and the gallery's largest grades, largest first.
 
     Attributes:
         depth: how many neighbours it looks at: a number, "relevant" (as many as the query has relevant items), or "all".

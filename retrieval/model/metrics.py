@@ -6,7 +6,7 @@ rel(i) is 1 when the neighbour at rank i = 1, 2, … has it. Queries with R = 0 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +92,45 @@ class MeanAveragePrecision:
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
         """Return a number from 0 to 1 for each query (Q,); see `retrieval.Metric`."""
         return _summed_precision(matches) / relevant
+
+
+class NDCGAt:
+    """nDCG@K: the discounted gain of the K nearest over that of the best order, Σ_i g(i) / log2(i + 1).
+
+    Järvelin & Kekäläinen, "Cumulated gain-based evaluation of IR techniques", 2002. Gains are 1 for a match and 0 otherwise, or
+    grades, where `[evaluate] levels` or `tags` give them.
+
+    Args:
+        k: how many neighbours to look at.
+        gain: of a grade r: "linear", r; "exponential", 2^r − 1 (Burges et al., "Learning to Rank Using Gradient Descent", 2005).
+    """
+
+    depth: int | Literal["relevant", "all"]
+
+    def __init__(
+        self, k: Annotated[int, Field(ge=1)] = 1, gain: Literal["linear", "exponential"] = "linear"
+    ) -> None:
+        self.depth = self.k = _at_least_one(k, "ndcg_at")
+        self.gain = gain
+
+    def __call__(self, matches: Matches, relevant: Relevant) -> Values:
+        """Return a number from 0 to 1 for each query (Q,); see `retrieval.Metric`."""
+        gains = matches[:, : self.k].astype(np.float64)
+        return self.graded(gains, np.arange(gains.shape[1]) < relevant[:, None])
+
+    def graded(self, gains: NDArray[np.floating[Any]], ideal: NDArray[Any]) -> Values:
+        """Return a number from 0 to 1 for each query (Q,).
+
+        Args:
+            gains: (Q, k) grade of the item at each rank, nearest first; 0 for what is not relevant.
+            ideal: (Q, k) the largest grades of the gallery, largest first; the first of a query is above 0.
+        """
+        return np.asarray(self._discounted(gains) / self._discounted(ideal))
+
+    def _discounted(self, grades: NDArray[Any]) -> Values:
+        grades = grades[:, : self.k].astype(np.float64)
+        gains = np.exp2(grades) - 1 if self.gain == "exponential" else grades
+        return np.asarray((gains / np.log2(np.arange(2, gains.shape[1] + 2))).sum(axis=1))
 
 
 def _first(matches: Matches, relevant: Relevant) -> Matches:

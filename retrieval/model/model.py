@@ -22,6 +22,22 @@ class Normalize(nn.Module):
         return functional.normalize(full_precision(x), dim=-1)
 
 
+class Prefix(nn.Module):
+    """Keep the first numbers of each row.
+
+    Args:
+        width: how many.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the first `width` columns (B, width) of (B, D)."""
+        return x[:, : self.width]
+
+
 def build_head(
     features: int, embedding_size: int, hidden: Sequence[int] = (), normalize: bool = True
 ) -> nn.Sequential:

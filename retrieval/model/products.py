@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -230,17 +230,28 @@ class CheckedMetric:
         Raises:
             PluginError: the metric gave something else.
         """
+        return self._checked(len(matches), self.metric, matches, relevant)
+
+    @property
+    def graded(self) -> Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]] | None:
+        """What the metric makes of grades, where it does; see `retrieval.Metric`."""
+        graded = getattr(self.metric, "graded", None)
+        return (
+            None if graded is None else lambda gains, ideal: self._checked(len(gains), graded, gains, ideal)
+        )
+
+    def _checked(self, queries: int, call: Callable[..., Any], *given_it: Any) -> NDArray[np.float64]:
         with calling(self.what):
-            given = self.metric(matches, relevant)
+            given = call(*given_it)
         with contextlib.suppress(ValueError, TypeError):
             values = np.asarray(given)
-            if values.shape == (len(matches),) and values.dtype.kind in "fiub":
+            if values.shape == (queries,) and values.dtype.kind in "fiub":
                 wrong = int((~np.isfinite(values)).sum())
                 if not wrong:
                     return values.astype(np.float64)
                 raise PluginError(
-                    f"{self.what} gave NaN or infinite values for {wrong} of {len(matches)} queries."
+                    f"{self.what} gave NaN or infinite values for {wrong} of {queries} queries."
                 )
         raise PluginError(
-            f"{self.what} gave {shown(given)}; it must give one number per query, of shape ({len(matches)},)."
+            f"{self.what} gave {shown(given)}; it must give one number per query, of shape ({queries},)."
         )

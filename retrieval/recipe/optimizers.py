@@ -13,6 +13,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim import lr_scheduler
 
 from retrieval.errors import did_you_mean
+from retrieval.model.compiler import optimizing
 from retrieval.recipe.tables import Optimizer, Schedule
 
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -72,7 +73,8 @@ def check_optimizer(section: Optimizer, where: str) -> list[str]:
     problems = _check_options(section.name, known[section.name], section.options, {"params", "lr"}, where)
     if not problems:
         try:
-            known[section.name]([Parameter(torch.zeros(1))], lr=section.lr, **section.options)
+            with optimizing():
+                known[section.name]([Parameter(torch.zeros(1))], lr=section.lr, **section.options)
         except (ValueError, TypeError, RuntimeError) as error:
             problems.append(f"{where} options: {section.name} refuses them: {error}.")
     return problems
@@ -103,7 +105,8 @@ def check_schedule(section: Schedule, where: str) -> list[str]:
         problems.append(f"{where} warmup: goes with constant, linear and cosine, not with {section.name}.")
     if not problems:
         try:
-            known[section.name](torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1), **section.options)
+            with optimizing():
+                known[section.name](torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1), **section.options)
         except (ValueError, TypeError, RuntimeError) as error:
             problems.append(f"{where} options: {section.name} refuses them: {error}.")
     return problems

@@ -23,7 +23,8 @@ from retrieval.host.plugins import load_plugins
 from retrieval.host.trust import require
 from retrieval.host.values import Place, check_values, shown
 from retrieval.recipe.overrides import apply_overrides
-from retrieval.recipe.tables import Backbone, Component, Section, Tables, host_keys
+from retrieval.recipe.section import Section
+from retrieval.recipe.tables import Backbone, Component, Tables, host_keys
 from retrieval.serving.files.places import StrPath
 
 

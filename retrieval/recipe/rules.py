@@ -17,15 +17,20 @@ if TYPE_CHECKING:
 
 
 def check_names(recipe: Tables) -> list[str]:
-    """Return problems of names outside plugin tables: optimiser, schedule, metrics."""
+    """Return problems of names outside plugin tables: optimiser, schedule, transforms, metrics."""
+    from retrieval.model.compiler import load_compiler
     from retrieval.recipe.optimizers import check_optimizer, check_schedule
 
+    if recipe.train.compile:
+        load_compiler()
     problems = check_optimizer(recipe.optimizer, "[optimizer]")
     problems += check_schedule(recipe.schedule, "[schedule]")
     if recipe.generator_optimizer:
         problems += check_optimizer(recipe.generator_optimizer, "[generator_optimizer]")
     for number, named in enumerate(recipe.evaluate.metrics):
         problems += _check_metric(recipe.loaded, named, number)
+    for number, transform in enumerate(recipe.augmentation.transforms):
+        problems += recipe.loaded.check("augmentations", transform, f"[augmentation] transforms.{number}")
     return problems
 
 
@@ -101,7 +106,11 @@ def _loss(recipe: Tables) -> list[str]:
         names.sort(key=lambda other: not other.startswith(own))  # the same plugin's first
         return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
 
-    if combiner:
+    if combiner and not plugins.every("losses", loss, lambda f: not any(p.each for p in f.parameters)):
+        problems.append(
+            f"[combiner] {combiner} compares whole codes, and {name} trains the beginnings of one embedding. Remove one of the two."
+        )
+    elif combiner:
         if not _measures(plugins, loss):
             problems.append(
                 f"[combiner] {combiner} needs a loss that takes a `distance`, and {name} takes none. "
@@ -229,6 +238,14 @@ def _training(recipe: Tables, present: set[str]) -> list[str]:
             f"[augmentation] changes images anew in each epoch, and with {once} their features are computed once. "
             + ("Remove one of the two." if recipe.backbone.frozen else "Remove the [augmentation].")
         )
+    problems += _compiled(recipe, present)
+    problems += _views(recipe)
+    if (mix := recipe.augmentation.mix) is not None:
+        problems += [
+            f'[augmentation] mix = "{mix}": a [{table}] compares items that have one label each. Remove one of the two.'
+            for table in ("combiner", "generator", "miner")
+            if table in present
+        ]
     for phase in recipe.phase:
         if not phase.train:
             problems.append(f"[[phase]] {phase.name}: train must name at least one part.")
@@ -238,4 +255,42 @@ def _training(recipe: Tables, present: set[str]) -> list[str]:
             )
     if recipe.train.patience and not recipe.split.validation and recipe.split.by != "given":
         problems.append("[train] patience needs a validation part: set [split] validation above 0.")
+    return problems
+
+
+def _compiled(recipe: Tables, present: set[str]) -> list[str]:
+    """A backbone whose kernels torch makes."""
+    if not recipe.train.compile:
+        return []
+    problems = []
+    if recipe.backbone.frozen or "learner" in present:
+        once = "[backbone] frozen = true" if recipe.backbone.frozen else "a [learner]"
+        problems.append(
+            f"[train] compile makes a training backbone faster, and with {once} its features are computed once. Remove compile."
+        )
+    if recipe.train.sync_batch_norm:
+        problems.append(
+            "[train] compile: processes exchange batch norm's statistics (sync_batch_norm = true) where a compiled backbone cannot wait for them. "
+            "Remove one of the two."
+        )
+    return problems
+
+
+def _views(recipe: Tables) -> list[str]:
+    """Several views of an item."""
+    augmentation, problems = recipe.augmentation, []
+    if augmentation.views > 1 and not augmentation.active:
+        problems.append(
+            f"[augmentation] views = {augmentation.views}: nothing changes an image, so all its views are the same. "
+            "Add a crop or transforms, or remove it."
+        )
+    if augmentation.positives == "item" and augmentation.views == 1:
+        problems.append(
+            '[augmentation] positives = "item": only views of one item are alike, and each item has one. Set views = 2 or more.'
+        )
+    if augmentation.positives == "item" and recipe.sampler.items != 1:
+        problems.append(
+            f'[sampler] items = {recipe.sampler.items}: with [augmentation] positives = "item" each item is a class of its own. '
+            "Set items = 1, and classes to the items of a batch."
+        )
     return problems

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.recipe.evaluate import Evaluate
+from retrieval.recipe.ranges import Range, flat
+from retrieval.recipe.section import Count, Fraction, Section
 
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Count = Annotated[int, Field(ge=1)]
 Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
-
-
-class Section(BaseModel):
-    """A table of the recipe."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
 
 
 class Component(Section):
@@ -85,7 +78,7 @@ class Sampler(Section):
 
 
 class Augmentation(Section):
-    """`[augmentation]`: random changes to training images (torchvision.transforms.v2)."""
+    """`[augmentation]`: random changes to training images, in this order: crop, mirror image, transforms."""
 
     crop_scale: tuple[float, float] | None = Field(
         None, description="Random resized crop: smallest and largest part of the image's area; none: no crop."
@@ -96,11 +89,33 @@ class Augmentation(Section):
     horizontal_flip: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.0, description="Probability of a mirror image."
     )
+    transforms: list[str | dict[str, Any]] = Field(
+        [],
+        description='Further changes in order, by name: torchvision\'s (`"RandAugment"`, `{ name = "RandomAffine", degrees = 15 }`; `retrieval plugins list --kind augmentations` shows them), a plugin\'s as `PLUGIN.NAME`. They are given the image in the size that the backbone takes, and keep it.',
+    )
+    views: Annotated[int, Field(ge=1, le=64)] = Field(
+        1, description="How often each item is in its batch, each time changed anew."
+    )
+    positives: Literal["class", "item"] = Field(
+        "class",
+        description="What is alike for loss and miner: items of one `class`, or only the views of one `item`, whose label is then not used (self-supervised); `[sampler] classes` counts items then.",
+    )
+
+    mix: Literal["mixup", "cutmix"] | None = Field(
+        None,
+        description="Each image together with another of its batch: a weighted mean of the two (`mixup`), or a box of the other put into it (`cutmix`). The loss is the same mean of both labels' losses; it must be one that compares items with classes, not with one another.",
+    )
+    mix_alpha: Annotated[float, Field(gt=0.0, le=100.0)] = Field(
+        1.0,
+        description="α of the Beta(α, α) that the weight of a batch is drawn from; small: mostly near 0 or 1.",
+    )
 
     @property
     def active(self) -> bool:
         """Whether anything is changed at all."""
-        return self.crop_scale is not None or self.horizontal_flip > 0
+        return bool(
+            self.crop_scale is not None or self.horizontal_flip > 0 or self.transforms or self.mix is not None
+        )
 
     @model_validator(mode="after")
     def _ranges(self) -> Self:
@@ -177,6 +192,14 @@ class Train(Section):
     channels_last: bool = Field(
         False, description="Memory format of images; faster convolutions on CPUs and recent GPUs."
     )
+    compile: bool = Field(
+        False,
+        description="Let `torch.compile` make the backbone's kernels: minutes at the start, faster steps. It needs a C++ compiler on a CPU.",
+    )
+    deterministic: bool = Field(
+        False,
+        description="On a GPU: take only algorithms that give the same bits each time, so that a run repeats and resumes exactly there too; slower, and a part without one is refused. On a CPU runs do so anyway.",
+    )
     clip_norm: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Largest norm of the gradient; none: no clipping."
     )
@@ -199,6 +222,10 @@ class Train(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="`auto` takes a GPU when there is one."
     )
+    sync_batch_norm: bool = Field(
+        False,
+        description="With several processes: batch norm takes mean and variance from the whole batch, as one process would, instead of from each process's share.",
+    )
     real_weight: Annotated[float, Field(ge=0)] = Field(
         0.0,
         description="With a generator: weight of the same loss on the real negatives, added to the one on synthetic ones.",
@@ -215,17 +242,6 @@ class Train(Section):
         "separate",
         description="With a generator: `separate` steps each side on its own objective; `joint` lets both gradients flow everywhere.",
     )
-
-
-class Evaluate(Section):
-    """`[evaluate]`: the figures of validation and test."""
-
-    metrics: list[str | dict[str, Any]] = Field(
-        ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"],
-        description='Figures by name; a plugin\'s metric as `PLUGIN.NAME`, with parameters as `{ name = "core.recall_at", k = 5 }`.',
-    )
-    clusters: bool = Field(False, description="Also NMI and F1 of k-means clusters, k = number of classes.")
-    batch: Count = Field(256, description="Images encoded at a time.")
 
 
 class _Loaded:
@@ -278,7 +294,16 @@ class Tables(Section):
     )
     train: Train = Field(default_factory=Train)
     evaluate: Evaluate = Field(default_factory=Evaluate)
+    search: dict[str, Range] = Field(
+        {},
+        description='What `retrieval compare --search N` may try, by key: `loss.margin = { low = 0.01, high = 1.0, log = true }`, `optimizer.name = { choices = ["SGD", "AdamW"] }`. Training itself does not read it.',
+    )
     _loaded: _Loaded = PrivateAttr(default_factory=_Loaded)
+
+    @field_validator("search", mode="before")
+    @classmethod
+    def _flat(cls, search: Any) -> Any:
+        return flat(search)
 
     @field_validator("name")
     @classmethod
@@ -291,6 +316,11 @@ class Tables(Section):
                 'and none of / \\ < > : " | ? *'
             )
         return name
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a training batch, over all processes: classes × items × views."""
+        return self.sampler.classes * self.sampler.items * self.augmentation.views
 
     @property
     def phases(self) -> list[Phase]:

@@ -23,6 +23,7 @@ from retrieval.model.products import (
     check_head,
 )
 from retrieval.recipe.read import Recipe
+from retrieval.run.checkpoint import python_random_kept
 
 
 def build_dataset(recipe: Recipe) -> Dataset:
@@ -31,7 +32,8 @@ def build_dataset(recipe: Recipe) -> Dataset:
     Raises:
         DataError: its files are missing or wrong.
     """
-    return check_dataset(recipe.build("data"), recipe.data.name)
+    with python_random_kept():
+        return check_dataset(recipe.build("data"), recipe.data.name)
 
 
 def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:

@@ -13,6 +13,8 @@ import logging
 import os
 import random
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +206,13 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+@contextmanager
+def python_random_kept() -> Iterator[None]:
+    """Inside, modules may be imported that draw from Python's generator as they load, as rich does under scikit-learn: once a process, not once a run."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)

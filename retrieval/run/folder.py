@@ -213,7 +213,7 @@ def absolute_paths(recipe: AnyTables) -> AnyTables:
 def _absolute(plugins: Plugins, kind: str, values: Any) -> Any:
     if isinstance(values, list):
         return [_absolute(plugins, kind, each) for each in values]
-    factory = plugins.factories(kind).get(str(values.get("name"))) if isinstance(values, Mapping) else None
+    factory = plugins.named(kind, str(values.get("name"))) if isinstance(values, Mapping) else None
     if factory is None:
         return values
     found = dict(values)

@@ -168,12 +168,17 @@ def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> R
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
     model = build_model(recipe, dataset)
-    objective = build_objective(recipe, model, len(splits.train_classes))
+    objective = build_objective(recipe, model, _classes(recipe, splits))
     if standing is not None:
         load_weights(model, standing.state, standing.file)
     else:
         take_weights(model, recipe)
     return Run(path, recipe, dataset, splits, model, objective)
+
+
+def _classes(recipe: Recipe, splits: Splits) -> int:
+    """Return how many classes loss and miner are told of: with `positives = "item"` each training item is one."""
+    return len(splits.train if recipe.augmentation.positives == "item" else splits.train_classes)
 
 
 def load_run(

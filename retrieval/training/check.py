@@ -12,7 +12,7 @@ from torch import nn
 from retrieval.data.loading import inputs
 from retrieval.data.sampling import batches_in_epoch
 from retrieval.data.splits import Splits, make_splits
-from retrieval.errors import DataError
+from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.guard import check_width
@@ -23,6 +23,7 @@ from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, code_size
 from retrieval.run.learned import build_learner
 from retrieval.run.open import build_run
+from retrieval.training.comparison import space
 from retrieval.training.learn import fit
 from retrieval.training.probe import look_ahead, open_some
 from retrieval.training.process import make_accelerator
@@ -30,7 +31,7 @@ from retrieval.training.untrained import NOTHING, nothing_to_train
 
 
 def run_one_batch(recipe: Recipe) -> list[str]:
-    """Build a checked recipe, open some files, and compute a batch, forward and backward, in each phase.
+    """Build a checked recipe, open some files, and compute a batch, forward and backward, in each phase. `[search]` is checked as a comparison does.
 
     Returns:
         What was found, one line each.
@@ -38,6 +39,8 @@ def run_one_batch(recipe: Recipe) -> list[str]:
     Raises:
         RetrievalError: something does not work; the same sentences as in training.
     """
+    if recipe.search and (wrong := space.faults(recipe)):
+        raise RecipeError(wrong)
     accelerator = make_accelerator(recipe)
     checkpoint.seed_everything(recipe.seed)
     if recipe.learner is not None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -64,6 +63,8 @@ def drawn_out(sizes: Sequence[int], peaks: Sequence[int], size: int) -> int:
         peaks: the bytes that they took.
         size: of the batch in question.
     """
+    from scipy.optimize import nnls
+
     n = np.asarray(sizes, dtype=np.float64)
     scale = np.asarray(peaks, dtype=np.float64)
     for highest in (2, 3):

@@ -11,6 +11,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim import lr_scheduler
 
 from retrieval.errors import RecipeError
+from retrieval.model.compiler import optimizing
 from retrieval.recipe.optimizers import SHAPES
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Optimizer, Phase, Schedule, Trainable
@@ -44,6 +45,7 @@ def build_optimizer(
     return made
 
 
+@optimizing()
 def build_optimizers(
     recipe: Recipe, phase: Phase, parts: Mapping[Trainable, Sequence[Parameter]]
 ) -> dict[str, TorchOptimizer]:
@@ -74,6 +76,22 @@ def build_optimizers(
             [f"[[phase]] {phase.name}: none of {', '.join(phase.train)} has parameters to train."]
         )
     return found
+
+
+@optimizing()
+def prepared(optimizers: Mapping[str, TorchOptimizer], accelerator: Any) -> dict[str, Any]:
+    """Return the optimisers, that of the metric side as Accelerate steps it."""
+    return {
+        name: accelerator.prepare_optimizer(optimizer) if name == "metric" else optimizer
+        for name, optimizer in optimizers.items()
+    }
+
+
+def schedules_of(
+    section: Schedule, optimizers: Mapping[str, TorchOptimizer], steps: int
+) -> dict[str, StepSchedule]:
+    """Return a schedule for each optimiser, over a phase's steps."""
+    return {name: StepSchedule(section, optimizer, steps) for name, optimizer in optimizers.items()}
 
 
 class StepSchedule:

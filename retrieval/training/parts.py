@@ -8,8 +8,17 @@ from torch import nn
 from torch.nn import Parameter
 
 from retrieval.model.model import Model
+from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Trainable
 from retrieval.run.build import Objective
+
+
+def names_of(recipe: Recipe) -> dict[str, str]:
+    """Return what each part is called at the beginning of a sentence."""
+    return {
+        part: f"The {part} {table.name if (table := getattr(recipe, part)) else ''}"
+        for part in ("backbone", "loss", "miner", "generator", "combiner")
+    }
 
 
 def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable, list[Parameter]]:

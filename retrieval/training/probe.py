@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from retrieval.data.augment import built_transforms
 from retrieval.data.loading import TrainBatches
+from retrieval.data.mixing import Labels
 from retrieval.errors import DataError, listed
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe
@@ -20,8 +22,9 @@ from retrieval.run import checkpoint
 from retrieval.run.build import Objective, code_size
 from retrieval.run.open import Run
 from retrieval.serving.images import decode
+from retrieval.training.batch import Losses
 from retrieval.training.memory import Allocated, drawn_out, free_bytes, shown
-from retrieval.training.step import Losses, Step
+from retrieval.training.step import Step
 
 WHOLE = 256
 """Batches up to this size are tried as they are; of larger ones some that are smaller."""
@@ -107,21 +110,27 @@ class _Tried:
         self.run, self.model, self.objective, self.accelerator = run, model, objective, accelerator
         self.recipe: Recipe = run.recipe
         objective.to(accelerator.device)
-        self.size = self.recipe.sampler.classes * self.recipe.sampler.items
+        self.size = self.recipe.batch_size
+        self.transforms = built_transforms(self.recipe)
         whole = self.size <= WHOLE
-        self.sampler = self.recipe.sampler if whole else smaller(self.recipe.sampler, WHOLE // 2)
+        self.sampler = (
+            self.recipe.sampler
+            if whole
+            else smaller(self.recipe.sampler, WHOLE // 2 // self.recipe.augmentation.views)
+        )
 
     def sampler_warnings(self, seen: Seen) -> None:
         """Say what labels alone show: batches larger than the data, batches without a pair of one class."""
         assert self.recipe.loss is not None
         items, loss = len(self.run.splits.train), self.recipe.loss
-        if self.size > items:
+        drawn = self.size // self.recipe.augmentation.views
+        if drawn > items:
             seen.warnings.append(
-                f"[sampler]: a batch takes {self.recipe.sampler.classes} classes × {self.recipe.sampler.items} items = {self.size:,}, "
+                f"[sampler]: a batch takes {self.recipe.sampler.classes} classes × {self.recipe.sampler.items} items = {drawn:,}, "
                 f"and only {items:,} items train, so it holds most of them several times. Set items lower."
             )
         pairs = self.run.plugins.every("losses", loss.table, lambda factory: factory.supports_miner)
-        if self.recipe.sampler.items == 1 and pairs:
+        if self.recipe.sampler.items * self.recipe.augmentation.views == 1 and pairs:
             seen.warnings.append(
                 f"[sampler] items = 1: {loss.name} compares items of one class, and a batch has one of each, so no such "
                 "pair is found. Set items = 2 or more."
@@ -160,7 +169,7 @@ class _Tried:
         run = self.run
         return TrainBatches(
             run.dataset, run.splits.train, run.splits.train_labels, self.model.preprocessing,
-            sampler=sampler, augmentation=self.recipe.augmentation, seed=self.recipe.seed,
+            sampler=sampler, augmentation=self.recipe.augmentation, transforms=self.transforms, seed=self.recipe.seed,
         )  # fmt: skip
 
     def _batch(self, batches: TrainBatches, number: int) -> Any:
@@ -171,9 +180,11 @@ class _Tried:
         """Say what the recipe's batch will take, from what an item took and from the objective on drawn codes."""
         sizes, peaks = [], []
         width = code_size(self.model)
-        for sampler in (smaller(self.recipe.sampler, size) for size in DRAWN):
+        for sampler in (
+            smaller(self.recipe.sampler, size // self.recipe.augmentation.views) for size in DRAWN
+        ):
             labels = torch.arange(sampler.classes, device=self.accelerator.device).repeat_interleave(
-                sampler.items
+                sampler.items * self.recipe.augmentation.views
             )
             codes = torch.randn(len(labels), width, device=self.accelerator.device, requires_grad=True)
             with Allocated() as allocated:
@@ -212,11 +223,12 @@ def smaller(sampler: Sampler, size: int) -> Sampler:
     return sampler.model_copy(update={"items": items, "classes": max(2, min(sampler.classes, size // items))})
 
 
-def _losses(step: Step, batch: torch.Tensor, labels: torch.Tensor) -> Losses:
+def _losses(step: Step, batch: torch.Tensor, labels: Labels) -> Losses:
     """Return a batch's losses, with the gradients of what trains."""
     step.zero_grad()
     try:
         losses = step.losses(batch, labels)
+        losses.refuse()
     except DataError as error:
         raise DataError(
             f"One batch in phase '{step.phase.name}' was tried, and {str(error).rstrip('.')}. Check the data and the parameters."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +14,7 @@ from retrieval.run.open import Run
 from retrieval.run.position import Position
 from retrieval.run.resume import Standing
 from retrieval.run.weights import load_weights
+from retrieval.training.shards import Shares
 from retrieval.training.step import Step
 
 
@@ -29,6 +30,33 @@ def training_state(run: Run, step: Step, scaler: Any, progress: Position) -> dic
     }
 
 
+def save(run: Run, step: Step, progress: Position, before: Sequence[str] = ()) -> list[str]:
+    """Write the checkpoint to resume from; every process calls it, and each writes the rows that it alone has.
+
+    Args:
+        run: whose it is.
+        step: what trains.
+        progress: where training is.
+        before: the files of rows that the checkpoint before this one names.
+
+    Returns:
+        The files of rows that this one names.
+    """
+    accelerator, shares = step.accelerator, Shares(run.last.parent, step)
+    if not (accelerator.is_main_process or shares):
+        return []
+    state = training_state(run, step, accelerator.scaler, progress)
+    files: list[str] = []
+    if shares:
+        files = shares.write(state, progress)
+        accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        checkpoint.save(run.last, state, previous=run.previous)
+        if shares:
+            shares.forget([*files, *before])
+    return files
+
+
 def restore(standing: Standing, run: Run, step: Step, scaler: Any) -> None:
     """Put everything back that `training_state` took, but the random generators and the progress.
 
@@ -36,6 +64,8 @@ def restore(standing: Standing, run: Run, step: Step, scaler: Any) -> None:
         Exception: of several kinds, where the state is of something else: see `fitting`.
     """
     state = standing.state
+    if shares := Shares(run.last.parent, step):
+        shares.read(state)
     load_weights(run.model, state, standing.file)
     for name, values in state["modules"].items():
         step.objective.get_submodule(name).load_state_dict(values)

@@ -8,61 +8,31 @@ objective passes through the metric as it is.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from retrieval.errors import DataError
+from retrieval.data.mixing import Labels, MixedLabels
+from retrieval.errors import RecipeError, RetrievalError
 from retrieval.host.plugin_calls import calling
+from retrieval.model.compiler import optimizing
 from retrieval.model.contracts import TripletIndices, count_indices
 from retrieval.model.guard import checked_indices, checked_objective, checked_rows, checked_scalar
 from retrieval.model.model import Model
+from retrieval.model.rows import Rows, compares_with_classes, rows_of
+from retrieval.model.shards import shards_of
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Phase, Trainable
 from retrieval.run.build import Objective
-from retrieval.training.optim import StepSchedule, build_optimizers
-from retrieval.training.parts import parts_of, set_modes
+from retrieval.training.batch import Batch, Losses, Watch
+from retrieval.training.devices import Devices
+from retrieval.training.divided import divided_loss
+from retrieval.training.optim import build_optimizers, prepared, schedules_of
+from retrieval.training.parts import names_of, parts_of, set_modes
 from retrieval.training.synthetic import Figures, Made, choose_triplets, extend, mine
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A batch that went through the model.
-
-    Attributes:
-        features: (B, F).
-        codes: (B, C).
-        labels: (B,).
-        indices: what the miner picked; None without a miner.
-        own: the combiner's own objective, if it has one.
-        figures: for the log.
-    """
-
-    features: Tensor
-    codes: Tensor
-    labels: Tensor
-    indices: TripletIndices | None
-    own: Tensor | None
-    figures: Figures
-
-
-@dataclass(frozen=True)
-class Losses:
-    """What one batch gives: a scalar for each side that trains, and figures for the log."""
-
-    metric: Tensor | None
-    generator: Tensor | None
-    figures: Figures
-
-    def numbers(self) -> dict[str, float]:
-        """Return the figures, and the losses as "loss" and "generator_loss" where there are any."""
-        losses = {"loss": self.metric, "generator_loss": self.generator}
-        found = {**self.figures, **{k: v.detach() for k, v in losses.items() if v is not None}}
-        return {name: float(value) for name, value in found.items()}
 
 
 class Step:
@@ -86,9 +56,11 @@ class Step:
         optimizers: "metric" and "generator", those that train.
         schedules: theirs.
         who: what the parts are called in messages.
+        rows: how several processes divide the loss, if they do.
+        divided: the ids of parameters of which each process has some rows.
 
     Raises:
-        RecipeError: nothing that the phase names has parameters.
+        RecipeError: nothing that the phase names has parameters, or images are mixed and the loss compares them with one another.
     """
 
     def __init__(
@@ -105,52 +77,85 @@ class Step:
     ) -> None:
         self.model, self.objective, self.phase, self.accelerator = model, objective, phase, accelerator
         self.train_table, self.from_features = recipe.train, from_features
-        self.who = {
-            part: f"The {part} {table.name if (table := getattr(recipe, part)) else ''}"
-            for part in ("backbone", "loss", "miner", "generator", "combiner")
-        }
+        self.devices = Devices(accelerator, recipe.train.sync_batch_norm)
+        self.who = names_of(recipe)
         self.trains: set[Trainable] = set(phase.train) - ({"backbone"} if recipe.backbone.frozen else set())
         self.parts = parts_of(model, objective, recipe.backbone.frozen)
         for name, parameters in self.parts.items():
             for parameter in parameters:
                 parameter.requires_grad_(name in phase.train)
         model.backbone.requires_grad_("backbone" in self.trains)
+        self.divided = frozenset(id(objective.get_parameter(name)) for name in shards_of(objective))
+        self.rows = self._rows()
+        if recipe.augmentation.mix is not None and not compares_with_classes(objective.loss):
+            raise RecipeError(
+                [
+                    f'[augmentation] mix = "{recipe.augmentation.mix}": {self.who["loss"][9:]} compares items with one another, so none can be of '
+                    "two classes. Use a loss that compares them with classes, such as pml.arc_face, or remove it."
+                ]
+            )
         optimizers = build_optimizers(recipe, phase, self.parts)
-        self.schedules = {
-            name: StepSchedule(recipe.schedule, optimizer, phase.epochs * steps)
-            for name, optimizer in optimizers.items()
-        }
-        self.optimizers: dict[str, Any] = dict(optimizers)
-        if "metric" in optimizers and not tried:
-            self.optimizers["metric"] = accelerator.prepare_optimizer(optimizers["metric"])
+        self.schedules = schedules_of(recipe.schedule, optimizers, phase.epochs * steps)
+        self.optimizers: Mapping[str, Any] = optimizers if tried else prepared(optimizers, accelerator)
+
+    def _rows(self) -> Rows | None:
+        """Return how several processes divide the loss; None where each computes all of it, or there is one process."""
+        if self.devices.world == 1 or self.objective.generator is not None or not self._trains_metric:
+            return None
+        rows = rows_of(self.objective.loss, self.objective.miner is not None)
+        if self.divided and rows != "classes":
+            raise RecipeError(
+                [
+                    "[loss]: a part of it divides its weights over processes, which only the recipe's loss itself can do."
+                ]
+            )
+        if self.divided and self.accelerator.scaler is not None:
+            raise RecipeError(
+                [
+                    f'[train] precision: "fp16" cannot go with {self.who["loss"][9:]} on several processes. Use "bf16".'
+                ]
+            )
+        return rows
 
     # --- a batch -----------------------------------------------------------------------------------------
 
-    def __call__(self, inputs: Tensor, labels: Tensor) -> dict[str, float]:
-        """Train on one batch and return its losses and figures; see `losses`."""
+    def __call__(self, inputs: Tensor, labels: Labels) -> Losses:
+        """Train on one batch and return its losses; see `losses`."""
         self.zero_grad()
         losses = self.losses(inputs, labels)
-        self.backward(losses)
+        try:
+            self.backward(losses)
+        except RetrievalError:
+            losses.refuse()  # NaN is then why
+            raise
         self.update()
-        return losses.numbers()
+        return losses
 
-    def losses(self, inputs: Tensor, labels: Tensor) -> Losses:
+    def losses(self, inputs: Tensor, labels: Labels) -> Losses:
         """Return the losses of one batch.
 
         Args:
             inputs: this process's share of the batch.
-            labels: likewise, int64.
+            labels: likewise, int64; of both parts of each image where images are mixed.
 
         Raises:
-            DataError: a loss or a synthetic feature is NaN or infinite.
+            DataError: on a CPU, a loss or a synthetic feature is NaN or infinite. A device would have to be waited for: see `Losses.refuse`.
             PluginError: a part breaks its contract.
         """
-        batch = self._encoded(inputs, labels)
+        self._watch = Watch()
+        features, codes = self._codes(inputs)
+        # losses take differences of near-equal numbers: always in float32 (a no-op without mixed precision)
+        if isinstance(labels, MixedLabels):
+            return self._mixed(codes.float(), labels)
+        if self.rows is not None:
+            return self._divided(self.rows, codes.float(), labels)
+        batch = self._shared(features.float(), codes.float(), labels)
         made = self._made(batch)
         metric = self._metric_loss(batch, made)
         generator = self._generator_loss(made)
-        return Losses(metric, generator, self._figures(batch, made, metric))
+        return Losses(metric, generator, self._figures(batch, made, metric), self._watch.taken())
 
+    @optimizing()
     def zero_grad(self) -> None:
         """Forget the gradients of what trains."""
         for optimizer in self.optimizers.values():
@@ -173,18 +178,20 @@ class Step:
             for parameter, gradient in zip(generator_side, gradients, strict=True):
                 parameter.grad = gradient
         if metric is not None and metric.requires_grad:
-            with calling(f"The gradient of {self.who['loss'][4:]}"):
+            # a backbone that computes its layers again in here computes batch norm again, too
+            with calling(f"The gradient of {self.who['loss'][4:]}"), self.devices.statistics():
                 self.accelerator.backward(metric, inputs=rest)
-        if self.accelerator.num_processes > 1:
-            for parameter in metric_side + generator_side:
-                if parameter.grad is not None:
-                    parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")
+        self.devices.reduce_gradients(metric_side + generator_side, self.divided)
 
+    @optimizing()
     def update(self) -> None:
         """Clip each side's gradient, step its optimiser by it, and then its rate."""
         if clip_norm := self.train_table.clip_norm:
             metric_side, generator_side = ([p for p in side if p.grad is not None] for side in self._sides())
-            self.accelerator.clip_grad_norm_(metric_side, clip_norm)
+            if self.divided and self.devices.world > 1:
+                self.devices.clip(metric_side, self.divided, clip_norm)
+            else:
+                self.accelerator.clip_grad_norm_(metric_side, clip_norm)
             nn.utils.clip_grad_norm_(generator_side, clip_norm)
         for name, optimizer in self.optimizers.items():
             optimizer.step()
@@ -196,12 +203,14 @@ class Step:
 
     # --- what a batch gives ------------------------------------------------------------------------------
 
-    def _encoded(self, inputs: Tensor, labels: Tensor) -> Batch:
-        """Return the batch's features and codes, those of all processes, and what miner and combiner say of them."""
-        features, codes = self._codes(inputs)
-        # losses take differences of near-equal numbers: always in float32 (a no-op without mixed precision)
-        features, codes = self._share(features.float()), self._share(codes.float())
-        labels = self._share(labels)
+    def _shared(self, features: Tensor, codes: Tensor, labels: Tensor) -> Batch:
+        """Return the batch, with all processes' rows, and what miner and combiner say of it.
+
+        Features are of this process alone where there is no generator, which alone asks for them.
+        """
+        if self.objective.generator is not None:
+            features = self.devices.share(features)
+        codes, labels = self.devices.share(codes), self.devices.share(labels)
         indices = self._mined(codes, labels)
         figures: dict[str, Tensor | int] = {} if indices is None else {"mined": count_indices(indices)}
         own: Tensor | None = None
@@ -211,6 +220,34 @@ class Step:
             own, theirs = checked_objective(given, self.who["combiner"], codes)
             figures.update(theirs)
         return Batch(features, codes, labels, indices, own, figures)
+
+    def _divided(self, rows: Rows, codes: Tensor, labels: Tensor) -> Losses:
+        """Return the losses of a batch of which each process computes a part; there is no generator then."""
+        indices, figures, own = None, {}, None
+        if self.objective.miner is not None or self.model.combiner is not None:
+            batch = self._shared(codes, codes, labels)
+            indices, figures, own = batch.indices, {**batch.figures}, batch.own
+        with calling(self.who["loss"]):
+            value = divided_loss(self.objective.loss, rows, codes, labels, indices, self.devices)
+        value = self.train_table.loss_weight * value
+        if own is not None and "combiner" in self.phase.train:
+            value = value + own
+            figures["combiner_loss"] = own.detach()
+        return Losses(self._watch.loss("loss", value, self.who["loss"]), None, figures, self._watch.taken())
+
+    def _mixed(self, codes: Tensor, labels: MixedLabels) -> Losses:
+        """Return the weighted mean of both labels' losses; there is neither miner, generator nor combiner then."""
+
+        def of(each: Tensor) -> Tensor | None:
+            if self.rows is not None:
+                return self._divided(self.rows, codes, each).metric
+            return self._metric_loss(self._shared(codes, codes, each), None)
+
+        own, other = of(labels.own), of(labels.other)
+        if own is None or other is None:
+            return Losses(None, None, {})
+        value = labels.weight * own + (1 - labels.weight) * other
+        return Losses(self._watch.loss("loss", value, self.who["loss"]), None, {}, self._watch.taken())
 
     def _made(self, batch: Batch) -> Made | None:
         """Return what the generator makes of a batch; None where the phase has no use for it, or there is no triplet."""
@@ -226,8 +263,7 @@ class Step:
             synthetic = generator(*triplets)
         like = len(a), batch.features.shape[1]
         checked_rows(synthetic, who, like, batch.features.device, "a synthetic feature a triplet")
-        if not torch.isfinite(synthetic).all():
-            raise DataError(f"the generator's output became NaN or infinite ({who[4:]})")
+        self._watch.rows(synthetic, who)
         replaced = triplets[2 if generator.replaces == "negative" else 1]
         figures["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
         if not (self._trains_metric and self.phase.synthetic):
@@ -260,7 +296,7 @@ class Step:
         value = self.train_table.loss_weight * value
         if batch.own is not None and "combiner" in self.phase.train:
             value = value + batch.own
-        return _finite("loss", value, self.who["loss"])
+        return self._watch.loss("loss", value, self.who["loss"])
 
     def _generator_loss(self, made: Made | None) -> Tensor | None:
         """Return the generator's objective; None where it does not train, has nothing to train, or made nothing."""
@@ -272,7 +308,7 @@ class Step:
         with calling(who):
             given = generator.objective(*made.triplets, made.features, self.model.feature_distance)
         value = checked_scalar(given, f"{who}'s objective", made.features, generator)
-        return _finite("generator loss", value, who)
+        return self._watch.loss("generator loss", value, who)
 
     def _figures(self, batch: Batch, made: Made | None, metric: Tensor | None) -> Figures:
         """Return the batch's figures for the log."""
@@ -299,7 +335,7 @@ class Step:
     def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return features (B, F), as wide as the backbone says, and codes (B, C)."""
         model, size, who = self.model, len(inputs), self.who["backbone"]
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), self.devices.statistics():
             with calling(who):
                 features = inputs.float() if self.from_features else model.features(inputs)
             like = (size, model.backbone.features)
@@ -329,22 +365,6 @@ class Step:
             value = self.objective.loss(codes, labels, *picked, **reference)
         return checked_scalar(value, self.who["loss"], codes, self.objective.loss)
 
-    def _share(self, x: Tensor) -> Tensor:
-        """All processes' rows, in the batch's order; gradients reach this process's own rows.
-
-        Every process computes the same loss of the whole batch, and gradients are averaged over processes: so the
-        own rows' gradient counts once for each process.
-        """
-        world = int(self.accelerator.num_processes)
-        if world == 1:
-            return x
-        rows = list(self.accelerator.gather(x.detach()).chunk(world))
-        if x.is_floating_point():
-            rows[self.accelerator.process_index] = x.detach() + world * (x - x.detach())
-        return torch.cat(rows)
-
-    # --- epochs ------------------------------------------------------------------------------------------
-
     def set_modes(self) -> None:
         """Put all in training mode but the parts that do not train."""
         set_modes(self.model, self.objective, self.trains)
@@ -358,6 +378,7 @@ class Step:
         """Return each side's learning rate, that of its first part."""
         return {name: optimizer.param_groups[0]["lr"] for name, optimizer in self.optimizers.items()}
 
+    @optimizing()
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state of optimisers and schedules."""
         return {
@@ -365,6 +386,7 @@ class Step:
             "schedules": {name: schedule.state_dict() for name, schedule in self.schedules.items()},
         }
 
+    @optimizing()
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Go on from `state_dict()` of the same phase.
 
@@ -375,11 +397,3 @@ class Step:
             self.optimizers[name].load_state_dict(values)
         for name, values in state["schedules"].items():
             self.schedules[name].load_state_dict(values)
-
-
-def _finite(name: str, value: Tensor, who: str) -> Tensor:
-    """Return a loss, refused when it is NaN or infinite."""
-    number = float(value.detach())
-    if not math.isfinite(number):
-        raise DataError(f"{name} is {number} ({who[4:]})")
-    return value

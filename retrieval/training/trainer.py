@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from retrieval.data.augment import built_transforms
 from retrieval.data.features import backbone_features
 from retrieval.data.loading import TrainBatches
+from retrieval.data.mixing import Labels
 from retrieval.data.raw import RawInputs
-from retrieval.errors import DataError
+from retrieval.errors import DataError, RetrievalError
 from retrieval.model.guard import combiner_warnings
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Phase
@@ -36,19 +38,26 @@ from retrieval.run.folder import (
 )
 from retrieval.run.open import Run, begin_folder, build_run, load_run
 from retrieval.run.position import Position
-from retrieval.run.resume import Standing, changes, standing
+from retrieval.run.resume import Standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
+from retrieval.training.batch import all_finite, moved, reads_at_once
+from retrieval.training.batch_norm import NOT_SYNCHRONISED, trains_batch_norm
+from retrieval.training.placing import place, plain, repeating
 from retrieval.training.probe import look_ahead
 from retrieval.training.process import (
+    Diverged,
     Interrupted,
     forget_after,
+    going_on,
     make_accelerator,
     stopping,
     tensorboard,
+    together,
 )
-from retrieval.training.state import fitting, restore, training_state
+from retrieval.training.state import fitting, restore, save
 from retrieval.training.step import Step
+from retrieval.training.tally import EVERY, Tally
 from retrieval.training.untrained import nothing_to_train, write_untrained
 from retrieval.training.validate import validate
 
@@ -75,12 +84,7 @@ class Trainer:
         self.main = bool(accelerator.is_main_process)
         assert run.objective is not None
         self.objective: Objective = run.objective
-        run.device = accelerator.device
-        run.model.to(run.device)
-        run.model.channels_last = self.recipe.train.channels_last
-        if self.recipe.train.channels_last:
-            run.model.backbone.to(memory_format=torch.channels_last)
-        self.objective.to(run.device)
+        place(run, self.objective, accelerator.device)
         self.dataset = run.dataset
         if self.recipe.backbone.frozen:
             self.dataset = backbone_features(run.model, run.dataset, run.device, self.recipe.evaluate.batch)
@@ -93,6 +97,7 @@ class Trainer:
             preprocessing,
             sampler=self.recipe.sampler,
             augmentation=self.recipe.augmentation,
+            transforms=built_transforms(self.recipe),
             seed=self.recipe.seed,
             workers=self.recipe.train.workers,
             raw=self.raw,
@@ -100,6 +105,13 @@ class Trainer:
         self.progress = Position()
         self.validates = len(run.splits.validation) > 0
         self._stop = threading.Event()
+        self._files: list[str] = []
+        self.warnings: list[str] = []
+        several = accelerator.num_processes > 1 and not self.recipe.train.sync_batch_norm
+        if several and trains_batch_norm(run.model, self.recipe):
+            self.warnings.append(NOT_SYNCHRONISED.format(processes=accelerator.num_processes))
+        every = 1 if reads_at_once(run.device) else EVERY
+        self.tally = Tally(lambda: self.progress, every, self._stopped)
         self._enter_phase()
 
     # --- phases ------------------------------------------------------------------------------------------
@@ -140,9 +152,11 @@ class Trainer:
             self.save()
         for note in self.run.splits.notes:
             self.report(f"note: {note}")
+        for warning in self.warnings if self.main else ():
+            self.report(f"warning: {warning}")
         board_folder = self.run.path / "tensorboard" if self.main else None
         board_of = tensorboard(board_folder, self.progress.total)
-        with self.batches, stopping(self._stop), meter, board_of as board:
+        with self.batches, stopping(self._stop), repeating(self.recipe.train), meter, board_of as board:
             while self.progress.phase < len(self.recipe.phases):
                 while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
                     self._end_epoch(self._epoch(meter), board)
@@ -160,39 +174,40 @@ class Trainer:
         started, first = time.perf_counter(), progress.step
         self.step.set_modes()
         for inputs, labels in self.batches.epoch(progress.epoch, start=progress.step, rank=rank, world=world):
-            figures = self._train_batch(
-                inputs.to(self.run.device, non_blocking=True), labels.to(self.run.device)
-            )
-            for name, value in figures.items():
-                progress.sums[name] = progress.sums.get(name, 0.0) + value
-                progress.counts[name] = progress.counts.get(name, 0) + 1
+            self._train_batch(*moved(inputs, labels, self.run.device))
             progress.step += 1
             progress.total += 1
-            loss = progress.sums.get("loss", 0.0) / progress.step
+            loss = progress.sums.get("loss", 0.0) / progress.counts.get("loss", 1)
             meter.update(epoch=str(progress.epoch + 1), loss=f"{loss:.4f}")
             if self._stop.is_set():
                 self.save()
                 raise Interrupted(f"Stopped after step {progress.total}.")
             if every and progress.total % every == 0 and progress.step < len(self.batches):
                 self.save()
+        self.tally.read()
         self._average_buffers()
         seconds = time.perf_counter() - started
-        size = self.recipe.sampler.classes * self.recipe.sampler.items
+        size = self.recipe.batch_size
         metrics = {name: value / progress.counts[name] for name, value in progress.sums.items()}
         metrics["images_per_second"] = (progress.step - first) * size / max(seconds, 1e-9)
         return metrics
 
-    def _train_batch(self, inputs: Tensor, labels: Tensor) -> dict[str, float]:
+    def _train_batch(self, inputs: Tensor, labels: Labels) -> dict[str, Tensor | int]:
+        """Train on one batch, keep its figures, and return them as they are: none is read."""
         try:
-            return self.step(inputs, labels)
-        except DataError as error:
-            where = f"at step {self.progress.total + 1} (epoch {self.progress.epoch + 1})"
-            raise self._stopped(where, str(error)) from error
+            losses = self.step(inputs, labels)
+        except RetrievalError as error:
+            self.tally.read()  # NaN of an earlier step is then why
+            if isinstance(error, DataError):
+                raise self._stopped(self.progress.total + 1, str(error)) from error
+            raise
+        self.tally.add(losses)
+        return losses.all_figures()
 
-    def _stopped(self, where: str, what: str) -> DataError:
-        return DataError(
-            f"Training stopped {where}: {what.rstrip('.')}. The last good checkpoint is {self.run.last}. "
-            'Try a smaller learning rate, [train] clip_norm, or precision = "no".'
+    def _stopped(self, step: int, what: str) -> Diverged:
+        return Diverged(
+            f"Training stopped at step {step} (epoch {self.progress.epoch + 1}): {what.rstrip('.')}. The last good checkpoint is "
+            f'{self.run.last}. Try a smaller learning rate, [train] clip_norm, or precision = "no".'
         )
 
     def _average_buffers(self) -> None:
@@ -232,11 +247,12 @@ class Trainer:
         warnings = combiner_warnings(self.run.model.combiner, metrics, self.step.who["combiner"])
         if metrics.get("triplets") == 0:
             warnings.append(NO_TRIPLETS)
-        if warnings:
-            record["warnings"] = warnings
+        said, self.warnings = self.warnings, []
+        if said or warnings:
+            record["warnings"] = [*said, *warnings]
         self.run.plugins.notify("retrieval_epoch_end", run=self.run, epoch=progress.epoch, metrics=metrics)
         if self.main:
-            for warning in record.get("warnings", ()):
+            for warning in warnings:
                 self.report(f"warning: {warning}")
             self.run.log(record)
             for name, value in metrics.items():
@@ -269,6 +285,7 @@ class Trainer:
             write_json(self.run.path / "summary.json", summary)
         self.accelerator.wait_for_everyone()
         load_weights(self.run.model, checkpoint.load(self.run.best), self.run.best)
+        plain(self.run)
         self.run.model.eval()
         self.run.plugins.notify("retrieval_run_end", run=self.run, metrics=self.progress.best_metrics)
         return self.progress.best_metrics
@@ -277,17 +294,17 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint to resume from; one that holds NaN would replace a good one, and is refused."""
+        self.tally.read()
         self._refuse_nan()
-        if self.main:
-            scaler = self.accelerator.scaler
-            state = training_state(self.run, self.step, scaler, self.progress)
-            checkpoint.save(self.run.last, state, previous=self.run.previous)
+        self._files = save(self.run, self.step, self.progress, self._files)
 
     def _refuse_nan(self) -> None:
         for name, parameters in self.step.parts.items():
-            if not all(bool(torch.isfinite(p).all()) for p in parameters):
-                where = f"at step {self.progress.total} (epoch {self.progress.epoch + 1})"
-                raise self._stopped(where, f"weights of the {name} became NaN or infinite")
+            wrong = not all_finite(parameters)
+            if self.step.divided:  # another process's rows may be, and then all stop
+                wrong = bool(self.step.devices.total(torch.tensor(int(wrong), device=self.run.device)))
+            if wrong:
+                raise self._stopped(self.progress.total, f"weights of the {name} became NaN or infinite")
 
     def _save_best(self) -> None:
         checkpoint.save(
@@ -305,6 +322,7 @@ class Trainer:
             if self.progress.phase < len(self.recipe.phases):
                 self._enter_phase()
             restore(standing, self.run, self.step, self.accelerator.scaler)
+            self._files = list(standing.state.get("shards", {}).get("files", []))
         checkpoint.restore_random_state(standing.state["random"])
         if self.main:
             forget_after(self.run.metrics_file, self.progress.total)
@@ -338,16 +356,20 @@ def train(
     """
     accelerator = make_accelerator(recipe)
     main = bool(accelerator.is_main_process)
-    with claimed(path) if main else nullcontext():
-        stands: Standing | None = None
-        changed: list[str] = []
-        if resume:
-            stands, changed = _going_on(path, recipe, report)
-            if is_complete(path) and not (changed or replace_plugins):
-                report(f"{path} is complete already.")
-                return load_run(path)
-        else:
+    with ExitStack() as held:
+
+        def look() -> tuple[Standing | None, list[str], bool]:
+            if main:
+                held.enter_context(claimed(path))
+            if resume:
+                return *going_on(path, recipe, report), is_complete(path)
             refuse_taken(path, replace)
+            return None, [], False
+
+        stands, changed, complete = together(accelerator, look)
+        if complete and not (changed or replace_plugins):
+            report(f"{path} is complete already.")
+            return load_run(path)
         recipe = absolute_paths(recipe)
         checkpoint.seed_everything(recipe.seed)
         if recipe.learner is not None:
@@ -360,24 +382,16 @@ def train(
         if not resume and accelerator.num_processes == 1:
             run.splits.notes.extend(look_ahead(run, accelerator).warnings)
         trainer = Trainer(run, accelerator, report)
-        if stands is not None:
-            trainer.resume(stands)
-        if main and not resume:
-            begin_folder(run, report, replace=replace)
-        elif main and (changed or replace_plugins):
-            what = [*changed, *(["the plugins were replaced"] if replace_plugins else [])]
-            record_changes(path, recipe, what, trainer.progress.total, replace_plugins=replace_plugins)
-        accelerator.wait_for_everyone()
+
+        def begin() -> None:
+            if stands is not None:
+                trainer.resume(stands)
+            if main and not resume:
+                begin_folder(run, report, replace=replace)
+            elif main and (changed or replace_plugins):
+                what = [*changed, *(["the plugins were replaced"] if replace_plugins else [])]
+                record_changes(path, recipe, what, trainer.progress.total, replace_plugins=replace_plugins)
+
+        together(accelerator, begin)
         trainer.fit()
     return run
-
-
-def _going_on(path: Path, recipe: Recipe, report: Callable[[str], None]) -> tuple[Standing | None, list[str]]:
-    """Return where a run stands and what the recipe changes of it, and say both."""
-    stands = standing(path)
-    changed = changes(path, recipe, None if stands is None else stands.progress)
-    if stands is None and recipe.learner is None:
-        report(f"{path} has no checkpoint yet: training begins again.")
-    for line in changed:
-        report(line)
-    return stands, changed

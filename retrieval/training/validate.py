@@ -8,12 +8,15 @@ from retrieval.data.encode import encode
 from retrieval.data.raw import RawInputs
 from retrieval.evaluation.evaluate_run import resolve_metrics
 from retrieval.evaluation.evaluation import evaluate
+from retrieval.evaluation.protocol import Protocol
 from retrieval.model.contracts import Dataset
+from retrieval.run.checkpoint import python_random_kept
 
 if TYPE_CHECKING:
     from retrieval.run.open import Run
 
 
+@python_random_kept()
 def validate(
     run: Run, dataset: Dataset, from_features: bool, raw: RawInputs | None = None
 ) -> dict[str, float]:
@@ -37,4 +40,7 @@ def validate(
     )
     metrics = resolve_metrics(run.recipe.evaluate.metrics, run.plugins, always=("map_at_r",))
     distance = None if run.model.combiner is None else run.model.combiner.compute_mat
-    return dict(evaluate(codes, run.splits.labels[indices], metrics=metrics, distance=distance).values)
+    said = Protocol(run, indices, None).arguments(indices, None)
+    return dict(
+        evaluate(codes, run.splits.labels[indices], metrics=metrics, distance=distance, **said).values
+    )

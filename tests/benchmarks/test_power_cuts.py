@@ -6,7 +6,9 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +97,66 @@ def test_what_was_synced_stays_and_what_was_not_may_go(tmp_path: Path) -> None:
         seen.add((content == old, content == new, *left))
     assert {one[:2] for one in seen} == {(True, False), (False, True), (False, False)}
     assert {one[2:] for one in seen} == {(), ("b",), ("b.tmp",)}
+
+
+ENDED = """
+import os, signal, sys, threading, time
+os.chdir("/")
+disk, call, held = sys.argv[1:]
+look = lambda: sorted((one.name, one.stat().st_size, one.stat().st_nlink, one.stat().st_mtime_ns) for one in os.scandir(disk))
+for name in ("a", "b"):
+    file = os.open(f"{disk}/{name}", os.O_RDWR | os.O_CREAT)
+    os.writev(file, [name.encode() * 400])
+file = os.open(f"{disk}/a", os.O_RDWR)
+calls = {
+    "write": lambda: os.write(file, b"new " * 150),
+    "pwrite64": lambda: os.pwrite(file, b"new " * 150, 40),
+    "ftruncate": lambda: os.ftruncate(file, 7),
+    "openat": lambda: [os.open(path, os.O_WRONLY | os.O_CREAT) for path in ["/dev/null"] * 499 + [f"{disk}/c"]],
+    "mkdir": lambda: os.mkdir(f"{disk}/c"),
+    "unlink": lambda: os.unlink(f"{disk}/a"),
+    "rename": lambda: os.rename(f"{disk}/a", f"{disk}/b"),
+    "link": lambda: os.link(f"{disk}/a", f"{disk}/c"),
+}
+before = look()
+threading.Thread(target=calls[call], daemon=True).start()
+while held == "exit" and look() == before:
+    time.sleep(0.01)
+time.sleep(0.1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "held"),
+    [(call, "exit") for call in ("write", "pwrite64", "ftruncate", "openat", "mkdir", "unlink", "rename", "link")]
+    + [("write", "enter"), ("rename", "enter")],
+)  # fmt: skip
+def test_a_call_that_a_kill_ended_is_in_the_record_if_it_was_done(
+    call: str, held: str, tmp_path: Path
+) -> None:
+    """A thread is held before the call, or behind it, while another kills the process; of neither does the trace tell a result.
+
+    Behind the call, strace had noted the result before it held the thread: it is taken out, as where the kill comes sooner than strace.
+    """
+    script: Any = importlib.import_module("power_disk")
+    (tmp_path / "disk").mkdir()
+    hold = f"inject={call}:delay_{held}={300_000 if held == 'exit' else 1_000_000}:when={500 if call == 'openat' else 1}"  # of each thread
+    program = [sys.executable, "-I", "-S", "-c", ENDED, tmp_path / "disk", call, held]
+    done = subprocess.run([*script.strace(tmp_path / "trace"), "-e", hold, *program], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    text, noted = re.subn(r" = [^=\n]* \(DELAYED\)", " = ?", (tmp_path / "trace").read_text(encoding="ascii"))
+    assert noted == (held == "exit")
+    (tmp_path / "trace").write_text(text, encoding="ascii")
+    disk = script.Disk(tmp_path / "disk")
+    disk.replay(tmp_path / "trace", tmp_path / "marks")
+    disk.write(tmp_path / "made", disk.time, "all", "all", random.Random(0))
+    there, made = (
+        {path.name: path.is_dir() or path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("disk", "made")
+    )
+    assert made == there
+    assert (there == {"a": b"a" * 400, "b": b"b" * 400}) == (held == "enter")
 
 
 LIFE = """

@@ -86,6 +86,8 @@ def test_public_names_load() -> None:
         ({}, 128),
         ({"width": 4, "depth": 2, "layers": 1, "channels": 3, "size": 33}, 8),
         ({"width": 4, "batch_norm": False}, 16),
+        ({"width": 4, "size": 33, "channels": 3, "stem": 2}, 16),
+        ({"width": 4, "size": 64, "stem": 4, "batch_norm": False}, 16),
     ],
 )
 def test_convnet(plugins: Plugins, values: dict[str, Any], features: int) -> None:

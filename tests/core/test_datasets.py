@@ -378,3 +378,29 @@ def test_feature_files_that_are_damaged(plugins: Plugins, tmp_path: Path) -> Non
         build(plugins, "features", file=tmp_path / "one.npy")
     with pytest.raises(DataError, match="does not exist"):
         build(plugins, "features", file=tmp_path / "none.npz")
+
+
+def test_parquet_reads_tables_and_folders_of_embeddings(plugins, tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+    pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
+    values = np.arange(12, dtype=np.float32).reshape(6, 2)
+    columns = {
+        "id": list("abcdef"),
+        "features": values.tolist(),
+        "label": [1, 2, 1, 2, 1, 2],
+        "price": [5] * 6,
+    }
+    columns["split"] = ["train"] * 4 + ["test"] * 2
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    data = build(plugins, "parquet", path=tmp_path / "t.parquet")
+    assert data.kind == "features" and data.labels == ["1", "2"] * 3 and data.keys == list("abcdef")
+    assert data.splits == columns["split"] and data.roles is None and data.metadata[0] == {"price": 5}
+    assert (np.stack([data[at] for at in range(6)]) == values).all()
+    del columns["label"]
+    pq.write_table(pa.table(columns), tmp_path / "u.parquet")
+    with pytest.raises(DataError, match="6 of 6 rows have no label"):
+        build(plugins, "parquet", path=tmp_path / "u.parquet")
+    with pytest.raises(DataError, match="is no folder of embeddings"):
+        build(plugins, "parquet", path=tmp_path)
+    with pytest.raises(DataError, match="does not exist"):
+        build(plugins, "parquet", path=tmp_path / "none")

@@ -33,27 +33,27 @@ def write_emnist(folder: Path) -> tuple[Any, Any]:
 
 def test_emnist_is_turned_upright(tmp_path: Path) -> None:
     images, labels = write_emnist(tmp_path)
-    data = emnist(tmp_path)
+    data = emnist(tmp_path, counts="any")
     assert np.array_equal(data.arrays, images) and list(data.labels) == [str(n) for n in labels]
     assert data.splits == ["train"] * 5 + ["test"] * 2 and data.metadata is None
     assert list(data.keys)[4:6] == ["train/4", "test/0"]
     (tmp_path / "emnist-balanced-mapping.txt").write_text("0 48\n46 116\n10 65\n3 51\n1 49\n2 50\n")
-    again = emnist(tmp_path).metadata
+    again = emnist(tmp_path, counts="any").metadata
     assert again is not None and [m["character"] for m in again] == list("0tA3312")
     (tmp_path / "emnist-balanced-mapping.txt").write_text("zero 48\n")
     with pytest.raises(DataError, match="label and a character"):
-        emnist(tmp_path)
+        emnist(tmp_path, counts="any")
 
 
 def test_emnist_that_is_incomplete_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not a folder"):
         emnist(tmp_path / "none")
     with pytest.raises(DataError, match="neither emnist-balanced-train-images"):
-        emnist(tmp_path)
+        emnist(tmp_path, counts="any")
     write_emnist(tmp_path)
     (tmp_path / "emnist-balanced-test-labels-idx1-ubyte").write_bytes(idx(np.zeros(9, dtype=np.uint8)))
     with pytest.raises(DataError, match="2 images and 9 labels"):
-        emnist(tmp_path)
+        emnist(tmp_path, counts="any")
     with pytest.raises(DataError, match="letters"):
         emnist(tmp_path, "letters")
 
@@ -74,11 +74,11 @@ def write_cifar(folder: Path) -> tuple[Any, list[int]]:
 
 def test_cifar10_binary_version(tmp_path: Path) -> None:
     images, labels = write_cifar(tmp_path)
-    data = cifar10(tmp_path)
+    data = cifar10(tmp_path, counts="any")
     assert np.array_equal(data.arrays, images)
     assert list(data.labels)[:3] == ["airplane", "automobile", "bird"] and len(set(data.labels)) == 10
     assert data.splits == ["train"] * 10 + ["test"] * 2
-    grey = cifar10(tmp_path, grey=True).arrays
+    grey = cifar10(tmp_path, grey=True, counts="any").arrays
     assert grey is not None and grey.shape == (12, 32, 32) and grey.dtype == np.uint8
     r, g, b = (int(v) for v in images[3, 4, 5])
     assert abs(int(grey[3, 4, 5]) - (0.299 * r + 0.587 * g + 0.114 * b)) <= 0.5
@@ -90,7 +90,7 @@ def test_cifar10_that_is_damaged_or_pickled_is_refused(tmp_path: Path) -> None:
         cifar10(tmp_path / "none")
     (tmp_path / "data_batch_1").write_bytes(b"\x80\x04pickle")
     with pytest.raises(DataError, match="pickles"):
-        cifar10(tmp_path)
+        cifar10(tmp_path, counts="any")
     write_cifar(tmp_path)
     whole = (tmp_path / "data_batch_2.bin").read_bytes()
     for content, words in (
@@ -100,4 +100,17 @@ def test_cifar10_that_is_damaged_or_pickled_is_refused(tmp_path: Path) -> None:
     ):
         (tmp_path / "data_batch_2.bin").write_bytes(content)
         with pytest.raises(DataError, match=words):
-            cifar10(tmp_path)
+            cifar10(tmp_path, counts="any")
+
+
+def test_other_numbers_than_the_published_ones_are_refused(tmp_path: Path) -> None:
+    write_emnist(tmp_path)
+    with pytest.raises(
+        DataError, match="its train side has 112,800 images of 47 classes; here it has 5 images of 4 classes"
+    ):
+        emnist(tmp_path)
+    write_cifar(tmp_path)
+    with pytest.raises(
+        DataError, match="its test side has 10,000 images of 10 classes; here it has 2 images of 2 classes"
+    ):
+        cifar10(tmp_path)

@@ -22,6 +22,7 @@ FACTORIES = load_plugins().factories("losses")
 TAKES = [name for name, f in FACTORIES.items() if f.supports_ref_emb and f.supports_miner]
 NOT = [name for name, f in FACTORIES.items() if not (f.supports_ref_emb and f.supports_miner)]
 REQUIRED: dict[str, dict[str, Any]] = {
+    "core.matryoshka": {"widths": [2, 4], "loss": "pml.contrastive"},
     "pml.multiple": {"losses": ["pml.contrastive", "daml.npair"]},
     "pml.cross_batch_memory": {"loss": "pml.contrastive"},
     "pml.ranked_list": {"margin": 0.4, "Tn": 10.0},

@@ -66,6 +66,20 @@ def test_the_command_writes_every_panel(adversarial: Path, tmp_path: Path) -> No
     assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == kept
 
 
+def test_the_panels_are_the_files_and_only_of_such_a_run(adversarial: Path, tmp_path: Path) -> None:
+    from retrieval.evaluation.report.write import panels
+
+    found = panels(load_run(adversarial))
+    assert list(found) == ["Curves of training", *report.TITLES.values()]
+    report.write_report(adversarial, tmp_path / "panels")
+    for name, title in report.TITLES.items():
+        assert (tmp_path / "panels" / f"{name}.svg").read_bytes() == found[title]
+    plain = make(
+        tmp_path, combiner=None, generator=None, loss={"name": "pml.contrastive"}, phase=[{"epochs": 1}]
+    )
+    assert list(panels(load_run(plain))) == ["Curves of training"]
+
+
 def test_the_curves_are_the_logs_figures(adversarial: Path) -> None:
     epochs = [json.loads(line) for line in (adversarial / "metrics.jsonl").read_text().splitlines()]
     figure = Figure()

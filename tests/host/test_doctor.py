@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,31 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     assert "faiss-cpu and faiss-gpu-cu12 overwrite" in said
     assert "faiss-cpu cannot be used: it ends the process (code -6)" in said
     assert "faiss-gpu-cu12: CUDA 12, onnxruntime-gpu: CUDA 13" in said
+
+
+def test_packages_for_a_gpu_without_one_are_a_fault(tmp_path: Path) -> None:
+    distribution(tmp_path, "faiss-gpu-cuvs", "1.15.1", ("nvidia-cuda-runtime<14,>=13.2",))
+    if shutil.which("nvidia-smi"):
+        pytest.skip("there is a driver")
+    done = run(tmp_path)
+    assert done.returncode == 2
+    assert "faiss-gpu-cuvs is installed, and NVIDIA's driver names no CUDA device" in done.stdout
+    assert "pip uninstall -y faiss-gpu-cuvs && pip install 'embedding-retrieval[cpu]'" in done.stdout
+
+
+def test_a_driver_that_is_older_than_what_is_installed_is_a_fault(tmp_path: Path, monkeypatch: Any) -> None:
+    """What nvidia-smi says of a driver for CUDA 12, beside packages of CUDA 13."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        '#!/bin/sh\nif [ -n "$1" ]; then echo "NVIDIA H100, 550.54"; else echo "| Driver Version: 550.54  CUDA Version: 12.4 |"; fi\n'
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    distribution(tmp_path, "faiss-gpu-cuvs", "1.15.1", ("nvidia-cuda-runtime<14,>=13.2",))
+    done = run(tmp_path)
+    assert done.returncode == 2
+    assert "it runs CUDA 12.4 at most (faiss-gpu-cuvs: CUDA 13" in done.stdout
+    assert "NVIDIA H100, 550.54" in done.stdout and "names no CUDA device" not in done.stdout
 
 
 @pytest.mark.gpu

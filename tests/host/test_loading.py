@@ -231,7 +231,8 @@ def test_factory_hooks_that_give_something_else(tmp_path: Path, body: str, words
     code = f"from retrieval import hookimpl\n@hookimpl\ndef retrieval_losses():\n    {body}\n"
     plugins = load_plugins([write(tmp_path, "gives.py", code)])
     assert all(
-        name.startswith(("pml.", "daml.", "anml.", "aml.", "oahu.")) for name in plugins.factories("losses")
+        name.startswith(("core.", "pml.", "daml.", "anml.", "aml.", "oahu."))
+        for name in plugins.factories("losses")
     )
     (sentence,) = plugins.disabled("losses").values()
     assert all(word in sentence for word in words), sentence

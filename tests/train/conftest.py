@@ -1,11 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from retrieval.recipe.read import Recipe, check_recipe
+from torch.distributed import TCPStore
 
 TOOLBOX = str(Path(__file__).with_name("toolbox.py"))
 
@@ -32,3 +38,50 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Recip
         return check_recipe({k: v for k, v in merged.items() if v is not None})
 
     return build
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    """forks.py, which has imported torch once for all processes of all groups."""
+    own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("forks.py"))], env={**own, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        yield process
+        process.communicate()  # the end of its input is its end
+
+
+@pytest.fixture
+def processes(forks: subprocess.Popen[str], tmp_path: Path) -> Callable[..., str]:
+    """A gloo group on the loopback: `processes(2, "norm_process.py", …)` runs a script beside this file as each of them.
+
+    Returns what the first of them printed. With one process there is no group at all. What any of them got wrong fails
+    the test, with what it wrote.
+    """
+
+    def start(world: int, script: str, *arguments: str) -> str:
+        # here, so that no other program takes the port while the processes start
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        files = [[folder / f"{rank}.{name}" for name in ("out", "err")] for rank in range(world)]
+        each = [
+            {
+                "files": [str(file) for file in files[rank]],
+                "environment": {"RETRIEVAL_CACHE": os.environ["RETRIEVAL_CACHE"]} | ({
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                } if world > 1 else {}),
+            }
+            for rank in range(world)
+        ]  # fmt: skip
+        order = {"arguments": [str(Path(__file__).with_name(script)), *arguments], "processes": each}
+        assert forks.stdin and forks.stdout
+        forks.stdin.write(json.dumps(order) + "\n")
+        forks.stdin.flush()
+        ended = json.loads(forks.stdout.readline())
+        said = [file.read_text() for both in files for file in both]
+        assert ended == [0] * world, f"{ended}\n" + "\n".join(said)
+        return said[0]
+
+    return start

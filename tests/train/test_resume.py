@@ -30,6 +30,7 @@ batches = 6
 [augmentation]
 crop_scale = [0.6, 1.0]
 horizontal_flip = 0.5
+transforms = ["RandAugment", "RandomErasing"]
 [backbone]
 name = "toolbox.net"
 [combiner]
@@ -58,7 +59,7 @@ STEPS = 24
 # one process imports torch; each run is a fork of it, so that ten kills cost seconds
 DRIVER = """
 import json, os, sys, time, signal, random
-import torch, torch._dynamo, sklearn.datasets, torch.utils.tensorboard  # once, not in every fork
+import torch, torch._dynamo, sklearn.datasets, torch.utils.tensorboard, torchvision.transforms.v2  # once, not in every fork
 torch.set_num_threads(1)
 from pathlib import Path
 from retrieval.recipe.read import read_recipe

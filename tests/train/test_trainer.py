@@ -389,7 +389,9 @@ def test_what_needs_a_gpu_is_refused_without_one(make: Make, tmp_path: Path, opt
 
 
 @pytest.mark.parametrize("adversarial", [False, True])
-def test_two_processes_train_as_one(make: Make, tmp_path: Path, adversarial: bool) -> None:
+def test_two_processes_train_as_one(
+    make: Make, processes: Callable[..., str], tmp_path: Path, adversarial: bool
+) -> None:
     """The batch, its pairs and either side's gradients are the whole batch's: two processes differ by rounding only."""
     from retrieval.recipe.read import to_toml
 
@@ -403,12 +405,16 @@ def test_two_processes_train_as_one(make: Make, tmp_path: Path, adversarial: boo
     )
     (tmp_path / "recipe.toml").write_text(to_toml(made))
     one = weights(fit(tmp_path, made, "one"))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "retrieval.cli", "train",
-         str(tmp_path / "recipe.toml"), "--output", str(tmp_path / "two")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    if adversarial:
+        (tmp_path / "recipe.toml").rename(tmp_path / "two.toml")
+        processes(2, "train_process.py", str(tmp_path), "two")
+    else:  # as a user begins it
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "retrieval.cli", "train",
+             str(tmp_path / "recipe.toml"), "--output", str(tmp_path / "two")],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
     two = weights(tmp_path / "two")
     changed = {name.partition(".")[0] for name in moved(start(tmp_path, made), two)}
     assert changed >= ({"model", "generator"} if adversarial else {"model"})

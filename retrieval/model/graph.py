@@ -26,6 +26,9 @@ OPSET = 18
 LIMIT = 2**31 - 1
 """Bytes that a protobuf file can hold."""
 
+TOLERANCE = 1e-4
+"""Largest difference between torch and ONNX Runtime, on vectors of length 1."""
+
 
 class Encoder(nn.Module):
     """A model as the encoder of a bundle: raw inputs to a tuple of `names`, all float32.
@@ -231,8 +234,12 @@ def opset_of(proto: onnx.ModelProto) -> int:
     return max(int(entry.version) for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
 
 
-def session(graph: bytes) -> Any:
+def session(graph: bytes, threads: int | None = None) -> Any:
     """Return an ONNX Runtime session on the CPU, as bundles run it.
+
+    Args:
+        graph: the file's content.
+        threads: of one call; by default torch's number.
 
     Raises:
         BundleError: ONNX Runtime cannot load the graph.
@@ -243,7 +250,7 @@ def session(graph: bytes) -> Any:
     runtime = load_onnxruntime()
     options = runtime.SessionOptions()
     options.log_severity_level = 4
-    options.intra_op_num_threads = torch.get_num_threads()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
         return runtime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])

@@ -1,0 +1,161 @@
+"""torchvision's transforms of images (`torchvision.transforms.v2`), and what puts them together.
+
+Left out are those that change what an image is rather than how it looks: to another type or size, to boxes and masks, and of videos.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from pydantic import Field
+from retrieval import Part
+from retrieval.host.hookspecs import Factories
+from torch import Tensor
+from torchvision.transforms import InterpolationMode, v2
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Quality = Annotated[int, Field(ge=1, le=100)]
+Interpolation = Literal["nearest", "bilinear"]
+
+AS_THEY_ARE = (
+    "AugMix", "AutoAugment", "ColorJitter", "ElasticTransform", "GaussianBlur", "RandAugment", "RandomAdjustSharpness",
+    "RandomAutocontrast", "RandomChannelPermutation", "RandomCrop", "RandomEqualize", "RandomErasing", "RandomGrayscale",
+    "RandomInvert", "RandomPerspective", "RandomPosterize", "RandomResizedCrop", "RandomSolarize", "TrivialAugmentWide",
+)  # fmt: skip
+
+
+class GaussianNoise:
+    """Noise of a normal distribution, for each pixel and channel.
+
+    Args:
+        sigma: its standard deviation, where black is 0 and white 1.
+    """
+
+    def __init__(self, sigma: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1) -> None:
+        self.sigma = sigma
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return pixels, uint8 (channels, H, W)."""
+        noise = torch.randn(pixels.shape) * (255 * self.sigma)
+        return pixels.add(noise).round_().clamp_(0, 255).to(torch.uint8)
+
+
+class JPEG:
+    """What a JPEG file loses, at a quality that is drawn.
+
+    Args:
+        quality: smallest and largest, 1 to 100.
+    """
+
+    def __init__(self, quality: tuple[Quality, Quality] = (30, 95)) -> None:
+        if quality[0] > quality[1]:
+            raise ValueError(f"quality = {list(quality)}: the smallest is larger than the largest")
+        self.quality = quality
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return pixels, uint8 (channels, H, W), 1 or 3 channels."""
+        quality = int(torch.randint(self.quality[0], self.quality[1] + 1, ()))
+        image = Image.fromarray(pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy())
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=quality)
+        lossy = torch.from_numpy(np.array(Image.open(file)))
+        return lossy[None] if len(pixels) == 1 else lossy.permute(2, 0, 1).contiguous()
+
+
+def affine(
+    degrees: float | tuple[float, float],
+    translate: tuple[float, float] | None = None,
+    scale: tuple[float, float] | None = None,
+    shear: float | list[float] | None = None,
+    interpolation: Interpolation = "bilinear",
+    fill: float = 0.0,
+) -> v2.RandomAffine:
+    """Turn, move, scale and shear the image about its centre.
+
+    Args:
+        degrees: smallest and largest angle; one number stands for (−x, x).
+        translate: the largest shift, as a part of width and of height; by default none.
+        scale: smallest and largest factor; by default none.
+        shear: the largest angle along x, or smallest and largest, or those along x and then along y; by default none.
+        interpolation: between pixels.
+        fill: what comes in from outside, 0 to 255.
+    """
+    mode = InterpolationMode(interpolation)
+    return v2.RandomAffine(_angles(degrees), translate, scale, shear, interpolation=mode, fill=fill)
+
+
+def rotation(
+    degrees: float | tuple[float, float], interpolation: Interpolation = "bilinear", fill: float = 0.0
+) -> v2.RandomRotation:
+    """Turn the image about its centre.
+
+    Args:
+        degrees: smallest and largest angle; one number stands for (−x, x).
+        interpolation: between pixels.
+        fill: what comes in from outside, 0 to 255.
+    """
+    return v2.RandomRotation(_angles(degrees), interpolation=InterpolationMode(interpolation), fill=fill)
+
+
+def _angles(degrees: float | tuple[float, float]) -> float | list[float]:
+    return list(degrees) if isinstance(degrees, tuple) else degrees
+
+
+def vertical_flip(p: Probability = 0.5) -> v2.RandomVerticalFlip:
+    """Mirror the image top to bottom, where both are the same thing: photographs from above, for example.
+
+    Args:
+        p: with what probability.
+    """
+    return v2.RandomVerticalFlip(p)
+
+
+Many = Annotated[list[Any], Part("augmentations")]
+
+
+def random_apply(transforms: Many, p: Probability = 0.5) -> v2.RandomApply:
+    """Apply all of some transforms, or none.
+
+    Args:
+        transforms: them, in order.
+        p: with what probability.
+    """
+    return v2.RandomApply(transforms, p)
+
+
+def random_choice(transforms: Many, p: list[Probability] | None = None) -> v2.RandomChoice:
+    """Apply one of some transforms.
+
+    Args:
+        transforms: them.
+        p: the weight of each; by default all the same.
+    """
+    return v2.RandomChoice(transforms, p)
+
+
+def random_order(transforms: Many) -> v2.RandomOrder:
+    """Apply all of some transforms in any order.
+
+    Args:
+        transforms: them.
+    """
+    return v2.RandomOrder(transforms)
+
+
+def every() -> Factories:
+    """Return all of them by torchvision's names."""
+    return {
+        **{name: getattr(v2, name) for name in AS_THEY_ARE},
+        "GaussianNoise": GaussianNoise,
+        "JPEG": JPEG,
+        "RandomAffine": affine,
+        "RandomApply": random_apply,
+        "RandomChoice": random_choice,
+        "RandomOrder": random_order,
+        "RandomRotation": rotation,
+        "RandomVerticalFlip": vertical_flip,
+    }

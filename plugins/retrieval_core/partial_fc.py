@@ -1,0 +1,200 @@
+"""Softmax over very many classes, whose weights are divided over the processes."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from retrieval import traits
+from retrieval.model.precision import as_given, full_precision
+from retrieval.model.shards import Shard, world_of
+from torch import Tensor, distributed, nn
+from torch.nn import functional as F
+
+_ROWS = 4096
+"""Weights begin in blocks of so many classes, so that they begin alike on any number of processes."""
+
+
+@traits(ref_emb=False, miner=False)
+class PartialFC(nn.Module):
+    """Softmax over cosines with a margin at the target, and each process has the weights of its share of the classes.
+
+    An et al., Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition CNNs by Partial FC, CVPR 2022.
+    Processes tell one another each item's largest logit, sum of exponentials and target: loss and gradients are those of
+    one process, of all classes. In a step may take part the classes of the batch and random others only, `sample` of all; they
+    are drawn from all classes at once, so that any number of processes draws the same, where the paper draws in each share.
+
+    The margin is ArcFace's (in the angle), CosFace's (in the cosine), or both: s (cos(θ + m) − c).
+
+    Attributes:
+        weight: (the share's classes, C), the class centres.
+        drawn: how many steps have drawn classes; part of the checkpoint.
+    """
+
+    rows = "classes"
+    drawn: Tensor
+
+    def __init__(
+        self,
+        embedding_size: int,
+        classes: int,
+        margin: Annotated[float, Field(ge=0, lt=90)] = 28.6,
+        cosine_margin: Annotated[float, Field(ge=0, lt=2)] = 0.0,
+        scale: Annotated[float, Field(gt=0)] = 64.0,
+        sample: Annotated[float, Field(gt=0, le=1)] = 1.0,
+        seed: Annotated[int, Field(ge=0)] = 0,
+    ) -> None:
+        """Build.
+
+        Args:
+            margin: m, added to the target class's angle, in degrees.
+            cosine_margin: c, subtracted from the target class's cosine.
+            scale: s, by which cosines are multiplied.
+            sample: part of the classes that take part in a step; those of the batch always do.
+            seed: of the classes that are drawn.
+        """
+        super().__init__()
+        rank, world = world_of()
+        if classes < world:
+            raise ValueError(f"{classes} classes cannot be divided over {world} processes")
+        self.shards = {"weight": Shard.of(classes, rank, world)}
+        self.classes, self.margin, self.cosine_margin = classes, math.radians(margin), cosine_margin
+        self.scale, self.sample, self.seed = scale, sample, seed
+        self.weight = nn.Parameter(_begun(self._own, embedding_size))
+        self.register_buffer("drawn", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def _own(self) -> Shard:
+        return self.shards["weight"]
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss, a scalar: the mean cross-entropy of the batch.
+
+        Args:
+            embeddings: (B, C), the whole batch; the same on every process.
+            labels: (B,) class numbers, likewise.
+            indices_tuple: must be None.
+            ref_emb: must be None.
+            ref_labels: must be None.
+
+        Returns:
+            The same value on every process. Its gradient is what passes through this process's classes: the embeddings'
+            is the sum of all processes'.
+
+        Raises:
+            ValueError: a label is not the number of a class, or there are a miner's indices or a reference set.
+        """
+        if indices_tuple is not None or ref_emb is not None or ref_labels is not None:
+            raise ValueError(
+                "partial_fc compares items with classes: it takes no miner's indices and no reference set"
+            )
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
+            raise ValueError(
+                f"labels go from {int(labels.min())} to {int(labels.max())}, and there are {self.classes} classes, from 0"
+            )
+        codes = F.normalize(full_precision(embeddings), dim=1)
+        with torch.autocast(device_type=embeddings.device.type, enabled=False):
+            weight, column = self._part(labels)
+            cosines = codes @ F.normalize(weight.to(codes.dtype), dim=1).T
+            (row,) = torch.where(column >= 0)
+            own = cosines[row, column[row]]
+            loss = _CrossEntropy.apply(cosines, self._with_margin(own), row, column[row], self.scale)
+        return as_given(loss, embeddings)
+
+    def _with_margin(self, cosines: Tensor) -> Tensor:
+        """Return the targets' logits (T,); beyond 180° − m the line that goes on, as pytorch-metric-learning's ArcFace has it."""
+        if self.margin:
+            edge = 1 - 4 * torch.finfo(cosines.dtype).eps
+            angles = torch.acos(cosines.clamp(-edge, edge))
+            moved = torch.cos(angles + self.margin)
+            beyond = torch.cos(angles) - self.margin * math.sin(self.margin)
+            cosines = torch.where(angles <= math.pi - self.margin, moved, beyond)
+        return self.scale * (cosines - self.cosine_margin)
+
+    def _part(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights (K, C) that take part, and each item's place among them (B,), −1 where its class is another's."""
+        own = self._own
+        place = labels - own.start
+        here = (place >= 0) & (place < own.stop - own.start)
+        if self.sample == 1 or not self.training:
+            return self.weight, torch.where(here, place, -1)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + int(self.drawn)) % 2**63)
+        self.drawn += 1
+        order = torch.rand(self.classes, generator=generator)
+        batch = torch.unique(labels).cpu()
+        order[batch] = 2.0
+        chosen = order.topk(max(len(batch), round(self.sample * self.classes))).indices.sort().values
+        chosen = chosen[(chosen >= own.start) & (chosen < own.stop)].to(labels.device) - own.start
+        column = torch.searchsorted(chosen, place.clamp(min=0))
+        return self.weight[chosen], torch.where(here, column, -1)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The mean of −log softmax at the target, of logits whose columns are divided over processes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cosines: Tensor, target: Tensor, row: Tensor, column: Tensor, scale: float
+    ) -> Tensor:
+        """Return the mean of all items, the same on every process.
+
+        Args:
+            ctx: keeps the probabilities, in the one matrix (B, K) that this makes.
+            cosines: (B, K) of this process's classes.
+            target: (T,) the logits of the targets among them.
+            row: (T,) where those are.
+            column: (T,) see `row`.
+            scale: what cosines are multiplied by.
+        """
+        logits = cosines * scale
+        logits[row, column] = target
+        top = logits.new_full(logits.shape[:1], -math.inf)
+        if logits.shape[1]:
+            top = logits.amax(1)
+        _all(top, distributed.ReduceOp.MAX)
+        logits.sub_(top.unsqueeze(1)).exp_()
+        total = logits.sum(1)
+        right = torch.zeros_like(total).index_put((row,), target)
+        _all(total, distributed.ReduceOp.SUM)
+        _all(right, distributed.ReduceOp.SUM)
+        logits.div_(total.unsqueeze(1))
+        ctx.save_for_backward(logits, row, column)
+        ctx.scale = scale
+        return (total.log() + top - right).mean()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of this process's cosines and targets."""
+        probability, row, column = ctx.saved_tensors
+        each = gradient / max(1, len(probability))
+        of_target = (probability[row, column] - 1) * each
+        of_cosines = probability * (each * ctx.scale)
+        of_cosines[row, column] = 0
+        return of_cosines, of_target, None, None, None
+
+
+def _all(x: Tensor, how: Any) -> None:
+    """Reduce a tensor in place over all processes."""
+    if world_of()[1] > 1:
+        distributed.all_reduce(x, how)
+
+
+def _begun(shard: Shard, width: int) -> Tensor:
+    """Return the first weights of a share, normal with a deviation of .01, of one sequence over all classes."""
+    weight = torch.empty(shard.stop - shard.start, width)
+    for start in range(0, shard.whole, _ROWS):
+        drawn = torch.randn(min(_ROWS, shard.whole - start), width) * 0.01
+        low, high = max(start, shard.start), min(start + len(drawn), shard.stop)
+        if low < high:
+            weight[low - shard.start : high - shard.start] = drawn[low - start : high - start]
+    return weight

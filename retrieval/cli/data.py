@@ -1,0 +1,141 @@
+"""`retrieval data show` and `retrieval data check`."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import click
+
+from retrieval.cli import say
+from retrieval.cli.plugins import PLUGIN_OPTION, TRUST_OPTION
+from retrieval.cli.train import CHANGES, RECIPE, SET_OPTION
+from retrieval.cli.types import Number, Place
+
+
+@click.group()
+def data() -> None:
+    """Look at data before training."""
+
+
+@data.command()
+@RECIPE
+@CHANGES
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="The picture, a PNG; by default NAME.png, with the recipe's name.",
+)
+@click.option(
+    "--items",
+    type=click.IntRange(1, 64),
+    default=8,
+    show_default=True,
+    help="Rows: items of the first batch.",
+)
+@click.option(
+    "--draws",
+    type=click.IntRange(1, 64),
+    default=8,
+    show_default=True,
+    help="Columns: how often each is changed.",
+)
+@SET_OPTION
+@PLUGIN_OPTION
+@TRUST_OPTION
+def show(
+    recipe: Path,
+    changes: tuple[str, ...],
+    output: Path | None,
+    items: int,
+    draws: int,
+    overrides: tuple[str, ...],
+    extra: tuple[str, ...],
+) -> None:
+    """Draw what the net sees in training: each item as it is, then after the random changes of [augmentation].
+
+    Example:  retrieval data show models/digits/recipe.toml --set augmentation.transforms='["RandAugment"]'
+    """
+    from retrieval.serving.runtime import quiet_threads
+
+    quiet_threads()
+    from retrieval.errors import DataError
+    from retrieval.recipe.read import naming, read_recipe
+
+    made = read_recipe(recipe, (*overrides, *changes), extra)
+    target = output or Path(f"{made.name}.png")
+    if target.suffix.lower() != ".png":
+        raise DataError(f"{target} should end in .png, which is what is written.")
+    from retrieval.host.files import write_bytes
+    from retrieval.run.preview import preview  # slow to import: a wrong path is said at once
+
+    with naming(recipe):
+        picture = preview(made, items, draws)
+    out = io.BytesIO()
+    picture.save(out, format="PNG")
+    write_bytes(target, out.getvalue(), DataError)
+    if not made.augmentation.active:
+        say("note: the recipe's [augmentation] changes nothing.")
+    say(f"{target}: {picture.width} × {picture.height} pixels")
+
+
+@data.command()
+@click.argument("sources", nargs=-1, required=True, metavar="FOLDER...", type=Place())
+@click.option(
+    "--model",
+    metavar="BUNDLE",
+    type=click.Path(path_type=Path),
+    help="Also find what is the same to a model: a bundle of 'retrieval export'.",
+)
+@click.option(
+    "--within",
+    type=Number(min=0),
+    help="The model's distance at which items are the same; by default that of an item to its copy of JPEG quality 70.",
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="FILE", help="Also write all of it as JSON to FILE."
+)
+@click.option(
+    "--show",
+    "lines",
+    type=click.IntRange(0),
+    default=10,
+    show_default=True,
+    help="Lines of each kind that are printed.",
+)
+@SET_OPTION
+@PLUGIN_OPTION
+@TRUST_OPTION
+def check(
+    sources: tuple[Path | str, ...],
+    model: Path | None,
+    within: float | None,
+    output: Path | None,
+    lines: int,
+    overrides: tuple[str, ...],
+    extra: tuple[str, ...],
+) -> None:
+    """Find what is wrong with data: broken files, items that are there twice or on both sides of the split, likely label errors.
+
+    FOLDER is a folder, a CSV file, a table, or a recipe, whose [split] says the sides; several are sides of one split. Leaves with exit code
+    1 if something was found, 0 if nothing was.
+
+    Example:  retrieval data check photos --output findings.json
+    """
+    from retrieval.serving.runtime import quiet_threads
+
+    quiet_threads()
+    from retrieval.errors import DataError
+
+    if output is not None and output.suffix.lower() != ".json":
+        raise DataError(f"{output} should end in .json, which is what is written.")
+    from retrieval.host.files import write_json
+    from retrieval.run.check_data import check_data  # slow to import: a wrong path is said at once
+
+    found = check_data(sources, model=model, within=within, overrides=overrides, plugins=extra)
+    say(found.text(lines))
+    if output is not None:
+        write_json(output, found.as_dict(), DataError)
+    if not found.clean:
+        sys.exit(1)

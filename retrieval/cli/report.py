@@ -1,0 +1,55 @@
+"""`retrieval report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from retrieval.cli import say
+from retrieval.cli.types import Choice
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("report.html"),
+    show_default=True,
+    help="The file; one that is there gives way.",
+)
+@click.option(
+    "--queries", type=int, default=2000, show_default=True, help="Test items to search for, at most."
+)
+@click.option(
+    "--sample",
+    type=int,
+    default=600,
+    show_default=True,
+    help="Test items whose pairs are measured and that are on the map, at most.",
+)
+@click.option("--thumbnails", type=int, default=800, show_default=True, help="Pictures of items, at most.")
+@click.option(
+    "--map",
+    "method",
+    type=Choice(["tsne", "pca", "none"]),
+    default="tsne",
+    show_default=True,
+    help="How the map is made.",
+)
+def report(
+    runs: tuple[Path, ...], output: Path, queries: int, sample: int, thumbnails: int, method: str
+) -> None:
+    """Write one HTML file of runs: figures with intervals, what is found and what is not, a map, and where the threshold lies.
+
+    It needs no server and loads nothing; it can be sent, read on a phone, and printed.
+
+    Example:  retrieval report runs/digits runs/other --output report.html
+    """
+    from retrieval.serving.runtime import quiet_threads
+
+    quiet_threads()
+    from retrieval.evaluation.report.write import report as write
+
+    say(f"Wrote {write(runs, output, queries=queries, sample=sample, thumbnails=thumbnails, map=method)}.")

@@ -1,0 +1,238 @@
+"""What a recipe's `[evaluate]` says of who is searched for among whom, by which relevance, and what is measured beside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.data.error_lists import refuse
+from retrieval.errors import DataError, did_you_mean
+from retrieval.evaluation.evaluation import Evaluation, class_numbers, evaluate
+from retrieval.evaluation.exclusion import Exclusion, Hidden
+from retrieval.evaluation.open_set import open_set
+from retrieval.evaluation.relevance import Levels, Tags
+from retrieval.evaluation.reordered import Reordered, expanded, reranked
+
+if TYPE_CHECKING:
+    from retrieval.run.open import Run
+
+Items = NDArray[np.int64]
+
+KEYS = (
+    "exclude", "levels", "tags", "by", "gallery_items", "open_set", "rerank", "expand", "augment", "latency",
+)  # fmt: skip
+"""Keys of `[evaluate]` that need the exhaustive search of one machine."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of one row, beside those that `evaluate` gives.
+
+    Attributes:
+        values: each figure; the mean over random galleries, where there are any.
+        first: what `evaluate` gave, of the first gallery.
+        spread: standard deviation of each figure over random galleries; empty without them.
+        groups: figures by group.
+        milliseconds: of a query's search.
+    """
+
+    values: dict[str, float]
+    first: Evaluation
+    spread: dict[str, float] = field(default_factory=dict)
+    groups: dict[str, dict[str, float]] = field(default_factory=dict)
+    milliseconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Who is searched for among whom.
+
+    Attributes:
+        run: the run.
+        query: (Q,) items that are searched for.
+        gallery: (N,) items that are searched; None: the queries, or a random part of them.
+    """
+
+    run: Run
+    query: Items
+    gallery: Items | None
+
+    @property
+    def said(self) -> list[str]:
+        """The keys of `[evaluate]` that are set."""
+        return [key for key in KEYS if getattr(self.run.recipe.evaluate, key) not in (None, [], False)]
+
+    def refuse(self, ray: str | None, bundle: Any) -> None:
+        """Refuse to be measured on a cluster, or of a bundle, where a key is set that neither knows.
+
+        Raises:
+            DataError: one is.
+        """
+        if self.said and (ray is not None or bundle is not None):
+            where, option = ("a cluster", "--ray") if ray is not None else ("a bundle", "--bundle")
+            raise DataError(
+                f"[evaluate] {', '.join(self.said)}: {where} measures no such figures. "
+                f"Leave out {option}, or --set the key to its default."
+            )
+
+    def measure(
+        self, query: Any, gallery: Any, distance: Any = None, **given: Any
+    ) -> Iterator[tuple[str, Measured]]:
+        """Yield the rows' figures, each with what is added to its name: "", " re-ranked", " expanded", " augmented".
+
+        Args:
+            query: (Q, C) codes.
+            gallery: (N, C) codes, or None.
+            distance: of a combiner.
+            given: further arguments of `evaluate`.
+
+        Raises:
+            DataError: the data lack a column, a combiner is to be re-ranked, or a random gallery cannot be drawn.
+        """
+        table = self.run.recipe.evaluate
+        further: dict[str, Callable[[Any, Any, Hidden | None], Reordered]] = {}
+        if table.rerank is not None:
+            rerank = table.rerank.model_dump()
+            further[" re-ranked"] = lambda ours, theirs, hidden: reranked(ours, theirs, **rerank)
+        if table.expand is not None:
+            expand = table.expand.model_dump()
+            further[" expanded"] = lambda ours, theirs, hidden: expanded(
+                ours, theirs, hidden=hidden, **expand
+            )
+        if table.augment is not None:
+            augment = table.augment.model_dump()
+            further[" augmented"] = lambda ours, theirs, hidden: expanded(
+                ours, theirs, queries=False, **augment
+            )
+        if distance is not None and further:
+            raise DataError("[evaluate] rerank, expand and augment go by Euclidean distance, and the [combiner] has its own. Leave them out.")  # fmt: skip
+        yield "", self._row(query, gallery, distance, None, given)
+        for name, change in further.items():
+            yield name, self._row(query, gallery, None, change, given)
+
+    def _row(self, query: Any, gallery: Any, distance: Any, change: Any, given: dict[str, Any]) -> Measured:
+        labels, rates = self.run.splits.labels, self.run.recipe.evaluate.open_set
+        found, figures, began = [], [], time.perf_counter()
+        for ours, theirs in self._rounds():
+            left = query if ours is None else query[ours]
+            right = gallery if ours is None else query[theirs]
+            items = self.query if ours is None else self.query[ours]
+            others = self.gallery if ours is None else self.query[theirs]
+            arguments = self.arguments(items, others)
+            exclude: Exclusion | None = arguments.get("exclude")
+            named = None if others is None else labels[others]
+            numbers = class_numbers(labels[items], len(left), named, len(left if right is None else right))
+            if change is not None:
+                # a search knows its query's camera, and not its label: who is hidden by both is dropped from the answers alone
+                known = None if exclude is None or exclude.same_label else exclude.hidden(*numbers)
+                reordered = change(left, right, known)
+                left, right, distance = reordered.query, reordered.gallery, reordered.distance
+            found.append(
+                evaluate(left, labels[items], gallery=right, gallery_labels=named, distance=distance, **arguments, **given)
+            )  # fmt: skip
+            figures.append(dict(found[-1].values))
+            if rates:
+                figures[-1] |= open_set(
+                    left, numbers[0], right, numbers[1], fars=rates, distance=distance, exclude=exclude
+                )
+        seconds = time.perf_counter() - began
+        drawn = len(found) > 1
+        return Measured(
+            {name: float(np.mean([one[name] for one in figures])) if drawn else value for name, value in figures[0].items()},
+            found[0],
+            {name: float(np.std([one[name] for one in figures], ddof=1)) for name in figures[0]} if drawn else {},
+            found[0].groups,
+            1000 * seconds / max(1, sum(one.queries for one in found)),
+        )  # fmt: skip
+
+    def _rounds(self) -> Iterator[tuple[Items | None, Items | None]]:
+        """Yield places of queries and gallery within the test items, for each random gallery; None once without any."""
+        table = self.run.recipe.evaluate
+        if table.gallery_items is None:
+            yield None, None
+            return
+        if self.gallery is not None:
+            raise DataError("[evaluate] gallery_items: the data have a gallery of their own. Leave it out.")
+        labels = self.run.splits.labels[self.query]
+        if np.bincount(labels).max() <= table.gallery_items:
+            raise DataError(f"[evaluate] gallery_items = {table.gallery_items}: no class has so many test items and one more.")  # fmt: skip
+        for number in range(table.repetitions):
+            order = np.random.default_rng([self.run.recipe.split.seed % 2**64, number]).permutation(
+                len(labels)
+            )
+            by_class = order[np.argsort(labels[order], kind="stable")]
+            ordered = labels[by_class]
+            place = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
+            taken = np.sort(by_class[place < table.gallery_items])
+            yield np.setdiff1d(np.arange(len(labels)), taken), taken
+
+    def arguments(self, query: Items, gallery: Items | None) -> dict[str, Any]:
+        """Return the further arguments of `evaluate` for some items; none where `[evaluate]` sets nothing."""
+        table = self.run.recipe.evaluate
+        found: dict[str, Any] = {}
+
+        def both(values: Sequence[Any]) -> tuple[list[Any], list[Any] | None]:
+            return _taken(values, query, gallery)
+
+        if (exclude := self.exclusion(query, gallery)) is not None:
+            found["exclude"] = exclude
+        if table.by is not None:
+            found["by"] = both(self.column(table.by, "by"))[0]
+        if table.levels:
+            columns = [
+                self.run.splits.labels.tolist(),
+                *(self.column(name, "levels") for name in table.levels),
+            ]
+            levels = [both(column) for column in columns]
+            found["relevance"] = Levels(
+                [ours for ours, _ in levels],
+                None if gallery is None else [theirs for _, theirs in levels if theirs is not None],
+            )
+        elif table.tags is not None:
+            texts = [_tags(value) for value in self.column(table.tags, "tags")]
+            found["relevance"] = Tags(*both(texts))
+        return found
+
+    def exclusion(self, query: Items, gallery: Items | None) -> Exclusion | None:
+        """Return what `[evaluate] exclude` hides of some items; None without it.
+
+        Raises:
+            DataError: the data lack the column.
+        """
+        table = self.run.recipe.evaluate
+        if table.exclude is None:
+            return None
+        sides = _taken(self.column(table.exclude, "exclude"), query, gallery)
+        return Exclusion(*sides, table.exclude_label == "same")
+
+    def column(self, name: str, key: str) -> Sequence[Any]:
+        """Return a column of the metadata of all of the run's items, None where an item has none.
+
+        Raises:
+            DataError: no item has it; the sentence names the key of `[evaluate]` that asks for it.
+        """
+        rows = self.run.dataset.metadata or []
+        known = sorted({str(name) for row in rows for name in row})
+        if name not in known:
+            there = f"they have: {', '.join(known)}" if known else "they have none"
+            refuse(
+                f"[evaluate] {key}",
+                [f"the data have no column '{name}' of metadata ({there}).{did_you_mean(name, known)}"],
+            )
+        return [row.get(name) for row in rows]
+
+
+def _taken(values: Sequence[Any], query: Items, gallery: Items | None) -> tuple[list[Any], list[Any] | None]:
+    """Return a column's values of the queries, and of the gallery where there is one."""
+    return [values[i] for i in query], None if gallery is None else [values[i] for i in gallery]
+
+
+def _tags(value: Any) -> list[str]:
+    """Return the labels of a value: a list, or text with ";" between them."""
+    parts = value if isinstance(value, list | tuple) else [] if value is None else str(value).split(";")
+    return [text for part in parts if (text := str(part).strip())]

@@ -1,0 +1,370 @@
+"""Which of a query's nearest items have its label, in the order of exact search, without measuring every pair exactly.
+
+Figures ask of each rank only whether the item there matches. So half squared distances h = |q − g|² / 2 come from a product of
+single precision, and only what that leaves in doubt is measured again. By the standard bound on a sum of n products
+(Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition, section 3.1), whatever order it is added in,
+
+    |h − ĥ| ≤ n u (|q||g| + |q|²/2 + |g|²/2) + what rounding the codes and the answer loses =: E,
+
+so items whose ĥ are more than 2 E apart are in their true order. Items closer than that form a run. The order within a run
+matters only if it holds matches and others, among the ranks that are asked for: its items are measured in
+double precision and ordered as `exact_neighbors` does, by distance rounded to float32 and then by row.
+
+A sample of the gallery says how far each query must look, its reach. The items within reach are its candidates. A query
+whose candidates turn out too few, or too crowded to tell its last ranks from what lies outside, is left to full search.
+
+Where the queries are the gallery, a block of pairs serves both its rows and its columns, so that half of them are computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retrieval.evaluation.selection import direct, make_keys
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+Precision = Literal["float32", "float64"]
+Factors = NDArray[Any]
+Found = list[tuple[NDArray[np.uint16], NDArray[np.int32], Floats]]
+"""Candidates of a panel, in pieces: rows of the panel, items, half squared distances."""
+
+SMALLEST = 2048
+_SIGMAS = 3.0
+_PANEL = 1024
+_PAIRS = 2**20
+_INDEX_BITS = 22
+_HALF_BITS = 31  # of a float32 from 0 on
+_KEPT_BYTES = 96 * 2**20
+_CANDIDATE_BYTES = 10
+_UNIT = 2.0**-24
+
+
+@dataclass
+class _Panel:
+    """Some queries, how far each of them looks, and what was found there.
+
+    Attributes:
+        rows: (B,) their rows.
+        depth: how many ranks are asked for.
+        factors: (B, C + 2), see `Ranking._factored`.
+        error: (B,) 2 E, see the module.
+        reach: (B,) the largest ĥ that is a candidate.
+        found: candidates.
+    """
+
+    rows: Ints
+    depth: int
+    factors: Factors
+    error: Floats
+    reach: Floats
+    found: Found = field(default_factory=list)
+
+
+class Ranking:
+    """A gallery and what is asked of it.
+
+    Args:
+        gallery: (N, C) finite codes.
+        item_class: (N,) class numbers.
+        queries: (Q, C) codes; None: the gallery's items are the queries, each left out of its own answer.
+        query_class: (Q,) class numbers.
+        asked: (A,) rows of the queries, in order of depth.
+        depths: (A,) how many ranks each wants, ascending, up to `deepest`.
+        precision: of the product.
+        block: queries at a time; None fits it to the memory.
+
+    Attributes:
+        measured: how many pairs were measured in double precision so far.
+    """
+
+    def __init__(
+        self,
+        gallery: Tensor,
+        item_class: Ints,
+        queries: Tensor | None,
+        query_class: Ints,
+        asked: Ints,
+        depths: Ints,
+        *,
+        precision: Precision = "float32",
+        block: int | None = None,
+    ) -> None:
+        self._gallery, self._itself, self._size = gallery, queries is None, len(gallery)
+        self._queries, self._query_class = gallery if queries is None else queries, query_class
+        self._type = np.float32 if precision == "float32" else np.float64
+        self.measured = 0
+        self._plan(asked, depths, block)
+        largest = float(gallery.abs().max().double()) if gallery.numel() else 0.0
+        self._scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
+        self._centre = _mean(gallery, self._scale)
+        self._factors, self._norms = self._factored(gallery, self._order)
+        self._largest = float(self._norms.max())
+        self._classes = item_class[self._order]
+        self._sample_factors = self._factors[self._column[self._sample]]
+        room = -(-self._panel * max(self._panel, self._sampled, _PAIRS // self._panel) // 8) * 8
+        self._product, self._mask = np.empty(room, self._type), np.empty(room, np.bool_)
+        self._halves = np.empty(room if precision == "float64" else 0, np.float32)
+
+    @staticmethod
+    def deepest(size: int) -> int:
+        """Return how many ranks of a gallery can at most be asked for; 0: to measure all pairs is as fast."""
+        return size // 4 if size >= SMALLEST else 0
+
+    def _plan(self, asked: Ints, depths: Ints, block: int | None) -> None:
+        """Decide how many queries share a panel, in which order, and whether a block serves its rows and columns."""
+        size = self._size
+        self._sampled = min(_PANEL, max(size // 16, _PANEL // 2))
+        spread = size / self._sampled
+        step = max(1, len(depths) // 64)
+        kept = step * sum(self._sample_rank(int(k)) for k in depths[::step]) * spread * _CANDIDATE_BYTES / 4
+        deepest = math.ceil(self._sample_rank(int(depths[-1])) * spread)
+        self._panel = max(1, min(_PANEL, _PAIRS // deepest, block or _PANEL))
+        self._both = (
+            self._itself
+            and 2 * len(asked) > size
+            and kept <= _KEPT_BYTES
+            and deepest * self._sampled <= 2 * _PAIRS
+            and (block is None or block >= self._sampled)
+        )
+        self._asked, self._depths, self._order = asked, depths, np.arange(size)
+        sample = np.random.default_rng(0).choice(size, self._sampled, replace=False)
+        if self._both:
+            # The sample is the first panel, so that its blocks are computed once. Items that nothing is asked of come next:
+            # they share no panel with queries that look far.
+            self._panel = self._sampled
+            wanted = np.zeros(size, np.int64)
+            wanted[asked] = depths
+            first = np.full(size, True)
+            first[sample] = False
+            rest = np.flatnonzero(first)
+            self._order = np.concatenate([sample, rest[np.argsort(wanted[rest], kind="stable")]])
+            self._asked, self._depths = self._order, wanted[self._order]
+        self._column = np.argsort(self._order) if self._both else self._order
+        self._sample = sample
+
+    def _sample_rank(self, depth: int) -> int:
+        """Return a rank in the sample that lies beyond rank `depth` of the gallery, but for one query in a thousand."""
+        expected = depth * self._sampled / self._size
+        return math.ceil(((_SIGMAS + math.sqrt(_SIGMAS**2 + 4 * expected)) / 2) ** 2)
+
+    def _factored(self, codes: Tensor, rows: Ints) -> tuple[Factors, NDArray[np.float64]]:
+        """Return (M, C + 2) centred codes x, |x|²/2 and 1, and the lengths |x| (M,)."""
+        width = codes.shape[1]
+        out, norms = np.ones((len(rows), width + 2), self._type), np.empty(len(rows))
+        for start in range(0, len(rows), _PANEL):
+            part = slice(start, start + _PANEL)
+            taken = codes[torch.from_numpy(rows[part])].double()
+            out[part, :width] = taken.mul_(self._scale).sub_(self._centre).numpy()
+            rounded = out[part, :width].astype(np.float64)
+            squares = np.einsum("ij,ij->i", rounded, rounded)
+            out[part, width], norms[part] = squares / 2, np.sqrt(squares)
+        return out, norms
+
+    def _error(self, norms: NDArray[np.float64]) -> Floats:
+        """Return 2 E (B,) for queries of these lengths."""
+        terms = self._factors.shape[1]
+        # In units of (|q| + |g|)²: a rounding a term, of half of it; the codes'; the half norms'; the answer's to float32.
+        roundings = (terms + 1) / 2 + 2 if self._type is np.float32 else 1 + terms * 2.0**-29
+        return np.asarray(2.02 * _UNIT * roundings * (norms + self._largest) ** 2 + 1e-30, np.float32)
+
+    def pilot(self, count: int) -> tuple[float, float]:
+        """Return, of some queries, how many pairs each had measured, and the share that is left to full search."""
+        wanted = np.flatnonzero(self._depths)
+        places = wanted[np.unique(np.linspace(0, len(wanted) - 1, count).astype(np.int64))]
+        before, failed = self.measured, 0
+        for part in np.array_split(places, -(-len(places) // self._panel)):
+            panel = self._open(part)
+            self._search(panel)
+            failed += int(self._ranked(panel)[1].sum())
+        return (self.measured - before) / len(places), failed / len(places)
+
+    def _open(self, place: slice | Ints) -> _Panel:
+        """Return a panel that looks nowhere yet."""
+        rows, depth = self._asked[place], int(self._depths[place].max())
+        if self._both:
+            factors, norms = self._factors[place], self._norms[place]
+        else:
+            factors, norms = self._factored(self._queries, rows)
+        error = self._error(norms)
+        return _Panel(rows, depth, factors, error, np.full_like(error, -np.inf))
+
+    def _look(self, panel: _Panel, halves: Floats) -> None:
+        """Decide how far each query of a panel looks, by its ĥ to the sample (B, S)."""
+        last = self._sample_rank(panel.depth) - 1
+        reach = np.partition(halves, last, axis=1)[:, last] + panel.error
+        crowded = np.count_nonzero(halves <= reach[:, None], axis=1) > 4 * (last + 1)
+        panel.reach[~crowded] = reach[~crowded]
+
+    def _multiply(self, left: Factors, right: Factors) -> Floats:
+        """Return half squared distances (B, W), in memory that the next call takes."""
+        shape = len(left), len(right)
+        product = np.matmul(left, right.T, out=self._product[: math.prod(shape)].reshape(shape))
+        if self._type is np.float32:
+            return product
+        halves = self._halves[: math.prod(shape)].reshape(shape)
+        np.copyto(halves, product, casting="same_kind")
+        return halves
+
+    def __iter__(self) -> Iterator[tuple[Ints, Bools, Bools]]:
+        """Yield queries (B,), their matches (B, k) and which of them are left to full search (B,), panel by panel.
+
+        k is the panel's largest depth.
+        """
+        total = len(self._asked)
+        places = [slice(start, min(start + self._panel, total)) for start in range(0, total, self._panel)]
+        panels = [self._open(place) for place in places] if self._both else []
+        for number, place in enumerate(places):
+            if self._both:
+                panel = panels[number]
+                self._share(panels, number)
+            else:
+                panel = self._open(place)
+                self._search(panel)
+            if panel.depth:
+                asked = self._depths[place] > 0
+                matches, failed = self._ranked(panel)
+                yield panel.rows[asked], matches[asked], failed[asked]
+            panel.found.clear()
+
+    def _search(self, panel: _Panel) -> None:
+        """Find one panel's candidates in the whole gallery."""
+        left, wide = _turned(panel.factors), len(self._mask) // len(panel.rows)
+        halves = self._multiply(left, self._sample_factors)
+        if self._itself:
+            halves[panel.rows[:, None] == self._sample] = np.inf
+        self._look(panel, halves)
+        for start in range(0, self._size, wide):
+            halves = self._multiply(left, self._factors[start : start + wide])
+            if self._itself:
+                column = self._column[panel.rows] - start
+                inside = np.flatnonzero((column >= 0) & (column < halves.shape[1]))
+                halves[inside, column[inside]] = np.inf
+            self._keep(panel, halves, start)
+
+    def _share(self, panels: list[_Panel], number: int) -> None:
+        """Find candidates among a panel and those after it, for both: the panels before it have done so.
+
+        The first panel is the sample: its blocks say how far the others look.
+        """
+        panel, start = panels[number], number * self._panel
+        for later, other in enumerate(panels[number:], number):
+            if not (other.depth or panel.depth):
+                continue
+            halves = self._multiply(_turned(other.factors), panel.factors)
+            if other is panel:
+                np.fill_diagonal(halves, np.inf)
+            if number == 0 and other.depth:
+                self._look(other, halves)
+            if other.depth:
+                self._keep(other, halves, start)
+            if other is not panel and panel.depth:
+                self._keep(panel, halves, later * self._panel, across=True)
+
+    def _keep(self, panel: _Panel, halves: Floats, start: int, *, across: bool = False) -> None:
+        """Keep what is within reach of a panel's queries, which are the block's rows or, `across`, its columns."""
+        mask = self._mask[: halves.size].reshape(halves.shape)
+        np.less_equal(halves, panel.reach if across else panel.reach[:, None], out=mask)
+        found = _places(self._mask, halves.size)
+        row = found // halves.shape[1]
+        column = found - row * halves.shape[1]
+        query, item = (column, row) if across else (row, column)
+        item += start
+        panel.found.append((query.astype(np.uint16), item.astype(np.int32), halves.ravel()[found]))
+
+    def _ranked(self, panel: _Panel) -> tuple[Bools, Bools]:
+        """Return a panel's matches (B, k), and which queries have too few candidates or too crowded ones (B,)."""
+        query, item, halves = (np.concatenate(parts) for parts in zip(*panel.found, strict=True))
+        counts = np.bincount(query, minlength=len(panel.rows))
+        matches, failed = np.zeros((len(counts), panel.depth), np.bool_), counts < panel.depth
+        if len(query) >= 2**_INDEX_BITS:
+            return matches, np.ones_like(failed)
+        # By query, then ĥ, whose bits compare as it does from 0 on.
+        keys = query.astype(np.int64) << (_HALF_BITS + _INDEX_BITS)
+        keys |= np.maximum(halves, 0).view(np.int32).astype(np.int64) << _INDEX_BITS
+        keys |= np.arange(len(keys))
+        keys.sort()
+        first = np.cumsum(counts) - counts
+        rest = np.flatnonzero(~failed)
+        # A few ranks more than asked nearly always show where the run at the last one ends; if not, all of them.
+        for more in (panel.depth // 4 + 8, self._size):
+            if not len(rest):
+                break
+            width = min(int(counts[rest].max()), panel.depth + more)
+            ranks = np.arange(width + 1)
+            beyond = ranks >= counts[rest, None]
+            picked = keys[np.where(beyond, 0, first[rest, None] + ranks)]
+            near = ((picked >> _INDEX_BITS) & (2**_HALF_BITS - 1)).astype(np.int32).view(np.float32)
+            np.copyto(near, panel.reach[rest, None], where=beyond)
+            matches[rest], open_end = self._settled(panel, rest, near, item[picked & (2**_INDEX_BITS - 1)])
+            rest = rest[open_end]
+        failed[rest] = True
+        return matches, failed
+
+    def _settled(
+        self, panel: _Panel, chosen: Ints, near: Floats, item: NDArray[np.int32]
+    ) -> tuple[Bools, Bools]:
+        """Return matches (B, k) in the true order, and for which queries the run at the last rank has no end (B,).
+
+        Args:
+            panel: whose queries they are.
+            chosen: (B,) which of them.
+            near: (B, W + 1) ĥ, ascending; the last column is where the ranked ones end.
+            item: (B, W + 1) the items.
+        """
+        asked, item = panel.rows[chosen], item[:, :-1]
+        joined = near[:, 1:] - near[:, :-1] <= panel.error[chosen, None]
+        open_end = joined[:, panel.depth - 1 :].all(axis=1)
+        match = self._classes[item] == self._query_class[asked, None]
+        mixed = joined[:, :-1] & (match[:, 1:] != match[:, :-1])
+        some = np.flatnonzero(mixed.any(axis=1) & ~open_end)
+        if len(some):
+            run = np.zeros((len(some), item.shape[1]), np.int64)
+            np.cumsum(~joined[some, :-1], axis=1, out=run[:, 1:])
+            mixed = mixed[some] & (run[:, :-1] <= run[:, panel.depth - 1 : panel.depth])
+            run += np.arange(len(some))[:, None] * item.shape[1]
+            doubtful = np.zeros(run.size, np.bool_)
+            doubtful[run[:, :-1][mixed]] = True
+            row, rank = np.nonzero(doubtful[run])
+            column = self._order[item[some[row], rank]]
+            keys = make_keys(
+                direct(self._queries, self._gallery, asked[some[row]], column, self._scale), column
+            )
+            order = np.lexsort((keys, run[row, rank]))
+            match[some[row], rank] = match[some[row[order]], rank[order]]
+            self.measured += len(row)
+        return np.asarray(match[:, : panel.depth]), np.asarray(open_end)
+
+
+def _turned(factors: Factors) -> Factors:
+    """Return (B, C + 2) −x, 1 and |x|²/2: its product with another's factors is half the squared distances."""
+    out = -factors
+    out[:, -2], out[:, -1] = 1, factors[:, -2]
+    return out
+
+
+def _places(mask: Bools, size: int) -> Ints:
+    """Return where the first entries of a mask are true; few are. The mask's length is a multiple of 8."""
+    whole = -(-size // 8) * 8
+    mask[size:whole] = False
+    words = mask[:whole].view(np.uint64)
+    some = np.flatnonzero(words != 0)
+    inside = np.flatnonzero(words[some].view(np.bool_))
+    return np.asarray(8 * some[inside >> 3] + (inside & 7))
+
+
+def _mean(codes: Tensor, scale: float) -> Tensor:
+    """Return the mean (C,) of scaled codes, float64."""
+    total = torch.zeros(codes.shape[1], dtype=torch.float64)
+    for part in torch.split(codes, 4096):
+        total += (part.double() * scale).sum(0)
+    return total / len(codes)

@@ -1,0 +1,259 @@
+"""What a report shows of a run, as numbers: neighbours, figures of each query, distances of pairs, mistakes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieval.errors import DataError
+from retrieval.evaluation.exclusion import Hidden
+from retrieval.evaluation.neighbors import exact_neighbors
+from retrieval.evaluation.protocol import Protocol
+from retrieval.evaluation.visible import visible_neighbors
+from retrieval.model.built_in import metric
+from retrieval.run.codes import ItemCodes
+from retrieval.run.open import Run
+
+Items = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+SHOWN = 8
+"""Neighbours in a sheet, and of those that judge a label."""
+DEPTH = 1000
+"""MAP@R and R-precision are estimated where no class has more items than this."""
+RECALLS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run's test items, looked at.
+
+    Attributes:
+        run: the run.
+        query: (Q,) the items that were searched for, with another item of their class to be found; a sample where there are many.
+        asked: how many such queries there are in all.
+        gallery: how many items were searched.
+        neighbours: (Q, SHOWN) the items that were found, nearest first; −1 where there are no more.
+        distances: (Q, SHOWN) how far each is.
+        figures: each figure of each query, (Q,).
+        intervals: each figure's mean and 95 % interval, over classes.
+        pairs: a sample of pairs, whose distances the histograms and the threshold are made of.
+    """
+
+    run: Run
+    query: Items
+    asked: int
+    gallery: int
+    neighbours: Items
+    distances: Floats
+    figures: dict[str, Floats]
+    intervals: dict[str, tuple[float, float, float]]
+    pairs: Pairs
+
+    @property
+    def labels(self) -> Items:
+        """The class of every item of the dataset."""
+        return self.run.splits.labels
+
+    def name(self, item: int) -> str:
+        """Return an item's label."""
+        return self.run.splits.classes[int(self.labels[item])]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A sample of the test items, and every pair of them.
+
+    Attributes:
+        items: (S,) the items.
+        codes: (S, C) their codes.
+        matrix: (S, S) their distances.
+        first: (P,) places in `items`: one item of each pair.
+        second: (P,) the other.
+        distance: (P,) how far they are apart.
+        same: (P,) whether both have one label.
+    """
+
+    items: Items
+    codes: torch.Tensor
+    matrix: Floats
+    first: Items
+    second: Items
+    distance: Floats
+    same: NDArray[np.bool_]
+
+
+def measure(run: Run, queries: int, sample: int, seed: int = 0) -> Measured:
+    """Search for a run's test items, or for a sample of them.
+
+    Args:
+        run: a loaded run.
+        queries: how many are searched for at most; all items are searched.
+        sample: of how many items every pair is measured, at most.
+        seed: of what is drawn.
+
+    Raises:
+        DataError: the run has no test items, or no two of one class.
+    """
+    splits, random = run.splits, np.random.default_rng(seed)
+    labels, query = splits.labels, splits.query
+    if not len(query):
+        raise DataError(f"{run.path} has no test items: its [split] keeps none.")
+    searched = query if splits.gallery is None else splits.gallery
+    relevant = np.bincount(labels[searched], minlength=len(splits.classes))[labels[query]]
+    hidden = _hidden(run)
+    relevant = relevant - (int(splits.gallery is None) if hidden is None else hidden.matching())
+    asked = np.flatnonzero(relevant > 0)
+    if not len(asked):
+        seen = "" if hidden is None else " of those that it may see ([evaluate] exclude)"
+        raise DataError(f"{run.path}: no test item has another one of its class to be found{seen}.")
+    chosen = np.sort(random.permutation(asked)[:queries])
+    device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
+    encoded = ItemCodes(run, device)
+    codes = encoded(query)
+    others = codes if splits.gallery is None else encoded(splits.gallery)
+    model = run.model.to("cpu")
+    distance = None if model.combiner is None else model.combiner.compute_mat
+    deepest = int(relevant[chosen].max())
+    k = min(len(searched), max(*RECALLS, SHOWN, deepest if deepest <= DEPTH else 1))
+    if hidden is None:
+        exclude = chosen if splits.gallery is None else None
+        rows, apart = exact_neighbors(codes[chosen], others, k, exclude=exclude, distance=distance)
+    else:
+        gallery = None if splits.gallery is None else others
+        rows, apart = visible_neighbors(codes, gallery, k, hidden, asked=chosen, distance=distance)
+    matches = (labels[searched][rows] == labels[query[chosen]][:, None]) & (rows >= 0)
+    names = [f"recall_at_{n}" for n in RECALLS] + (["r_precision", "map_at_r"] if deepest <= DEPTH else [])
+    figures = {name: np.asarray(metric(name)(matches, relevant[chosen]), dtype=np.float64) for name in names}
+    classes = labels[query[chosen]]
+    return Measured(
+        run=run,
+        query=query[chosen],
+        asked=len(asked),
+        gallery=len(searched),
+        neighbours=np.where(rows >= 0, searched[rows], -1)[:, :SHOWN],
+        distances=apart[:, :SHOWN].astype(np.float64),
+        figures=figures,
+        intervals={name: interval(values, classes, random) for name, values in figures.items()},
+        pairs=_pairs(run, query, codes, sample, random),
+    )
+
+
+def _hidden(run: Run) -> Hidden | None:
+    """Return which items `[evaluate] exclude` hides from which test items; None without it."""
+    splits = run.splits
+    exclude = Protocol(run, splits.query, splits.gallery).exclusion(splits.query, splits.gallery)
+    if exclude is None:
+        return None
+    searched = splits.query if splits.gallery is None else splits.gallery
+    return exclude.hidden(splits.labels[splits.query], splits.labels[searched])
+
+
+def interval(values: Floats, classes: Items, random: np.random.Generator) -> tuple[float, float, float]:
+    """Return a mean and its 95 % interval by the bootstrap: whole classes are drawn again, since items of one class go together.
+
+    Field & Welsh, "Bootstrapping clustered data", JRSS B 69, 2007. With one class the interval is the mean itself.
+    """
+    _, place = np.unique(classes, return_inverse=True)
+    sums, counts = np.bincount(place, values), np.bincount(place)
+    drawn = random.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=1000)
+    means = drawn @ sums / (drawn @ counts)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(values.mean()), float(low), float(high)
+
+
+def _pairs(run: Run, items: Items, codes: torch.Tensor, sample: int, random: np.random.Generator) -> Pairs:
+    """Measure every pair of a sample: whole classes (up to 50 items of each), so that there are pairs of one class.
+
+    Pairs of which neither may see the other, by `[evaluate] exclude`, are left out: no search compares them.
+    """
+    labels = run.splits.labels[items]
+    chosen: list[int] = []
+    for label in random.permutation(np.unique(labels)):
+        chosen += random.permutation(np.flatnonzero(labels == label))[:50].tolist()
+        if len(chosen) >= sample:
+            break
+    rows = np.array(sorted(chosen[:sample]))
+    part = codes[rows]
+    with torch.inference_mode():
+        blocks = [
+            run.model.distances(part[i : i + 64], part).double().numpy() for i in range(0, len(part), 64)
+        ]
+    matrix: Any = np.concatenate(blocks)
+    matrix = np.maximum((matrix + matrix.T) / 2, 0.0)
+    first, second = np.triu_indices(len(rows), 1)
+    if (exclude := Protocol(run, items[rows], None).exclusion(items[rows], None)) is not None:
+        own = labels[rows]
+        shown = exclude.hidden(own, own).visible(first, second[:, None])[:, 0]
+        first, second = first[shown], second[shown]
+    return Pairs(
+        items[rows],
+        part,
+        matrix,
+        first,
+        second,
+        matrix[first, second],
+        labels[rows][first] == labels[rows][second],
+    )
+
+
+def confusions(found: Measured, most: int = 15) -> list[tuple[str, str, int, int]]:
+    """Return which class is taken for which, most often first: the query's, that of its nearest item, how often, queries of that class."""
+    true, nearest = found.labels[found.query], found.labels[found.neighbours[:, 0]]
+    wrong = true != nearest
+    pairs, counts = np.unique(np.stack([true[wrong], nearest[wrong]]), axis=1, return_counts=True)
+    names = found.run.splits.classes
+    order = np.argsort(-counts, kind="stable")[:most]
+    return [
+        (names[pairs[0, i]], names[pairs[1, i]], int(counts[i]), int((true == pairs[0, i]).sum()))
+        for i in order
+    ]
+
+
+def suspects(found: Measured, most: int = 12) -> Items:
+    """Return rows of queries whose label is likely wrong: all of their nearest items have one other label. The closest come first.
+
+    k nearest neighbours that agree against a label are the rule of Wilson, "Asymptotic properties of nearest neighbor rules using
+    edited data", IEEE Trans. SMC 2, 1972.
+    """
+    whole = (found.neighbours >= 0).all(1)
+    near = found.labels[found.neighbours]
+    wrong = whole & (near == near[:, :1]).all(1) & (near[:, 0] != found.labels[found.query])
+    rows = np.flatnonzero(wrong)
+    return rows[np.argsort(found.distances[rows].mean(1), kind="stable")][:most]
+
+
+def hardest(
+    found: Measured, most: int = 8
+) -> tuple[list[tuple[int, int, float]], list[tuple[int, int, float]]]:
+    """Return the pairs of two classes that are the closest, and the pairs of one class that are the farthest apart: items and distance."""
+    pairs = found.pairs
+
+    def listed(which: NDArray[np.bool_], sign: int) -> list[tuple[int, int, float]]:
+        places = np.flatnonzero(which)
+        order = places[np.argsort(sign * pairs.distance[places], kind="stable")][:most]
+        return [
+            (int(pairs.items[pairs.first[i]]), int(pairs.items[pairs.second[i]]), float(pairs.distance[i]))
+            for i in order
+        ]
+
+    return listed(~pairs.same, 1), listed(pairs.same, -1)
+
+
+def thresholds(pairs: Pairs) -> list[tuple[str, float, float, float]]:
+    """Return operating points of "the same thing?": what each is for, the distance, FAR and FRR there; none without both kinds of pairs."""
+    from retrieval.evaluation.verification import roc_curve
+
+    if pairs.same.all() or not pairs.same.any():
+        return []
+    roc = roc_curve(pairs.distance, pairs.same)
+    different = int((~pairs.same).sum())
+    places = [("equal error rate", int(np.argmin(np.abs(roc.far + roc.tar - 1)[1:])) + 1)]
+    for rate in (0.1, 0.01, 0.001):
+        if different * rate >= 1:
+            places.append((f"FAR of {100 * rate:g} % at most", int(np.flatnonzero(roc.far <= rate)[-1])))
+    return [(name, float(roc.threshold[i]), float(roc.far[i]), float(1 - roc.tar[i])) for name, i in places]

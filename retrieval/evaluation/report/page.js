@@ -1,0 +1,69 @@
+"use strict";
+for (const box of document.querySelectorAll(".embedding")) {
+  const { points, thumbnails } = JSON.parse(box.querySelector("script").textContent);
+  const map = box.querySelector("svg"), said = box.querySelector("[role=status]"), shown = box.querySelector(".shown");
+  const dots = [...map.querySelectorAll("circle")];
+  let view = { x: -2, y: -2, size: 104 };
+  const look = () => {
+    map.setAttribute("viewBox", `${view.x} ${view.y} ${view.size} ${view.size}`);
+    for (const dot of dots) dot.setAttribute("r", (0.8 * view.size) / 104);
+  };
+  const zoom = (by, x = view.x + view.size / 2, y = view.y + view.size / 2) => {
+    const size = Math.min(104, Math.max(2, view.size * by)), share = size / view.size;
+    view = { x: x - (x - view.x) * share, y: y - (y - view.y) * share, size };
+    if (size === 104) view = { x: -2, y: -2, size };
+    look();
+  };
+  const show = (number) => {
+    const [label, key] = points[number], picture = thumbnails[number];
+    shown.replaceChildren();
+    if (picture) { const image = new Image(); image.src = picture; image.alt = ""; image.width = 64; shown.append(image, " "); }
+    shown.append(`${label} · ${key}`);
+  };
+  const place = (event) => {
+    const at = map.getBoundingClientRect();
+    return [view.x + ((event.clientX - at.left) / at.width) * view.size, view.y + ((event.clientY - at.top) / at.height) * view.size];
+  };
+  box.querySelector(".in").addEventListener("click", () => zoom(0.6));
+  box.querySelector(".out").addEventListener("click", () => zoom(1 / 0.6));
+  box.querySelector(".whole").addEventListener("click", () => zoom(1e9));
+  map.addEventListener("wheel", (event) => { event.preventDefault(); zoom(event.deltaY < 0 ? 0.8 : 1.25, ...place(event)); }, { passive: false });
+  let from = null;
+  map.addEventListener("pointerdown", (event) => { from = [event.clientX, event.clientY, view.x, view.y]; });
+  addEventListener("pointerup", () => { from = null; });
+  map.addEventListener("pointermove", (event) => {
+    if (from) {
+      const scale = view.size / map.getBoundingClientRect().width;
+      view = { ...view, x: from[2] - (event.clientX - from[0]) * scale, y: from[3] - (event.clientY - from[1]) * scale };
+      look();
+    }
+    const [x, y] = place(event);
+    let best = -1, least = (view.size / 40) ** 2;
+    dots.forEach((dot, number) => {
+      const apart = (dot.cx.baseVal.value - x) ** 2 + (dot.cy.baseVal.value - y) ** 2;
+      if (apart < least) { least = apart; best = number; }
+    });
+    if (best >= 0) show(best);
+  });
+  box.querySelector("input").addEventListener("input", (event) => {
+    const wanted = event.target.value.trim().toLowerCase();
+    let count = 0;
+    dots.forEach((dot, number) => {
+      const hit = wanted === "" || points[number][0].toLowerCase().includes(wanted);
+      dot.style.opacity = hit ? 1 : 0.08;
+      if (wanted && hit && !count++) show(number);
+    });
+    said.textContent = wanted ? `${count} items` : "";
+  });
+}
+for (const box of document.querySelectorAll(".threshold")) {
+  const { threshold, far, frr } = JSON.parse(box.querySelector("script").textContent);
+  const slider = box.querySelector("input"), said = box.querySelector("output");
+  const say = () => {
+    const i = Number(slider.value);
+    said.textContent = `same thing up to a distance of ${threshold[i].toPrecision(3)}: FAR ${(100 * far[i]).toFixed(2)} %, FRR ${(100 * frr[i]).toFixed(2)} %`;
+    slider.setAttribute("aria-valuetext", said.textContent);
+  };
+  slider.addEventListener("input", say);
+  say();
+}

@@ -1,0 +1,212 @@
+"""A loss by rows: the parts that single anchors or items have in it, so that several processes can compute one loss together.
+
+pytorch-metric-learning's losses give one number for each anchor, item, pair or triplet, and a reducer makes one of all. What a
+mean needs of each process is a sum and a count; so the loss of the whole batch follows from all rows' sums, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, cast
+
+import torch
+from pytorch_metric_learning import reducers
+from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
+from torch import Tensor, nn
+
+from retrieval.errors import PluginError
+from retrieval.model.contracts import TripletIndices
+
+Rows = Literal["items", "anchors", "classes"]
+"""How a loss can be divided; its attribute `rows` says so.
+
+- "items": each number is of one item, and of the loss's own parameters. Called with some rows and their labels.
+- "anchors": each number is of one anchor, with its pairs or triplets. Called with some rows as anchors and the whole batch as
+  `ref_emb`, and the indices of their pairs, none of an item with itself. With `rows_by_labels = True` it is called without
+  indices, and leaves out row i's pair with item `first_row() + i` itself. With `rows_mined = False` that holds without a miner only.
+- "classes": the loss divides its own parameters over the processes. Called with the whole batch on each; it gives the whole loss, and
+  its gradient is the part that comes through this process's parameters.
+"""
+
+_KINDS = ("items", "anchors", "classes")
+_REDUCERS = (
+    reducers.MeanReducer,
+    reducers.SumReducer,
+    reducers.AvgNonZeroReducer,
+    reducers.ThresholdReducer,
+)
+
+_first: ContextVar[int | None] = ContextVar("first_row", default=None)
+
+
+def first_row() -> int | None:
+    """Return the place in the reference set of a loss's first row, where its rows are a part of it; else None."""
+    return _first.get()
+
+
+def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
+    """Return how a loss can be divided, or None: every process computes all of it.
+
+    Args:
+        loss: the loss; its attribute `rows` is one of `Rows`.
+        mined: whether a miner picks its pairs.
+
+    Raises:
+        PluginError: the attribute says something else.
+    """
+    kind = getattr(loss, "rows", None)
+    if kind is None:
+        return None
+    if kind not in _KINDS:
+        raise PluginError(
+            f"{type(loss).__name__}.rows is {kind!r}; it must be one of {', '.join(_KINDS)}, or None."
+        )
+    if kind == "classes":
+        return "classes"
+    if mined and (kind == "items" or not getattr(loss, "rows_mined", True)):
+        return None
+    regularised = any(getattr(loss, f"{of}_regularizer", None) is not None for of in ("embedding", "weight"))
+    if regularised or not isinstance(loss, BaseMetricLossFunction):
+        return None
+    plain = all(type(each) in _REDUCERS and not each.collect_stats for each in _reducers(loss.reducer))
+    return cast(Rows, kind) if plain else None
+
+
+def compares_with_classes(loss: nn.Module) -> bool:
+    """Return whether each of a loss's numbers is of one item and of the loss's own parameters, so that an item can be of two classes in part."""
+    return getattr(loss, "rows", None) in ("items", "classes")
+
+
+class Sums(nn.Module):
+    """Stands in a reducer's place and keeps, of each of the loss's numbers by name, their sum and their count.
+
+    Args:
+        inner: the reducer: it says which numbers count.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def forward(self, losses: Mapping[str, Mapping[str, Any]], embeddings: Tensor, labels: Any) -> Tensor:
+        """Return 0; the sums are in `found`."""
+        for name, given in losses.items():
+            self.found[name] = _summed(name, given, _reducer(self.inner, name), embeddings)
+        return embeddings.sum() * 0
+
+
+def summed(total: Tensor, count: Tensor) -> dict[str, Any]:
+    """Return what a loss gives by name, under `Sums`, where it has added up its numbers itself."""
+    return {"losses": total, "indices": None, "reduction_type": "summed", "count": count}
+
+
+def is_mean(loss: Any, name: str) -> bool:
+    """Return whether a loss's numbers of a name become their mean; else their sum."""
+    return not isinstance(_reducer(loss.reducer, name), reducers.SumReducer)
+
+
+def row_sums(
+    loss: Any,
+    kind: Rows,
+    rows: Tensor,
+    labels: Tensor,
+    whole: tuple[Tensor, Tensor],
+    start: int,
+    indices: TripletIndices | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the sums (K,) and counts (K,) of rows' numbers, for each of the K names of `loss.sub_loss_names()`.
+
+    Args:
+        loss: one that `rows_of` says is of items or anchors.
+        kind: which.
+        rows: codes (R, C).
+        labels: (R,).
+        whole: codes (B, C) and labels (B,) of the batch; of anchors only.
+        start: the place in the batch of the first of the rows.
+        indices: what a miner picked in the batch; None without a miner.
+    """
+    arguments: tuple[Any, ...] = ()
+    by_labels = getattr(loss, "rows_by_labels", False)
+    if kind == "anchors":
+        if indices is not None:
+            picked: TripletIndices | None = _of_rows(indices, start, len(rows))
+        else:
+            picked = None if by_labels else _pairs(labels, whole[1], start)
+        arguments = (picked, *whole)
+    with _collecting(loss, start) as found:
+        loss(rows, labels, *arguments)
+    none = rows.sum() * 0, torch.zeros((), dtype=torch.int64, device=rows.device)
+    each = [found.get(name, none) for name in loss.sub_loss_names()]
+    return torch.stack([total for total, _ in each]), torch.stack([count for _, count in each])
+
+
+@contextmanager
+def _collecting(loss: Any, start: int) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Put `Sums` in the place of a loss's reducer, and give what it finds."""
+    reducer, token = loss.reducer, _first.set(start)
+    loss.reducer = sums = Sums(reducer)
+    try:
+        yield sums.found
+    finally:
+        loss.reducer = reducer
+        _first.reset(token)
+
+
+def _reducers(reducer: nn.Module) -> list[Any]:
+    if isinstance(reducer, reducers.MultipleReducers):
+        return [*reducer.reducers.values(), reducer.default_reducer]
+    return [reducer]
+
+
+def _reducer(reducer: Any, name: str) -> Any:
+    if isinstance(reducer, reducers.MultipleReducers):
+        return dict(reducer.reducers).get(name, reducer.default_reducer)
+    return reducer
+
+
+def _summed(name: str, given: Mapping[str, Any], reducer: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum and count of a loss's numbers that its reducer counts."""
+    losses = given["losses"]
+    none = like.sum() * 0, torch.zeros((), dtype=torch.int64, device=like.device)
+    if not isinstance(losses, Tensor):
+        return none
+    if given["reduction_type"] == "summed":
+        return losses, given["count"]
+    if given["reduction_type"] == "already_reduced":
+        if float(losses.detach()):
+            raise PluginError(
+                f"The loss says that it is one of rows, and gives its '{name}' as one number, of which the rows' parts are not "
+                "known. Take its attribute `rows` away."
+            )
+        return none
+    losses = losses.flatten()
+    kept = torch.ones_like(losses, dtype=torch.bool)
+    if isinstance(reducer, reducers.ThresholdReducer):
+        if reducer.low is not None:
+            kept &= losses > reducer.low
+        if reducer.high is not None:
+            kept &= losses < reducer.high
+    return losses[kept].sum() + none[0], kept.sum()
+
+
+def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
+    """Return the pairs or triplets whose anchors are among some rows, anchors counted from the first of them."""
+    groups = [indices[:2], indices[2:]] if len(indices) == 4 else [indices]
+    found: list[Tensor] = []
+    for anchors, *others in groups:
+        kept = (anchors >= start) & (anchors < start + count)
+        found += [anchors[kept] - start, *(other[kept] for other in others)]
+    return cast(TripletIndices, tuple(found))
+
+
+def _pairs(labels: Tensor, every: Tensor, start: int) -> TripletIndices:
+    """Return all pairs of some rows with the batch, but those of an item with itself."""
+    same = labels.unsqueeze(1) == every.unsqueeze(0)
+    a2, n = torch.where(~same)
+    own = torch.arange(len(labels), device=labels.device)
+    same[own, start + own] = False
+    a1, p = torch.where(same)
+    return a1, p, a2, n

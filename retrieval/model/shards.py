@@ -1,0 +1,42 @@
+"""Parameters that are divided over processes by rows: each process has some rows of a matrix that is whole on none.
+
+A module says so by its attribute `shards`, a `Shard` for each such parameter by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from torch import distributed, nn
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows `start` to `stop` of a parameter that has `whole` rows on all processes together."""
+
+    start: int
+    stop: int
+    whole: int
+
+    @classmethod
+    def of(cls, whole: int, rank: int, world: int) -> Self:
+        """Return the share of process `rank` of `world`."""
+        return cls(whole * rank // world, whole * (rank + 1) // world, whole)
+
+
+def world_of() -> tuple[int, int]:
+    """Return which process this is, and of how many."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def shards_of(module: nn.Module) -> dict[str, Shard]:
+    """Return the divided parameters of a module and of what is in it, by their names in its state."""
+    return {
+        f"{place}.{name}" if place else name: shard
+        for place, each in module.named_modules()
+        if isinstance(own := getattr(each, "shards", None), dict)
+        for name, shard in own.items()
+    }

@@ -1,0 +1,328 @@
+"""Look through data before they are trained on: what is broken, there twice, on both sides of the split, or labelled in two ways."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from retrieval.data.findings import Alike, By, Findings, lone_labels, spelt_alike
+from retrieval.data.fingerprints import WIDTH, Fingerprint, fingerprint
+from retrieval.data.near import Measure, Near, Rows, near_pairs
+from retrieval.data.splits import make_splits
+from retrieval.data.subjects import OfDataset, OfSources, Subjects
+from retrieval.errors import DataError
+from retrieval.recipe.read import Recipe, naming, read_recipe
+from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.images import decode, to_mode
+from retrieval.serving.index.base import measured
+from retrieval.serving.index.sources import collect
+from retrieval.serving.progress import Meter, Progress, shown
+from retrieval.serving.threads import ahead
+
+PICTURES = 0.08
+"""The largest distance of two pictures that are taken for the same."""
+_BATCH = 32
+_COPIES = 256
+"""Items whose copies say how far a model tells them apart."""
+_QUALITY = 70
+
+
+@shown
+def check_data(
+    data: StrPath | Sequence[StrPath] | Recipe,
+    *,
+    model: StrPath | Bundle | None = None,
+    within: float | None = None,
+    overrides: Sequence[str] = (),
+    plugins: Sequence[str] = (),
+    progress: Progress = True,
+) -> Findings:
+    """Look for broken files, items that are there twice, leaks across the split, and labels that are likely wrong.
+
+    Each item is decoded once, by the decoder that training and serving share. The same bytes and the same pixels are found by their hashes;
+    images that look the same (saved again, or in another size) by small pictures of them; and with a model by its distance. Of each item
+    some numbers are kept in memory, and never all pairs: the time of the comparison grows with the square of the number of items.
+
+    Args:
+        data: a recipe, or its `.toml` file, whose `[split]` says the sides; or what an index is built of: folders, CSV files, Parquet tables,
+            tar shards, `.npz` features. Several are sides of one split. One folder of `train`, `test` and so on has sides too, as has a
+            table with a column `split`.
+        model: a bundle, or its folder.
+        within: the largest distance of the model at which items are taken for the same; by default that within which 95 % of 256 items
+            find their own copies, saved as JPEG of quality 70. A bundle of vectors needs it.
+        overrides: changes to the recipe, as `"data.folder=photos"`.
+        plugins: further plugin files or modules of the recipe.
+        progress: True shows a bar, False nothing; a function is told (what, done, total).
+
+    Raises:
+        DataError: there are no such data, the model takes other items, or none can be read.
+        RecipeError: the recipe is wrong.
+        BundleError: the bundle cannot be used.
+    """
+    if within is not None and (model is None or not 0 <= within < float("inf")):
+        raise DataError("--within is a distance of --model, a number from 0 on.")
+    bundle = model if model is None or isinstance(model, Bundle) else Bundle.open(model)
+    checked, subjects = _subjects(data, bundle, overrides, plugins)
+    if bundle is not None and bundle.manifest.input.kind != subjects.kind:
+        theirs = "images" if subjects.kind == "image" else "vectors"
+        raise DataError(f"The items are {theirs}, and the bundle {bundle.path} takes none.")
+    if bundle is not None and within is None and subjects.kind == "features":
+        raise DataError("A model of vectors needs --within, the distance at which two items are the same.")
+    seen = _look(subjects, bundle)
+    same, alone = _same(subjects, seen)
+    limits: dict[str, float] = {}
+    near: list[Alike] = []
+    complete = True
+    pictured = alone[seen.pictured[alone]]
+    if len(pictured):
+        limits["picture"] = PICTURES
+        found = near_pairs(
+            seen.pictures[pictured], PICTURES, same=seen.numbers[pictured], what="comparing pictures"
+        )
+        near += _pairs(found, pictured, "picture")
+        complete = found.complete
+    if bundle is not None:
+        limits["model"] = _copied(subjects, seen, bundle, alone) if within is None else within
+        found = _model_pairs(seen, bundle, alone, limits["model"])
+        near += _pairs(found, alone, "model")
+        complete = complete and found.complete
+    return Findings(
+        checked, subjects.items, sorted(seen.faults.items()), same, near, limits,
+        lone_labels(subjects.items), spelt_alike(subjects.items), complete, subjects.notes,
+    )  # fmt: skip
+
+
+def _subjects(
+    data: StrPath | Sequence[StrPath] | Recipe,
+    bundle: Bundle | None,
+    overrides: Sequence[str],
+    plugins: Sequence[str],
+) -> tuple[str, Subjects]:
+    """Return what the data are called, and their items."""
+    if isinstance(data, Recipe):
+        return f"the recipe '{data.name}'", _of_recipe(data)
+    named = [str(each) for each in ([data] if isinstance(data, str | os.PathLike) else data)]
+    recipes = [name for name in named if name.lower().endswith(".toml")]
+    if recipes and len(named) > 1:
+        raise DataError("A recipe is checked alone: name one .toml file and nothing else.")
+    if recipes:
+        with naming(Path(recipes[0])):
+            return recipes[0], _of_recipe(read_recipe(recipes[0], overrides, plugins))
+    if overrides:
+        raise DataError("Only a recipe has values to change: name its .toml file.")
+    if not named:
+        raise DataError("There is nothing to check: name a folder, a CSV file, a table or a recipe.")
+    vectors = all(name.lower().endswith(".npz") for name in named)
+    kind = "features" if vectors else "image" if bundle is None else bundle.manifest.input.kind
+    return ", ".join(named), OfSources([collect([name], kind) for name in named], named)
+
+
+def _of_recipe(recipe: Recipe) -> OfDataset:
+    from retrieval.run.build import build_dataset  # torch: folders and tables do without
+
+    dataset = build_dataset(recipe)
+    return OfDataset(dataset, make_splits(dataset, recipe.split))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What was seen of all items.
+
+    Attributes:
+        faults: why an item cannot be read, by its number.
+        contents: (N,) numbers of the bytes; −1 of what has no file of its own.
+        numbers: (N,) numbers of the pixels, or of a vector's numbers; −1 of what cannot be read.
+        pictures: (N, WIDTH); of images.
+        pictured: (N,) which have one.
+        encoded: what the model gives, of N items.
+    """
+
+    faults: dict[int, str]
+    contents: Rows
+    numbers: Rows
+    pictures: NDArray[np.float32]
+    pictured: NDArray[np.bool_]
+    encoded: Encoded | None
+
+
+def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
+    """Open each item once.
+
+    Raises:
+        DataError: none can be read.
+    """
+    size, image = len(subjects.items), subjects.kind == "image"
+    seen = _Seen(
+        {},
+        np.full(size, -1, np.int64),
+        np.full(size, -1, np.int64),
+        np.zeros((size if image else 0, WIDTH), np.float32),
+        np.zeros(size, bool),
+        None if bundle is None else _empty(bundle, size),
+    )
+    contents: dict[bytes, int] = {}
+    numbers: dict[bytes, int] = {}
+    waiting: list[tuple[int, NDArray[Any]]] = []
+    work = partial(_opened, subjects, bundle)
+    with Meter("checking", size, "items") as meter:
+        given = subjects.given(range(size))
+        for row, found in ahead(work, given, workers=min(8, os.cpu_count() or 1), most=2 * _BATCH):
+            meter.update()
+            if isinstance(found, DataError):
+                seen.faults[row] = str(found)
+                continue
+            own, taken, pixels = found
+            if own is not None:
+                seen.contents[row] = contents.setdefault(own, row)
+            seen.numbers[row] = numbers.setdefault(taken.values, row)
+            if taken.picture is not None:
+                seen.pictures[row], seen.pictured[row] = taken.picture, True
+            if pixels is not None:
+                waiting.append((row, pixels))
+            if bundle is not None and len(waiting) == _BATCH:
+                _encode(bundle, seen.encoded, waiting)
+        if bundle is not None:
+            _encode(bundle, seen.encoded, waiting)
+    if len(seen.faults) == size:
+        raise DataError(f"None of the {size:,} items can be read. The first: {seen.faults[0]}")
+    return seen
+
+
+def _opened(
+    subjects: Subjects, bundle: Bundle | None, given: tuple[int, bytes | DataError | None]
+) -> tuple[int, tuple[bytes | None, Fingerprint, NDArray[Any] | None] | DataError]:
+    """Return an item's number with the hash of its file, its fingerprint and what the model takes of it, or why not."""
+    row, content = given
+    try:
+        own, item = subjects.open(row, content)
+        try:
+            return row, (own, fingerprint(item), None if bundle is None else _input(bundle, item))
+        except DataError as fault:
+            raise DataError(f"{subjects.items[row].name}: {fault}") from fault
+    except DataError as fault:
+        return row, fault
+
+
+def _input(bundle: Bundle, item: Image.Image | NDArray[Any]) -> NDArray[Any]:
+    return bundle.preprocess(item) if isinstance(item, Image.Image) else np.asarray(item, np.float32)
+
+
+def _empty(bundle: Bundle, size: int) -> Encoded:
+    """Return room for what a model gives of so many items."""
+    said = bundle.manifest
+    vector = np.zeros((size, said.vector), np.float32)
+    query = np.zeros_like(vector) if said.query_vectors else vector
+    return Encoded(vector, query, np.zeros((size, said.code or 0), np.float32) if bundle.has_code else None)
+
+
+def _encode(bundle: Bundle, into: Encoded | None, waiting: list[tuple[int, NDArray[Any]]]) -> None:
+    """Encode what waits, each into its row, and let go of it."""
+    if not waiting or into is None:
+        return
+    rows = [row for row, _ in waiting]
+    found = bundle.encode(np.stack([pixels for _, pixels in waiting]), batch=_BATCH)
+    into.vector[rows], into.query[rows] = found.vector, found.query
+    if into.code is not None:
+        into.code[rows] = found.code
+    waiting.clear()
+
+
+def _same(subjects: Subjects, seen: _Seen) -> tuple[list[Alike], Rows]:
+    """Return groups of the same items, and the items that are compared further: of each group one a side and label."""
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for row, number in enumerate(seen.numbers.tolist()):
+        if number >= 0:
+            groups[number].append(row)
+    found: list[Alike] = []
+    alone: list[int] = []
+    for rows in groups.values():
+        alone += {
+            (subjects.items[row].side, subjects.items[row].label): row for row in reversed(rows)
+        }.values()
+        if len(rows) > 1:
+            files = set(seen.contents[rows].tolist())
+            by: By = "numbers" if subjects.kind == "features" else "pixels"
+            found.append(Alike(tuple(rows), "bytes" if len(files) == 1 and -1 not in files else by))
+    return found, np.array(sorted(alone), np.int64)
+
+
+def _pairs(found: Near, rows: Rows, by: By) -> list[Alike]:
+    return [
+        Alike((int(rows[one]), int(rows[other])), by, float(apart))
+        for one, other, apart in zip(found.first, found.second, found.distance, strict=True)
+    ]
+
+
+def _model_pairs(seen: _Seen, bundle: Bundle, rows: Rows, within: float) -> Near:
+    """Return the pairs of items that a model has within a distance, as it measures."""
+    assert seen.encoded is not None
+    vector, said = np.ascontiguousarray(seen.encoded.vector[rows]), bundle.manifest
+    spans = [(each.start, each.stop) for each in said.subspaces if said.merge == "min"]
+    measure = (
+        _measure(bundle, seen.encoded, rows)
+        if bundle.has_code or spans or said.distance.measure == "inner"
+        else None
+    )
+    return near_pairs(
+        vector,
+        within,
+        same=seen.numbers[rows],
+        spans=spans or (None,),
+        measure=measure,
+        candidates=0 if said.rescorer is None else said.rescorer.candidates,
+        what="comparing by the model",
+    )
+
+
+def _measure(bundle: Bundle, encoded: Encoded, rows: Rows) -> Measure:
+    def measure(one: int, others: Rows) -> NDArray[np.float64]:
+        return _distances(bundle, encoded, int(rows[one]), encoded, rows[others])
+
+    return measure
+
+
+def _distances(bundle: Bundle, asked: Encoded, one: int, there: Encoded, others: Rows) -> NDArray[np.float64]:
+    """Return the distances of an item to others, by a model's own measure; where it goes by scores, which depend on what else is found, Euclidean ones."""
+    query, vectors = asked.query[one], there.vector[others]
+    code, codes = (
+        (None, None) if asked.code is None or there.code is None else (asked.code[one], there.code[others])
+    )
+    if bundle.manifest.merge == "score" and code is None:
+        return np.asarray(np.linalg.norm(vectors.astype(np.float64) - query, axis=1))
+    return measured(bundle, query, code, vectors, codes, len(others))
+
+
+def _copied(subjects: Subjects, seen: _Seen, bundle: Bundle, rows: Rows) -> float:
+    """Return the distance within which 95 % of some items find their own copies."""
+    assert seen.encoded is not None
+    chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64))]
+    work: Callable[[Any], Any] = partial(_copy, subjects, bundle)
+    given = subjects.given(chosen.tolist())
+    apart = []
+    with Meter("measuring copies", len(chosen), "items") as meter:
+        for row, pixels in ahead(work, given, workers=min(8, os.cpu_count() or 1), most=_BATCH):
+            copy = bundle.encode(pixels[None])
+            apart.append(float(_distances(bundle, copy, 0, seen.encoded, np.array([row]))[0]))
+            meter.update()
+    return float(np.quantile(apart, 0.95))
+
+
+def _copy(
+    subjects: Subjects, bundle: Bundle, given: tuple[int, bytes | DataError | None]
+) -> tuple[int, NDArray[Any]]:
+    _, item = subjects.open(*given)
+    assert isinstance(item, Image.Image)
+    out = io.BytesIO()
+    to_mode(item, "L" if item.mode == "L" else "RGB").save(out, "JPEG", quality=_QUALITY)
+    return given[0], bundle.preprocess(decode(out.getvalue()))

@@ -1,0 +1,151 @@
+"""`retrieval compare`: search, train, measure, and write what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from retrieval.errors import DataError
+from retrieval.recipe.read import Recipe
+from retrieval.serving.files.locks import hold
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.progress import Meter, Progress, shown
+from retrieval.training.comparison import baselines, plan, space
+from retrieval.training.comparison.jobs import Figures, Job
+from retrieval.training.comparison.result import Comparison, Contestant
+from retrieval.training.comparison.search import Do, Trial, best, require_optuna, search
+from retrieval.training.comparison.workers import Workers
+from retrieval.training.comparison.written import write
+from retrieval.training.process import Interrupted, ending_as_interrupted
+
+MOST_WORKERS = 64
+
+
+@shown
+def compare(
+    recipes: Sequence[StrPath],
+    output: StrPath = "comparison",
+    *,
+    seeds: int = 5,
+    search: int = 0,
+    folds: int = 4,
+    workers: int = 1,
+    pretrained: str | None = None,
+    allow_different: bool = False,
+    overrides: Sequence[str] = (),
+    plugins: Sequence[str] = (),
+    progress: Progress = True,
+) -> Comparison:
+    """Compare recipes under one budget, and write the tables into a folder. The same call goes on where one was stopped.
+
+    Settings are searched for on the training side alone, its classes divided into folds (Musgrave, Belongie & Lim, "A Metric Learning
+    Reality Check", ECCV 2020, §4): no item of the test side is within reach. With the best of them each recipe is then trained once for
+    each seed as it says itself, and measured on the test side.
+
+    Args:
+        recipes: TOML files, two at least.
+        output: the comparison's folder.
+        seeds: runs of each recipe, 2 at least.
+        search: settings to try for each recipe, of its `[search]`; 0: it is taken as it is.
+        folds: into how many parts the training classes are divided to judge a setting; each is held out once.
+        workers: processes that train at the same time.
+        pretrained: the backbone of the row "pretrained, frozen"; "none" for none; None: the recipes' own if it has weights, else one
+            that is installed.
+        allow_different: compare also what differs in data, backbone or budget, and say so.
+        overrides: changes to each recipe, as `"train.epochs=5"`.
+        plugins: further plugin files or modules.
+        progress: True shows a bar, False nothing; a function is told (what, done, total).
+
+    Returns:
+        The figures and what can be said of them.
+
+    Raises:
+        DataError: with every problem of the recipes; they differ; the folder holds another comparison; a training failed.
+        MissingDependency: the search needs Optuna.
+        Interrupted: Ctrl-C or SIGTERM; the same call goes on.
+    """
+    _refuse_numbers(seeds, search, folds, workers)
+    if search:
+        require_optuna()
+    read = plan.read_recipes(recipes, overrides, plugins, bool(search))
+    different = plan.refuse_different(read, allow_different)
+    backbone, why = baselines.pretrained_backbone(read[0], pretrained)
+    folder = Path(output)
+    tables = {recipe.name: recipe.model_dump(exclude_unset=True) for recipe in read}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as held:
+        held.enter_context(hold(folder, "comparing into this folder", DataError))
+        plan.settle(folder, plan.Plan(tables, search, folds, backbone, seeds))
+        total = len(read) * (search * folds + seeds) + seeds + (backbone is not None)
+        meter = held.enter_context(Meter("comparing", total, "runs"))
+
+        def base(do: Do) -> list[Figures]:
+            jobs = [baselines.untrained_job(read[0], seed, folder) for seed in range(seeds)]
+            return do([*jobs, *([baselines.frozen_job(read[0], backbone, folder)] if backbone else [])])
+
+        def contestant(recipe: Recipe) -> Any:
+            return lambda do: _contestant(recipe, folder, seeds, search, folds, do)
+
+        try:
+            with ending_as_interrupted():
+                first, *found = Workers(workers, meter).all([base, *(contestant(recipe) for recipe in read)])
+        except (KeyboardInterrupt, Interrupted):
+            raise Interrupted("Interrupted; what was done is kept. The same command goes on.") from None
+        result = Comparison(
+            contestants=[*_baselines(first, seeds, bool(backbone)), *found],
+            seeds=seeds,
+            trials=search,
+            folds=folds,
+            different=different,
+            missing=None if backbone else f"pretrained, frozen: {why}",
+            base=read[0].name,
+        )
+        write(folder, result)
+    return result
+
+
+def _refuse_numbers(seeds: int, trials: int, folds: int, workers: int) -> None:
+    if seeds < 2:
+        raise DataError(
+            f"A comparison needs two seeds at least, and five to say much: with {seeds} there is no interval. Give --seeds 5."
+        )
+    if trials < 0:
+        raise DataError("--search is a number of trials: 0 for none, or 1 and more.")
+    if folds < 2:
+        raise DataError("A search needs two folds at least: some classes train while others judge.")
+    if not 1 <= workers <= MOST_WORKERS:
+        raise DataError(f"--workers is a number of processes from 1 to {MOST_WORKERS}.")
+
+
+def _contestant(recipe: Recipe, folder: Path, seeds: int, trials: int, folds: int, do: Do) -> Contestant:
+    """Search for a recipe's settings, then train it with each seed."""
+    tried: list[Trial] = []
+    table = space.table_of(recipe)
+    if trials:
+        tried = search(recipe, trials, folds, folder / "search" / recipe.name, do)
+        table = space.changed(table, best(tried).values)
+    jobs = [
+        Job(
+            "seed",
+            {**table, "seed": seed},
+            folder / "runs" / recipe.name / f"seed-{seed}",
+            folder / "results" / recipe.name / f"seed-{seed}.json",
+        )
+        for seed in range(seeds)
+    ]
+    figures = [found["trained"] for found in do(jobs)]
+    return Contestant(recipe.name, True, figures, best(tried).values if tried else {}, tried)
+
+
+def _baselines(found: list[Figures], seeds: int, frozen: bool) -> list[Contestant]:
+    """Return the baselines: what no seed changes is the same for all of them."""
+    raw = next(name for name in found[0] if name != "untrained")
+    made = [
+        Contestant(raw, False, [found[0][raw]] * seeds),
+        Contestant("untrained", False, [each["untrained"] for each in found[:seeds]]),
+    ]
+    if frozen:
+        made.append(Contestant("pretrained, frozen", False, [found[-1]["pretrained, frozen"]] * seeds))
+    return made

@@ -1,0 +1,86 @@
+"""`[search]`: what a comparison may try for a recipe, checked by the recipe's own checks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from retrieval.errors import RecipeError
+from retrieval.host.values import toml_value
+from retrieval.recipe.overrides import apply_overrides
+from retrieval.recipe.ranges import Range
+from retrieval.recipe.read import check_recipe
+from retrieval.recipe.tables import Tables
+
+SEARCHED = (
+    "loss",
+    "miner",
+    "generator",
+    "combiner",
+    "learner",
+    "optimizer",
+    "generator_optimizer",
+    "schedule",
+)
+"""Tables of a recipe that a search may change."""
+WEIGHTS = ("train.clip_norm", "train.real_weight", "train.loss_weight")
+"""Further keys that it may change."""
+
+
+def table_of(recipe: Tables) -> dict[str, Any]:
+    """Return what a recipe sets, without what a search may try and without a name for the run."""
+    return {k: v for k, v in recipe.model_dump(exclude_unset=True).items() if k != "search"}
+
+
+def changed(table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's table with some values in their places, as `--set` puts them there."""
+    made = copy.deepcopy(dict(table))
+    apply_overrides(made, [f"{key}={toml_value(value)}" for key, value in values.items()])
+    return made
+
+
+def tried(values: Range) -> list[Any]:
+    """Return every choice, or both ends of a range."""
+    return list(values.choices) or [values.low, values.high]
+
+
+def faults(recipe: Tables) -> list[str]:
+    """Return what is wrong with a recipe's `[search]`, a sentence each.
+
+    Each end of a range and each choice is put in its place, and the recipe checked as any other.
+    """
+    if not recipe.search:
+        return [
+            "it has no [search]: say which values may be tried, as in loss.margin = { low = 0.01, high = 1.0 }."
+        ]
+    table, problems = table_of(recipe), []
+    for key, values in recipe.search.items():
+        if (key.partition(".")[0] not in SEARCHED and key not in WEIGHTS) or "." not in key:
+            problems.append(
+                f"[search] {key}: data, split, batches, epochs and backbone are the same for all that is compared. A search may "
+                f"change keys of {', '.join(f'[{name}]' for name in SEARCHED)}, and {', '.join(WEIGHTS)}."
+            )
+            continue
+        for value in tried(values):
+            try:
+                check_recipe(changed(table, {key: value}))
+            except RecipeError as error:
+                problems += [f"[search] {key} = {toml_value(value)}: {problem}" for problem in error.problems]
+    return problems
+
+
+def own_values(recipe: Tables) -> dict[str, Any]:
+    """Return the values that a recipe itself sets for what is searched, as far as they lie within."""
+    table, found = table_of(recipe), {}
+    for key, values in recipe.search.items():
+        value: Any = table
+        for step in key.split("."):
+            value = value.get(step) if isinstance(value, Mapping) else None
+        inside = value in values.choices
+        if not values.choices and isinstance(value, int | float) and not isinstance(value, bool):
+            assert values.low is not None and values.high is not None
+            inside = values.low <= value <= values.high
+        if value is not None and inside:
+            found[key] = value
+    return found

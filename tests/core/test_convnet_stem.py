@@ -1,0 +1,129 @@
+"""The strided stem of `core.convnet`: what it computes, the same net where there is none, seeds, export, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from retrieval.errors import RecipeError
+from retrieval.export.export_model import export_model
+from retrieval.host.create import create
+from retrieval.model.model import Model, build_head
+from retrieval.serving.bundle import Bundle
+from sklearn.datasets import load_sample_images
+from torch import nn
+
+from retrieval_core.convnet import ConvNet
+
+
+def seeded(**values: Any) -> ConvNet:
+    torch.manual_seed(0)
+    net: ConvNet = create("backbone", "core.convnet", **values)
+    return net
+
+
+def first(net: ConvNet) -> nn.Conv2d:
+    stem = net.stages[0]
+    assert isinstance(stem, nn.Conv2d)
+    return stem
+
+
+def patches(size: int, channels: int, number: int = 20) -> torch.Tensor:
+    """Patches of a photograph, uint8 (number, channels, size, size)."""
+    photo = load_sample_images().images[0].transpose(2, 0, 1)[:channels]
+    return torch.from_numpy(np.stack([photo[:, 9 * i : 9 * i + size, :size] for i in range(number)]))
+
+
+@pytest.mark.parametrize(("stem", "kernel"), [(2, 3), (4, 7)])
+def test_the_first_convolution_strides_and_sees_every_pixel(stem: int, kernel: int) -> None:
+    layer = first(seeded(width=2, stem=stem)).double()
+    size = 10
+    x = torch.randn(1, 1, size, size, dtype=torch.double, requires_grad=True)
+    out = layer(x)
+    side = -(-size // stem)
+    assert out.shape == (1, 2, side, side)
+    half = kernel // 2
+    padded = np.pad(x.detach().numpy()[0, 0], half)
+    weight = layer.weight.detach().numpy()[:, 0]
+    for row in range(side):
+        for column in range(side):
+            y, z = row * stem, column * stem
+            expected = (padded[y : y + kernel, z : z + kernel] * weight).sum((1, 2))
+            np.testing.assert_allclose(out[0, :, row, column].detach().numpy(), expected, rtol=1e-10)
+    out.sum().backward()
+    assert x.grad is not None and bool((x.grad != 0).all())
+
+
+def test_without_a_stem_the_net_is_what_it_was() -> None:
+    """Its layers as they were written before there was a stem, with the weights of the same seed."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for before, after in ((1, 2), (2, 2), (2, 4), (4, 4)):
+        if (before, after) == (2, 4):
+            layers.append(nn.MaxPool2d(2))
+        layers += [
+            nn.Conv2d(before, after, 3, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(inplace=True),
+        ]
+    plain = nn.Sequential(*layers)
+    for net in (seeded(width=2, depth=2), seeded(width=2, depth=2, stem=1)):
+        own, old = net.stages.state_dict(), plain.state_dict()
+        assert list(own) == list(old) and all(torch.equal(own[key], old[key]) for key in old)
+        x = torch.randn(2, 1, 28, 28)
+        assert torch.equal(net.eval()(x), plain.eval()(x).mean((2, 3)))
+
+
+def test_a_seed_gives_the_same_weights() -> None:
+    one, other = (seeded(width=2, stem=4).state_dict() for _ in range(2))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize(("stem", "size", "channels"), [(2, 33, 3), (4, 65, 1)])
+def test_a_bundle_gives_what_torch_gives(stem: int, size: int, channels: int, tmp_path: Path) -> None:
+    net = seeded(width=4, size=size, channels=channels, stem=stem)
+    assert net.preprocessing is not None and net.preprocessing.shape == (channels, size, size)
+    model = Model(net, build_head(net.features, 8))
+    images = patches(size, channels)
+    with torch.inference_mode():
+        model(images)  # batch statistics
+    manifest = export_model(model, images.numpy(), tmp_path / "b", name="b")
+    assert manifest.verified.largest_difference <= 1e-4
+    found = Bundle.open(tmp_path / "b", threads=1).encode(images[:5].numpy()).vector
+    with torch.inference_mode():
+        expected = model.eval()(images[:5])[1].numpy()
+        apart = model(images[:5].to(memory_format=torch.channels_last))[1].numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(apart, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentences"),
+    [
+        (
+            {"stem": 3, "width": 0, "size": "64"},
+            [
+                "stem: should be 1 or 2 or 4, not 3",
+                "width: should be an integer (≥ 1), not 0",
+                'size: should be an integer (≥ 1), not "64"',
+            ],
+        ),
+        (
+            {"size": 28, "stem": 4, "depth": 4},
+            ["size 28 cannot be halved 3 times after a stem of 4; make depth or stem smaller or size larger"],
+        ),
+    ],
+)
+def test_wrong_options_are_told_at_once(values: dict[str, Any], sentences: list[str]) -> None:
+    with pytest.raises(RecipeError) as error:
+        create("backbone", "core.convnet", **values)
+    assert all(sentence in str(error.value) for sentence in sentences), str(error.value)
+
+
+def test_the_smallest_image_that_a_stem_takes() -> None:
+    assert seeded(size=13, stem=4, depth=3, width=2).eval()(torch.zeros(1, 1, 13, 13)).shape == (1, 8)
+    with pytest.raises(RecipeError, match="size 12 cannot be halved 2 times after a stem of 4"):
+        create("backbone", "core.convnet", size=12, stem=4, depth=3)

@@ -1,0 +1,208 @@
+"""Data sets that other libraries read: torchvision's, Hugging Face's, and tar shards."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import pickle
+import re
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.data.splits import make_splits
+from retrieval.errors import DataError, MissingDependency
+from retrieval.recipe.tables import Split
+
+from retrieval_core import huggingface, shards, torchvision_dataset
+
+
+def pixels(number: int) -> Any:
+    return np.random.default_rng(number).integers(0, 256, (10, 12, 3), dtype=np.uint8)
+
+
+def encoded(number: int) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels(number)).save(out, format="PNG")
+    return out.getvalue()
+
+
+def test_torchvision_with_two_sides(tmp_path: Path) -> None:
+    # GTSRB keeps its training side in folders and its test side in a list: files, and labels that are known without decoding.
+    base = tmp_path / "gtsrb"
+    for c in range(2):
+        folder = base / "GTSRB" / "Training" / f"{c:05d}"
+        folder.mkdir(parents=True)
+        for i in range(2):
+            Image.fromarray(pixels(10 * c + i)).save(folder / f"{i}.ppm")
+    images = base / "GTSRB" / "Final_Test" / "Images"
+    images.mkdir(parents=True)
+    for i in range(2):
+        Image.fromarray(pixels(50 + i)).save(images / f"{i}.ppm")
+    (base / "GT-final_test.csv").write_text("Filename;ClassId\n0.ppm;0\n1.ppm;1\n")
+    data = torchvision_dataset("GTSRB", tmp_path)
+    assert data.labels == ["0", "0", "1", "1", "0", "1"] and data.splits == ["train"] * 4 + ["test"] * 2
+    assert np.array_equal(np.asarray(data[2]), pixels(10)) and np.array_equal(np.asarray(data[5]), pixels(51))
+    again = pickle.loads(pickle.dumps(data))  # as processes that decode are given it
+    assert np.array_equal(np.asarray(again[4]), pixels(50))
+    Path(base / "GTSRB" / "Final_Test" / "Images" / "0.ppm").write_bytes(b"no image")
+    with pytest.raises(DataError, match="test/0 cannot be read"):
+        data[4]
+
+
+def test_torchvision_of_named_classes_in_one_folder(tmp_path: Path) -> None:
+    for name in ("cat", "dog", "emu"):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            Image.fromarray(pixels(i)).save(tmp_path / name / f"{i}.png")
+    data = torchvision_dataset("ImageFolder", tmp_path)
+    assert (
+        data.labels == ["cat"] * 3 + ["dog"] * 3 + ["emu"] * 3
+        and data.splits is None
+        and data.keys[5] == "all/5"
+    )
+    assert len(make_splits(data, Split(by="class", validation=0, test=["dog"])).query) == 3
+
+
+def test_torchvision_in_memory(tmp_path: Path) -> None:
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    made = {}
+    for prefix, count in (("train", 4), ("t10k", 2)):
+        array = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        made[prefix] = array
+        head = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(head + array.tobytes())
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(
+            bytes([0, 0, 8, 1]) + count.to_bytes(4, "big") + bytes([3, 7, 3, 7][:count])
+        )
+    data = torchvision_dataset("MNIST", tmp_path)
+    assert data.arrays is not None and np.array_equal(data.arrays, np.concatenate([*made.values()]))
+    assert data.labels == ["3 - three", "7 - seven"] * 3 and data.splits == ["train"] * 4 + ["test"] * 2
+
+
+def test_torchvision_refusals(tmp_path: Path) -> None:
+    def refused(*arguments: Any, **values: Any) -> str:
+        with pytest.raises(DataError) as error:
+            torchvision_dataset(*arguments, **values)
+        return str(error.value)
+
+    assert "Did you mean 'Flowers102'?" in refused("flowers102", tmp_path)
+    assert "Use core.cifar10." in refused("CIFAR10", tmp_path) and "sets.cifar100" in refused(
+        "CIFAR100", tmp_path
+    )
+    assert "takes no splat" in refused("Flowers102", tmp_path, options={"splat": 1})
+    text = refused("Flowers102", tmp_path)
+    assert "cannot be read from" in text and "Set [data] download = true" in text
+
+
+def test_what_torchvision_unpickles_is_refused() -> None:
+    """By torchvision's own source, whichever version is installed."""
+    from torchvision import datasets
+
+    unpickles = re.compile(r"pickle\.loads?\(|torch\.load\((?![^\n]*weights_only=True)")
+    modules = {
+        name: module
+        for name, module in vars(datasets).items()
+        if inspect.ismodule(module) and unpickles.search(Path(str(module.__file__)).read_text())
+    }
+    assert {"cifar", "lsun"} <= set(modules)
+    unsafe = [
+        name
+        for name in datasets.__all__
+        if inspect.isclass(getattr(datasets, name))
+        and any(
+            base.__module__ == module.__name__
+            for base in inspect.getmro(getattr(datasets, name))
+            for module in modules.values()
+        )
+    ]
+    for name in unsafe:
+        with pytest.raises(DataError, match=f"unpickles a file for {name}, which may run any code. "):
+            torchvision_dataset(name, Path("/nowhere"))
+
+
+def shard(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as file:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            file.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_shards_are_read_where_they_lie_in_any_order(tmp_path: Path) -> None:
+    for part in range(2):
+        members: dict[str, bytes] = {}
+        for i in range(3):
+            number = 3 * part + i
+            members[f"{number}.png"] = encoded(number)
+            members[f"{number}.cls"] = str(number % 2).encode()
+            members[f"{number}.json"] = json.dumps(
+                {"split": "test" if part else "train", "vendor": f"v{i}"}
+            ).encode()
+        shard(tmp_path / f"part-{part}.tar", members)
+    data = shards(tmp_path)
+    assert (
+        data.labels == list("010101") and data.splits == ["train"] * 3 + ["test"] * 3 and data.roles is None
+    )
+    assert data.keys[4] == "part-1/4" and data.metadata is not None and data.metadata[4] == {"vendor": "v1"}
+    again = pickle.loads(pickle.dumps(data))
+    for i in (5, 0, 3, 1, 4, 2, 0):
+        assert np.array_equal(np.asarray(data[i]), pixels(i)) and np.array_equal(
+            np.asarray(again[i]), pixels(i)
+        )
+
+
+def test_shards_that_cannot_serve(tmp_path: Path) -> None:
+    def refused(path: Path) -> str:
+        with pytest.raises(DataError) as error:
+            shards(path)
+        return str(error.value)
+
+    assert "does not exist" in refused(tmp_path / "none") and "holds no .tar file" in refused(tmp_path)
+    packed = shard(tmp_path / "a.tar.gz", {"0.png": encoded(0), "0.cls": b"a"})
+    assert "a.tar.gz is no .tar file" in refused(packed)
+    bare = shard(tmp_path / "b.tar", {"0.png": encoded(0), "1.png": encoded(1), "1.cls": b"a"})
+    assert "1 of 2 items have no label: b/0." in refused(bare)
+    damaged = shard(tmp_path / "c.tar", {"0.png": b"no image", "0.json": b'{"label": "x"}'})
+    data = shards(damaged)
+    assert data.labels == ["x"]
+    with pytest.raises(DataError, match="c/0"):
+        data[0]
+    damaged.write_bytes(damaged.read_bytes() + b"more")
+    with pytest.raises(DataError, match="changed since"):
+        pickle.loads(pickle.dumps(data))[0]
+
+
+def test_hugging_face_is_asked_for_only_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingDependency, match="embedding-retrieval\\[huggingface\\]"):
+        huggingface("somewhere")
+
+
+def test_hugging_face_saved_on_disk(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    )
+    sides = {
+        side: datasets.Dataset.from_dict(
+            {"image": [{"bytes": encoded(n), "path": None} for n in numbers], "label": [n % 2 for n in numbers]},
+            features=features,
+        )
+        for side, numbers in (("train", [0, 1, 2, 3]), ("test", [4, 5]))
+    }  # fmt: skip
+    datasets.DatasetDict(sides).save_to_disk(str(tmp_path / "saved"))
+    data = huggingface(str(tmp_path / "saved"))
+    assert data.labels == ["cat", "dog"] * 3 and data.splits == ["train"] * 4 + ["test"] * 2
+    assert np.array_equal(np.asarray(data[5]), pixels(5))
+    with pytest.raises(DataError, match="no split 'tests'") as error:
+        huggingface(str(tmp_path / "saved"), test="tests", image="picture")
+    assert "Did you mean 'test'?" in str(error.value) and "no column 'picture'" in str(error.value)

@@ -1,0 +1,191 @@
+"""The Matryoshka wrapper: against plain loops in double precision, with every loss there is, and refused where it makes no sense."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from retrieval import create
+from retrieval.errors import RecipeError
+from retrieval.host.plugins import load_plugins
+from retrieval.recipe.read import check_recipe
+from torch import Tensor, nn
+
+from retrieval_core.nested import Matryoshka
+
+PLUGINS = load_plugins()
+GIVEN = {"embedding_size": 12, "classes": 4, "features": 12}
+LABELS = torch.arange(4).repeat_interleave(3)
+WIDTHS, WEIGHTS = [2, 5], [0.5, 2.0, 1.5]
+
+
+def make(loss: Any = "pml.contrastive", **values: Any) -> Any:
+    table = {"name": "core.matryoshka", "loss": loss, "widths": WIDTHS, **values}
+    return PLUGINS.build("losses", table, GIVEN)
+
+
+def batch(items: int = 12) -> Tensor:
+    made = torch.randn(items, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return nn.functional.normalize(made).requires_grad_()
+
+
+def contrastive(rows: list[list[float]], labels: list[int], width: int, unit: bool) -> float:
+    """Upstream's contrastive loss of unit vectors, margins 0 and 1: means over the pairs that lose something, positive and negative apart."""
+    cut = []
+    for row in rows:
+        prefix = row[:width]
+        length = math.sqrt(sum(x * x for x in prefix))
+        cut.append([x / length for x in prefix] if unit else prefix)
+    sides: dict[bool, list[float]] = {True: [], False: []}
+    for i, one in enumerate(cut):
+        for j, other in enumerate(cut):
+            if i != j:
+                own = math.sqrt(sum(x * x for x in one)), math.sqrt(sum(x * x for x in other))
+                away = math.sqrt(sum((x / own[0] - y / own[1]) ** 2 for x, y in zip(one, other, strict=True)))
+                same = labels[i] == labels[j]
+                if (lost := away if same else 1 - away) > 0:
+                    sides[same].append(lost)
+    return sum(sum(side) / len(side) for side in sides.values() if side)
+
+
+@pytest.mark.parametrize("unit", [True, False])
+def test_is_the_weighted_sum_of_the_loss_at_each_width(unit: bool) -> None:
+    loss, embeddings = make(weights=WEIGHTS, normalize=unit), batch()
+    value = loss(embeddings, LABELS)
+    rows, labels = embeddings.tolist(), LABELS.tolist()
+
+    def expected(rows: list[list[float]]) -> float:
+        return sum(
+            weight * contrastive(rows, labels, width, unit)
+            for width, weight in zip([*WIDTHS, 12], WEIGHTS, strict=True)
+        )
+
+    assert value.item() == pytest.approx(expected(rows), rel=1e-9)
+    value.backward()
+    step = 1e-6
+    for item in (0, 7):
+        for number in (0, 1, 3, 6, 11):
+            ends = []
+            for side in (step, -step):
+                moved = [list(row) for row in rows]
+                moved[item][number] += side
+                ends.append(expected(moved))
+            assert embeddings.grad[item, number].item() == pytest.approx(
+                (ends[0] - ends[1]) / (2 * step), abs=1e-6
+            )
+
+
+def test_prefixes_are_at_unit_length_where_the_loss_looks_at_it() -> None:
+    """Not every loss normalises what it is given."""
+    seen: list[Tensor] = []
+
+    class Seen(nn.Module):
+        def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+            seen.append(embeddings)
+            return embeddings.sum()
+
+    embeddings = batch() * 3
+    Matryoshka([Seen(), Seen(), Seen()], [2, 5, 12], [1, 1, 1])(embeddings, LABELS)
+    assert [one.shape[1] for one in seen] == [2, 5, 12]
+    assert torch.allclose(seen[0].norm(dim=1), torch.ones(12, dtype=torch.float64))
+    assert torch.allclose(seen[1] * embeddings[:, :5].norm(dim=1, keepdim=True), embeddings[:, :5])
+    assert seen[2] is embeddings
+    seen.clear()
+    Matryoshka([Seen(), Seen()], [2, 12], [1, 1], normalize=False)(embeddings, LABELS)
+    assert torch.equal(seen[0], embeddings[:, :2])
+
+
+@pytest.mark.parametrize("name", list(PLUGINS.factories("losses")))
+def test_every_loss_trains_prefixes(name: str) -> None:
+    """Proxies and class weights are of each width, and each gets a gradient."""
+    torch.manual_seed(0)
+    factory = PLUGINS.find("losses", name)
+    inner: dict[str, Any] = {"name": name}
+    for p in factory.parameters:
+        if p.required:
+            words = {"losses": "pml.contrastive"}
+            inner[p.name] = (
+                ["pml.contrastive"] if p.many else words.get(p.part or "", [1] if p.name == "widths" else 0.5)
+            )
+    try:
+        loss = make(inner)
+    except RecipeError as refused:
+        pytest.skip(str(refused))
+    embeddings = torch.randn(12, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    value = loss(embeddings, LABELS)
+    value.backward()
+    assert math.isfinite(value.item()) and len(loss.losses) == 3
+    assert embeddings.grad is not None and bool(embeddings.grad.isfinite().all())
+    assert embeddings.grad[:, :2].abs().sum() > 0 and embeddings.grad[:, 5:].abs().sum() > 0
+    for parameter in loss.parameters():
+        assert parameter.grad is not None and bool(parameter.grad.isfinite().all())
+
+
+def test_proxies_are_made_for_each_width() -> None:
+    shapes = [[tuple(p.shape) for p in each.parameters()] for each in make("pml.proxy_anchor").losses]
+    assert shapes == [[(4, 2)], [(4, 5)], [(4, 12)]]
+
+
+def test_a_miner_outside_and_a_reference_set_serve_each_width() -> None:
+    loss, embeddings, reference = make(), batch(), batch(20).detach()
+    triplets = (torch.tensor([0, 3, 3]), torch.tensor([1, 4, 5]), torch.tensor([4, 8, 0]))
+    names = torch.arange(20) % 4
+    single = create("loss", "pml.contrastive")
+    unit = nn.functional.normalize
+
+    def each(**given: Any) -> float:
+        ref = given.pop("ref", None)
+        parts = []
+        for width in (2, 5, 12):
+            other = {} if ref is None else {"ref_emb": unit(ref[:, :width]), "ref_labels": names}
+            parts.append(single(unit(embeddings[:, :width]), LABELS, **given, **other).item())
+        return sum(parts)
+
+    assert loss(embeddings, LABELS, triplets).item() == pytest.approx(each(indices_tuple=triplets))
+    found = loss(embeddings, LABELS, None, reference, names).item()
+    assert found == pytest.approx(each(ref=reference)) and found != pytest.approx(each())
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({"widths": [2, 12]}, "prefixes are shorter"),
+        ({"widths": [5, 2]}, "ascend"),
+        ({"widths": [2, 2]}, "ascend"),
+        ({"weights": [1.0]}, "give 3"),
+        ({"weights": [0.0, 0.0, 0.0]}, "not all are 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(values: dict[str, Any], fault: str) -> None:
+    with pytest.raises(RecipeError, match=fault):
+        make(**values)
+
+
+def test_a_combiner_is_refused_beside_it() -> None:
+    combiner = next(iter(PLUGINS.factories("combiners")))
+    recipe = {
+        "data": {"name": "core.digits"},
+        "backbone": {"name": "core.convnet"},
+        "combiner": {"name": combiner},
+        "loss": {"name": "core.matryoshka", "loss": "pml.contrastive", "widths": [8]},
+    }
+    with pytest.raises(RecipeError, match="trains the beginnings of one embedding"):
+        check_recipe(recipe)
+
+
+def test_an_object_serves_each_width_with_weights_of_its_own() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+            return self.scale * embeddings.square().sum()
+
+    shared = Scaled()
+    loss = Matryoshka([shared] * 3, [2, 5, 12], [1, 2, 3])
+    loss(batch(), LABELS).backward()
+    grads = [each.scale.grad.item() for each in loss.losses]
+    assert grads == pytest.approx([12, 24, 36])

@@ -1,0 +1,307 @@
+"""Gallery items that a query does not see: against the definitions in plain Python, and in a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from retrieval.errors import DataError
+from retrieval.evaluation.evaluation import evaluate
+from retrieval.evaluation.exclusion import Exclusion
+from retrieval.evaluation.open_set import open_set
+from retrieval.evaluation.protocol import Protocol
+from retrieval.evaluation.reordered import expanded, reranked
+from retrieval.evaluation.report import measured
+from retrieval.evaluation.visible import visible_neighbors
+from retrieval.recipe.evaluate import Expansion, Rerank
+from retrieval.run.codes import ItemCodes
+from retrieval.run.open import load_run
+
+ALL = ["recall_at_1", "recall_at_4", "precision_at_5", "r_precision", "map_at_r", "map"]
+
+
+def plain(codes, labels, cameras, gallery, theirs, their_cameras, same_label):
+    """Return every figure by its definition, one query and one rank after another, in float64."""
+    itself = gallery is None
+    gallery, theirs, their_cameras = (codes, labels, cameras) if itself else (gallery, theirs, their_cameras)
+    sums, asked = dict.fromkeys(ALL, 0.0), 0
+    for i, code in enumerate(np.asarray(codes, float)):
+        order = []
+        for j, other in enumerate(np.asarray(gallery, float)):
+            shared = cameras[i] not in (None, "") and cameras[i] == their_cameras[j]
+            if (itself and i == j) or (shared and (not same_label or labels[i] == theirs[j])):
+                continue
+            distance = sum((a - b) ** 2 for a, b in zip(code, other, strict=True))
+            order.append((float(np.float32(distance)), j))
+        hits = [theirs[j] == labels[i] for _, j in sorted(order)]
+        relevant = sum(hits)
+        if not relevant:
+            continue
+        asked += 1
+        precision = [sum(hits[: rank + 1]) / (rank + 1) for rank in range(len(hits))]
+        sums["recall_at_1"] += any(hits[:1])
+        sums["recall_at_4"] += any(hits[:4])
+        sums["precision_at_5"] += sum(hits[:5]) / 5
+        sums["r_precision"] += sum(hits[:relevant]) / relevant
+        sums["map_at_r"] += sum(precision[j] for j in range(min(relevant, len(hits))) if hits[j]) / relevant
+        sums["map"] += sum(precision[j] for j in range(len(hits)) if hits[j]) / relevant
+    return {name: value / asked for name, value in sums.items()}, asked
+
+
+def items(seed: int, count: int, tied: bool):
+    random = np.random.default_rng(seed)
+    labels = np.minimum(random.geometric(0.25, count), 9)
+    codes = (
+        random.integers(0, 3, (count, 2)) if tied else random.normal(size=(count, 5)) + labels[:, None] * 0.3
+    )
+    cameras = [["a", "b", "c", "", None][i] for i in random.integers(0, 5, count)]
+    return codes.astype(np.float32), labels, cameras
+
+
+@pytest.mark.parametrize("same_label", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("parted", [False, True])
+def test_against_the_definitions(same_label, tied, parted):
+    codes, labels, cameras = items(1, 70, tied)
+    gallery, theirs, their_cameras = items(2, 50, tied) if parted else (None, None, None)
+    expected, asked = plain(codes, labels, cameras, gallery, theirs, their_cameras, same_label)
+    found = evaluate(
+        codes, labels, gallery=gallery, gallery_labels=theirs, metrics=ALL,
+        exclude=Exclusion(cameras, their_cameras, same_label),
+    )  # fmt: skip
+    assert found.values == pytest.approx(expected, abs=1e-12)
+    assert (found.queries, found.singletons) == (asked, 70 - asked)
+    alike = evaluate(codes, labels, gallery=gallery, gallery_labels=theirs, metrics=ALL)
+    assert found.values != pytest.approx(alike.values, abs=1e-3)
+
+
+def test_values_that_exclude_nothing_give_the_very_same_figures():
+    codes, labels, _ = items(3, 3000, False)  # enough that the plain figures take the quick way
+    alone = Exclusion(list(range(3000)))
+    assert evaluate(codes, labels, exclude=alone) == evaluate(codes, labels)
+
+
+def test_block_sizes_give_the_very_same_figures():
+    codes, labels, cameras = items(4, 120, True)
+    first = evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras))
+    for block in (1, 7, 119):
+        assert evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras), block=block) == first
+
+
+def test_a_combiners_distance_too():
+    codes, labels, cameras = items(5, 60, False)
+
+    def cityblock(a, b):
+        return (a[:, None] - b[None]).abs().sum(2)
+
+    order = np.abs(codes[:, None].astype(float) - codes[None]).sum(2)
+    hits = asked = 0
+    for i in range(60):
+        seen = [j for j in range(60) if j != i and (cameras[i] in (None, "") or cameras[i] != cameras[j])]
+        if any(labels[j] == labels[i] for j in seen):
+            asked += 1
+            hits += labels[min(seen, key=lambda j: order[i, j])] == labels[i]
+    found = evaluate(codes, labels, metrics=["recall_at_1"], distance=cityblock, exclude=Exclusion(cameras))
+    assert found.queries == asked and found.values["recall_at_1"] == pytest.approx(hits / asked)
+
+
+def test_values_that_do_not_fit():
+    codes, labels, cameras = items(6, 20, False)
+    with pytest.raises(DataError, match="20 queries and 19 values to exclude by"):
+        evaluate(codes, labels, exclude=Exclusion(cameras[1:]))
+    with pytest.raises(DataError, match="20 gallery items and 3 values"):
+        evaluate(codes, labels, gallery=codes, gallery_labels=labels, exclude=Exclusion(cameras, ["a"] * 3))
+    every = evaluate(codes, labels, exclude=Exclusion(["one"] * 20))
+    assert every.queries == 0 and every.singletons == 20
+
+
+def seen_by(i, labels, cameras, theirs, their_cameras, itself, same_label):
+    """Return the places that a query may see."""
+    shared = [cameras[i] not in (None, "") and cameras[i] == c for c in their_cameras]
+    return [
+        j for j in range(len(theirs))
+        if not (itself and i == j) and not (shared[j] and (not same_label or labels[i] == theirs[j]))
+    ]  # fmt: skip
+
+
+def distances(ours, others):
+    """Return distances as figures compare them, one pair after another in float64, rounded to float32."""
+    apart = [
+        [sum((float(a) - float(b)) ** 2 for a, b in zip(p, g, strict=True)) for g in others] for p in ours
+    ]
+    return np.sqrt(np.array(apart, np.float32))
+
+
+@pytest.mark.parametrize("same_label", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("parted", [False, True])
+def test_open_set_by_the_definition(same_label, tied, parted):
+    codes, labels, cameras = items(1, 70, tied)
+    labels[:8] = np.arange(90, 98)  # nobody else's
+    gallery, theirs, their_cameras = items(2, 50, tied) if parted else (codes, labels, cameras)
+    apart = distances(codes, gallery)
+    best, known = [], []
+    for i in range(70):
+        seen = seen_by(i, labels, cameras, theirs, their_cameras, not parted, same_label)
+        known.append(any(theirs[j] == labels[i] for j in seen))
+        best.append(min(((apart[i, j], j) for j in seen), default=(np.inf, -1)))
+    assert 0 < sum(known) < 70
+    expected = {}
+    for far in (0.0, 0.1, 0.5):
+        rates = []
+        for t in {a for a, j in best if j >= 0}:
+            false = sum(a <= t for (a, j), k in zip(best, known, strict=True) if not k) / known.count(False)
+            right = sum(k and a <= t and theirs[j] == labels[i] for i, ((a, j), k) in enumerate(zip(best, known, strict=True)))  # fmt: skip
+            rates.append(right / sum(known) if false <= far else 0.0)
+        expected[f"dir_at_far_{far:g}"] = max(rates)
+    numbers = np.asarray(labels), np.asarray(theirs)
+    exclude = Exclusion(cameras, their_cameras if parted else None, same_label)
+    found = open_set(
+        codes, numbers[0], gallery if parted else None, numbers[1], fars=(0.0, 0.1, 0.5), exclude=exclude
+    )
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_who_may_see_nothing_is_never_accepted():
+    codes, labels = np.array([[0.0], [0.1], [0.2], [5.0]]), np.array([0, 0, 1, 2])
+    exclude = Exclusion(["a", "a", "b", "c"], ["x", "x", "b", "b", "c"])
+    gallery, theirs = np.array([[0.0], [9.0], [0.2], [0.3], [5.0]]), np.array([0, 0, 1, 1, 2])
+    every = open_set(codes, labels, gallery, theirs, fars=(1.0,), exclude=exclude)
+    assert every == {"dir_at_far_1": 1.0}  # both of class 0, the only ones that see their own
+    blind = Exclusion(["a", "a", "b", "b"], ["b"] * 5)
+    assert open_set(codes, labels, gallery, theirs, fars=(0.0,), exclude=blind) == {"dir_at_far_0": 1.0}
+
+
+@pytest.mark.parametrize("parted", [False, True])
+@pytest.mark.parametrize("block", [3, 1024])
+def test_the_nearest_that_are_visible(parted, block, monkeypatch):
+    monkeypatch.setattr("retrieval.evaluation.neighbors.Neighbors.block", lambda self, k: block)
+    codes, labels, cameras = items(7, 40, True)
+    gallery, theirs, their_cameras = items(8, 30, True) if parted else (codes, labels, cameras)
+    hidden = Exclusion(cameras, their_cameras if parted else None).hidden(labels, theirs)
+    asked = np.array([39, 0, 7, 7, 12])
+    rows, apart = visible_neighbors(codes, gallery if parted else None, 38, hidden, asked=asked)
+    far = distances(codes, gallery)
+    for place, i in enumerate(asked.tolist()):
+        seen = sorted(seen_by(i, labels, cameras, theirs, their_cameras, not parted, False), key=lambda j: (far[i, j], j))[:38]  # fmt: skip
+        assert rows[place].tolist() == seen + [-1] * (38 - len(seen))
+        assert apart[place].tolist() == [*(far[i, j] for j in seen), *[np.inf] * (38 - len(seen))]
+    assert (rows < 0).any()
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_a_query_is_expanded_with_what_it_may_see(parted):
+    codes, labels, cameras = items(9, 30, False)
+    gallery, theirs, their_cameras = items(10, 25, False) if parted else (codes, labels, cameras)
+    apart = distances(codes, gallery)
+    means = []
+    for i in range(30):
+        seen = seen_by(i, labels, cameras, theirs, their_cameras, not parted, False)
+        total = codes[i].astype(float) / np.linalg.norm(codes[i].astype(float))
+        for j in sorted(seen, key=lambda j: (apart[i, j], j))[:4]:
+            other = gallery[j].astype(float) / np.linalg.norm(gallery[j].astype(float))
+            total = total + max(float(codes[i].astype(float) @ other) / np.linalg.norm(codes[i].astype(float)), 0) ** 2 * other  # fmt: skip
+        means.append(total / np.linalg.norm(total) * np.linalg.norm(codes[i].astype(float)))
+    hidden = Exclusion(cameras, their_cameras if parted else None).hidden(labels, theirs)
+    for given, same in ((hidden, True), (None, False)):
+        changed = expanded(codes, gallery if parted else None, k=4, alpha=2.0, hidden=given)
+        right = changed.query if changed.gallery is None else changed.gallery
+        found = changed.distance(torch.from_numpy(changed.query), torch.from_numpy(right)).numpy()
+        expected = np.linalg.norm(np.array(means)[:, None] - np.asarray(gallery, float)[None], axis=2)
+        assert np.allclose(found, expected, rtol=0, atol=1e-9) == same
+
+
+@pytest.mark.parametrize("same_label", [False, True])
+def test_reranked_answers_lose_what_is_hidden(same_label):
+    """Re-ranking looks at all, and what is hidden is dropped from its answers, as published code does."""
+    codes, labels, cameras = items(11, 40, False)
+    changed = reranked(codes[:15], codes[15:], k1=6, k2=3)
+    apart = changed.distance(torch.from_numpy(changed.query), torch.from_numpy(changed.gallery)).numpy()
+    hits = []
+    for i in range(15):
+        seen = seen_by(i, labels, cameras, labels[15:], cameras[15:], False, same_label)
+        if any(labels[15 + j] == labels[i] for j in seen):
+            hits.append(labels[15 + min(seen, key=lambda j: (np.float32(apart[i, j]), j))] == labels[i])
+    found = evaluate(
+        changed.query, labels[:15], gallery=changed.gallery, gallery_labels=labels[15:], metrics=["recall_at_1"],
+        distance=changed.distance, exclude=Exclusion(cameras[:15], cameras[15:], same_label),
+    )  # fmt: skip
+    assert found.queries == len(hits) and found.values["recall_at_1"] == pytest.approx(np.mean(hits))
+
+
+def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    rows = ["path,label,split,role,camera"]
+    for number in range(32):
+        item, camera = number // 4, number % 2
+        side = "train," if item < 4 else f"test,{'query' if number % 4 == 0 else 'gallery'}"
+        pixels = random.integers(0, 99, (8, 8), dtype=np.uint8) + 40 * camera
+        Image.fromarray(pixels.astype(np.uint8)).save(f"{number}.png")
+        rows.append(f"{number}.png,{item},{side},c{camera}")
+    Path("items.csv").write_text("\n".join(rows) + "\n")
+    Path("r.toml").write_text(
+        'name = "r"\n[data]\nname = "core.csv"\nmanifest = "items.csv"\n[split]\nvalidation = 0.5\n[sampler]\nclasses = 2\n'
+        'items = 2\nbatches = 2\n[backbone]\nname = "core.pixels"\nsize = 8\n[head]\nembedding_size = 4\n'
+        '[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n[evaluate]\nexclude = "camera"\n'
+    )  # fmt: skip
+    assert cli("train", "r.toml").code == 0
+    done = cli("evaluate", "runs/r", "--json")
+    assert done.code == 0, done.err
+    assert (json.loads(done.out)["queries"], json.loads(done.out)["gallery"]) == (4, 12)
+    check_the_report(check_the_rows())
+    refused = cli("evaluate", "runs/r", "--ray", "local")
+    assert refused.code == 2 and "[evaluate] exclude: a cluster measures no such figures" in refused.err
+    wrong = cli("train", "r.toml", "--set", "evaluate.exclude=camra", "--set", "name=other")
+    assert wrong.code == 2 and "[evaluate] exclude: the data have no column 'camra'" in wrong.err
+    assert "Did you mean 'camera'?" in wrong.err
+
+
+def check_the_rows() -> Any:
+    """Rows after expansion, and open-set rates, are of what a query may see; returns the codes of all items."""
+    run = load_run(Path("runs/r"))
+    table = run.recipe.evaluate.model_copy(
+        update={"expand": Expansion(k=3), "rerank": Rerank(k1=4, k2=2), "open_set": [0.5]}
+    )
+    run.recipe = run.recipe.model_copy(update={"evaluate": table})
+    codes, labels = ItemCodes(run, torch.device("cpu"))(np.arange(32)).numpy(), run.splits.labels
+    cameras = [row["camera"] for row in run.dataset.metadata or []]
+    query, gallery = (
+        run.splits.query,
+        run.splits.gallery[labels[run.splits.gallery] != 7],
+    )  # the last class is unknown
+    rows = dict(Protocol(run, query, gallery).measure(codes[query], codes[gallery], metrics=["recall_at_1"]))
+    assert list(rows) == ["", " re-ranked", " expanded"]
+    exclude = Exclusion([cameras[i] for i in query], [cameras[i] for i in gallery])
+    changed = expanded(
+        codes[query], codes[gallery], k=3, hidden=exclude.hidden(labels[query], labels[gallery])
+    )
+    for name, left, right, distance in (
+        ("", codes[query], codes[gallery], None), (" expanded", changed.query, changed.gallery, changed.distance),
+    ):  # fmt: skip
+        rates = open_set(
+            left, labels[query], right, labels[gallery], fars=(0.5,), distance=distance, exclude=exclude
+        )
+        assert rows[name].values["dir_at_far_0.5"] == rates["dir_at_far_0.5"]
+    return codes
+
+
+def check_the_report(codes: Any) -> None:
+    """The report's neighbours and figures are of what a query may see, and so are its pairs."""
+    run = load_run(Path("runs/r"))
+    labels, cameras = run.splits.labels, [row["camera"] for row in run.dataset.metadata or []]
+    found = measured.measure(run, 100, 100)
+    apart = distances(codes, codes)
+    for place, query in enumerate(found.query.tolist()):
+        seen = [j for j in run.splits.gallery.tolist() if cameras[j] != cameras[query]]
+        order = sorted(seen, key=lambda j: (apart[query, j], j))[: measured.SHOWN]
+        assert found.neighbours[place].tolist() == order + [-1] * (measured.SHOWN - len(order))
+        assert found.figures["recall_at_1"][place] == (labels[order[0]] == labels[query])
+    firsts, seconds = found.pairs.items[found.pairs.first], found.pairs.items[found.pairs.second]
+    assert all(cameras[a] != cameras[b] for a, b in zip(firsts, seconds, strict=True))

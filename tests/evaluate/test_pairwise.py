@@ -1,0 +1,167 @@
+"""Figures in blocks of queries by blocks of the gallery: those of `evaluate`, whatever the blocks are, and from files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from retrieval.errors import DataError
+from retrieval.evaluation.evaluation import evaluate
+from retrieval.evaluation.pairwise import ArrayRows, _rounded, evaluate_vectors, pairwise
+
+METRICS = ("recall_at_1", "recall_at_4", "r_precision", "map_at_r")
+
+
+def clusters(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of 12 classes of unequal size, with duplicates and items alone in their class."""
+    rng = np.random.default_rng(seed)
+    labels = np.minimum(rng.geometric(0.2, count), 11)
+    codes = rng.normal(size=(12, 8))[labels] + rng.normal(size=(count, 8))
+    codes[count // 2 : count // 2 + 20] = codes[:20]  # equal distances, of unlike labels too
+    labels[-1] = 99
+    return codes.astype(np.float32), labels
+
+
+@pytest.mark.parametrize("block", [31, 100, None])
+def test_the_figures_are_those_of_evaluate_whatever_the_blocks_are(block):
+    codes, labels = clusters(500)
+    assert pairwise(ArrayRows(codes), labels, metrics=METRICS, block=block) == evaluate(
+        codes, labels, metrics=METRICS
+    )
+
+
+def test_a_gallery_of_its_own_and_a_distance_of_ones_own():
+    codes, labels = clusters(400)
+    queries, theirs = codes[:90], labels[:90]
+
+    def manhattan(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(one, other, p=1)
+
+    for distance in (None, manhattan):
+        found = pairwise(
+            ArrayRows(queries),
+            theirs,
+            gallery=ArrayRows(codes[90:]),
+            gallery_labels=labels[90:],
+            metrics=METRICS,
+            distance=distance,
+            block=33,
+        )
+        assert found == evaluate(
+            queries,
+            theirs,
+            gallery=codes[90:],
+            gallery_labels=labels[90:],
+            metrics=METRICS,
+            distance=distance,
+        )
+
+
+def test_by_plain_loops():
+    codes, labels = clusters(120)
+    found = pairwise(ArrayRows(codes), labels, metrics=["recall_at_1"], block=17).values["recall_at_1"]
+    right = []
+    for row in range(120):
+        others = [at for at in range(120) if at != row]
+        if not any(labels[at] == labels[row] for at in others):
+            continue
+        exact = [(np.float32(((codes[at].astype(float) - codes[row]) ** 2).sum()), at) for at in others]
+        right.append(labels[min(exact)[1]] == labels[row])
+    assert found == np.mean(right)
+
+
+def test_numbers_are_rounded_as_float32_rounds_them():
+    values = np.abs(np.random.default_rng(0).normal(size=10_000)) * 10.0 ** np.arange(-5000, 5000).repeat(1)[
+        :10_000
+    ].clip(-30, 30)
+    assert (_rounded(values) == values.astype(np.float32)).all()
+    assert _rounded(np.array([0.0, np.inf])).tolist() == [0.0, np.inf]
+
+
+@pytest.fixture(scope="module")
+def makers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "serving_makers", Path(__file__).parents[1] / "serving" / "makers.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_folder_of_embeddings_is_evaluated_from_its_files(makers, cli, tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
+    from retrieval.serving.embedding.embedding import embed_sources
+
+    makers.write_digits(tmp_path / "photos", 150)
+    bundle = makers.make_bundle(tmp_path / "bundle")
+    (tmp_path / "photos" / "0" / "bad.png").write_bytes(b"no")
+    embed_sources(bundle, tmp_path / "photos", tmp_path / "v", batch=8, part=20, progress=False)
+    tables = [pq.read_table(path) for path in sorted((tmp_path / "v").glob("*.parquet"))]
+    codes = np.concatenate([np.array(one["vector"].to_pylist(), np.float32) for one in tables])
+    labels = [label for one in tables for label in one["label"].to_pylist()]
+    wanted = evaluate(codes, labels)
+    assert evaluate_vectors(tmp_path / "v", progress=False) == wanted
+    shown = cli("evaluate", tmp_path / "v", "--metric", "recall_at_1")
+    assert (
+        shown.code == 0 and f"{wanted.values['recall_at_1']:.4f}" in shown.out and "150 queries" in shown.out
+    )
+    assert "belongs to a run" in cli("evaluate", tmp_path / "v", "--clusters").err
+
+    embed_sources(bundle, tmp_path / "photos" / "1", tmp_path / "q", batch=8, progress=False)
+    found = evaluate_vectors(tmp_path / "q", gallery=tmp_path / "v", progress=False)
+    assert found.gallery == 150 and found.values["recall_at_1"] == 1.0  # each finds itself
+    other = makers.make_bundle(tmp_path / "other", seed=9)
+    embed_sources(other, tmp_path / "photos" / "1", tmp_path / "w", batch=8, progress=False)
+    with pytest.raises(DataError, match="vectors of two bundles"):
+        evaluate_vectors(tmp_path / "w", gallery=tmp_path / "v", progress=False)
+
+
+WIDE, PART = 2048, 4096
+
+
+def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: int) -> None:
+    """A folder as `retrieval embed` writes it, of vectors without originals."""
+    from retrieval.serving.embedding.parts import write_part
+    from retrieval.serving.embedding.work import Made
+    from retrieval.serving.index.embedded import PLAN, Plan
+    from retrieval.serving.index.journal import Done
+    from retrieval.serving.index.origins import Source
+
+    folder.mkdir()
+    plan = Plan("0" * 64, None, "", parts * size, size, 1, {"vector": WIDE}, [1, 1], complete=True, bad=0)
+    for number in range(parts):
+        items = [Source(str(row), str(row % 7), None, row=row, recorded="") for row in plan.rows(number)]
+        made = Made(number, [Done("")] * size, {"vectors": codes(number)}, {})
+        write_part(folder, plan, items, made)
+    (folder / PLAN).write_text(plan.text())
+
+
+def test_a_worker_holds_a_block_and_not_the_gallery(tmp_path):
+    """Eight blocks of 32 MB take a worker less than two of them more than one does: they come and go."""
+    pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+    rng = np.random.default_rng(0)
+    same = rng.normal(size=(PART, WIDE)).astype(np.float32)
+    written(tmp_path / "q", lambda number: same[:14], 1, 14)
+    written(tmp_path / "small", lambda number: same, 1, PART)
+    written(tmp_path / "large", lambda number: same + np.float32(number), 8, PART)
+    script = Path(__file__).with_name("bounded_process.py")
+    done = subprocess.run(
+        [sys.executable, script, *(tmp_path / name for name in ("q", "small", "large"))],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    said = json.loads(done.stdout)
+    assert said["recall"] == 1.0 and said["gallery"] == 8 * PART
+    gallery = 4 * WIDE * PART * 8
+    assert said["grown"][1] < gallery / 4, said

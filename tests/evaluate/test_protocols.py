@@ -1,0 +1,302 @@
+"""Protocols beyond equal labels, each against plain loops in double precision; and all of them together in a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.errors import DataError
+from retrieval.evaluation.evaluation import evaluate
+from retrieval.evaluation.exclusion import Exclusion
+from retrieval.evaluation.open_set import open_set
+from retrieval.evaluation.relevance import Levels, Tags
+from retrieval.evaluation.reordered import expanded, reranked
+from retrieval.model.metrics import NDCGAt, RecallAt
+
+GRADED = {"ndcg": NDCGAt(5), "exp": NDCGAt(3, "exponential"), "recall": RecallAt(1)}
+
+
+def items(seed: int, count: int, tied: bool = False):
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, 8, count)
+    codes = (
+        random.integers(0, 3, (count, 2)) if tied else random.normal(size=(count, 4)) + labels[:, None] * 0.2
+    )
+    return codes.astype(np.float32), labels, random
+
+
+def ranked(codes, gallery, i, itself, hidden=lambda j: False):
+    """Return places of the gallery, nearest first, by distance rounded to float32 and then by place."""
+    there = [j for j in range(len(gallery)) if not (itself and i == j) and not hidden(j)]
+    apart = {j: float(np.float32(sum((float(a) - float(b)) ** 2 for a, b in zip(codes[i], gallery[j], strict=True)))) for j in there}  # fmt: skip
+    return sorted(there, key=lambda j: (apart[j], j))
+
+
+def plain(codes, gallery, grade, match, itself, hidden=lambda i, j: False):
+    sums, asked = dict.fromkeys(GRADED, 0.0), 0
+    for i in range(len(codes)):
+        order = [grade(i, j) for j in ranked(codes, gallery, i, itself, lambda j, i=i: hidden(i, j))]
+        if not any(g >= match for g in order):
+            continue
+        asked += 1
+        best = sorted(order, reverse=True)
+        for name, k, gain in (("ndcg", 5, lambda g: g), ("exp", 3, lambda g: 2**g - 1)):
+            dcg, ideal = (
+                sum(gain(g) / math.log2(rank + 2) for rank, g in enumerate(grades[:k]))
+                for grades in (order, best)
+            )
+            sums[name] += dcg / ideal
+        sums["recall"] += order[0] >= match
+    return {name: value / asked for name, value in sums.items()}, asked
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("parted", [False, True])
+def test_levels_of_classes(tied, parted):
+    codes, labels, random = items(1, 40, tied)
+    genus = [f"g{n // 2}" if n else None for n in labels]  # one class of no genus
+    family = [f"f{n // 4}" for n in labels]
+    rest = items(2, 30, tied)
+    others = (
+        list(rest[1]),
+        [f"g{n // 2}" if n else "" for n in rest[1]],
+        [f"f{n // 4}" for n in rest[1]],
+    )
+    ours = (list(labels), genus, family)
+    gallery, theirs = (rest[0], others) if parted else (codes, ours)
+    cameras = random.integers(0, 3, 40).tolist()
+    their_cameras = random.integers(0, 3, 30).tolist() if parted else cameras
+
+    def grade(i, j):
+        return max(
+            (3 - level for level in range(3) if ours[level][i] and ours[level][i] == theirs[level][j]),
+            default=0,
+        )
+
+    if 0 in labels:  # label 0 is a label like any other
+
+        def grade(i, j):
+            same = [
+                ours[0][i] == theirs[0][j],
+                *(bool(ours[n][i]) and ours[n][i] == theirs[n][j] for n in (1, 2)),
+            ]
+            return max((3 - level for level in range(3) if same[level]), default=0)
+
+    expected, asked = plain(codes, gallery, grade, 3, not parted, lambda i, j: cameras[i] == their_cameras[j])
+    found = evaluate(
+        codes, labels, gallery=gallery if parted else None, gallery_labels=rest[1] if parted else None, metrics=GRADED,
+        relevance=Levels(ours, others if parted else None), exclude=Exclusion(cameras, their_cameras if parted else None),
+    )  # fmt: skip
+    assert found.values == pytest.approx(expected, abs=1e-12) and found.queries == asked
+
+
+def test_items_of_several_labels():
+    codes, labels, random = items(3, 40)
+    tags = [
+        [f"t{t}" for t in random.choice(12, size=random.integers(0, 4), replace=False)] for _ in range(40)
+    ]
+    expected, asked = plain(codes, codes, lambda i, j: len({*tags[i]} & {*tags[j]}), 1, True)
+    found = evaluate(codes, labels, metrics=GRADED, relevance=Tags(tags))
+    assert found.values == pytest.approx(expected, abs=1e-12) and found.queries == asked < 40
+    assert evaluate(codes, labels, metrics=GRADED, relevance=Tags(tags), block=3) == found
+    with pytest.raises(DataError, match="40 queries and 40 gallery items, and grades of 39 and 39"):
+        evaluate(codes, labels, metrics=GRADED, relevance=Tags(tags[1:]))
+
+
+def test_binary_relevance_by_either_way_gives_the_same():
+    codes, labels, _ = items(4, 60)
+    metrics = {**GRADED, "map": RecallAt(3)}
+    plainly = evaluate(codes, labels, metrics=metrics)
+    assert evaluate(codes, labels, metrics=metrics, relevance=Levels([list(labels)])).values == pytest.approx(plainly.values, abs=1e-12)  # fmt: skip
+    expected, _ = plain(codes, codes, lambda i, j: float(labels[i] == labels[j]), 1, True)
+    assert {name: plainly.values[name] for name in GRADED} == pytest.approx(expected, abs=1e-12)
+
+
+def test_figures_by_group():
+    codes, labels, random = items(5, 50)
+    vendors = [f"v{n}" for n in random.integers(0, 3, 50)]
+    found = evaluate(codes, labels, metrics=["recall_at_1"], by=vendors)
+    for vendor in ("v0", "v1", "v2"):
+        hits = [
+            labels[ranked(codes, codes, i, True)[0]] == labels[i] for i in range(50) if vendors[i] == vendor
+        ]
+        assert found.groups[vendor] == {"recall_at_1": pytest.approx(np.mean(hits)), "queries": len(hits)}
+    assert found.values == evaluate(codes, labels, metrics=["recall_at_1"]).values
+    with pytest.raises(DataError, match="50 queries and 2 values to group by"):
+        evaluate(codes, labels, by=["a", "b"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_open_set(tied):
+    codes, labels, _ = items(6, 60, tied)
+    gallery, theirs, _ = items(7, 40, tied)
+    keep = theirs < 5  # classes 5 to 7 are strangers
+    gallery, theirs = gallery[keep], theirs[keep]
+    found = open_set(codes, labels, gallery, theirs, fars=(0.0, 0.1, 0.5, 1.0))
+    nearest = [ranked(codes, gallery, i, False)[0] for i in range(60)]
+    apart = [np.float32(math.sqrt(float(np.float32(sum((float(a) - float(b)) ** 2 for a, b in zip(codes[i], gallery[nearest[i]], strict=True)))))) for i in range(60)]  # fmt: skip
+    known = [label in set(theirs.tolist()) for label in labels]
+    for far, value in zip((0.0, 0.1, 0.5, 1.0), found.values(), strict=True):
+        best = 0.0
+        for t in apart:
+            accepted = sum(a <= t for a, k in zip(apart, known, strict=True) if not k) / known.count(False)
+            if accepted <= far:
+                right = sum(k and a <= t and theirs[n] == label for a, k, n, label in zip(apart, known, nearest, labels, strict=True))  # fmt: skip
+                best = max(best, right / known.count(True))
+        assert value == pytest.approx(best, abs=1e-12)
+    with pytest.raises(DataError, match="no query is unknown"):
+        open_set(codes[labels < 5], labels[labels < 5], gallery, theirs)
+    with pytest.raises(DataError, match="no query is known"):
+        open_set(codes[labels >= 5], labels[labels >= 5], gallery, theirs)
+
+
+def unit(row):
+    return np.asarray(row, float) / (np.linalg.norm(np.asarray(row, float)) or 1)
+
+
+@pytest.mark.parametrize("parted", [False, True])
+@pytest.mark.parametrize("queries", [False, True])
+@pytest.mark.parametrize("alpha", [0.0, 3.0])
+def test_expansion_of_queries_and_of_the_gallery(parted, queries, alpha):
+    codes, labels, _ = items(8, 20)
+    gallery, theirs, _ = items(9, 25)
+    right = gallery if parted else codes
+    base, itself = (codes, not parted) if queries else (right, True)
+    means = []
+    for i in range(len(base)):
+        total = unit(base[i])
+        for j in ranked(base, right, i, itself)[:4]:
+            total = total + max(float(unit(base[i]) @ unit(right[j])), 0) ** alpha * unit(right[j])
+        means.append(unit(total) * np.linalg.norm(base[i].astype(float)))
+    left, searched = (means, right) if queries else (codes, means)
+    hits = []
+    names = theirs if parted else labels
+    for i in range(20):
+        order = ranked(left, searched, i, not parted)
+        if any(names[j] == labels[i] for j in order):
+            hits.append(names[order[0]] == labels[i])
+    changed = expanded(codes, gallery if parted else None, k=4, alpha=alpha, queries=queries)
+    found = evaluate(
+        changed.query, labels, gallery=changed.gallery, gallery_labels=theirs if parted else None, metrics=["recall_at_1"],
+        distance=changed.distance,
+    )  # fmt: skip
+    assert found.values["recall_at_1"] == pytest.approx(np.mean(hits)) and found.queries == len(hits)
+
+
+def zhong(codes, k1, k2, weight):
+    """Return the final distances of all items to all, by the paper's equations, one pair after another."""
+    n = len(codes)
+    apart = np.array(
+        [[sum((float(a) - float(b)) ** 2 for a, b in zip(p, g, strict=True)) for g in codes] for p in codes]
+    )
+    order = [[i, *ranked(codes, codes, i, True)] for i in range(n)]
+    scaled = apart / apart.max(axis=1, keepdims=True)
+
+    def reciprocal(p, k):
+        return {g for g in order[p][: k + 1] if p in order[g][: k + 1]}
+
+    encoded = np.zeros((n, n))
+    for p in range(n):
+        wide = reciprocal(p, k1)
+        grown = set(wide)
+        for q in wide:
+            near = reciprocal(q, round(k1 / 2))
+            if len(near & wide) > 2 / 3 * len(near):
+                grown |= near
+        for g in grown:
+            encoded[p, g] = math.exp(-scaled[p, g])
+        encoded[p] /= encoded[p].sum()
+    encoded = np.array([np.mean([encoded[g] for g in order[p][:k2]], axis=0) for p in range(n)])
+    out = np.zeros((n, n))
+    for p in range(n):
+        for g in range(n):
+            shared = sum(min(a, b) for a, b in zip(encoded[p], encoded[g], strict=True))
+            out[p, g] = (1 - shared / (2 - shared)) * (1 - weight) + scaled[p, g] * weight
+    return out
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_reranking_by_reciprocal_neighbours(parted):
+    codes, _, _ = items(10, 36)
+    query, gallery = (codes[:12], codes[12:]) if parted else (codes, None)
+    expected = zhong(codes, 6, 3, 0.3)
+    expected = expected[:12, 12:] if parted else expected
+    import torch
+
+    changed = reranked(query, gallery, k1=6, k2=3, weight=0.3)
+    right = changed.query if changed.gallery is None else changed.gallery
+    found = changed.distance(torch.from_numpy(changed.query), torch.from_numpy(right)).numpy()
+    assert np.allclose(found, expected, rtol=0, atol=1e-9)
+
+
+def test_too_many_items_to_rerank(monkeypatch):
+    monkeypatch.setattr("retrieval.evaluation.reordered.MOST", 30)
+    with pytest.raises(DataError, match="there are 36 queries and gallery items; 30 can be re-ranked"):
+        reranked(items(10, 36)[0], None)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    rows = ["path,label,split,vendor,genus,tags"]
+    for number in range(48):
+        item = number // 4
+        pixels = random.integers(0, 200, (8, 8), dtype=np.uint8) // 2 + 8 * item
+        Image.fromarray(pixels.astype(np.uint8)).save(f"{number}.png")
+        rows.append(
+            f"{number}.png,{item},{'train' if item < 4 else 'test'},v{number % 2},g{item // 2},t{item};t{number % 3}"
+        )
+    Path("items.csv").write_text("\n".join(rows) + "\n")
+    Path("r.toml").write_text(
+        'name = "r"\n[data]\nname = "core.csv"\nmanifest = "items.csv"\n[split]\nvalidation = 0\n[sampler]\nclasses = 2\n'
+        'items = 2\nbatches = 1\n[backbone]\nname = "core.pixels"\nsize = 8\n[head]\nembedding_size = 4\n'
+        '[loss]\nname = "pml.contrastive"\n[train]\nepochs = 1\n[evaluate]\nmetrics = ["recall_at_1", "ndcg_at_5"]\n'
+    )  # fmt: skip
+    return "r.toml"
+
+
+def test_everything_in_a_run(cli: Callable[..., Any], recipe: str) -> None:
+    text = Path(recipe).read_text() + (
+        'levels = ["genus"]\nby = "vendor"\ngallery_items = 1\nrepetitions = 2\nlatency = true\n'
+        "rerank = { k1 = 5, k2 = 2 }\nexpand = { k = 2 }\naugment = { k = 2, alpha = 3.0 }\n"
+    )
+    Path(recipe).write_text(text)
+    done = cli("train", recipe)
+    assert done.code == 0, done.err
+    done = cli("evaluate", "runs/r", "--baseline", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    rows = [
+        row + more
+        for row in ("trained", "raw pixels")
+        for more in ("", " re-ranked", " expanded", " augmented")
+    ]
+    assert list(found["figures"]) == rows and (found["queries"], found["gallery"]) == (24, 8)
+    assert set(found["groups"]["trained"]) == {"v0", "v1"} and all(
+        found["milliseconds"][row] > 0 for row in rows
+    )
+    assert (
+        found["spread"]["trained"].keys()
+        == {"recall_at_1", "ndcg_at_5"}
+        == found["figures"]["trained"].keys()
+    )
+    table = cli("evaluate", "runs/r").out
+    again = json.loads(Path("runs/r/evaluation-test.json").read_text())["figures"]
+    assert again == {row: found["figures"][row] for row in rows[:4]}  # random galleries are the same ones
+    assert (
+        "trained, by group:" in table and "over random galleries" in table and "milliseconds a query" in table
+    )
+
+
+def test_random_galleries_are_what_they_say(cli: Callable[..., Any], recipe: str) -> None:
+    Path(recipe).write_text(Path(recipe).read_text() + "gallery_items = 4\n")
+    assert cli("train", recipe).code == 0
+    refused = cli("evaluate", "runs/r")
+    assert refused.code == 2 and "no class has so many test items and one more" in refused.err

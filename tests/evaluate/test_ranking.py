@@ -1,0 +1,197 @@
+"""Matches from a product in single precision against full search, on codes of every unusual kind."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from retrieval.evaluation import matching, ranking
+from retrieval.evaluation.matching import Matching
+from retrieval.evaluation.neighbors import exact_neighbors
+from retrieval.evaluation.ranking import Ranking
+from sklearn.datasets import load_digits
+
+GENERATOR = np.random.default_rng(0)
+
+
+def expected(codes, labels, asked, depth, gallery=None, gallery_labels=None):
+    """Return the matches (A, depth) of full search."""
+    itself = gallery is None
+    gallery, gallery_labels = (codes, labels) if itself else (gallery, gallery_labels)
+    found, _ = exact_neighbors(
+        codes[asked], gallery, depth, exclude=asked if itself else None, candidates="none"
+    )
+    return gallery_labels[found] == labels[asked, None]
+
+
+def images():
+    found = load_digits().images
+    turned = [found, found[:, ::-1]]
+    return np.concatenate(turned).reshape(-1, 64).astype(np.float32), np.tile(load_digits().target, 2)
+
+
+def clustered(size=3000, width=24, classes=150):
+    labels = GENERATOR.integers(0, classes, size)
+    codes = GENERATOR.normal(size=(classes, width))[labels] + GENERATOR.normal(size=(size, width))
+    return codes.astype(np.float32), labels
+
+
+def kinds():
+    """Return codes and labels by name, and whether the ranking is expected to decide nearly all of them itself."""
+    codes, labels = clustered()
+    pixels, digit = images()
+    unit = pixels / np.linalg.norm(pixels, axis=1, keepdims=True)
+    crowd = np.concatenate([np.ones((1500, 24)) + codes[:1500] * 1e-7, codes[1500:]]).astype(np.float32)
+    twice = np.concatenate([codes[:1500], codes[:1500]])
+    return {
+        "clustered": (codes, labels, True),
+        "unit digits": (unit, digit, True),
+        "whole numbers, many ties": (pixels, digit, True),
+        "far from zero": (codes + 300, labels, True),
+        "each twice, with other labels": (twice, labels, True),
+        "two decimals": (codes.round(1), labels, True),
+        "half of them in a crowd": (crowd, labels, False),
+        "all the same": (np.full((2500, 8), 0.3, np.float32), labels[:2500], False),
+        "tiny": (codes * np.float32(1e-36), labels, True),
+        "huge": (codes * np.float32(1e36), labels, True),
+        "one far away": (np.concatenate([codes[1:], 1e5 * codes[:1]]), labels, False),
+        "float64": (codes.astype(np.float64) * 1e150, labels, True),
+    }
+
+
+KINDS = kinds()
+
+
+@cache
+def truth_of(name):
+    codes, labels, _ = KINDS[name]
+    return expected(codes, labels, np.arange(len(codes)), 17)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("name", KINDS)
+def test_matches_are_those_of_full_search(name, precision, shared):
+    codes, labels, decided = KINDS[name]
+    asked, depths = np.arange(len(codes)), np.full(len(codes), 17)
+    found = Ranking(
+        torch.from_numpy(codes), labels, None, labels, asked, depths, precision=precision,
+        block=None if shared else 200,
+    )  # fmt: skip
+    assert found._both == shared
+    truth, seen, failures, before = truth_of(name), [], 0, codes.copy()
+    for rows, matches, failed in found:
+        assert np.array_equal(matches[~failed], truth[rows[~failed]])
+        failures += int(failed.sum())
+        seen.append(rows)
+    assert np.array_equal(np.sort(np.concatenate(seen)), asked)
+    assert np.array_equal(codes, before)
+    if decided:
+        assert failures < len(codes) / 20
+
+
+def test_what_is_in_doubt_is_measured():
+    """Distances that differ by less than the product's rounding: without measuring, some matches would be wrong."""
+    codes, labels, _ = KINDS["two decimals"]
+    found = Ranking(
+        torch.from_numpy(codes), labels, None, labels, np.arange(len(codes)), np.full(len(codes), 17)
+    )
+    truth = truth_of("two decimals")
+    assert all(np.array_equal(m[~f], truth[r[~f]]) for r, m, f in found)
+    assert found.measured > 100
+    sure = Ranking(
+        torch.from_numpy(codes), labels, None, labels, np.arange(len(codes)), np.full(len(codes), 17)
+    )
+    sure._error = lambda norms: np.zeros(len(norms), np.float32)
+    assert not all(np.array_equal(m[~f], truth[r[~f]]) for r, m, f in sure)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["clustered", "far from zero", "huge", "one far away", "unit digits"])
+def test_the_error_bound_holds_for_every_pair(name, precision):
+    codes, labels, _ = KINDS[name]
+    asked = np.arange(0, len(codes), 7)
+    found = Ranking(
+        torch.from_numpy(codes), labels, None, labels, asked, np.full(len(asked), 5), precision=precision
+    )
+    panel = found._open(slice(0, len(asked)))
+    halves = np.concatenate(
+        [
+            found._multiply(ranking._turned(panel.factors), found._factors[start : start + 1000]).copy()
+            for start in range(0, len(codes), 1000)
+        ],
+        axis=1,
+    )
+    scaled = torch.from_numpy(codes.astype(np.float64) * found._scale)
+    apart = torch.cdist(scaled[asked], scaled, compute_mode="donot_use_mm_for_euclid_dist").numpy()
+    error = np.abs(halves - apart**2 / 2)
+    assert (2 * error <= panel.error[:, None]).all()
+    assert error.max() > 0
+
+
+@pytest.mark.parametrize("itself", [True, False])
+def test_classes_of_every_size_and_singletons(itself):
+    """Depths from 1 to more than a ranking takes, and items that nothing is asked of."""
+    codes, _ = clustered(4000)
+    labels = np.concatenate(
+        [np.full(1200, 0), np.full(300, 1), np.repeat(np.arange(2, 700), 3), np.arange(700, 1106)]
+    )
+    labels = GENERATOR.permutation(labels)
+    queries, query_class = (codes, labels) if itself else (codes[::3] + np.float32(0.1), labels[::3])
+    relevant = np.bincount(labels)[query_class] - int(itself)
+    asked = np.flatnonzero(relevant > 0)
+    asked = asked[np.argsort(relevant[asked], kind="stable")]
+    match = Matching(queries, query_class, None if itself else codes, labels)
+    truth = expected(queries, query_class, np.arange(len(queries)), 1200, None if itself else codes, labels)
+    seen = []
+    for rows, matches in match(asked, relevant[asked]):
+        assert matches.shape[1] >= relevant[rows].max()
+        assert np.array_equal(matches, truth[rows, : matches.shape[1]])
+        seen.append(rows)
+    assert np.array_equal(np.sort(np.concatenate(seen)), np.sort(asked))
+
+
+def test_a_ranking_decides_where_it_can_and_full_search_elsewhere(monkeypatch):
+    searched = []
+    inner = Matching._searched
+    monkeypatch.setattr(
+        Matching,
+        "_searched",
+        lambda self, asked, depths: searched.append(len(asked)) or inner(self, asked, depths),
+    )
+    for name, most in (("clustered", 0.02), ("all the same", 1)):
+        codes, labels, _ = KINDS[name]
+        list(Matching(codes, labels, None, labels)(np.arange(len(codes)), np.full(len(codes), 9)))
+        assert searched.pop() <= most * len(codes)
+    codes, labels, _ = KINDS["clustered"]
+    for change in ({"candidates": "bfloat16"}, {"distance": torch.cdist}):
+        list(Matching(codes, labels, None, labels, **change)(np.arange(len(codes)), np.full(len(codes), 9)))
+        assert searched.pop() == len(codes)
+
+
+def test_more_doubt_than_a_product_of_single_precision_is_worth_takes_double(monkeypatch):
+    made = []
+    inner = Ranking.__init__
+
+    def noted(self, *args, **rest):
+        made.append(rest["precision"])
+        inner(self, *args, **rest)
+
+    monkeypatch.setattr(matching.Ranking, "__init__", noted)
+    codes, labels, _ = KINDS["clustered"]
+    near = (codes * 1e-3 + 1).astype(np.float64)
+    near[0] = 30  # far away: the bound is wide for all
+    depths = np.full(len(codes), 9)
+    truth = expected(near, labels, np.arange(len(codes)), 9)
+    for rows, matches in Matching(near, labels, None, labels)(np.arange(len(codes)), depths):
+        assert np.array_equal(matches, truth[rows])
+    assert made == ["float32", "float64"]
+
+
+def test_places_of_a_mask_of_any_length():
+    for size in (1, 7, 8, 9, 64, 1001):
+        mask = np.full(-(-size // 8) * 8, True)
+        mask[:size] = GENERATOR.random(size) < 0.1
+        assert np.array_equal(ranking._places(mask, size), np.flatnonzero(mask[:size]))

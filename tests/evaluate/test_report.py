@@ -1,0 +1,247 @@
+"""`retrieval report`: its figures by plain loops, what it finds, what it refuses, and the page in Chromium."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from retrieval.errors import DataError, PluginError
+from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.evaluation.report import measured, write
+from retrieval.evaluation.report.pictures import SIDE, Thumbnails
+from retrieval.recipe.read import check_recipe
+from retrieval.run.open import Run, load_run
+from retrieval.training.trainer import train
+
+PLUGIN = '''
+"""Digits whose labels are markup, one of them wrong."""
+import numpy as np
+from retrieval import hookimpl
+from retrieval.data.datasets import ArrayDataset
+
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><circle cx="4" cy="4" r="3"/></svg>'
+
+
+def digits():
+    """Load 20 of each digit."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    rows = np.concatenate([np.flatnonzero(found.target == k)[:20] for k in range(10)])
+    labels = [f"<b>{k}</b>" for k in found.target[rows]]
+    labels[-1] = "<b>8</b>"
+    keys = [f"</script>{i}" for i in range(len(rows))]
+    return ArrayDataset((found.images[rows] * 15.9).astype(np.uint8), labels, keys)
+
+
+@hookimpl
+def retrieval_datasets():
+    """Digits."""
+    return {"digits": digits}
+
+
+@hookimpl
+def retrieval_report_panels(run):
+    """A drawing."""
+    return {"A <panel> of mine": SVG}
+'''
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of digits; 100 test items of five classes. Not to be changed."""
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "mine.py").write_text(PLUGIN, encoding="utf-8")
+    table = {
+        "plugins": [str(folder / "mine.py")],
+        "data": {"name": "mine.digits"},
+        "split": {"by": "class", "validation": 0.0},
+        "sampler": {"classes": 4, "items": 4, "batches": 4},
+        "backbone": {"name": "core.convnet", "size": 8, "width": 8, "depth": 1},
+        "loss": {"name": "pml.contrastive"},
+        "train": {"epochs": 2, "device": "cpu"},
+    }
+    train(folder / "run", check_recipe(table))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def found(run_folder: Path) -> measured.Measured:
+    return measured.measure(load_run(run_folder), queries=1000, sample=100)
+
+
+@pytest.fixture(scope="module")
+def file(run_folder: Path) -> Path:
+    return write.report([run_folder], run_folder.parent / "out" / "report.html", map="pca", progress=False)
+
+
+def test_figures_are_those_of_evaluate(found: measured.Measured, run_folder: Path) -> None:
+    names = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r"]
+    theirs = evaluate_run(run_folder, metrics=names, progress=False).figures["trained"]
+    assert len(found.query) == found.asked == 100
+    for name in names:
+        mean, low, high = found.intervals[name]
+        assert mean == pytest.approx(theirs[name], abs=1e-9) and low < mean < high
+
+
+def test_an_interval_draws_whole_classes() -> None:
+    values, classes = (
+        np.repeat([0.0, 1.0, 1.0, 0.0], [10, 30, 20, 40]),
+        np.repeat([5, 6, 7, 8], [10, 30, 20, 40]),
+    )
+    random = np.random.default_rng(1)
+    mean, low, high = measured.interval(values, classes, np.random.default_rng(0))
+    drawn = []
+    for _ in range(4000):
+        parts = [values[classes == c] for c in random.choice([5, 6, 7, 8], 4)]
+        drawn.append(np.concatenate(parts).mean())
+    assert mean == 0.5
+    assert (low, high) == pytest.approx(tuple(np.percentile(drawn, [2.5, 97.5])), abs=0.06)
+    assert measured.interval(np.array([0.0, 1.0]), np.array([3, 3]), random) == (0.5, 0.5, 0.5)
+
+
+def test_thresholds_hold_their_rates_by_plain_loops(found: measured.Measured) -> None:
+    pairs, points = found.pairs, measured.thresholds(found.pairs)
+    assert [name for name, *_ in points] == [
+        "equal error rate",
+        "FAR of 10 % at most",
+        "FAR of 1 % at most",
+        "FAR of 0.1 % at most",
+    ]
+    for (_, at, far, frr), most in zip(points, (1.0, 0.1, 0.01, 0.001), strict=True):
+        accepted = [apart <= at for apart in pairs.distance]
+        false = [a for a, same in zip(accepted, pairs.same, strict=True) if not same]
+        right = [a for a, same in zip(accepted, pairs.same, strict=True) if same]
+        assert far == pytest.approx(sum(false) / len(false)) and frr == pytest.approx(
+            1 - sum(right) / len(right)
+        )
+        assert far <= most
+    assert abs(points[0][2] - points[0][3]) < 0.02
+    close, far_apart = measured.hardest(found)
+    assert close[0][2] == min(pairs.distance[~pairs.same]) and far_apart[0][2] == max(
+        pairs.distance[pairs.same]
+    )
+
+
+def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    labels = np.repeat(np.arange(8), 12)
+    vectors = (np.eye(8)[labels] * 10 + random.normal(size=(96, 8)) * 0.1).astype(np.float32)
+    labels[-1] = 6  # one of the last class's
+    np.savez(tmp_path / "v.npz", features=vectors, labels=labels)
+    table = {
+        "data": {"name": "core.features", "file": str(tmp_path / "v.npz")},
+        "split": {"by": "class"},
+        "backbone": {"name": "core.features"},
+        "head": {"identity": True},
+        "loss": {"name": "pml.contrastive"},
+        "train": {"device": "cpu"},
+    }
+    train(tmp_path / "run", check_recipe(table))
+    seen = measured.measure(load_run(tmp_path / "run"), 1000, 48)
+    assert [int(seen.query[row]) for row in measured.suspects(seen)] == [95]
+    assert measured.confusions(seen) == [("6", "7", 1, 13)]
+    text = write.report([tmp_path / "run"], tmp_path / "r.html", map="tsne", progress=False).read_text()
+    assert (
+        "Labels that are likely wrong" in text
+        and "t-SNE by the learned distance" in text
+        and 'alt="" src=' not in text
+    )
+    sampled = measured.measure(load_run(tmp_path / "run"), 10, 20)
+    assert len(sampled.query) == 10 and sampled.asked == 48 and len(sampled.pairs.items) == 20
+
+
+def test_the_file_is_whole_bounded_and_what_names_hold_is_text(file: Path, run_folder: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    for each in ("Best queries", "Worst queries", "Random queries", "Classes taken for one another", "Curves of training", "PCA of the codes",
+                 "A &lt;panel&gt; of mine", "&lt;b&gt;8&lt;/b&gt;"):  # fmt: skip
+        assert each in text
+    assert "<b>" not in text and text.count("</script>") == 3, "two of data, one of the script"
+    assert not re.search(r"(src|href)=\"(?!data:|#)", text) and "url(" not in text
+    few = write.report([run_folder], file.with_name("few.html"), map="pca", thumbnails=5, progress=False)
+    pictures = set(re.findall(r"data:image/png;base64,[^\"]+", few.read_text(encoding="utf-8")))
+    assert len(pictures) == 5 and few.stat().st_size < file.stat().st_size
+    assert write.report([run_folder], file, map="pca", progress=False).read_text(encoding="utf-8") == text
+
+
+def test_thumbnails_are_small_whatever_the_images_are(tmp_path: Path) -> None:
+    from PIL import Image
+    from retrieval.data.datasets import FileDataset
+
+    noise = np.random.default_rng(0).integers(0, 256, (900, 700, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(b"no image")
+    thumbnails = Thumbnails(FileDataset([tmp_path / "a.png", tmp_path / "b.png"], ["a", "b"]), 9)
+    assert thumbnails(0).startswith("data:image/jpeg") and len(thumbnails(0)) < 8000 and SIDE == 64
+    assert thumbnails(1) == ""
+
+
+def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone is not a run(.|\n)*other is not a run"):
+        write.report([tmp_path / "gone", run_folder, tmp_path / "other"], tmp_path / "r.html", progress=False)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"output": tmp_path}, "is a folder"), ({"map": "umap"}, "tsne, pca, none"), ({"thumbnails": -1}, "from 0 to 5,000"),
+        ({"sample": 9}, "from 10"), ({"queries": 0}, "from 1"),
+    ]  # fmt: skip
+    for options, sentence in wrong:
+        with pytest.raises(DataError, match=sentence):
+            write.report([run_folder], **{"output": tmp_path / "r.html", "progress": False, **options})
+    with pytest.raises(DataError, match="1 to 10 runs"):
+        write.report([run_folder] * 11, tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ('{"x": "text"}', "panel 'x' is no SVG or PNG"),
+        ("[1]", "gave list, not drawings"),
+        ("1 / 0", "ZeroDivisionError"),
+        ('{"x": b"<svg" + bytes(5 << 20)}', "at most 4 MB"),
+    ],
+)
+def test_a_plugin_that_gives_something_else_is_told(run_folder: Path, given: str, sentence: str) -> None:
+    from retrieval.host.hookspecs import hookimpl
+
+    class Bad:
+        @hookimpl
+        def retrieval_report_panels(self, run: Run) -> Any:
+            return eval(given)
+
+    run = load_run(run_folder)
+    run.plugins.manager.register(Bad())
+    with pytest.raises(PluginError, match=sentence):
+        write.panels(run)
+
+
+def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(page: Any, file: Path) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(file.as_uri())
+    assert {url.partition(":")[0] for url in page.asked} <= {"file", "data"} and not page.faults
+    assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.evaluate(
+        "() => [...document.images].every(image => image.complete && image.naturalWidth > 0)"
+    )
+    page.fill("input[type=search]", "<b>8")
+    assert page.inner_text("[role=status]") == "21 items"
+    bright = "() => [...document.querySelectorAll('circle')].filter(dot => dot.style.opacity === '1').length"
+    assert page.evaluate(bright) == 21
+    assert "<b>8</b>" in page.inner_text(".shown")
+    page.click("button.in")
+    assert page.get_attribute(".map", "viewBox").split()[2] == "62.4"
+    page.click("button.whole")
+    assert page.get_attribute(".map", "viewBox") == "-2 -2 104 104"
+    before = page.inner_text("output")
+    page.focus("input[type=range]")
+    page.keyboard.press("ArrowRight")
+    assert "FAR" in before and page.inner_text("output") != before
+    for width in (390, 1200):
+        page.set_viewport_size({"width": width, "height": 900})
+        result = axe.run(page)
+        assert result.violations_count == 0, result.generate_report()
+    page.evaluate("() => document.querySelector('img.drawing').removeAttribute('alt')")
+    assert axe.run(page).violations_count > 0  # it does look

@@ -1,0 +1,85 @@
+"""What needs a CUDA device: `pytest -m gpu`. Elsewhere each test is skipped, with what it lacks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from retrieval.recipe.read import Recipe, check_recipe
+from retrieval.serving.index.on_gpu import gpus_found
+from retrieval.serving.runtime import load_faiss, load_libraries, load_onnxruntime
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where torch trains."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    return "cuda"
+
+
+@pytest.fixture(scope="session")
+def index_gpus() -> int:
+    """How many GPUs FAISS finds."""
+    if not hasattr(load_faiss(), "StandardGpuResources"):
+        pytest.skip("this FAISS is built without a GPU: pip install faiss-gpu-cuvs")
+    if gpus_found() == 0:
+        pytest.skip("FAISS finds no CUDA device")
+    return gpus_found()
+
+
+@pytest.fixture(params=["cuda", "tensorrt"])
+def encoder_device(request: pytest.FixtureRequest) -> str:
+    """Where ONNX Runtime runs a bundle."""
+    runtime = load_onnxruntime()
+    name = {"cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}[request.param]
+    if name not in runtime.get_available_providers():
+        pytest.skip(f"this ONNX Runtime has no {name}: pip install 'onnxruntime-gpu[cuda,cudnn]'")
+    if shutil.which("nvidia-smi") is None:
+        pytest.skip("no CUDA device: nvidia-smi is not there")
+    load_libraries(runtime, tensorrt=request.param == "tensorrt")
+    if request.param == "tensorrt":
+        pytest.importorskip("tensorrt_libs", reason="TensorRT's libraries are the extra tensorrt")
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def make() -> Callable[..., Recipe]:
+    """A checked recipe for a device: handwritten digits and a small convolutional network, changed by tables."""
+
+    def build(device: str, **tables: Any) -> Recipe:
+        base: dict[str, Any] = {
+            "data": {"name": "core.digits"},
+            "split": {"by": "class"},
+            "sampler": {"classes": 4, "items": 8, "batches": 12},
+            "backbone": {"name": "core.convnet"},
+            "head": {"embedding_size": 32},
+            "loss": {"name": "pml.arc_face"},
+        }
+        train = {"epochs": 2, "device": device, **tables.pop("train", {})}
+        return check_recipe({**base, **tables, "train": train})
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def vectors() -> NDArray[np.float32]:
+    """Clustered vectors (20,000, 64): what images of classes look like."""
+    random = np.random.default_rng(0)
+    centres = random.normal(size=(200, 64))
+    return (centres[random.integers(200, size=20_000)] + 0.5 * random.normal(size=(20_000, 64))).astype(
+        np.float32
+    )

@@ -1,0 +1,85 @@
+"""Bundles on CUDA and TensorRT: vectors of the CPU, of any number of rows, one graph or two; a server that says nothing of a fallback."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from retrieval.export.export_run import export_run
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.http.server import serve
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.providers import ROWS
+from retrieval.training.trainer import train
+
+
+@pytest.fixture(scope="module")
+def bundles(make: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A trained run's bundle, in one graph and in two."""
+    folder = tmp_path_factory.mktemp("bundles")
+    run = train(folder / "run", make("auto", train={"epochs": 1}))
+    for name, split in (("whole", False), ("split", True)):
+        export_run(run, folder / name, split=split)
+    return {name: folder / name for name in ("whole", "split")}
+
+
+def pixels(bundle: Bundle, rows: int) -> NDArray[np.uint8]:
+    shape = bundle.manifest.input.shape
+    return np.random.default_rng(0).integers(0, 256, (rows, *shape), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("name", ["whole", "split"])
+def test_vectors_are_those_of_the_cpu(bundles: dict[str, Path], encoder_device: Any, name: str) -> None:
+    on, off = (
+        Bundle.open(bundles[name], device=encoder_device),
+        Bundle.open(bundles[name], device="cpu"),
+    )
+    assert on.device == encoder_device and on.fallback is None
+    for rows in (1, 3, 32, ROWS + 1):
+        given = pixels(on, rows)
+        found, expected = (
+            on.encode(given, batch=rows).vector,
+            off.encode(given, batch=rows).vector,
+        )
+        far = np.linalg.norm(found - expected, axis=1)
+        assert far.max() < 1e-2, rows  # TF32
+
+
+def test_threads_encode_at_a_time(bundles: dict[str, Path], encoder_device: Any) -> None:
+    bundle = Bundle.open(bundles["split"], device=encoder_device)
+    given = pixels(bundle, 16)
+    expected = bundle.encode(given).vector
+    wrong: list[float] = []
+
+    def work() -> None:
+        for _ in range(20):
+            wrong.append(float(np.abs(bundle.encode(given).vector - expected).max()))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 80 and max(wrong) < 1e-3
+
+
+def test_a_server_encodes_on_the_device(
+    bundles: dict[str, Path], encoder_device: Any, tmp_path: Path
+) -> None:
+    bundle = Bundle.open(bundles["whole"], device="cpu")
+    (tmp_path / "photos").mkdir()
+    for number, image in enumerate(np.moveaxis(pixels(bundle, 50), 1, -1)):
+        Image.fromarray(image.squeeze()).save(tmp_path / "photos" / f"{number}.png")
+    create_index(tmp_path / "index", bundles["whole"], tmp_path / "photos", progress=False)
+    with serve(tmp_path / "index", port=0, wait=False, device=encoder_device) as serving:  # type: ignore[union-attr]
+        until = time.monotonic() + 120
+        while (answer := httpx.get(f"{serving.url}readyz")).status_code != 200 and time.monotonic() < until:
+            time.sleep(0.1)
+    assert answer.status_code == 200 and "fallback" not in answer.json()

@@ -1,0 +1,117 @@
+"""FAISS's structures on a GPU: what they find, in 16 bits and on several; CAGRA's file on a CPU; threads; too little memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from retrieval.errors import StoreError
+from retrieval.serving.index import on_gpu
+from retrieval.serving.index.backends import make_backend
+from retrieval.serving.index.on_gpu import OnGpu
+
+LEAST = {"flat": 0.9999, "ivf": 0.9, "ivfpq": 0.5, "cagra": 0.9}
+
+
+def loaded(name: str, vectors: Any, folder: Path, **options: Any) -> Any:
+    made = make_backend(name, options)
+    made.build(vectors, lambda count: None)
+    made.save(folder / name)
+    again = make_backend(name, options)
+    again.load(folder / name)
+    again.check(*vectors.shape)
+    return again
+
+
+def exact(vectors: NDArray[np.float32], queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+    squared = (queries**2).sum(1)[:, None] - 2 * queries @ vectors.T + (vectors**2).sum(1)
+    return np.argsort(squared, axis=1, kind="stable")[:, :k]
+
+
+def recall(found: Any, expected: Any) -> float:
+    return float(np.mean([len(set(a) & set(b)) / len(b) for a, b in zip(found, expected, strict=True)]))
+
+
+@pytest.mark.parametrize("float16", [False, True])
+@pytest.mark.parametrize("name", LEAST)
+def test_what_is_found(index_gpus: int, vectors: Any, tmp_path: Path, name: str, float16: bool) -> None:
+    backend = loaded(name, vectors, tmp_path, float16=float16)
+    assert backend._gpu is not None
+    _, rows = backend.search(vectors[:200], 10)
+    least = LEAST[name] - (0.02 if float16 else 0)
+    assert recall(rows, exact(vectors, vectors[:200], 10)) >= least
+
+
+@pytest.mark.parametrize("gpus", ["replicas", "shards"])
+@pytest.mark.parametrize("name", ["flat", "ivf"])
+def test_several_find_what_one_does(
+    index_gpus: int, vectors: Any, tmp_path: Path, name: str, gpus: str
+) -> None:
+    """With one GPU there is one copy, or one part: the calls are the same."""
+    backend = loaded(name, vectors, tmp_path, gpus=gpus)
+    _, rows = backend.search(vectors[:50], 5)
+    assert recall(rows, exact(vectors, vectors[:50], 5)) >= LEAST[name]
+
+
+def test_a_cpu_searches_what_a_gpu_built(index_gpus: int, vectors: Any, tmp_path: Path) -> None:
+    loaded("cagra", vectors, tmp_path)
+    np.save(tmp_path / "vectors.npy", vectors)
+    code = (
+        "import sys, numpy as np; from pathlib import Path; from retrieval.serving.index.backends import make_backend\n"
+        "folder = Path(sys.argv[1]); b = make_backend('cagra', {}); b.load(folder / 'cagra'); assert b._gpu is None\n"
+        "np.save(folder / 'rows.npy', b.search(np.load(folder / 'vectors.npy')[:100], 10)[1])"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
+    assert recall(np.load(tmp_path / "rows.npy"), exact(vectors, vectors[:100], 10)) > 0.9
+
+
+def test_many_threads_get_their_own(index_gpus: int, vectors: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    sizes: list[int] = []
+    run = OnGpu._run
+
+    def counted(self: OnGpu, queries: Any, k: int) -> Any:
+        sizes.append(len(queries))
+        return run(self, queries, k)
+
+    monkeypatch.setattr(OnGpu, "_run", counted)  # before an index takes it
+    backend = loaded("flat", vectors, tmp_path)
+    wrong: list[int] = []
+
+    def ask(first: int) -> None:
+        for at in range(first, first + 50):
+            if backend.search(vectors[at : at + 1], 1)[1][0, 0] != at:
+                wrong.append(at)
+
+    threads = [threading.Thread(target=ask, args=(50 * number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and sum(sizes) == 800 and len(sizes) < 800  # some were done together
+
+
+def test_too_little_memory_is_a_sentence(index_gpus: int, vectors: Any, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    backend = loaded("flat", vectors, tmp_path)
+    backend.search(vectors[:1], 1)  # FAISS has what it reserves
+    free, _ = torch.cuda.mem_get_info()
+    held = torch.empty(max(1, free - (4 << 20)), dtype=torch.uint8, device="cuda")
+    try:
+        with pytest.raises(
+            StoreError,
+            match="the GPU has too little memory for 20,000 vectors of 64 numbers",
+        ):
+            OnGpu(backend._index, "one", False, {})
+    finally:
+        del held
+        torch.cuda.empty_cache()
+    assert (backend.search(vectors[:1], 1)[1] == 0).all()
+    assert on_gpu.device(0) is on_gpu.device(0)

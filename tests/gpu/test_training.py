@@ -1,0 +1,135 @@
+"""Training on a GPU: no step waits for it, each precision learns, a run that was stopped goes on exactly, figures are the CPU's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.evaluation.evaluation import evaluate
+from retrieval.host.create import create
+from retrieval.run import checkpoint
+from retrieval.run.open import build_run, load_run
+from retrieval.training import trainer
+from retrieval.training.batch import moved
+from retrieval.training.trainer import train
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_each_precision_learns(
+    make: Make, tmp_path: Path, device: str, precision: str, channels_last: bool
+) -> None:
+    made = make(
+        device,
+        train={"epochs": 4, "precision": precision, "channels_last": channels_last},
+    )
+    run = train(tmp_path / "run", made)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["validation_recall_at_1"] > 0.7
+    assert next(run.model.parameters()).device.type == device
+
+
+def test_a_step_waits_for_nothing(make: Make, tmp_path: Path, device: str) -> None:
+    """CUDA itself refuses a synchronisation; torch's optimisers may keep their step counts on the CPU."""
+    run = build_run(tmp_path, make(device, train={"clip_norm": 1.0, "precision": "bf16"}))
+    of = trainer.Trainer(run, Accelerator(mixed_precision="bf16", cpu=device == "cpu"))
+    of.step.set_modes()
+    batches = list(of.batches.epoch(0))
+    on = [moved(inputs, labels, run.device) for inputs, labels in batches]
+    of._train_batch(*on[0])  # cuDNN looks around, libraries are loaded
+    before = torch.cuda.get_sync_debug_mode() if device == "cuda" else 0
+    try:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        for inputs, labels in on[1:]:
+            of._train_batch(inputs, labels)
+            of.progress.total += 1
+        moved(*batches[0], run.device)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode(before)
+    of.tally.read()
+    assert of.progress.counts["loss"] == len(on)
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_weights(
+    make: Make, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(device, train={"deterministic": True, "checkpoint_every": 5})
+    train(tmp_path / "whole", made)
+    real, calls = trainer.Trainer._train_batch, [0]
+
+    def stop(self: Any, *given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 18:
+            raise KeyboardInterrupt
+        return real(self, *given)
+
+    monkeypatch.setattr(trainer.Trainer, "_train_batch", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "stopped", made)
+    train(tmp_path / "stopped", made, resume=True)
+    one, other = (
+        checkpoint.load(tmp_path / name / "checkpoints" / "last.safetensors")["model"]
+        for name in ("whole", "stopped")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_compiled_run_learns(make: Make, tmp_path: Path, device: str) -> None:
+    train(tmp_path / "run", make(device, train={"epochs": 3, "compile": True}))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_figures_of_a_run_are_those_of_the_cpu(make: Make, tmp_path: Path, device: str) -> None:
+    train(tmp_path / "run", make(device))
+    on = evaluate_run(load_run(tmp_path / "run")).figures["trained"]
+    run = load_run(tmp_path / "run")
+    run.recipe = make("cpu")
+    off = evaluate_run(run).figures["trained"]
+    assert on == pytest.approx(off, abs=2e-3)  # TF32 moves codes, and ties with them
+
+
+def test_exact_search_on_the_device_gives_the_same_figures(device: str) -> None:
+    torch.manual_seed(0)
+    codes, labels = torch.randn(3000, 32), torch.randint(0, 40, (3000,))
+    names = ("recall_at_1", "map_at_r")
+    one = evaluate(codes, labels.numpy(), metrics=names, device="cpu").values
+    other = evaluate(codes, labels.numpy(), metrics=names, device=device).values
+    assert other == pytest.approx(one, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pml.multi_similarity",
+        "pml.circle",
+        "pml.contrastive",
+        "pml.sup_con",
+        "pml.arc_face",
+    ],
+)
+def test_a_loss_of_8192_items_is_that_of_the_cpu(device: str, name: str) -> None:
+    torch.manual_seed(0)
+    codes = torch.nn.functional.normalize(torch.randn(8192, 64), dim=1)
+    labels = torch.arange(8192) // 8
+    given = {"classes": 1024, "embedding_size": 64} if name == "pml.arc_face" else {}
+    loss = create("loss", name, **given)
+    values, gradients = [], []
+    for place in ("cpu", device):
+        x = codes.to(place).requires_grad_()
+        value = loss.to(place)(x, labels.to(place))
+        value.backward()
+        values.append(float(value.detach()))
+        gradients.append(x.grad.cpu())
+    assert values[1] == pytest.approx(values[0], rel=1e-3)
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-2, atol=1e-5)

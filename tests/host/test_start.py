@@ -1,0 +1,114 @@
+"""What a command that trains loads before its first batch, and what it does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from retrieval.host.kept_out import kept_out
+from retrieval.model import compiler
+from retrieval.model.compiler import keep_compiler_out, optimizing
+
+UNUSED = [
+    "torch._dynamo",
+    "torch._inductor",
+    "scipy.stats",
+    "sklearn",
+    "pandas",
+    "faiss",
+    "sympy",
+    "matplotlib",
+]
+"""What takes long to load, and no part of the recipe asks for."""
+
+RECIPE = """
+[data]
+name = "core.image_folder"
+folder = "photos"
+[split]
+by = "item"
+test = 0.3
+[sampler]
+classes = 3
+items = 4
+[backbone]
+name = "core.convnet"
+size = 8
+width = 4
+depth = 1
+[loss]
+name = "pml.triplet_margin"
+[miner]
+name = "pml.multi_similarity"
+[train]
+epochs = 1
+"""
+
+SCRIPT = """
+import json, sys
+from retrieval.cli.app import main
+
+for command in (["check", "recipe.toml"], ["train", "recipe.toml", "--output", "run"]):
+    sys.argv = ["retrieval", *command]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code
+print(json.dumps([name for name in %s if name in sys.modules]))
+"""
+
+
+def test_nothing_is_loaded_that_is_not_used(tmp_path: Path) -> None:
+    """Of `check`, and of a training with its checkpoint."""
+    random = np.random.default_rng(0)
+    for name in "abc":
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for i in range(9):
+            pixels = random.integers(0, 256, (8, 8), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{i}.png")
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    script = SCRIPT % ["torch", *UNUSED]
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == ["torch"]
+    assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()
+
+
+def test_a_module_is_out_inside_and_the_real_one_after() -> None:
+    sys.modules.pop("colorsys", None)
+    with kept_out("colorsys", hls_to_rgb=max):
+        import colorsys
+
+        assert colorsys.hls_to_rgb(1, 2, 3) == 3
+        assert not hasattr(colorsys, "rgb_to_hls")
+    import colorsys
+
+    assert colorsys.rgb_to_hls(0.5, 0.5, 0.5) == (0, 0.5, 0)
+    with kept_out("colorsys", hls_to_rgb=max):  # loaded: it stays
+        assert sys.modules["colorsys"].rgb_to_hls is colorsys.rgb_to_hls
+    with pytest.raises(RuntimeError, match="inside"), kept_out("no_such_module_at_all"):
+        raise RuntimeError("inside")
+    assert "no_such_module_at_all" not in sys.modules
+
+
+def test_without_being_asked_to_it_keeps_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_kept_out", False)
+    for name in [name for name in sys.modules if name == "torch._dynamo"]:
+        monkeypatch.delitem(sys.modules, name)
+    with optimizing():
+        assert "torch._dynamo" not in sys.modules
+    keep_compiler_out()
+    with optimizing():
+        weight = torch.nn.Parameter(torch.ones(3))
+        adam = torch.optim.Adam([weight], lr=0.5)
+        weight.grad = torch.ones(3)
+        adam.step()
+        assert not hasattr(sys.modules["torch._dynamo"], "__path__")
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.5))
+    assert "torch._dynamo" not in sys.modules

@@ -1,0 +1,22 @@
+"""Trains a recipe with a compiled backbone, in a process that keeps torch's compiler out as the command does: RECIPE RUN.
+
+It prints how many graphs were compiled, and whether the backbone is plain again.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from retrieval.model.compiler import keep_compiler_out
+
+keep_compiler_out()
+from retrieval.recipe.read import read_recipe  # noqa: E402
+from retrieval.training.trainer import train  # noqa: E402
+
+assert "torch._dynamo" not in sys.modules
+run = train(Path(sys.argv[2]), read_recipe(sys.argv[1], ["train.compile=true"]))
+
+from torch._dynamo.utils import counters  # noqa: E402
+
+is_plain = run.model.backbone._compiled_call_impl is None
+print(json.dumps({"graphs": counters["stats"]["unique_graphs"], "plain": is_plain}))

@@ -1,0 +1,81 @@
+"""One process of several: batch norm of its share of a batch, against one process's of the whole batch.
+
+Run by `test_devices.py`; every process has all the rows, so each can say itself what one process would have given.
+"""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from retrieval.training.batch_norm import WholeBatch
+from torch import Tensor, nn
+
+accelerator = Accelerator(cpu=True)
+WORLD, RANK = accelerator.num_processes, accelerator.process_index
+
+
+class Act(nn.BatchNorm2d):
+    """As timm's: batch norm by torch's function, and an activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps
+        )
+        return nn.functional.silu(y)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = (
+        nn.BatchNorm2d(2),
+        nn.Conv2d(2, 5, 3),
+        Act(5),
+        nn.BatchNorm2d(5, affine=False),
+        nn.Flatten(),
+        nn.Linear(80, 6),
+        nn.BatchNorm1d(6, momentum=None),
+        nn.Linear(6, 3),
+        nn.BatchNorm1d(3, track_running_stats=False),
+    )
+    return nn.Sequential(*layers).double()
+
+
+def rows() -> Tensor:
+    """A batch whose rows grow, so that no share looks like another; and far from zero, where squares would cancel."""
+    x = torch.randn(16, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return 1e4 + x * torch.arange(1, 17)[:, None, None, None]
+
+
+def reduced(gradient: Tensor) -> Tensor:
+    return accelerator.reduce(gradient, reduction="sum")
+
+
+def main() -> None:
+    share = slice(RANK * 16 // WORLD, (RANK + 1) * 16 // WORLD)
+    target = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    whole, own = net(), net()
+    apart = 0.0
+    for _ in range(2):  # the second time over running statistics that are no longer the first ones
+        x, mine = rows().requires_grad_(), rows()[share].clone().requires_grad_()
+        expected = whole(x)
+        with WholeBatch():
+            found = own(mine)
+        torch.testing.assert_close(found, expected[share], rtol=1e-8, atol=1e-9)
+        apart = max(apart, float((net()(rows()[share]) - expected[share]).detach().abs().max()))
+        (expected * target).sum().backward()
+        (found * target[share]).sum().backward()
+        torch.testing.assert_close(mine.grad, x.grad[share], rtol=1e-6, atol=1e-10)  # type: ignore[index]
+    for (name, one), other in zip(whole.named_parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(reduced(other.grad), one.grad, rtol=1e-6, atol=1e-9, msg=name)
+    for (name, one), other in zip(whole.named_buffers(), own.buffers(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-9, msg=name)
+    assert apart > 0.1  # by shares the same layers give something else
+    whole.eval(), own.eval()
+    with WholeBatch():
+        torch.testing.assert_close(own[:-1](rows()[share]), whole[:-1](rows()[share]), rtol=1e-8, atol=1e-8)
+    with WholeBatch(), torch.autocast("cpu", torch.bfloat16):
+        half = own.float().train()(rows()[share].float())
+    assert half.isfinite().all()
+
+
+main()

@@ -1,0 +1,411 @@
+"""`retrieval compare`: what is refused, what a search may see, and that a comparison goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+from retrieval.errors import DataError, MissingDependency
+from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.recipe.read import check_recipe
+from retrieval.run import checkpoint
+from retrieval.training.comparison import plan
+from retrieval.training.comparison.compare import compare
+from retrieval.training.comparison.jobs import Job, fold_recipe, perform
+from retrieval.training.comparison.plan import Plan
+from retrieval.training.comparison.search import search, suggest
+from retrieval.training.process import Interrupted
+
+PLUGIN = '''
+"""Digits of 8 × 8 pixels."""
+import numpy as np
+from retrieval import hookimpl
+from retrieval.data.datasets import ArrayDataset
+
+
+def digits(scrambled: bool = False):
+    """Load 20 of each digit.
+
+    Args:
+        scrambled: whether the pixels of 6 to 9 are noise.
+    """
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    rows = np.concatenate([np.flatnonzero(found.target == k)[:20] for k in range(10)])
+    images = (found.images[rows] * 15.9).astype(np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, images.shape, dtype=np.uint8)
+    if scrambled:
+        images = np.where(found.target[rows, None, None] >= 6, noise, images)
+    return ArrayDataset(images, [str(label) for label in found.target[rows]])
+
+
+@hookimpl
+def retrieval_datasets():
+    """Digits."""
+    return {"digits": digits}
+'''
+SLOW = '''
+"""A loss that notes each of its calls; while there is a file `slow` it waits for another process, and then takes its time."""
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from pytorch_metric_learning.losses import ContrastiveLoss
+from retrieval import hookimpl
+
+
+HERE = Path(os.environ["NOTED"])
+calls = 0
+
+
+def both_train():
+    """Whether two processes have each done some steps."""
+    done = Counter((HERE / "steps").read_text().split())
+    return len(done) == 2 and min(done.values()) > 2
+
+
+class Noted(ContrastiveLoss):
+    def forward(self, *given, **named):
+        global calls
+        calls += 1
+        with open(HERE / "steps", "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        if calls > 3 and (HERE / "slow").exists():
+            while not both_train():
+                time.sleep(0.05)
+            time.sleep(1.5)
+        return super().forward(*given, **named)
+
+
+def noted():
+    """Compare pairs."""
+    return Noted()
+
+
+@hookimpl
+def retrieval_losses():
+    """It."""
+    return {"noted": noted}
+'''
+RECIPE: dict[str, Any] = {
+    "plugins": ["mine.py"],
+    "data": {"name": "mine.digits"},
+    "split": {"by": "class", "test": 0.4},
+    "sampler": {"classes": 3, "items": 4, "batches": 4},
+    "backbone": {"name": "core.convnet", "size": 8, "width": 8, "depth": 1},
+    "head": {"embedding_size": 8},
+    "optimizer": {"lr": 0.003},
+    "train": {"epochs": 1, "device": "cpu"},
+    "search": {"optimizer": {"lr": {"low": 1e-4, "high": 1e-2, "log": True}}},
+}
+LOSSES = {"triplet": {"name": "pml.triplet_margin", "margin": 0.1}, "proxy": {"name": "pml.proxy_anchor"}}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Write a recipe: `write("triplet", train={…})`."""
+    from retrieval.host.trust import trust
+
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(PLUGIN, encoding="utf-8")
+    trust([plugin])
+
+    def made(name: str, file: str | None = None, **tables: Any) -> Path:
+        path = tmp_path / f"{file or name}.toml"
+        table = {"name": name, **RECIPE, "loss": LOSSES.get(name, LOSSES["triplet"]), **tables}
+        path.write_text(tomli_w.dumps({k: v for k, v in table.items() if v is not None}), encoding="utf-8")
+        return path
+
+    return made
+
+
+def go(paths: list[Path], output: Path, **options: Any) -> Any:
+    """Compare as cheaply as it goes."""
+    return compare(
+        paths,
+        output,
+        **{"seeds": 2, "search": 2, "folds": 2, "pretrained": "none", "progress": False, **options},
+    )
+
+
+def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    paths = [write("triplet"), write("proxy")]
+    whole = go(paths, tmp_path / "whole")
+    left = [0]
+
+    def stop(what: str, done: int, total: int) -> None:
+        assert what == "comparing" and total == 2 * (2 * 2 + 2) + 2
+        if done == left[0]:
+            raise KeyboardInterrupt
+
+    for after in (5, 10):
+        left[0] = after
+        with pytest.raises(Interrupted, match="The same command goes on"):
+            go(paths, tmp_path / "again", progress=stop)
+    again = go(paths, tmp_path / "again")
+    assert again.as_dict() == whole.as_dict()
+    for name in ("md", "csv", "tex", "html", "json"):
+        one, other = ((tmp_path / folder / f"comparison.{name}").read_text() for folder in ("whole", "again"))
+        assert one == other and "triplet" in one
+    assert not list(tmp_path.glob("whole/search/*/*/fold-?/")), "a fold's run is removed once it is judged"
+    figures = json.loads((tmp_path / "whole" / "comparison.json").read_text())["contestants"]
+    assert [each["name"] for each in figures] == ["raw pixels", "untrained", "triplet", "proxy"]
+    measured = evaluate_run(tmp_path / "whole" / "runs" / "proxy" / "seed-1", progress=False)
+    assert measured.figures["trained"]["map_at_r"] == figures[3]["figures"][1]["map_at_r"]
+    assert (
+        figures[2]["values"]
+        == figures[2]["trials"][int(np.argmax([t["score"] for t in figures[2]["trials"]]))]["values"]
+    )
+    assert figures[2]["trials"][0]["values"] == {"optimizer.lr": 0.003}, "the recipe's own values come first"
+
+
+def test_a_folder_goes_on_only_with_its_own_comparison(tmp_path: Path) -> None:
+    one = Plan({"a": {"loss": 1}, "b": {"loss": 2}}, 2, 4, None, 3)
+    plan.settle(tmp_path / "c", one)
+    plan.settle(tmp_path / "c", Plan({"a": {"loss": 1}, "third": {"loss": 3}}, 2, 4, None, 5))
+    kept = json.loads((tmp_path / "c" / "plan.json").read_text())
+    assert list(kept["recipes"]) == ["a", "b", "third"] and kept["seeds"] == 5
+    with pytest.raises(
+        DataError, match=r"--search was 2 and is 3\.(.|\n)*--folds was 4(.|\n)*'b' was changed"
+    ):
+        plan.settle(tmp_path / "c", Plan({"a": {"loss": 1}, "b": {"loss": 9}}, 3, 2, None, 3))
+    (tmp_path / "c" / "plan.json").write_text("{", encoding="utf-8")
+    with pytest.raises(DataError, match="is damaged"):
+        plan.settle(tmp_path / "c", one)
+
+
+def test_no_test_item_has_a_part_in_the_search(write: Callable[..., Path], tmp_path: Path) -> None:
+    scores = []
+    for scrambled in (False, True):
+        data = {"name": "mine.digits", "scrambled": scrambled}
+        table = {**RECIPE, "plugins": [str(tmp_path / "mine.py")], "data": data, "loss": LOSSES["triplet"]}
+        write("triplet")
+        recipe = check_recipe(table)
+        found = search(
+            recipe, 2, 2, tmp_path / f"search-{scrambled}", lambda jobs: [perform(job) for job in jobs]
+        )
+        scores.append([trial.score for trial in found])
+        held: list[str] = []
+        for part in (0, 1):
+            job = Job(
+                "fold", {k: v for k, v in table.items() if k != "search"}, tmp_path, tmp_path, (part, 2)
+            )
+            made, inner = fold_recipe(job)
+            assert set(inner.labels) == set("012345") and len(inner) == 120
+            held += made.split.test  # type: ignore[arg-type]
+        assert sorted(held) == list("012345"), "each class of the training side judges once"
+    assert scores[0] == scores[1] and all(score is not None for score in scores[0])
+
+
+def test_workers_find_the_same(write: Callable[..., Path], tmp_path: Path) -> None:
+    paths = [write("triplet"), write("proxy")]
+    alone = go(paths, tmp_path / "alone", search=0)
+    together = go(paths, tmp_path / "together", search=0, workers=2)
+    for one, other in zip(alone.contestants, together.contestants, strict=True):
+        for mine, theirs in zip(one.figures, other.figures, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-6)
+    assert "Nothing was tuned" in together.notes[1]
+
+
+def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
+) -> None:
+    from retrieval.host.trust import trust
+
+    monkeypatch.setenv("NOTED", str(tmp_path))
+    (tmp_path / "noted.py").write_text(SLOW, encoding="utf-8")
+    trust([tmp_path / "noted.py"])
+    tables = {
+        "plugins": ["mine.py", "noted.py"],
+        "loss": {"name": "noted.noted"},
+        "train": {"epochs": 3, "device": "cpu"},
+    }
+    paths = [write("one", **tables), write("two", **tables, optimizer={"lr": 0.01})]
+    steps, slow, out = tmp_path / "steps", tmp_path / "slow", tmp_path / "out"
+    whole = go(paths, tmp_path / "whole", search=0)
+    wholly = len(steps.read_text().split())
+    slow.touch()
+    kept: dict[Path, int] = {}
+    reached: dict[Path, int] = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        steps.unlink()
+        threading.Thread(target=_signal_once_two_train, args=(steps, number), daemon=True).start()
+        done = cli(
+            "compare",
+            *paths,
+            "--seeds",
+            2,
+            "--folds",
+            2,
+            "--pretrained",
+            "none",
+            "--workers",
+            2,
+            "--output",
+            out,
+        )
+        assert done.code == 130 and "The same command goes on" in done.err and "Traceback" not in done.err
+        workers = set(map(int, steps.read_text().split()))
+        assert len(workers) == 2 and os.getpid() not in workers
+        ends = time.monotonic() + 30
+        while multiprocessing.active_children() and time.monotonic() < ends:
+            time.sleep(0.02)
+        for worker in workers:
+            with pytest.raises(ProcessLookupError):
+                os.kill(worker, 0)
+        assert all(file.stat().st_mtime_ns == at for file, at in kept.items()), (
+            "what was finished is not done again"
+        )
+        kept = {file: file.stat().st_mtime_ns for file in out.glob("results/*/*.json")}
+        now = {
+            file: checkpoint.load(file)["progress"]["total"]
+            for file in out.glob("runs/*/*/checkpoints/last.safetensors")
+        }
+        assert now and all(now[file] >= before for file, before in reached.items())
+        reached = now
+    slow.unlink()
+    steps.unlink()
+    again = go(paths, out, search=0)
+    assert len(steps.read_text().split()) <= wholly - sum(reached.values()), "no step is done twice"
+    assert all(file.stat().st_mtime_ns == at for file, at in kept.items())
+    for one, other in zip(whole.contestants, again.contestants, strict=True):
+        for mine, theirs in zip(one.figures, other.figures, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-6)
+
+
+def _signal_once_two_train(steps: Path, number: signal.Signals) -> None:
+    """Send this process a signal once two workers have each done some steps."""
+    ends = time.monotonic() + 500
+    while time.monotonic() < ends:
+        done = Counter(steps.read_text().split()) if steps.exists() else Counter()
+        if len(done) == 2 and min(done.values()) > 2:
+            os.kill(os.getpid(), number)
+            return
+        time.sleep(0.02)
+
+
+def test_what_is_wrong_is_told_at_once(write: Callable[..., Path], tmp_path: Path) -> None:
+    good, out = write("triplet"), tmp_path / "out"
+    with pytest.raises(DataError, match="two recipes at least"):
+        go([good], out)
+    with pytest.raises(DataError, match=r"no recipe .*a\.toml(.|\n)*no recipe .*b\.toml"):
+        go([tmp_path / "a.toml", good, tmp_path / "b.toml"], out)
+    bad = [write("one", loss={"name": "pml.tripled"}), write("two", train={"epoch": 1})]
+    with pytest.raises(DataError, match=r"one\.toml(.|\n)*pml.tripled(.|\n)*two\.toml(.|\n)*epochs"):
+        go(bad, out)
+    with pytest.raises(
+        DataError,
+        match=r"^\S+triplet\.toml and \S+other\.toml are both called 'triplet': change the `name` of one\.$",
+    ):
+        go([good, write("triplet", "other")], out)
+    for options, sentence in (
+        ({"seeds": 1}, "two seeds at least"), ({"folds": 1}, "two folds"), ({"workers": 0}, "from 1 to 64"), ({"search": -1}, "0 for none"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=sentence):
+            go([good, write("proxy")], out, **options)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    with pytest.raises(DataError, match="is no comparison"):
+        go([good, write("proxy")], tmp_path / "full")
+    assert not out.exists()
+
+
+def test_a_search_that_cannot_be_is_refused_before_anything_runs(
+    write: Callable[..., Path], tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    wrong = {
+        "loss.margn": {"low": 0.1, "high": 0.2},
+        "sampler.classes": {"low": 2, "high": 4},
+        "optimizer.name": {"choices": ["SGD", "Adm"]},
+        "optimizer.lr": {"low": 0.0, "high": 0.1},
+    }
+    with pytest.raises(DataError) as refused:
+        go([write("triplet", search=wrong), write("proxy", search=None)], tmp_path / "out")
+    said = str(refused.value)
+    assert "'margn'. Did you mean 'margin'" in said or "margin" in said
+    assert "sampler.classes: data, split, batches, epochs and backbone are the same" in said
+    assert 'optimizer.name = "Adm"' in said and "optimizer.lr = 0" in said
+    assert "proxy.toml" in said and "has no [search]" in said
+    checked = cli("check", tmp_path / "triplet.toml")
+    assert checked.code == 2 and "triplet.toml has 5 problems:" in checked.err
+    assert 'optimizer.name = "Adm"' in checked.err and "[search] sampler.classes: data, split" in checked.err
+    for range_, sentence in (
+        ({"low": 2, "high": 1}, "low < high"), ({"low": 0, "high": 1, "log": True}, "above 0"), ({"choices": [1], "low": 0}, "either choices"),
+        ({"lo": 1}, "low"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=sentence):
+            go([write("triplet", search={"loss.margin": range_}), write("proxy")], tmp_path / "out")
+    with pytest.raises(DataError, match="6 classes, and each of 4 folds needs two"):
+        go([write("triplet"), write("proxy")], tmp_path / "out", folds=4)
+
+
+def test_different_budgets_are_named_and_allowed_only_when_told(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    different = write(
+        "proxy",
+        train={"epochs": 2, "device": "cpu"},
+        sampler={"classes": 2, "items": 4, "batches": 4},
+        backbone={"name": "core.convnet", "size": 8, "width": 4, "depth": 1},
+        data={"name": "mine.digits", "scrambled": True},
+    )
+    with pytest.raises(DataError) as refused:
+        go([write("triplet"), different], tmp_path / "out", search=0)
+    said = str(refused.value)
+    for each in (
+        "the epochs: 1 in triplet, 2 in proxy", "[sampler] classes: 3 in triplet, 2 in proxy", "[backbone] width: 8 in triplet, 4 in proxy",
+        "[data] scrambled: nothing in triplet, true in proxy",
+    ):  # fmt: skip
+        assert each in said
+    found = go([write("triplet"), different], tmp_path / "out", search=0, allow_different=True)
+    assert (
+        "Not the same for all: the epochs: 1 in triplet, 2 in proxy."
+        in (tmp_path / "out" / "comparison.md").read_text()
+    )
+    assert len(found.different) == 4
+
+
+def test_without_optuna_a_search_is_refused_in_a_sentence(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(MissingDependency, match=r"embedding-retrieval\[compare\]"):
+        go([write("triplet"), write("proxy")], tmp_path / "out")
+
+
+def test_a_proposal_depends_on_nothing_but_the_trials_before() -> None:
+    from retrieval.recipe.ranges import Range
+    from retrieval.training.comparison.search import Trial
+
+    ranges = {
+        "loss.margin": Range(low=0.01, high=1.0, log=True),
+        "loss.n": Range(low=1, high=9),
+        "loss.kind": Range(choices=["a", "b"]),
+    }
+    done: list[Trial] = []
+    for number in range(14):
+        values = suggest(done, ranges, {"loss.margin": 0.5} if not number else {})
+        assert values == suggest(done, ranges, {"loss.margin": 0.5} if not number else {})
+        assert (
+            0.01 <= values["loss.margin"] <= 1
+            and values["loss.n"] in range(1, 10)
+            and values["loss.kind"] in ("a", "b")
+        )
+        assert number or values["loss.margin"] == 0.5
+        done.append(Trial(values, None if number == 3 else -abs(np.log(values["loss.margin"] / 0.1))))
+    assert len({json.dumps(trial.values) for trial in done}) == 14, "no proposal comes twice"
+    assert suggest(done, ranges, {}) != suggest(done[:-1], ranges, {})

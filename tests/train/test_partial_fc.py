@@ -1,0 +1,126 @@
+"""Partial FC: one process's is the known loss; several processes', with their shares of the classes, is one process's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from retrieval import create
+from retrieval.errors import DataError, RecipeError
+from retrieval.model.shards import Shard
+from retrieval.recipe.read import to_toml
+from retrieval.run import checkpoint
+from retrieval.training.trainer import train
+from torch import Tensor, nn
+
+Make = Callable[..., Any]
+MARGINS = [
+    ("pml.arc_face", {"margin": 28.6}, {}),
+    ("pml.arc_face", {"margin": 80.0}, {"margin": 80.0}),
+    ("pml.cos_face", {"margin": 0.35}, {"margin": 0.0, "cosine_margin": 0.35}),
+]
+
+
+@pytest.mark.parametrize(("name", "theirs", "ours"), MARGINS)
+def test_it_is_the_known_loss(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    sizes = {"embedding_size": 6, "classes": 9}
+    known = create("loss", name, **sizes, **theirs).double()
+    loss = create("loss", "core.partial_fc", **sizes, **ours).double()
+    loss.weight.data = known.W.data.T.clone()
+    codes = nn.functional.normalize(torch.randn(20, 6, dtype=torch.float64))
+    codes[0] = -2 * loss.weight.data[0]  # the far side of its class
+    labels = torch.arange(20) % 9
+    one, other = codes.clone().requires_grad_(), codes.clone().requires_grad_()
+    expected, found = known(one, labels), loss(other, labels)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    expected.backward(), found.backward()
+    torch.testing.assert_close(other.grad, one.grad, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(loss.weight.grad, known.W.grad.T, rtol=1e-8, atol=1e-10)
+
+
+def test_its_gradient_is_that_of_finite_differences_and_labels_are_checked() -> None:
+    torch.manual_seed(0)
+    loss = create("loss", "core.partial_fc", embedding_size=3, classes=5, scale=4.0).double()
+    codes, labels = torch.randn(4, 3, dtype=torch.float64, requires_grad=True), torch.tensor([0, 3, 3, 4])
+    assert torch.autograd.gradcheck(lambda x, _: loss(x, labels), (codes, loss.weight))
+    with pytest.raises(ValueError, match="labels go from 0 to 5, and there are 5 classes"):
+        loss(codes, torch.tensor([0, 1, 2, 5]))
+
+
+def test_shares_hold_each_row_once() -> None:
+    for whole, world in ((7, 3), (1_000_000, 7), (4, 4)):
+        shares = [Shard.of(whole, rank, world) for rank in range(world)]
+        assert [s.start for s in shares] == [0, *(s.stop for s in shares[:-1])] and shares[-1].stop == whole
+        assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_several_processes_have_the_loss_and_gradients_of_one(processes: Make, world: int) -> None:
+    """With other margins, with drawn classes, and clipped."""
+    processes(world, "fc_process.py")
+
+
+RECIPE: dict[str, Any] = {
+    "sampler": {"classes": 4, "items": 4, "batches": 3},
+    "backbone": {"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
+    "loss": {"name": "core.partial_fc", "scale": 8.0, "sample": 0.9},
+    "optimizer": {"name": "SGD", "lr": 0.05, "options": {"momentum": 0.9}},
+    "train": {"epochs": 2, "clip_norm": 1.0},
+}
+
+
+def state(folder: Path) -> dict[str, Tensor]:
+    """A run's weights, with the rows of all processes together, and their optimiser's state."""
+    kept = checkpoint.load(folder / "checkpoints" / "last.safetensors")
+    rows: dict[str, list[Tensor]] = {}
+    for file in kept["shards"]["files"]:
+        for name, part in checkpoint.load(folder / "checkpoints" / file)["rows"].items():
+            rows.setdefault(name, []).append(part)
+    assert set(rows) == {"modules/loss.weight/", "metric/loss.weight/momentum_buffer"}
+    return {**kept["model"], **{name: torch.cat(parts) for name, parts in rows.items()}}
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(
+    make: Make, processes: Make, tmp_path: Path
+) -> None:
+    made = make(**RECIPE)
+    for name in ("two", "cut", "half", "four"):
+        (tmp_path / f"{name}.toml").write_text(to_toml(made))
+    halves = [f"{name}@train.epochs=1" for name in ("cut", "half")]
+    said = processes(2, "train_process.py", str(tmp_path), "two", *halves, "cut+")
+    assert [json.loads(line)["error"] for line in said.splitlines() if line.startswith("{")] == [""] * 4
+    train(tmp_path / "alone", made)
+    alone, two = state(tmp_path / "alone"), state(tmp_path / "two")
+    assert two["modules/loss.weight/"].shape == (5, 16)
+    assert apart(two, alone) < 2e-5
+    assert apart(state(tmp_path / "cut"), two) == 0  # bit for bit
+    files = sorted(path.name for path in (tmp_path / "two" / "checkpoints").glob("shard-*"))
+    assert files == [f"shard-0-{total}-{rank}of2.safetensors" for total in (3, 6) for rank in (0, 1)]
+
+    for name in ("four", "one", "lost"):
+        shutil.copytree(tmp_path / "half", tmp_path / name)
+    processes(4, "train_process.py", str(tmp_path), "four+")
+    assert apart(state(tmp_path / "four"), alone) < 2e-5
+    train(tmp_path / "one", made, resume=True)
+    assert apart(state(tmp_path / "one"), alone) < 2e-5
+    assert json.loads((tmp_path / "one" / "summary.json").read_text())["steps"] == 6
+
+    (tmp_path / "lost" / "checkpoints" / "shard-0-3-1of2.safetensors").unlink()
+    with pytest.raises(DataError, match=r"There is no checkpoint .*shard-0-3-1of2"):
+        train(tmp_path / "lost", made, resume=True)
+
+
+def test_what_it_cannot_do_is_refused(make: Make) -> None:
+    with pytest.raises(RecipeError, match=r"\[miner\]"):
+        make(**RECIPE, miner={"name": "pml.multi_similarity"})
+    with pytest.raises(RecipeError, match=r"\[generator\]"):
+        make(**RECIPE, generator={"name": "toolbox.mover"})

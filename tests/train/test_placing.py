@@ -1,0 +1,187 @@
+"""How a run lies on its device: precision, memory format, compiled kernels, algorithms that give the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from retrieval.errors import PluginError, RecipeError
+from retrieval.run import checkpoint
+from retrieval.training import trainer
+from retrieval.training.placing import repeating
+from retrieval.training.process import make_accelerator
+from retrieval.training.trainer import train
+
+Make = Callable[..., Any]
+PLAIN = {
+    "backbone": {"name": "toolbox.net", "dropout": 0.0},  # a compiled one draws other numbers
+    "sampler": {"classes": 4, "items": 4, "batches": 4},
+    "loss": {"name": "pml.arc_face"},
+    "optimizer": {"name": "SGD", "lr": 0.01},  # Adam makes a step of a gradient's last digit
+}
+UNREPEATABLE = '''
+import torch
+from retrieval import hookimpl
+
+
+class Put(torch.nn.Module):
+    """Writes to a place twice, in no order."""
+
+    def forward(self, embeddings, labels):
+        return torch.zeros(2).put_(torch.tensor([0, 0]), embeddings.sum(1)[:2]).sum()
+
+
+@hookimpl
+def retrieval_losses():
+    return {"put": Put}
+'''
+
+
+def kept(folder: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = checkpoint.load(folder / "checkpoints" / "last.safetensors")["model"]
+    return state
+
+
+def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one if one[name].is_floating_point())
+
+
+def test_precision_and_memory_format_train_nearly_the_same(make: Make, tmp_path: Path) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "bf16": {"precision": "bf16"},
+        "last": {"channels_last": True},
+    }
+    tables = {**PLAIN, "sampler": {"classes": 4, "items": 4, "batches": 2}}
+    for name, options in ways.items():
+        train(tmp_path / name, make(**tables, train={"epochs": 1, "device": "cpu", **options}))
+    one, bf16, last = (kept(tmp_path / name) for name in ways)
+    assert far(one, last) < 1e-4
+    assert 1e-7 < far(one, bf16) < 0.05
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler, and there is no g++")
+def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(make: Make, tmp_path: Path) -> None:
+    """The process keeps torch's compiler out where nothing is compiled: here it has the real one."""
+    train(tmp_path / "plain", make(**PLAIN, train={"epochs": 1, "device": "cpu"}))
+    script = Path(__file__).with_name("compile_process.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "plain" / "recipe.toml"), str(tmp_path / "compiled")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["graphs"] >= 1 and said["plain"]
+    assert far(kept(tmp_path / "compiled"), kept(tmp_path / "plain")) < 1e-4
+
+
+def test_without_a_compiler_that_is_said(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-g++"))
+    with pytest.raises(
+        RecipeError, match=r"compile: on a CPU torch\.compile needs a C\+\+ compiler, and .*no-g"
+    ):
+        train(tmp_path / "run", make(train={"compile": True, "device": "cpu"}))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("tables", "sentence"),
+    [
+        ({"backbone": {"name": "toolbox.net", "frozen": True}}, r"with \[backbone\] frozen = true its features"),
+        ({"loss": None, "learner": {"name": "core.pca"}}, r"with a \[learner\] its features"),
+        ({"train": {"compile": True, "sync_batch_norm": True}}, r"sync_batch_norm = true.*Remove one of the two"),
+    ],
+)  # fmt: skip
+def test_what_is_not_compiled_is_refused(make: Make, tables: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        make(**{"train": {"compile": True}, **tables})
+
+
+def test_deterministic_algorithms_are_on_in_training_and_off_after(
+    make: Make, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is restored
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    seen: list[bool] = []
+    real = trainer.Trainer._train_batch
+
+    def noted(self: Any, *given: Any) -> Any:
+        seen.append(torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark)
+        return real(self, *given)
+
+    monkeypatch.setattr(trainer.Trainer, "_train_batch", noted)
+    train(tmp_path / "one", make(**PLAIN, train={"epochs": 1, "deterministic": True}))
+    assert seen == [True] * 4 and not torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    train(tmp_path / "two", make(**PLAIN, train={"epochs": 1, "device": "cpu"}))
+    assert seen[4:] == [False] * 4
+    if not torch.cuda.is_available():  # a CPU gives the same bits anyway
+        assert far(kept(tmp_path / "one"), kept(tmp_path / "two")) == 0
+
+
+def test_cublas_is_told_nothing_by_other_runs(make: Make, monkeypatch: Any) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    make_accelerator(make(train={"deterministic": True}))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's own
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    make_accelerator(make())
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+def test_a_deterministic_run_that_was_stopped_ends_with_the_same_weights(
+    make: Make, tmp_path: Path, monkeypatch: Any
+) -> None:
+    made = make(**PLAIN, train={"epochs": 2, "deterministic": True, "checkpoint_every": 3})
+    train(tmp_path / "whole", made)
+    real, calls = trainer.Trainer._train_batch, [0]
+
+    def stop(self: Any, *given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 6:
+            raise KeyboardInterrupt
+        return real(self, *given)
+
+    monkeypatch.setattr(trainer.Trainer, "_train_batch", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "stopped", made)
+    assert not torch.are_deterministic_algorithms_enabled()
+    train(tmp_path / "stopped", made, resume=True)
+    one, other = kept(tmp_path / "whole"), kept(tmp_path / "stopped")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_part_without_a_deterministic_algorithm_is_refused(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "unrepeatable.py").write_text(UNREPEATABLE)
+    tables = {
+        "plugins": [str(Path(__file__).with_name("toolbox.py")), str(tmp_path / "unrepeatable.py")],
+        "loss": {"name": "unrepeatable.put"},
+    }
+    train(tmp_path / "any", make(**tables, train={"epochs": 1, "device": "cpu"}))
+    with pytest.raises(
+        PluginError, match=r"The loss unrepeatable\.put failed: .*does not have a deterministic"
+    ):
+        train(tmp_path / "same", make(**tables, train={"epochs": 1, "device": "cpu", "deterministic": True}))
+
+
+def test_what_was_set_before_comes_back_after_a_fault(make: Make) -> None:
+    section = make(train={"deterministic": True}).train
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with repeating(section):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        with pytest.raises(KeyError), repeating(section):
+            raise KeyError
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,152 @@
+"""Losses that are divided by rows: the rows' sums make the whole batch's loss and gradients, whatever the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning import losses as upstream
+from retrieval import create
+from retrieval.errors import PluginError
+from retrieval.model.rows import Rows, is_mean, row_sums, rows_of
+from torch import Tensor, nn
+
+SIZE, CLASSES, ITEMS = 6, 5, 4
+
+ANCHORS: dict[str, dict[str, Any]] = {
+    "contrastive": {"neg_margin": 0.9},
+    "signal_to_noise_ratio_contrastive": {},
+    "triplet_margin": {"margin": 0.3},
+    "generalized_lifted_structure": {},
+    "multi_similarity": {},
+    "circle": {},
+    "nt_xent": {},
+    "sup_con": {},
+    "tuplet_margin": {},
+}
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    *ANCHORS.items(),
+    ("triplet_margin", {"smooth_loss": True}),
+    ("triplet_margin", {"swap": True, "margin": 0.3}),
+    ("triplet_margin", {"margin": 0.3, "reducer": {"name": "pml.sum"}}),
+    ("contrastive", {"reducer": {"name": "pml.mean"}, "distance": {"name": "pml.cosine_similarity"}}),
+    ("multi_similarity", {"reducer": {"name": "pml.threshold", "low": 0.2, "high": 2.0}}),
+]
+ITEMWISE = ["normalized_softmax", "soft_triple", "proxy_nca", "arc_face", "cos_face", "sub_center_arc_face", "sphere_face",
+            "large_margin_softmax"]  # fmt: skip
+MINERS: list[tuple[str, dict[str, Any]] | None] = [
+    None,
+    ("multi_similarity", {}),
+    ("triplet_margin", {"margin": 0.1, "type_of_triplets": "hard"}),
+]
+
+
+PROXIES = [*ITEMWISE, "proxy_anchor"]
+
+
+def made(name: str, options: dict[str, Any] | None = None) -> Any:
+    torch.manual_seed(5)
+    sizes = {"embedding_size": SIZE, "classes": CLASSES} if name in PROXIES else {}
+    return create("losses", f"pml.{name}", **sizes, **(options or {})).double()
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    """Codes with near neighbours of another class, in no order; one class has a single item."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(CLASSES).repeat_interleave(ITEMS)[: -ITEMS + 1]
+    labels = labels[torch.randperm(len(labels), generator=generator)]
+    middle = torch.randn(CLASSES, SIZE, generator=generator, dtype=torch.float64)
+    noise = torch.randn(len(labels), SIZE, generator=generator, dtype=torch.float64)
+    return nn.functional.normalize(middle[labels] + 1.2 * noise), labels
+
+
+def by_rows(loss: Any, kind: Rows, codes: Tensor, labels: Tensor, indices: Any, size: int) -> Tensor:
+    """The loss, from `size` rows at a time."""
+    found = [
+        row_sums(loss, kind, codes[at : at + size], labels[at : at + size], (codes, labels), at, indices)
+        for at in range(0, len(codes), size)
+    ]
+    total, count = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
+    over = [
+        max(1, int(n)) if is_mean(loss, name) else 1
+        for name, n in zip(loss.sub_loss_names(), count, strict=True)
+    ]
+    return (total / torch.tensor(over)).sum()
+
+
+def compare(loss: Any, kind: Rows, indices: Any, seed: int) -> float:
+    codes, labels = batch(seed)
+    parameters = [codes.requires_grad_(), *loss.parameters()]
+    whole = loss(codes, labels, indices) if indices is not None else loss(codes, labels)
+    expected = torch.autograd.grad(whole, parameters)
+    for size in (1, 3, 7, len(codes)):
+        value = by_rows(loss, kind, codes, labels, indices, size)
+        torch.testing.assert_close(value, whole, rtol=1e-9, atol=1e-12)
+        for one, other in zip(torch.autograd.grad(value, parameters), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-11)
+    return float(max(each.abs().max() for each in expected))
+
+
+@pytest.mark.parametrize("miner", MINERS, ids=lambda miner: miner[0] if miner else "all")
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[f"{n}{i}" for i, (n, _) in enumerate(OPTIONS)])
+def test_anchors_sums_make_the_whole_loss(name: str, options: dict[str, Any], miner: Any) -> None:
+    loss = made(name, options)
+    kind = rows_of(loss, miner is not None)
+    if miner is not None and name == "sup_con":
+        assert kind is None  # it is 0 where no pair of the batch is negative, which rows cannot know
+        return
+    assert kind == "anchors"
+    slopes = []
+    for seed in range(3):
+        indices = None
+        if miner is not None:
+            indices = create("miners", f"pml.{miner[0]}", **miner[1])(*batch(seed))
+        slopes.append(compare(loss, kind, indices, seed))
+    assert max(slopes) > 1e-4
+
+
+@pytest.mark.parametrize("name", ITEMWISE)
+def test_items_sums_make_the_whole_loss(name: str) -> None:
+    loss = made(name)
+    assert rows_of(loss, mined=True) is None  # its weights are relative to the whole batch's
+    kind = rows_of(loss, mined=False)
+    assert kind == "items"
+    assert compare(loss, kind, None, 0) > 1e-4
+
+
+def test_what_cannot_be_divided_is_computed_whole() -> None:
+    """Losses of pairs of anchors, regularised ones, other reducers, drawn triplets, and upstream's own classes."""
+    regularised = {"embedding_regularizer": {"name": "pml.lp"}}
+    drawn = {"triplets_per_anchor": 2}
+    for loss in (
+        made("lifted_structure"),
+        made("proxy_anchor"),
+        made("contrastive", regularised),
+        made("multi_similarity", {"reducer": {"name": "pml.class_weighted", "weights": [1.0] * CLASSES}}),
+        made("triplet_margin", drawn),
+        upstream.ContrastiveLoss(),
+        nn.Linear(2, 2),
+    ):
+        assert rows_of(loss, mined=False) is None
+
+
+def test_a_loss_that_says_rows_and_is_not_of_them_is_refused() -> None:
+    class Odd(upstream.ContrastiveLoss):  # type: ignore[misc]
+        rows = "columns"
+
+    with pytest.raises(PluginError, match="'columns'; it must be one of items, anchors, classes"):
+        rows_of(Odd(), mined=False)
+
+    class Reduced(upstream.ContrastiveLoss):  # type: ignore[misc]
+        rows = "anchors"
+
+        def compute_loss(self, *arguments: Any) -> Any:
+            value = arguments[0].square().sum()
+            return {"pos_loss": {"losses": value, "indices": None, "reduction_type": "already_reduced"}, "neg_loss": self.zero_loss()}  # fmt: skip
+
+    codes, labels = batch(0)
+    loss = Reduced()
+    with pytest.raises(PluginError, match=r"'pos_loss' as one number.*Take its attribute `rows` away"):
+        row_sums(loss, "anchors", codes[:3], labels[:3], (codes, labels), 0, None)
+    assert isinstance(loss.reducer, nn.Module) and type(loss.reducer).__name__ == "MultipleReducers"
