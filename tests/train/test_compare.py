@@ -211,6 +211,63 @@ def test_no_test_item_has_a_part_in_the_search(write: Callable[..., Path], tmp_p
     assert scores[0] == scores[1] and all(score is not None for score in scores[0])
 
 
+def test_a_fold_of_few_classes_takes_them_all_into_a_batch_of_the_same_size(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    write("triplet")
+    table = {**RECIPE, "plugins": [str(tmp_path / "mine.py")], "loss": LOSSES["triplet"]}
+    del table["search"]
+    batches = []
+    for classes, items in ((6, 4), (3, 4), (2, 4)):
+        sampler = {"classes": classes, "items": items, "batches": 2}
+        job = Job(
+            "fold",
+            {**table, "sampler": sampler},
+            tmp_path / f"{classes}",
+            tmp_path / f"{classes}.json",
+            (0, 2),
+        )
+        made, _ = fold_recipe(job)
+        batches.append((made.sampler.classes, made.sampler.items, made.sampler.batches))
+    assert batches == [(3, 8, 2), (3, 4, 2), (2, 4, 2)], (
+        "three of the six training classes are left in a fold"
+    )
+    assert perform(
+        Job(
+            "fold",
+            {**table, "sampler": {"classes": 6, "items": 4, "batches": 1}},
+            tmp_path / "run",
+            tmp_path / "run.json",
+            (0, 2),
+        )
+    )["trained"]
+
+
+def test_a_learner_that_draws_random_numbers_has_each_seed(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    own = {"loss": None, "sampler": None, "head": None, "optimizer": None, "train": {"device": "cpu"}}
+    own["backbone"] = {"name": "core.pixels", "size": 8}
+    oahu = {
+        "name": "oahu.oahu",
+        "depth": 1,
+        "hidden": 8,
+        "embedding": 8,
+        "seeds": 60,
+        "closure": 0,
+        "learning_rate": 0.1,
+    }
+    paths = [
+        write("drawn", **own, learner=oahu),
+        write("its own", **own, learner={**oahu, "seed": 7}),
+        write("closed form", **own, learner={"name": "aml.gmml", "regularization": 0.1}),
+    ]
+    found = {each.name: each.figures for each in go(paths, tmp_path / "c", search=0).contestants}
+    assert found["drawn"][0] != found["drawn"][1]
+    assert found["its own"][0] == found["its own"][1], "the recipe says which seed"
+    assert found["closed form"][0] == found["closed form"][1], "nothing there is drawn"
+
+
 def test_workers_find_the_same(write: Callable[..., Path], tmp_path: Path) -> None:
     paths = [write("triplet"), write("proxy")]
     alone = go(paths, tmp_path / "alone", search=0)

@@ -129,7 +129,7 @@ def _contestant(recipe: Recipe, folder: Path, seeds: int, trials: int, folds: in
     jobs = [
         Job(
             "seed",
-            {**table, "seed": seed},
+            _seeded(recipe, table, seed),
             folder / "runs" / recipe.name / f"seed-{seed}",
             folder / "results" / recipe.name / f"seed-{seed}.json",
         )
@@ -137,6 +137,16 @@ def _contestant(recipe: Recipe, folder: Path, seeds: int, trials: int, folds: in
     ]
     figures = [found["trained"] for found in do(jobs)]
     return Contestant(recipe.name, True, figures, best(tried).values if tried else {}, tried)
+
+
+def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Return a recipe's table with a seed; a learner that draws random numbers has one of its own, which is 0 unless it is set."""
+    made = {**table, "seed": seed}
+    if recipe.learner is not None and not {"seed", "random_state"} & set(recipe.learner.parameters):
+        factory = recipe.loaded.find("learners", recipe.learner.name)
+        if any(each.name == "seed" for each in factory.parameters):
+            made["learner"] = {**table["learner"], "seed": seed}
+    return made
 
 
 def _baselines(found: list[Figures], seeds: int, frozen: bool) -> list[Contestant]:

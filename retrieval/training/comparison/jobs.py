@@ -23,7 +23,7 @@ from retrieval.host.files import write_json
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, check_recipe
-from retrieval.recipe.tables import Split
+from retrieval.recipe.tables import Sampler, Split
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, build_model
 from retrieval.run.folder import create_folder, is_complete, is_run
@@ -123,12 +123,31 @@ def fold_classes(splits: Splits, seed: int, folds: int) -> list[list[str]]:
 
 
 def fold_recipe(job: Job) -> tuple[Recipe, Dataset]:
-    """Return the recipe of a fold, and its dataset: the training side alone, with one part of its classes as the test side."""
+    """Return the recipe of a fold, and its dataset: the training side alone, with one part of its classes as the test side.
+
+    Where fewer classes are left than a batch takes, it takes those, and so many more items of each that it is about as large.
+    """
     inner, splits, split = _training_items(job.table)
     part, folds = job.fold
     held = fold_classes(splits, split.seed, folds)[part]
     table = {**job.table, "split": {**split.model_dump(), "by": "class", "test": held}}
-    return check_recipe(table, objects={"data": inner}), inner
+    recipe = check_recipe(table, objects={"data": inner})
+    if recipe.learner is None:
+        train = make_splits(inner, recipe.split).train_labels
+        sampler = _fitting(recipe.sampler, len(np.unique(train)))
+        if sampler is not recipe.sampler:
+            recipe = check_recipe(
+                {**table, "sampler": sampler.model_dump(exclude_none=True)}, objects={"data": inner}
+            )
+    return recipe, inner
+
+
+def _fitting(sampler: Sampler, classes: int) -> Sampler:
+    """Return a sampler of no more classes than there are, whose batch is about as large."""
+    if sampler.classes <= classes:
+        return sampler
+    items = round(sampler.classes * sampler.items / classes)
+    return sampler.model_copy(update={"classes": classes, "items": items})
 
 
 _items: dict[str, tuple[Subset, Splits, Split]] = {}
