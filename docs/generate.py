@@ -95,7 +95,8 @@ def plugins() -> str:
         "`retrieval plugins show NAME` prints the same, for installed plugins too.\n",
     ]
     for kind, word in KINDS.items():
-        factories = loaded.factories(kind)
+        # trackers are there where their packages are: the page would differ from machine to machine
+        factories = loaded.factories(kind) if kind != "trackers" else {}
         if factories:
             lines += [f"## {kind.capitalize()}\n"]
             for factory in factories.values():

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     )
     from retrieval.model.linear import LinearMap
     from retrieval.model.loss import CheckedLoss
+    from retrieval.model.tracker import TrackedRun, Tracker
     from retrieval.recipe.read import Recipe, read_recipe
     from retrieval.run.check_data import check_data
     from retrieval.run.open import Run, load_run
@@ -106,6 +107,8 @@ __all__ = [
     "Store",
     "StoreError",
     "Subspace",
+    "TrackedRun",
+    "Tracker",
     "Transform",
     "TripletIndices",
     "__version__",
@@ -172,6 +175,7 @@ _load, _ = lazy(
         ],
         "retrieval.model.linear": ["LinearMap"],
         "retrieval.model.loss": ["CheckedLoss"],
+        "retrieval.model.tracker": ["TrackedRun", "Tracker"],
         "retrieval.recipe.read": ["Recipe", "read_recipe"],
         "retrieval.run.check_data": ["check_data"],
         "retrieval.run.open": ["Run", "load_run"],

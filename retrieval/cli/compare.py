@@ -8,6 +8,7 @@ import click
 
 from retrieval.cli import say
 from retrieval.cli.plugins import PLUGIN_OPTION, TRUST_OPTION
+from retrieval.cli.train import TRACK_OPTION
 
 
 @click.command()
@@ -30,6 +31,16 @@ from retrieval.cli.plugins import PLUGIN_OPTION, TRUST_OPTION
 )
 @click.option(
     "--workers", type=int, default=1, show_default=True, help="Processes that train at the same time."
+)
+@click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="Train on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes. All nodes see --output and the data.",
+)
+@click.option(
+    "--cpus",
+    type=click.IntRange(min=1),
+    help="With --ray: cores of each training. By default 4, or those of the smallest node.",
 )
 @click.option(
     "--output",
@@ -56,6 +67,7 @@ from retrieval.cli.plugins import PLUGIN_OPTION, TRUST_OPTION
     metavar="KEY=VALUE",
     help="Change a value of every recipe, as in train.epochs=5; repeatable.",
 )
+@TRACK_OPTION
 @PLUGIN_OPTION
 @TRUST_OPTION
 def compare(
@@ -64,10 +76,13 @@ def compare(
     search: int,
     folds: int,
     workers: int,
+    ray: str | None,
+    cpus: int | None,
     output: Path,
     pretrained: str | None,
     allow_different: bool,
     overrides: tuple[str, ...],
+    track: tuple[str, ...],
     extra: tuple[str, ...],
 ) -> None:
     """Compare recipes fairly: the same data, net, batches, epochs and number of tuning trials, several seeds, and baselines.
@@ -76,6 +91,8 @@ def compare(
 
     Example:  retrieval compare triplet.toml proxy_anchor.toml --seeds 5 --search 20 --output comparisons/digits
     """
+    if cpus is not None and ray is None:
+        raise click.UsageError("--cpus are of a training on a cluster: name the cluster with --ray.")
     from retrieval.serving.runtime import quiet_threads
 
     quiet_threads()
@@ -89,10 +106,14 @@ def compare(
         search=search,
         folds=folds,
         workers=workers,
+        ray=ray,
+        cpus=cpus,
         pretrained=pretrained,
         allow_different=allow_different,
         overrides=overrides,
         plugins=extra,
+        track=track,
+        report=say,
     )
     say(markdown(found))
     say(f"Tables: {output}/comparison.md, .csv, .tex, .html, .json; runs: {output}/runs.")

@@ -51,6 +51,14 @@ def check(recipe: Path, changes: tuple[str, ...], overrides: tuple[str, ...], ex
             say(line)
 
 
+TRACK_OPTION = click.option(
+    "--track",
+    multiple=True,
+    metavar="TRACKER",
+    help="Tell a tracker how it goes: wandb, mlflow, or a plugin's; repeatable. Their own environment variables say where.",
+)
+
+
 @click.command()
 @RECIPE
 @CHANGES
@@ -70,6 +78,7 @@ def check(recipe: Path, changes: tuple[str, ...], overrides: tuple[str, ...], ex
     is_flag=True,
     help="With --resume: go on with the plugin files as they are now, not with the run's copies.",
 )
+@TRACK_OPTION
 @SET_OPTION
 @PLUGIN_OPTION
 @TRUST_OPTION
@@ -80,6 +89,7 @@ def train(
     resume: bool,
     replace: bool,
     replace_plugins: bool,
+    track: tuple[str, ...],
     overrides: tuple[str, ...],
     extra: tuple[str, ...],
 ) -> None:
@@ -113,11 +123,12 @@ def train(
         made = read_recipe(recipe, overrides, extra)
         folder = output or Path("runs") / made.name
     from retrieval.training.process import Interrupted  # slow to import: a wrong path is said at once
+    from retrieval.training.tracking import tracking
     from retrieval.training.trainer import train as train_run
 
     there = _which(folder)
     try:
-        with naming(recipe):
+        with naming(recipe), tracking(track, made, say):
             train_run(
                 folder,
                 made,

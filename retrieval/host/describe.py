@@ -113,6 +113,8 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
     if factory.kind == "stores":
         options = "&".join(f"{p.name}=…" for p in settable if p.required)
         return f"retrieval index create {factory.name}://{f'PLACE?{options}' if options else 'PLACE'} IMAGES --bundle BUNDLE"
+    if factory.kind == "trackers":
+        return f"retrieval train RECIPE --track {factory.name}"
     if factory.kind not in tables:
         table, owner, place = _owner(factory.kind, plugins)
         return f'[{table}]\nname = "{owner}"\n{place} = {_inline(factory)}'

@@ -40,6 +40,7 @@ KINDS = {
     "distances": "distance",
     "reducers": "reducer",
     "regularizers": "regularizer",
+    "trackers": "tracker",
 }
 """Every kind of thing that plugins make: the hook's ending, and the word for one."""
 

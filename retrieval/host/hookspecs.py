@@ -110,6 +110,11 @@ def retrieval_run_end(run: Any, metrics: Mapping[str, float]) -> None:
 
 
 @hookspec
+def retrieval_trackers() -> Factories:  # type: ignore[empty-body]
+    """Called when `--track` names one: off unless asked. Each factory gives a `retrieval.Tracker`, which is told of one run."""
+
+
+@hookspec
 def retrieval_report_panels(run: Any) -> Mapping[str, bytes]:  # type: ignore[empty-body]
     """Called when `retrieval report` is written, for each run. Gives drawings by title, SVG or PNG of at most 4 MB; none where there is
     nothing to draw."""

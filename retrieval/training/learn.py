@@ -71,6 +71,7 @@ def fit_learner(
     run = Run(path, recipe, dataset, splits, model, device=device)
     if not resume:
         begin_folder(run, report, replace=replace)
+    run.plugins.notify("retrieval_run_start", run=run)
     metrics = validate(run, features, True) if len(splits.validation) else {}
     checkpoint.save(
         run.best, {"model": model.state_dict(), "learner": fitted_state(learner), "metrics": metrics}
@@ -89,6 +90,7 @@ def fit_learner(
     shown = "".join(
         f", validation {k} {v:.4f}" for k, v in metrics.items() if k in ("map_at_r", "recall_at_1")
     )
+    run.plugins.notify("retrieval_run_end", run=run, metrics=metrics)
     report(f"fitted {len(splits.train)} items in {seconds:.1f} s{shown}")
     return run
 

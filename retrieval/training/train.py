@@ -18,6 +18,7 @@ from retrieval.run.resume import read_given
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Progress, shown
 from retrieval.training.process import Interrupted
+from retrieval.training.tracking import tracking
 from retrieval.training.trainer import train as train_run
 
 
@@ -38,6 +39,7 @@ def train(
     miner: Callable[..., Any] | None = None,
     generator: Generator | None = None,
     learner: Learner | None = None,
+    track: Sequence[str] = (),
     progress: Progress = True,
     report: Callable[[str], None] | None = None,
 ) -> Run:
@@ -64,6 +66,7 @@ def train(
         miner: instead of `[miner]`.
         generator: instead of `[generator]`.
         learner: instead of `[learner]`: an estimator, not fitted.
+        track: trackers that are told how it goes: "wandb", "mlflow", or a plugin's. One that fails is told in a sentence, and stops nothing.
         progress: True shows a bar, False nothing; a function is told (what, done, total).
         report: is told a line for each epoch; by default it is printed where bars are shown.
 
@@ -92,9 +95,10 @@ def train(
             made = read_recipe(recipe, overrides, plugins, objects=objects)
             folder = Path(output) if output else Path("runs") / made.name
         try:
-            return train_run(
-                folder, made, resume=resume, replace=replace, replace_plugins=replace_plugins, report=tell
-            )
+            with tracking(track, made, tell):
+                return train_run(
+                    folder, made, resume=resume, replace=replace, replace_plugins=replace_plugins, report=tell
+                )
         except Interrupted as stopped:
             raise Interrupted(f"{stopped} Go on with resume=True, into {folder}.") from None
 

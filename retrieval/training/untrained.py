@@ -28,10 +28,10 @@ def write_untrained(run: Run, report: Callable[[str], None], *, replace: bool, r
     run.splits.notes.append(NOTHING)
     if not resume:
         begin_folder(run, report, replace=replace)
-    run.plugins.hook.retrieval_run_start(run=run)
+    run.plugins.notify("retrieval_run_start", run=run)
     checkpoint.save(run.best, {"model": run.model.state_dict(), "metrics": {}})
     write_json(run.path / "summary.json", {"validation": {}, "epochs": 0, "steps": 0})
     run.model.eval()
-    run.plugins.hook.retrieval_run_end(run=run, metrics={})
+    run.plugins.notify("retrieval_run_end", run=run, metrics={})
     report(NOTHING)
     return run

@@ -20,7 +20,7 @@ VERBS = {
 CLASSES = {"AsyncClient", "Bundle", "Client", "Index", "Recipe", "Run"}
 CONTRACTS = {
     "Backbone", "Combiner", "Dataset", "Generator", "IndexBackend", "Item", "Learner", "Loss", "Metric", "Miner", "Preprocessing",
-    "Store", "Subspace", "Transform", "TripletIndices",
+    "Store", "Subspace", "TrackedRun", "Tracker", "Transform", "TripletIndices",
 }  # fmt: skip
 HELP = {
     "CheckedLoss",

@@ -70,17 +70,19 @@ class Cluster:
     """A Ray cluster that this process has joined; a `Runner`.
 
     Attributes:
+        ray: the package.
+        gpu: whether each worker has a GPU.
         cpus: cores of each worker.
     """
 
     def __init__(self, ray: Any, device: Device, cpus: int | None) -> None:
-        self._ray = ray
+        self.ray = ray
         nodes = self._nodes()
-        self._gpu = device != "cpu" and any(node.get("GPU", 0) >= 1 for node in nodes)
-        if device == "cuda" and not self._gpu:
+        self.gpu = device != "cpu" and any(node.get("GPU", 0) >= 1 for node in nodes)
+        if device == "cuda" and not self.gpu:
             raise DataError("No node of the cluster has a GPU. Leave out --device cuda, or add one.")
-        fitting = [node for node in nodes if not self._gpu or node.get("GPU", 0) >= 1]
-        each = [int(node.get("CPU", 0) // (node["GPU"] if self._gpu else 1)) for node in fitting]
+        fitting = [node for node in nodes if not self.gpu or node.get("GPU", 0) >= 1]
+        each = [int(node.get("CPU", 0) // (node["GPU"] if self.gpu else 1)) for node in fitting]
         self.cpus = cpus or max(1, min([_CPUS, *(number for number in each if number >= 1)]))
 
     @classmethod
@@ -127,7 +129,7 @@ class Cluster:
             RetrievalError: what a task raises.
         """
         most = len(tasks) if isinstance(tasks, Sized) else None
-        crew = _Crew(self._ray, self, setup, given, most)
+        crew = _Crew(self.ray, self, setup, given, most)
         try:
             yield from crew.work(tasks)
         finally:
@@ -135,7 +137,7 @@ class Cluster:
 
     def slots(self) -> int:
         """Return how many workers the nodes that are there have room for."""
-        if self._gpu:
+        if self.gpu:
             return sum(int(node.get("GPU", 0)) for node in self._nodes())
         return sum(int(node.get("CPU", 0) // self.cpus) for node in self._nodes())
 
@@ -143,14 +145,14 @@ class Cluster:
         """Return a worker, which may have to wait for its place."""
         wanted = {
             "num_cpus": self.cpus,
-            "num_gpus": int(self._gpu),
+            "num_gpus": int(self.gpu),
             "max_restarts": 0,
             "max_concurrency": _AHEAD,
         }
-        return self._ray.remote(_Hand).options(**wanted).remote()
+        return self.ray.remote(_Hand).options(**wanted).remote()
 
     def _nodes(self) -> list[dict[str, float]]:
-        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
 
 
 def _refuse_unreachable(address: str) -> None:

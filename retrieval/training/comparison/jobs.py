@@ -31,6 +31,7 @@ from retrieval.run.open import Run, load_run
 from retrieval.serving.progress import silent
 from retrieval.training.comparison.plan import PRIMARY
 from retrieval.training.process import Diverged, Interrupted
+from retrieval.training.tracking import tracking
 from retrieval.training.trainer import train
 
 
@@ -45,6 +46,8 @@ class Job:
         folder: where it runs; of a fold nothing stays there.
         result: the file that its figures are written to.
         fold: which part of the training classes judges, and how many parts there are.
+        track: trackers that a training with a seed is told to.
+        group: what the comparison is called there.
     """
 
     kind: Literal["fold", "seed", "untrained", "frozen"]
@@ -52,6 +55,8 @@ class Job:
     folder: Path
     result: Path
     fold: tuple[int, int] = (0, 0)
+    track: tuple[str, ...] = ()
+    group: str | None = None
 
 
 Figures = dict[str, dict[str, float]]
@@ -193,8 +198,14 @@ def _fold(job: Job) -> Figures:
 
 def _seed(job: Job) -> Figures:
     recipe = check_recipe(job.table)
-    found = evaluate_run(_trained(recipe, job.folder), metrics=_metrics(recipe))
-    return {"trained": found.figures["trained"]}
+    called = f"{recipe.name} seed {recipe.seed}"
+    # what failed is kept in the run's folder, since a worker has nobody to tell
+    with tracking(job.track, recipe, lambda line: None, name=called, group=job.group) as told:
+        run = _trained(recipe, job.folder)
+        told.retrieval_run_start(run)  # one that was trained before goes on with its figures
+        found = evaluate_run(run, metrics=_metrics(recipe)).figures["trained"]
+        told.figures({f"test_{name}": value for name, value in found.items()})
+    return {"trained": found}
 
 
 def _untrained(job: Job) -> Figures:

@@ -351,6 +351,27 @@ def _note(**values: Any) -> None:
             )
 
 
+class Silent:
+    """A tracker that keeps nothing."""
+
+    def __init__(self) -> None:
+        """Keep nothing."""
+
+    def begin(self, run: Any) -> tuple[str, str]:
+        return "key", "nowhere"
+
+    def figures(self, figures: Mapping[str, float], epoch: int | None) -> None: ...
+
+    def table(self, title: str, rows: Any) -> None: ...
+
+    def end(self, how: str) -> None: ...
+
+
+@hookimpl
+def retrieval_trackers() -> Factories:
+    return {"silent": Silent}
+
+
 @hookimpl
 def retrieval_run_start(run: Any) -> None:
     _note(hook="run_start", run=run)

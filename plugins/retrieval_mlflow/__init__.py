@@ -1,0 +1,17 @@
+"""MLflow as a tracker: `retrieval train … --track mlflow`. It is there where the package `mlflow` is."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from retrieval import hookimpl
+from retrieval.host.hookspecs import Factories
+
+if find_spec("mlflow") is not None:
+
+    @hookimpl
+    def retrieval_trackers() -> Factories:
+        """MLflow."""
+        from retrieval_mlflow.run import MlflowRun
+
+        return {"run": MlflowRun}

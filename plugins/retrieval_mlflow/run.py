@@ -1,0 +1,107 @@
+"""A run of MLflow."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+from retrieval import TrackedRun
+
+EXPERIMENT = "retrieval"
+"""Where MLFLOW_EXPERIMENT_NAME names none."""
+LONGEST_KEY, LONGEST_VALUE, MOST = 250, 6000, 100
+"""MLflow's limits: characters of a parameter's name and value, parameters of a call (of figures, 1,000)."""
+STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+class MlflowRun:
+    """MLflow. Its own settings hold: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID."""
+
+    def __init__(self) -> None:
+        """Load the package and open its store, in the thread that calls: see `retrieval.Tracker`."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nobody asked for a network
+        from mlflow import MlflowClient
+
+        self._client: Any = MlflowClient()
+        self._key = ""
+
+    def begin(self, run: TrackedRun) -> tuple[str, str]:
+        """Begin a run, or go on with one that the store still has; see `retrieval.Tracker`."""
+        from mlflow.exceptions import MlflowException
+
+        known: Mapping[str, str] = {}
+        if run.key is not None:
+            with suppress(MlflowException):  # another store, or it was removed
+                known = self._client.get_run(run.key).data.params
+                self._client.update_run(run.key, status="RUNNING")
+                self._key = run.key
+        if not self._key:
+            tags = {"comparison": run.group} if run.group else {}
+            made = self._client.create_run(self._experiment(), run_name=run.name, tags=tags)
+            self._key = made.info.run_id
+        self._parameters(run.configuration, known)
+        return self._key, f"{self._client.tracking_uri}, run {self._key}"
+
+    def _experiment(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+            return given
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+        if (found := self._client.get_experiment_by_name(name)) is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except MlflowException:  # another process was faster
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def _parameters(self, configuration: Mapping[str, Any], known: Mapping[str, str]) -> None:
+        """Log what is new: MLflow refuses to change a parameter, and a run may go on for longer."""
+        from mlflow.entities import Param
+
+        flat = {
+            _allowed(key)[:LONGEST_KEY]: str(value)[:LONGEST_VALUE] for key, value in _flat(configuration)
+        }
+        new = [Param(key, value) for key, value in flat.items() if key not in known]
+        for at in range(0, len(new), MOST):
+            self._client.log_batch(self._key, params=new[at : at + MOST])
+        self._client.log_dict(self._key, dict(configuration), "configuration.json")
+
+    def figures(self, figures: Mapping[str, float], epoch: int | None) -> None:
+        """Log an epoch's figures at its number from 1, or final ones at 0."""
+        from mlflow.entities import Metric
+
+        now, step = int(time.time() * 1000), 0 if epoch is None else epoch + 1
+        metrics = [Metric(_allowed(name), value, now, step) for name, value in figures.items()]
+        self._client.log_batch(self._key, metrics=metrics)
+
+    def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
+        """Keep a table as a CSV file, which MLflow shows as a table."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        self._client.log_text(self._key, text.getvalue(), f"tables/{title}.csv")
+
+    def end(self, how: Literal["finished", "stopped", "failed"]) -> None:
+        """End the run."""
+        self._client.set_terminated(self._key, status=STATUS[how])
+
+
+def _flat(tables: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _allowed(name: str) -> str:
+    """Return a name with nothing in it that MLflow refuses."""
+    return re.sub(r"[^\w\-. /]", "", name)

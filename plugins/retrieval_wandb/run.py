@@ -1,0 +1,53 @@
+"""A run of Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from retrieval import TrackedRun
+
+
+class WandbRun:
+    """Weights & Biases. Its own settings hold: WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR, WANDB_BASE_URL; WANDB_MODE=offline asks for no network."""
+
+    def __init__(self) -> None:
+        """Load the package, in the thread that calls: see `retrieval.Tracker`."""
+        self._offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+        if self._offline:
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its reports of errors use the network
+        import wandb
+
+        self._wandb: Any = wandb
+        self._run: Any = None
+
+    def begin(self, run: TrackedRun) -> tuple[str, str]:
+        """Begin a run, or go on with one; see `retrieval.Tracker`. Offline, each part has a folder of its own under one id."""
+        self._run = self._wandb.init(
+            name=run.name,
+            group=run.group,
+            config=dict(run.configuration),
+            id=run.key,
+            resume="allow",
+            reinit="create_new",
+            settings=self._wandb.Settings(console="off", silent=True),
+        )
+        # an offline run has no address, and warns where it is asked for one
+        return str(self._run.id), str(self._run.dir if self._offline else self._run.url)
+
+    def figures(self, figures: Mapping[str, float], epoch: int | None) -> None:
+        """Log an epoch's figures, or put final ones into the summary."""
+        if epoch is None:
+            self._run.summary.update(dict(figures))
+        else:
+            self._run.log({"epoch": epoch + 1, **figures}, step=epoch)
+
+    def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
+        """Log a table."""
+        head, *rest = ([str(cell) for cell in row] for row in rows)
+        self._run.log({title: self._wandb.Table(columns=[cell or "name" for cell in head], data=rest)})
+
+    def end(self, how: Literal["finished", "stopped", "failed"]) -> None:
+        """Send what was not sent yet, and end the run."""
+        self._run.finish(exit_code=0 if how == "finished" else 1)

@@ -1,0 +1,276 @@
+"""Trackers of a run, such as Weights & Biases: told how it goes, and never in its way.
+
+Each is told in a thread of its own, since a network may hang; what it raises becomes a sentence, and the run goes on without it. The keys
+that they give are kept in the run's folder, so that a run that goes on is the same one there.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from retrieval.errors import PluginError, did_you_mean
+from retrieval.host.files import write_json
+from retrieval.host.hookspecs import hookimpl
+from retrieval.host.plugin_calls import failure
+from retrieval.host.plugins import Plugins
+from retrieval.model.tracker import TrackedRun, Tracker
+from retrieval.recipe.read import Recipe
+from retrieval.run.open import Run, run_versions
+from retrieval.training.process import Interrupted
+
+FILE = "trackers.json"
+"""In a run's or comparison's folder: by tracker its key, and the sentence of one that failed."""
+PATIENCE = 30.0
+"""Seconds that the end of a run waits for a tracker."""
+FIRST_PATIENCE = 10.0
+"""Seconds that its beginning waits, so that a person sees first where to look, and what a tracker imports is imported: two threads that
+import at once can each find the other's modules half made."""
+
+Tell = Callable[[str], None]
+
+
+class Tracking:
+    """The trackers of one run, as a plugin that is told by the hooks of training.
+
+    Args:
+        names: trackers, as `--track` names them.
+        plugins: what offers them.
+        tell: is told, by the thread that trains, where a run is seen and what failed.
+        name: what the run is called; None: as its recipe.
+        group: the comparison that it belongs to.
+
+    Raises:
+        PluginError: there is no such tracker.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        plugins: Plugins,
+        tell: Tell,
+        *,
+        name: str | None = None,
+        group: str | None = None,
+    ) -> None:
+        whole = dict.fromkeys(full_name(plugins, each) for each in names)
+        self._name, self._group = name, group
+        self._followers = [_Follower(each, plugins.build("trackers", {"name": each}), tell) for each in whole]
+        self._begun = False
+
+    @hookimpl
+    def retrieval_run_start(self, run: Run) -> None:
+        """Begin with a run; of several processes, in the first alone."""
+        from accelerate import PartialState
+
+        if PartialState().is_main_process:
+            table = run.recipe.model_dump(exclude_unset=True)
+            self.begin(run.path, self._name or run.recipe.name, {**table, "versions": run_versions()})
+
+    @hookimpl
+    def retrieval_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Tell an epoch's figures."""
+        self.figures(metrics, epoch)
+
+    @hookimpl
+    def retrieval_run_end(self, metrics: Mapping[str, float]) -> None:
+        """Tell the best figures of the validation part."""
+        self.figures({f"best_validation_{name}": value for name, value in metrics.items()})
+
+    def begin(self, folder: Path, name: str, configuration: Mapping[str, Any]) -> None:
+        """Begin, or go on with what the folder remembers; where that was done already, nothing.
+
+        Args:
+            folder: the run's, or the comparison's.
+            name: what to call it.
+            configuration: tables.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        plain = json.loads(json.dumps(configuration, default=str))
+        for each in self._followers:
+            key = _kept(folder).get(each.tracker_name, {}).get("key")
+            each.begin_with(folder, TrackedRun(name, self._group, plain, key))
+        for each in self._followers:
+            each.wait(FIRST_PATIENCE)
+
+    def figures(self, figures: Mapping[str, float], epoch: int | None = None) -> None:
+        """Tell figures: an epoch's, or final ones."""
+        now = {str(name): float(value) for name, value in figures.items()}
+        if now:
+            self._tell(lambda tracker: tracker.figures(now, epoch))
+
+    def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
+        """Tell a table, its head first."""
+        self._tell(lambda tracker: tracker.table(title, rows))
+
+    def _tell(self, call: Callable[[Tracker], Any]) -> None:
+        for each in self._followers if self._begun else ():
+            each.call(call)
+
+    def close(self, how: Literal["finished", "stopped", "failed"]) -> None:
+        """End every tracker's run, and wait for that a while."""
+        self._tell(lambda tracker: tracker.end(how))
+        for each in self._followers if self._begun else ():
+            each.close(PATIENCE)
+
+
+class _Follower(threading.Thread):
+    """A tracker, and the thread that tells it."""
+
+    def __init__(self, name: str, tracker: Tracker, tell: Tell) -> None:
+        super().__init__(
+            name=f"tracker {name}", daemon=True
+        )  # one that hangs does not keep the process alive
+        self.tracker_name, self._tracker, self._say = name, tracker, tell
+        self._calls: queue.SimpleQueue[Callable[[Tracker], Any] | None] = queue.SimpleQueue()
+        self._sentences: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._folder: Path | None = None
+
+    def begin_with(self, folder: Path, run: TrackedRun) -> None:
+        self._folder = folder
+
+        def first(tracker: Tracker) -> None:
+            key, place = tracker.begin(run)
+            _keep(folder, self.tracker_name, {"key": key})
+            self._sentences.put(f"{self.tracker_name}: {place}")
+
+        self._calls.put(first)
+        self.start()
+
+    def run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call(self._tracker)
+            except (Exception, SystemExit) as error:
+                what = f"The tracker {self.tracker_name}"
+                said = (
+                    failure(what, error)
+                    if isinstance(error, Exception)
+                    else f"{what} failed: it wanted to end the process"
+                )
+                self._fail(f"{said}. The run goes on without it.")
+                return
+
+    def _fail(self, sentence: str) -> None:
+        self._sentences.put(f"warning: {sentence}")
+        if self._folder is not None:
+            with suppress(OSError):  # the disk is full, perhaps: why it failed is said all the same
+                _keep(self._folder, self.tracker_name, {"failed": sentence})
+
+    def call(self, call: Callable[[Tracker], Any]) -> None:
+        self._tell()
+        self._calls.put(call)
+
+    def wait(self, seconds: float) -> None:
+        taken = threading.Event()
+        self._calls.put(lambda tracker: taken.set())
+        ends = 0.0
+        while not taken.wait(0.02) and self.is_alive() and (ends := ends + 0.02) < seconds:
+            pass
+        self._tell()
+
+    def close(self, seconds: float) -> None:
+        self._calls.put(None)
+        self.join(seconds)
+        if self.is_alive():
+            self._fail(
+                f"The tracker {self.tracker_name} has not taken everything within {seconds:.0f} seconds, and is left to itself."
+            )
+        self._tell()
+
+    def _tell(self) -> None:
+        while not self._sentences.empty():
+            self._say(self._sentences.get())
+
+
+def full_name(plugins: Plugins, name: str) -> str:
+    """Return a tracker's full name: that of a plugin stands for the one tracker that it offers.
+
+    Raises:
+        PluginError: there is none.
+    """
+    known = plugins.factories("trackers")
+    offered = [full for full in known if name in (full, full.partition(".")[0])]
+    if len(offered) == 1:
+        return offered[0]
+    if offered:
+        raise PluginError(f"The plugin '{name}' offers several trackers: name one of {', '.join(offered)}.")
+    wrong = plugins.disabled("trackers")
+    if why := [said for full, said in wrong.items() if name in (full, full.partition(".")[0])]:
+        raise PluginError(why[0])
+    there = f"there {'is' if len(known) == 1 else 'are'} {', '.join(known)}" if known else "there is none yet"
+    raise PluginError(
+        f"There is no tracker '{name}' ({there}).{did_you_mean(name, known)} wandb and mlflow are there once their packages are: "
+        "pip install 'embedding-retrieval[wandb]' or 'embedding-retrieval[mlflow]'."
+    )
+
+
+@contextmanager
+def tracking(
+    names: Sequence[str], recipe: Recipe, tell: Tell, *, name: str | None = None, group: str | None = None
+) -> Iterator[Tracking]:
+    """Inside, the training of a recipe is told to trackers; at the end they are told how it ended.
+
+    Raises:
+        PluginError: there is no such tracker.
+    """
+    made = Tracking(names, recipe.loaded, tell, name=name, group=group)
+    manager = recipe.loaded.manager
+    if names:
+        manager.register(made, FILE)
+    try:
+        with ending(made):
+            yield made
+    finally:
+        if names:
+            manager.unregister(made)
+
+
+@contextmanager
+def ending(tracking: Tracking) -> Iterator[None]:
+    """At the end, tell trackers how it ended."""
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt):
+        tracking.close("stopped")
+        raise
+    except BaseException:
+        tracking.close("failed")
+        raise
+    tracking.close("finished")
+
+
+def failures(folders: Sequence[Path]) -> list[str]:
+    """Return what trackers failed in, each sentence once, with how many of the folders it is of."""
+    found: dict[str, int] = {}
+    for folder in folders:
+        for entry in _kept(folder).values():
+            if said := entry.get("failed"):
+                found[str(said)] = found.get(str(said), 0) + 1
+    return [f"{said} ({count} of {len(folders)} runs)" for said, count in found.items()]
+
+
+_writing = threading.Lock()
+
+
+def _kept(folder: Path) -> dict[str, dict[str, str]]:
+    """Return what a folder remembers of trackers; what is damaged is nothing, and the run is a new one there."""
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        return {str(name): dict(entry) for name, entry in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _keep(folder: Path, name: str, entry: Mapping[str, str]) -> None:
+    with _writing:
+        kept = _kept(folder)
+        before = {} if "key" in entry else kept.get(name, {})
+        write_json(folder / FILE, {**kept, name: {**before, **entry}})

@@ -1,0 +1,87 @@
+"""`retrieval compare --ray` on a real cluster of this machine: the figures of one process, interrupted in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from retrieval.errors import DataError
+from retrieval.run.folder import is_complete
+from retrieval.training.comparison.compare import compare
+from retrieval.training.process import Interrupted
+
+ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+
+# what Ray itself leaves open, and says of its next versions
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+RECIPE: dict[str, Any] = {
+    "data": {"name": "core.digits"},
+    "split": {"by": "class", "test": 0.4},
+    "sampler": {"classes": 3, "items": 4, "batches": 4},
+    "backbone": {"name": "core.convnet", "size": 8, "width": 8, "depth": 1},
+    "head": {"embedding_size": 8},
+    "train": {"epochs": 2, "device": "cpu"},
+}
+LOSSES = {"triplet": {"name": "pml.triplet_margin", "margin": 0.1}, "proxy": {"name": "pml.proxy_anchor"}}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A cluster of one node with one core, joined already: so its one process imports torch once for all."""
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+    started = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        ray.init(address=started.address, log_to_driver=False)
+        yield str(started.address)
+    finally:
+        if ray.is_initialized():
+            ray.shutdown()
+        started.shutdown()
+
+
+def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(address: str, tmp_path: Path) -> None:
+    paths = []
+    for name, loss in LOSSES.items():
+        paths.append(tmp_path / f"{name}.toml")
+        paths[-1].write_text(tomli_w.dumps({"name": name, **RECIPE, "loss": loss}), encoding="utf-8")
+
+    def go(folder: Path, **options: Any) -> Any:
+        return compare(paths, folder, **{"seeds": 2, "pretrained": "none", "progress": False, **options})
+
+    def stop(what: str, done: int, total: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    alone = go(tmp_path / "alone")
+    out = tmp_path / "out"
+    with pytest.raises(Interrupted, match="The same command goes on"):
+        go(out, ray=address, cpus=1, progress=stop)
+    kept = {file: file.stat().st_mtime_ns for file in out.glob("results/*/*.json")}
+    assert 3 <= len(kept) < 6 and not (out / "comparison.md").exists()
+    there = go(out, ray=address, cpus=1)
+    assert all(file.stat().st_mtime_ns == at for file, at in kept.items()), "what was done is not done again"
+    assert sum(is_complete(run) for run in out.glob("runs/*/*")) == 4
+    for one, other in zip(alone.contestants, there.contestants, strict=True):
+        for mine, theirs in zip(one.figures, other.figures, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-6)
+    with pytest.raises(DataError, match="give one of them"):
+        go(out, ray=address, workers=2)
+
+
+def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    for name, loss in LOSSES.items():
+        (tmp_path / f"{name}.toml").write_text(
+            tomli_w.dumps({"name": name, **RECIPE, "loss": loss}), encoding="utf-8"
+        )
+    with pytest.raises(DataError, match=r"No Ray cluster answers at 127\.0\.0\.1:9 "):
+        compare(sorted(tmp_path.glob("*.toml")), tmp_path / "out", ray="127.0.0.1:9", progress=False)

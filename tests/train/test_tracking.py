@@ -1,0 +1,337 @@
+"""Trackers are told how a run goes, in a thread of their own, and whatever happens to them happens to nobody else."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from retrieval.errors import PluginError
+from retrieval.recipe.read import Recipe
+from retrieval.run import checkpoint
+from retrieval.run.open import load_run
+from retrieval.training import tracking as module
+from retrieval.training.comparison.compare import compare
+from retrieval.training.comparison.written import differences, figures
+from retrieval.training.process import Interrupted
+from retrieval.training.tracking import FILE, failures, tracking
+from retrieval.training.trainer import train
+
+Make = Callable[..., Recipe]
+
+PLUGIN = '''
+"""Trackers that write down what they are told, and some that cannot."""
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from retrieval import hookimpl
+
+TOLD = Path(os.environ["TOLD"])
+
+
+class Notes:
+    """Write lines of JSON."""
+
+    def begin(self, run):
+        self.note(hook="begin", name=run.name, group=run.group, key=run.key, seed=run.configuration.get("seed", 0))
+        self.configuration = run.configuration
+        return run.key or f"key-{run.name}", "a file"
+
+    def note(self, **line):
+        with TOLD.open("a") as file:
+            file.write(json.dumps({**line, "thread": threading.current_thread().name}) + "\\n")
+
+    def figures(self, figures, epoch):
+        self.note(hook="figures", epoch=epoch, figures=dict(figures))
+
+    def table(self, title, rows):
+        self.note(hook="table", title=title, rows=[list(row) for row in rows])
+
+    def end(self, how):
+        self.note(hook="end", how=how)
+
+
+class Refused(Notes):
+    """Fail at once."""
+
+    def begin(self, run):
+        raise ConnectionError("nobody listens")
+
+
+class Full(Notes):
+    """Fail at the second epoch."""
+
+    def figures(self, figures, epoch):
+        if epoch == 1:
+            raise OSError(28, "No space left on device")
+
+
+class Hangs(Notes):
+    """Never come back."""
+
+    def begin(self, run):
+        threading.Event().wait()
+
+
+class Leaves(Notes):
+    """End the process, as some libraries do."""
+
+    def begin(self, run):
+        raise SystemExit(1)
+
+
+@hookimpl
+def retrieval_trackers():
+    """They."""
+    return {"notes": Notes, "refused": Refused, "full": Full, "hangs": Hangs, "leaves": Leaves}
+'''
+
+
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The plugin above."""
+    monkeypatch.setenv("TOLD", str(tmp_path / "told.jsonl"))
+    (tmp_path / "acme.py").write_text(PLUGIN, encoding="utf-8")
+    return str(tmp_path / "acme.py")
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
+
+
+def fit(made: Recipe, folder: Path, *names: str, tell: Any = lambda line: None, resume: bool = False) -> Any:
+    with tracking(names, made, tell):
+        return train(folder, made, resume=resume)
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = checkpoint.load(folder / "checkpoints" / "best.safetensors")["model"]
+    return found
+
+
+def same(one: Path, other: Path) -> bool:
+    ours, theirs = weights(one), weights(other)
+    return ours.keys() == theirs.keys() and all(bool((ours[name] == theirs[name]).all()) for name in ours)
+
+
+def test_a_tracker_is_told_the_run_and_changes_nothing(make: Make, acme: str, tmp_path: Path) -> None:
+    made = make(plugins=[*make().plugins, acme])
+    lines: list[str] = []
+    fit(made, tmp_path / "tracked", "acme.notes", tell=lines.append)
+    fit(made, tmp_path / "alone")
+    assert same(tmp_path / "tracked", tmp_path / "alone")
+    found = told(tmp_path)
+    assert [line["hook"] for line in found] == ["begin", "figures", "figures", "figures", "end"]
+    assert {line["thread"] for line in found} == {"tracker acme.notes"}
+    assert found[0] | {"thread": 0} == {
+        "hook": "begin", "name": "test", "group": None, "key": None, "seed": 0, "thread": 0,
+    }  # fmt: skip
+    kept = [json.loads(line) for line in (tmp_path / "tracked" / "metrics.jsonl").read_text().splitlines()]
+    for line, record in zip(found[1:3], kept, strict=True):
+        assert line["epoch"] == record["epoch"]
+        assert line["figures"].items() <= record.items() and "validation_map_at_r" in line["figures"]
+    best = json.loads((tmp_path / "tracked" / "summary.json").read_text())["validation"]
+    assert found[3]["epoch"] is None and found[3]["figures"]["best_validation_map_at_r"] == best["map_at_r"]
+    assert found[4]["how"] == "finished" and "acme.notes: a file" in lines
+    assert not (tmp_path / "alone" / FILE).exists()
+
+
+def test_a_run_that_goes_on_is_the_same_one_for_its_tracker(make: Make, acme: str, tmp_path: Path) -> None:
+    made = make(plugins=[*make().plugins, acme])
+
+    def stop(line: str) -> None:
+        if line.startswith("epoch 1"):
+            raise Interrupted("Stopped.")
+
+    with pytest.raises(Interrupted), tracking(["acme.notes"], made, lambda line: None):
+        train(tmp_path / "run", made, report=stop)
+    assert told(tmp_path)[-1]["how"] == "stopped"
+    fit(made, tmp_path / "run", "acme.notes", resume=True)
+    found = told(tmp_path)
+    begins = [line["key"] for line in found if line["hook"] == "begin"]
+    assert begins == [None, "key-test"] and found[-1]["how"] == "finished"
+    assert {line["epoch"] for line in found if line["hook"] == "figures"} == {0, 1, None}
+    (tmp_path / "run" / FILE).write_text("{", encoding="utf-8")  # what is damaged is no key, and no fault
+    assert load_run(tmp_path / "run").recipe.name == "test"
+
+
+def test_no_tracker_stops_a_training(
+    make: Make, acme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.1)
+    monkeypatch.setattr(module, "FIRST_PATIENCE", 0.1)
+    made = make(plugins=[*make().plugins, acme])
+    lines: list[str] = []
+    names = ["acme.refused", "acme.full", "acme.hangs", "acme.leaves", "acme.notes"]
+    fit(made, tmp_path / "run", *names, tell=lines.append)
+    warnings = [line for line in lines if line.startswith("warning")]
+    assert len(warnings) == 4
+    for name, why in (
+        ("refused", "ConnectionError: nobody listens"), ("full", "No space left on device"),
+        ("hangs", "has not taken everything within 0 seconds"), ("leaves", "wanted to end the process"),
+    ):  # fmt: skip
+        assert any(f"The tracker acme.{name} " in line and why in line for line in warnings), warnings
+    assert told(tmp_path)[-1] == {"hook": "end", "how": "finished", "thread": "tracker acme.notes"}
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert len(failures([tmp_path / "run"])) == 4
+
+
+def test_a_learners_run_is_told_too(make: Make, acme: str, tmp_path: Path) -> None:
+    made = make(
+        plugins=[*make().plugins, acme], loss=None, head=None, sampler=None, train=None, learner={"name": "core.pca", "n_components": 4},
+    )  # fmt: skip
+    fit(made, tmp_path / "run", "acme.notes")
+    assert [line["hook"] for line in told(tmp_path)] == ["begin", "figures", "end"]
+
+
+def test_what_is_no_tracker_is_refused_before_anything_is_written(
+    make: Make, acme: str, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(plugins=[acme, *make().plugins])
+    with pytest.raises(PluginError, match=r"no tracker 'acme\.note' .*Did you mean 'acme\.notes'"):
+        fit(made, tmp_path / "run", "acme.note")
+    with pytest.raises(PluginError, match=r"'acme' offers several trackers: name one of acme\.full, "):
+        fit(made, tmp_path / "run", "acme")
+    digits = Path(__file__).parents[2] / "models" / "digits" / "recipe.toml"
+    done = cli("train", digits, "--output", tmp_path / "run", "--track", "tensorbored")
+    assert done.code == 2 and "There is no tracker 'tensorbored'" in done.err
+    assert "embedding-retrieval[wandb]" in done.err and not (tmp_path / "run").exists()
+
+
+def real(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The package of a tracker, which may warn as it pleases."""
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    return pytest.importorskip(name, reason=f"the extra {name} is not installed")
+
+
+# what these packages leave open, and say of their next versions
+real_one = [
+    pytest.mark.filterwarnings(f"ignore::{kind}")
+    for kind in (
+        "DeprecationWarning", "FutureWarning", "ResourceWarning", "UserWarning", "pytest.PytestUnraisableExceptionWarning",
+    )
+]  # fmt: skip
+
+
+def several(*marks: Any) -> Callable[[Any], Any]:
+    def mark(test: Any) -> Any:
+        for each in marks:
+            test = each(test)
+        return test
+
+    return mark
+
+
+@several(*real_one)
+def test_mlflow_has_the_figures_and_goes_on_with_its_run(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = real("mlflow", monkeypatch)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    lines: list[str] = []
+    folder = tmp_path / "run"
+    fit(make(), folder, "mlflow", tell=lines.append)
+    key = json.loads((folder / FILE).read_text())["mlflow.run"]["key"]
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    history = client.get_metric_history(key, "validation_map_at_r")
+    assert [(m.step, m.value) for m in history] == [
+        (k + 1, r["validation_map_at_r"]) for k, r in enumerate(records)
+    ]
+    run = client.get_run(key)
+    assert run.info.status == "FINISHED" and run.info.run_name == "test"
+    assert run.data.params["loss.name"] == "toolbox.deadly" and run.data.params["train.epochs"] == "2"
+    assert client.get_experiment(run.info.experiment_id).name == "retrieval"
+    assert not any("warning" in line for line in lines), lines
+    with tracking(["mlflow"], make(train={"epochs": 3}), lines.append):
+        train(folder, make(train={"epochs": 3}), resume=True)
+    longer = make(train={"epochs": 4})
+    fit(longer, folder, "mlflow", tell=lines.append, resume=True)
+    assert json.loads((folder / FILE).read_text())["mlflow.run"]["key"] == key
+    assert {m.step for m in client.get_metric_history(key, "loss")} == {1, 2, 4}, (
+        "the third epoch was not tracked"
+    )
+    assert len(client.search_runs([run.info.experiment_id])) == 1
+    assert not any("warning" in line for line in lines), lines
+
+
+@several(*real_one)
+def test_wandb_has_the_figures_offline_under_one_id(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real("wandb", monkeypatch)
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    lines: list[str] = []
+    folder = tmp_path / "run"
+    fit(make(), folder, "wandb", tell=lines.append)
+    longer = make(train={"epochs": 3})
+    fit(longer, folder, "wandb", tell=lines.append, resume=True)
+    key = json.loads((folder / FILE).read_text())["wandb.run"]["key"]
+    assert not any("warning" in line for line in lines), lines
+    files = sorted(tmp_path.glob(f"wandb/offline-run-*-{key}/run-{key}.wandb"))
+    assert len(files) == 2 and len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    parts = [file.read_bytes() for file in files]
+    for number, record in enumerate(records):
+        value = json.dumps(record["loss"]).encode()
+        assert [value in part for part in parts] == [number < 2, number == 2]
+    assert b"toolbox.deadly" in parts[0]
+
+
+@several(*real_one)
+def test_mlflow_that_nobody_answers_does_not_hold_a_training(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real("mlflow", monkeypatch)
+    monkeypatch.setattr(module, "PATIENCE", 0.2)
+    monkeypatch.setattr(module, "FIRST_PATIENCE", 0.2)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    lines: list[str] = []
+    fit(make(), tmp_path / "run", "mlflow", tell=lines.append)
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert any("The tracker mlflow.run has not taken everything" in line for line in lines), lines
+    assert "mlflow" in sys.modules and any(
+        t.name == "tracker mlflow.run" and t.daemon for t in threading.enumerate()
+    )
+
+
+def test_a_comparison_is_told_with_its_tables_and_its_trainings(acme: str, tmp_path: Path) -> None:
+    small: dict[str, Any] = {
+        "plugins": [acme],
+        "data": {"name": "core.digits"},
+        "split": {"by": "class"},
+        "sampler": {"classes": 3, "items": 4, "batches": 2},
+        "backbone": {"name": "core.convnet", "size": 8, "width": 2, "depth": 1},
+        "train": {"epochs": 1, "device": "cpu"},
+    }
+    paths = []
+    for name in ("triplet_margin", "contrastive"):
+        paths.append(tmp_path / f"{name}.toml")
+        table = {"name": name, **small, "loss": {"name": f"pml.{name}"}}
+        paths[-1].write_text(tomli_w.dumps(table), encoding="utf-8")
+    lines: list[str] = []
+    given: dict[str, Any] = {"seeds": 2, "pretrained": "none", "progress": False, "report": lines.append}
+    names = ["acme.notes", "acme.refused"]
+    found = compare(paths, tmp_path / "digits", track=names, **given)
+    lines_of = told(tmp_path)
+    begins = {line["name"]: line["group"] for line in lines_of if line["hook"] == "begin"}
+    trainings = [f"{name} seed {seed}" for name in ("triplet_margin", "contrastive") for seed in (0, 1)]
+    assert begins == {"digits": None, **dict.fromkeys(trainings, "digits")}
+    tables = {line["title"]: line["rows"] for line in lines_of if line["hook"] == "table"}
+    assert tables == {"figures": figures(found), "differences": differences(found)}
+    final = [line["figures"] for line in lines_of if line["hook"] == "figures" and line["epoch"] is None]
+    tested = [each["test_map_at_r"] for each in final if "test_map_at_r" in each]
+    assert tested == [one["map_at_r"] for each in found.contestants if each.recipe for one in each.figures]
+    assert final[-1]["contrastive/map_at_r"] == pytest.approx(sum(tested[2:]) / 2)
+    assert (
+        sum("The tracker acme.refused failed" in line for line in lines) == 2 and "4 of 4 runs" in lines[-1]
+    )
