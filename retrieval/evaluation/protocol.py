@@ -118,7 +118,7 @@ class Protocol:
     def _row(self, query: Any, gallery: Any, distance: Any, change: Any, given: dict[str, Any]) -> Measured:
         labels, rates = self.run.splits.labels, self.run.recipe.evaluate.open_set
         found, figures, began = [], [], time.perf_counter()
-        for ours, theirs in self._rounds():
+        for ours, theirs in self.rounds():
             left = query if ours is None else query[ours]
             right = gallery if ours is None else query[theirs]
             items = self.query if ours is None else self.query[ours]
@@ -150,7 +150,7 @@ class Protocol:
             1000 * seconds / max(1, sum(one.queries for one in found)),
         )  # fmt: skip
 
-    def _rounds(self) -> Iterator[tuple[Items | None, Items | None]]:
+    def rounds(self) -> Iterator[tuple[Items | None, Items | None]]:
         """Yield places of queries and gallery within the test items, for each random gallery; None once without any."""
         table = self.run.recipe.evaluate
         if table.gallery_items is None:

@@ -134,9 +134,15 @@ class Graded:
     candidates: Candidates = "auto"
 
     def values(
-        self, metrics: Mapping[str, Metric], told: Callable[[int], None]
+        self, metrics: Mapping[str, Metric], told: Callable[[int], None], asked: Ints | None = None
     ) -> tuple[dict[str, NDArray[np.float64]], Ints]:
-        """Return each metric's value of each query (Q,), NaN where nothing is relevant, and how many items are (Q,)."""
+        """Return each metric's value of each query (Q,), NaN where nothing is relevant, and how many items are (Q,).
+
+        Args:
+            metrics: by name; with none, nothing is searched.
+            told: is told how many queries were done.
+            asked: (A,) the queries to look at, the others having NaN and 0; None is all.
+        """
         searched = self.queries if self.gallery is None else self.gallery
         total = len(self.queries)
         if self.relevance.sizes != (total, len(searched)):
@@ -147,8 +153,9 @@ class Graded:
         values = {name: np.full(total, np.nan) for name in metrics}
         relevant = np.zeros(total, np.int64)
         step = self.block or max(1, min(1024, _GRADES // search.size))
-        for start in range(0, total, step):
-            rows = np.arange(start, min(start + step, total))
+        every = np.arange(total) if asked is None else asked
+        for start in range(0, len(every), step):
+            rows = every[start : start + step]
             grades = self._seen(rows)
             relevant[rows] = np.count_nonzero(grades >= self.relevance.match, axis=1)
             kept = np.flatnonzero(relevant[rows] > 0)

@@ -18,6 +18,7 @@ from retrieval.evaluation.open_set import open_set
 from retrieval.evaluation.protocol import Protocol
 from retrieval.evaluation.reordered import expanded, reranked
 from retrieval.evaluation.report import measured
+from retrieval.evaluation.report.searched import SHOWN
 from retrieval.evaluation.visible import visible_neighbors
 from retrieval.recipe.evaluate import Expansion, Rerank
 from retrieval.run.codes import ItemCodes
@@ -300,8 +301,8 @@ def check_the_report(codes: Any) -> None:
     apart = distances(codes, codes)
     for place, query in enumerate(found.query.tolist()):
         seen = [j for j in run.splits.gallery.tolist() if cameras[j] != cameras[query]]
-        order = sorted(seen, key=lambda j: (apart[query, j], j))[: measured.SHOWN]
-        assert found.neighbours[place].tolist() == order + [-1] * (measured.SHOWN - len(order))
+        order = sorted(seen, key=lambda j: (apart[query, j], j))[:SHOWN]
+        assert found.neighbours[place].tolist() == order + [-1] * (SHOWN - len(order))
         assert found.figures["recall_at_1"][place] == (labels[order[0]] == labels[query])
     firsts, seconds = found.pairs.items[found.pairs.first], found.pairs.items[found.pairs.second]
     assert all(cameras[a] != cameras[b] for a, b in zip(firsts, seconds, strict=True))

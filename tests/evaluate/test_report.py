@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.errors import DataError, PluginError
+from retrieval.errors import DataError, MissingDependency, PluginError
 from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.evaluation.report import measured, write
+from retrieval.evaluation.report import measured, pictures, write
+from retrieval.evaluation.report.page import section
 from retrieval.evaluation.report.pictures import SIDE, Thumbnails
+from retrieval.recipe.evaluate import Evaluate
 from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run, load_run
 from retrieval.training.trainer import train
@@ -34,7 +36,11 @@ def digits():
     labels = [f"<b>{k}</b>" for k in found.target[rows]]
     labels[-1] = "<b>8</b>"
     keys = [f"</script>{i}" for i in range(len(rows))]
-    return ArrayDataset((found.images[rows] * 15.9).astype(np.uint8), labels, keys)
+    further = [
+        {"part": k // 7, "parity": k % 2, "tags": f"{'low' if k < 7 else 'high'};{k % 3}" if i % 7 else ""}
+        for i, k in enumerate(found.target[rows])
+    ]
+    return ArrayDataset((found.images[rows] * 15.9).astype(np.uint8), labels, keys, metadata=further)
 
 
 @hookimpl
@@ -183,7 +189,7 @@ def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Pat
     with pytest.raises(DataError, match=r"gone is not a run(.|\n)*other is not a run"):
         write.report([tmp_path / "gone", run_folder, tmp_path / "other"], tmp_path / "r.html", progress=False)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"output": tmp_path}, "is a folder"), ({"map": "umap"}, "tsne, pca, none"), ({"thumbnails": -1}, "from 0 to 5,000"),
+        ({"output": tmp_path}, "is a folder"), ({"map": "lle"}, "tsne, umap, pca, none"), ({"thumbnails": -1}, "from 0 to 5,000"),
         ({"sample": 9}, "from 10"), ({"queries": 0}, "from 1"),
     ]  # fmt: skip
     for options, sentence in wrong:
@@ -245,3 +251,92 @@ def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(page: 
         assert result.violations_count == 0, result.generate_report()
     page.evaluate("() => document.querySelector('img.drawing').removeAttribute('alt')")
     assert axe.run(page).violations_count > 0  # it does look
+
+
+def protocol(folder: Path, **evaluate: Any) -> Run:
+    """The run, with an `[evaluate]`."""
+    run = load_run(folder)
+    run.recipe = run.recipe.model_copy(update={"evaluate": Evaluate(**evaluate)})
+    return run
+
+
+NAMES = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r", "ndcg_at_8"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"gallery_items": 2, "repetitions": 3}, "The gallery is 2 items of each class, drawn at random"),
+        ({"gallery_items": 1, "repetitions": 2, "levels": ["part"]}, "label, part"),
+        ({"levels": ["part", "parity"]}, "nDCG grades an item by the finest it shares with the query: label, part, parity"),
+        ({"tags": "tags"}, "Right is what shares one of the query’s tags"),
+        ({"tags": "tags", "exclude": "parity", "by": "part", "latency": True}, "leaves out by, latency"),
+    ],
+)  # fmt: skip
+def test_the_protocols_figures_are_those_of_evaluate(
+    run_folder: Path, given: dict[str, Any], sentence: str
+) -> None:
+    run = protocol(run_folder, **given)
+    seen = measured.measure(run, queries=1000, sample=100)
+    theirs = evaluate_run(run, metrics=NAMES, progress=False).figures["trained"]
+    graded = "levels" in given or "tags" in given
+    assert ("ndcg_at_8" in seen.intervals) == graded
+    for name in NAMES[: None if graded else -1]:
+        assert seen.intervals[name][0] == pytest.approx(theirs[name], abs=1e-9), name
+    text = section(seen, "run", 0, Thumbnails(run.dataset, 0), None, {})
+    assert sentence in text
+    if given.get("gallery_items") == 2:
+        assert seen.rounds == 3 and seen.gallery == 2 * 5 and len(seen.query) == 100 - 10
+    if len(given.get("levels", [])) == 2:
+        assert "<br>same part" in text and "<br>same parity" in text
+    rows = run.dataset.metadata
+    assert rows is not None
+    if "tags" in given:
+        assert "Labels that are likely wrong" not in text
+        for query, near, grades in zip(seen.query, seen.neighbours, seen.grades, strict=True):
+            ours = set(rows[query]["tags"].split(";"))
+            want = [len(ours & set(rows[item]["tags"].split(";"))) if item >= 0 else 0 for item in near]
+            assert grades.tolist() == want
+        pairs = seen.pairs
+        one, other = (
+            [set(rows[pairs.items[i]]["tags"].split(";")) - {""} for i in side]
+            for side in (pairs.first, pairs.second)
+        )
+        assert pairs.same.tolist() == [bool(a & b) for a, b in zip(one, other, strict=True)]
+
+
+def test_a_sample_of_graded_queries_is_of_all(run_folder: Path) -> None:
+    run = protocol(run_folder, tags="tags")
+    whole, part = (measured.measure(run, queries=n, sample=20) for n in (1000, 10))
+    assert part.asked == whole.asked and len(part.query) == 10
+    at = np.searchsorted(whole.query, part.query)
+    assert all((whole.figures[name][at] == part.figures[name]).all() for name in part.figures)
+
+
+def test_a_protocol_that_cannot_be_is_a_sentence(run_folder: Path) -> None:
+    for given, sentence in (
+        ({"tags": "tag"}, "no column 'tag' of metadata"), ({"gallery_items": 99}, "no class has so many test items"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=sentence):
+            measured.measure(protocol(run_folder, **given), 100, 20)
+
+
+def test_a_map_by_umap(found: measured.Measured, run_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("umap", reason="the extra umap is not installed")
+    plane, what = pictures.places(found, "umap")
+    assert what == "UMAP by the learned distance" and plane.shape == (100, 2)
+    assert plane.min() == 0 and plane.max() == 1
+    assert (pictures.places(found, "umap")[0] == plane).all()
+    labels = found.labels[found.pairs.items]
+    apart = np.linalg.norm(plane[:, None] - plane, axis=2)
+    same = labels[:, None] == labels
+    assert apart[same].mean() < 0.7 * apart[~same].mean(), "items of one class lie together"
+
+
+def test_without_umap_a_sentence_says_what_to_install(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r"'embedding-retrieval\[umap\]'; or take --map tsne"):
+        write.report([run_folder], tmp_path / "r.html", map="umap", progress=False)
+    assert not (tmp_path / "r.html").exists()

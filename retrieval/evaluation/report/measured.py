@@ -10,47 +10,25 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
-from retrieval.evaluation.exclusion import Hidden
-from retrieval.evaluation.neighbors import exact_neighbors
 from retrieval.evaluation.protocol import Protocol
-from retrieval.evaluation.visible import visible_neighbors
-from retrieval.model.built_in import metric
+from retrieval.evaluation.report.searched import Floats, Items, Searched, Sides, search
 from retrieval.run.codes import ItemCodes
 from retrieval.run.open import Run
 
-Items = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-SHOWN = 8
-"""Neighbours in a sheet, and of those that judge a label."""
-DEPTH = 1000
-"""MAP@R and R-precision are estimated where no class has more items than this."""
-RECALLS = (1, 2, 4, 8)
-
 
 @dataclass(frozen=True)
-class Measured:
-    """A run's test items, looked at.
+class Measured(Searched):
+    """A run's test items, looked at; of several random galleries, what was found in the first.
 
     Attributes:
         run: the run.
-        query: (Q,) the items that were searched for, with another item of their class to be found; a sample where there are many.
-        asked: how many such queries there are in all.
-        gallery: how many items were searched.
-        neighbours: (Q, SHOWN) the items that were found, nearest first; −1 where there are no more.
-        distances: (Q, SHOWN) how far each is.
-        figures: each figure of each query, (Q,).
-        intervals: each figure's mean and 95 % interval, over classes.
+        rounds: how many random galleries there are; 1 without any.
+        intervals: each figure's mean and 95 % interval, over classes, of all galleries.
         pairs: a sample of pairs, whose distances the histograms and the threshold are made of.
     """
 
     run: Run
-    query: Items
-    asked: int
-    gallery: int
-    neighbours: Items
-    distances: Floats
-    figures: dict[str, Floats]
+    rounds: int
     intervals: dict[str, tuple[float, float, float]]
     pairs: Pairs
 
@@ -75,7 +53,7 @@ class Pairs:
         first: (P,) places in `items`: one item of each pair.
         second: (P,) the other.
         distance: (P,) how far they are apart.
-        same: (P,) whether both have one label.
+        same: (P,) whether both have one label, or one of `[evaluate] tags`.
     """
 
     items: Items
@@ -88,69 +66,46 @@ class Pairs:
 
 
 def measure(run: Run, queries: int, sample: int, seed: int = 0) -> Measured:
-    """Search for a run's test items, or for a sample of them.
+    """Search for a run's test items, or for a sample of them, as its `[evaluate]` says.
 
     Args:
         run: a loaded run.
-        queries: how many are searched for at most; all items are searched.
+        queries: how many are searched for at most, in each random gallery where there are any; all items are searched.
         sample: of how many items every pair is measured, at most.
         seed: of what is drawn.
 
     Raises:
-        DataError: the run has no test items, or no two of one class.
+        DataError: the run has no test items, none has anything to be found, or the data lack a column.
     """
     splits, random = run.splits, np.random.default_rng(seed)
-    labels, query = splits.labels, splits.query
+    query, gallery = splits.query, splits.gallery
     if not len(query):
         raise DataError(f"{run.path} has no test items: its [split] keeps none.")
-    searched = query if splits.gallery is None else splits.gallery
-    relevant = np.bincount(labels[searched], minlength=len(splits.classes))[labels[query]]
-    hidden = _hidden(run)
-    relevant = relevant - (int(splits.gallery is None) if hidden is None else hidden.matching())
-    asked = np.flatnonzero(relevant > 0)
-    if not len(asked):
-        seen = "" if hidden is None else " of those that it may see ([evaluate] exclude)"
-        raise DataError(f"{run.path}: no test item has another one of its class to be found{seen}.")
-    chosen = np.sort(random.permutation(asked)[:queries])
     device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
     encoded = ItemCodes(run, device)
     codes = encoded(query)
-    others = codes if splits.gallery is None else encoded(splits.gallery)
+    others = None if gallery is None else encoded(gallery)
     model = run.model.to("cpu")
     distance = None if model.combiner is None else model.combiner.compute_mat
-    deepest = int(relevant[chosen].max())
-    k = min(len(searched), max(*RECALLS, SHOWN, deepest if deepest <= DEPTH else 1))
-    if hidden is None:
-        exclude = chosen if splits.gallery is None else None
-        rows, apart = exact_neighbors(codes[chosen], others, k, exclude=exclude, distance=distance)
-    else:
-        gallery = None if splits.gallery is None else others
-        rows, apart = visible_neighbors(codes, gallery, k, hidden, asked=chosen, distance=distance)
-    matches = (labels[searched][rows] == labels[query[chosen]][:, None]) & (rows >= 0)
-    names = [f"recall_at_{n}" for n in RECALLS] + (["r_precision", "map_at_r"] if deepest <= DEPTH else [])
-    figures = {name: np.asarray(metric(name)(matches, relevant[chosen]), dtype=np.float64) for name in names}
-    classes = labels[query[chosen]]
+    protocol = Protocol(run, query, gallery)
+    rounds = []
+    for ours, theirs in protocol.rounds():
+        if ours is None or theirs is None:
+            sides = Sides(query, codes, gallery, others, distance)
+        else:
+            sides = Sides(query[ours], codes[ours], query[theirs], codes[theirs], distance)
+        rounds.append(search(protocol, sides, queries, random))
+    first = rounds[0]
+    classes = np.concatenate([splits.labels[each.query] for each in rounds])
+    shared = [name for name in first.figures if all(name in each.figures for each in rounds)]
+    values = {name: np.concatenate([each.figures[name] for each in rounds]) for name in shared}
     return Measured(
         run=run,
-        query=query[chosen],
-        asked=len(asked),
-        gallery=len(searched),
-        neighbours=np.where(rows >= 0, searched[rows], -1)[:, :SHOWN],
-        distances=apart[:, :SHOWN].astype(np.float64),
-        figures=figures,
-        intervals={name: interval(values, classes, random) for name, values in figures.items()},
+        **{name: getattr(first, name) for name in Searched.__dataclass_fields__},
+        rounds=len(rounds),
+        intervals={name: interval(each, classes, random) for name, each in values.items()},
         pairs=_pairs(run, query, codes, sample, random),
     )
-
-
-def _hidden(run: Run) -> Hidden | None:
-    """Return which items `[evaluate] exclude` hides from which test items; None without it."""
-    splits = run.splits
-    exclude = Protocol(run, splits.query, splits.gallery).exclusion(splits.query, splits.gallery)
-    if exclude is None:
-        return None
-    searched = splits.query if splits.gallery is None else splits.gallery
-    return exclude.hidden(splits.labels[splits.query], splits.labels[searched])
 
 
 def interval(values: Floats, classes: Items, random: np.random.Generator) -> tuple[float, float, float]:
@@ -186,10 +141,14 @@ def _pairs(run: Run, items: Items, codes: torch.Tensor, sample: int, random: np.
     matrix: Any = np.concatenate(blocks)
     matrix = np.maximum((matrix + matrix.T) / 2, 0.0)
     first, second = np.triu_indices(len(rows), 1)
-    if (exclude := Protocol(run, items[rows], None).exclusion(items[rows], None)) is not None:
-        own = labels[rows]
+    own = labels[rows]
+    given = Protocol(run, items[rows], None).arguments(items[rows], None)
+    if (exclude := given.get("exclude")) is not None:
         shown = exclude.hidden(own, own).visible(first, second[:, None])[:, 0]
         first, second = first[shown], second[shown]
+    same = own[first] == own[second]
+    if (relevance := given.get("relevance")) is not None:
+        same = relevance(np.arange(len(rows)))[first, second] >= relevance.match
     return Pairs(
         items[rows],
         part,
@@ -197,7 +156,7 @@ def _pairs(run: Run, items: Items, codes: torch.Tensor, sample: int, random: np.
         first,
         second,
         matrix[first, second],
-        labels[rows][first] == labels[rows][second],
+        same,
     )
 
 

@@ -15,6 +15,8 @@ from retrieval.evaluation.report.measured import Measured, confusions, hardest, 
 from retrieval.evaluation.report.pictures import Thumbnails, drawing
 
 NAMES = {"map_at_r": "MAP@R", "r_precision": "R-precision"}
+LEFT_OUT = ("by", "open_set", "rerank", "expand", "augment", "latency")
+"""Keys of `[evaluate]` that a report does not read."""
 SHEET = 6
 """Queries in each sheet."""
 
@@ -26,7 +28,7 @@ def text(value: object) -> str:
 
 def title(figure: str) -> str:
     """Return what a figure is called: `recall_at_1` is Recall@1."""
-    return NAMES.get(figure, figure.replace("recall_at_", "Recall@"))
+    return NAMES.get(figure, figure.replace("recall_at_", "Recall@").replace("ndcg_at_", "nDCG@"))
 
 
 def table(name: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -108,7 +110,7 @@ def section(
         name: what it is called.
         number: which run it is, from 0.
         thumbnails: gives pictures of its items.
-        method: of the map: "tsne" or "pca"; None for no map.
+        method: of the map: "tsne", "umap" or "pca"; None for no map.
         panels: further drawings by title.
     """
     asked = f"{len(found.query):,} queries" + (
@@ -130,12 +132,26 @@ def section(
 
 
 def _protocol(found: Measured) -> str:
-    """Return which items the queries do not see, as the end of a sentence."""
+    """Return which items the queries do not see, and what else `[evaluate]` says, as the end of a sentence and further ones."""
     table = found.run.recipe.evaluate
-    if table.exclude is None:
-        return ""
-    same = " of their own label" if table.exclude_label == "same" else ""
-    return f", without those{same} that share the query’s {text(table.exclude)}"
+    parts = [""]
+    if table.exclude is not None:
+        same = " of their own label" if table.exclude_label == "same" else ""
+        parts[0] = f", without those{same} that share the query’s {text(table.exclude)}"
+    if table.gallery_items is not None:
+        few = f"{table.gallery_items:,} item{'s' if table.gallery_items > 1 else ''}"
+        each = f"The figures are means over {found.rounds:,} of them; sheets and mistakes are of the first"
+        parts.append(f"The gallery is {few} of each class, drawn at random. {each}")
+    if table.levels:
+        parts.append(
+            f"nDCG grades an item by the finest it shares with the query: label, {text(', '.join(table.levels))}"
+        )
+    elif table.tags is not None:
+        parts.append(f"Right is what shares one of the query’s {text(table.tags)}; nDCG goes by how many")
+    if left := [key for key in LEFT_OUT if getattr(table, key) not in (None, [], False)]:
+        said = f"Of [evaluate] this page leaves out {', '.join(left)}"
+        parts.append(f"{said}: <code>retrieval evaluate</code> measures them")
+    return ". ".join(parts)
 
 
 def _item(found: Measured, item: int, thumbnails: Thumbnails, mark: str = "", note: str = "") -> str:
@@ -154,11 +170,19 @@ def _row(found: Measured, place: int, thumbnails: Thumbnails) -> str:
     """Return a query and what was found for it, nearest first."""
     query = int(found.query[place])
     cells = [_item(found, query, thumbnails, note="<br>query")]
-    for item, apart in zip(found.neighbours[place], found.distances[place], strict=True):
+    for item, apart, grade in zip(
+        found.neighbours[place], found.distances[place], found.grades[place], strict=True
+    ):
         if item >= 0:
-            mark = "right" if found.labels[item] == found.labels[query] else "wrong"
-            cells.append(_item(found, int(item), thumbnails, mark, f"<br>{apart:.3g}"))
+            mark = "right" if grade >= found.match else "wrong"
+            shared = f"<br>same {text(_level(found, grade))}" if 0 < grade < found.match else ""
+            cells.append(_item(found, int(item), thumbnails, mark, f"{shared}<br>{apart:.3g}"))
     return f'<ul class="sheet">{"".join(cells)}</ul>'
+
+
+def _level(found: Measured, grade: float) -> str:
+    """Return the level of classes that two items of a grade share, as `genus`: the coarsest is of grade 1."""
+    return found.run.recipe.evaluate.levels[-int(grade)]
 
 
 def _sheets(found: Measured, thumbnails: Thumbnails) -> list[str]:
@@ -177,9 +201,12 @@ def _sheets(found: Measured, thumbnails: Thumbnails) -> list[str]:
 
 
 def _mistakes(found: Measured, thumbnails: Thumbnails) -> list[str]:
+    tags = found.run.recipe.evaluate.levels == [] and found.run.recipe.evaluate.tags is not None
     parts = ["<h3>Classes taken for one another</h3>"]
-    rows = confusions(found)
-    if rows:
+    rows = [] if tags else confusions(found)
+    if tags:
+        parts.append("<p>Items have several labels, so none is taken for another: left out.</p>")
+    elif rows:
         head = ["query's class", "nearest item's class", "how often", "queries of that class"]
         parts.append(table("Classes taken for one another", head, rows))
     else:
@@ -191,6 +218,8 @@ def _mistakes(found: Measured, thumbnails: Thumbnails) -> list[str]:
             parts.append(
                 f'<ul class="sheet">{_item(found, one, thumbnails)}{_item(found, other, thumbnails)}<li>{apart:.3g}</li></ul>'
             )
+    if tags:
+        return parts
     rows_of = suspects(found)
     parts.append("<h3>Labels that are likely wrong</h3>")
     if len(rows_of):
