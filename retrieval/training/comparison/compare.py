@@ -114,15 +114,9 @@ def compare(
                 )
         except (KeyboardInterrupt, Interrupted):
             raise Interrupted("Interrupted; what was done is kept. The same command goes on.") from None
-        result = Comparison(
-            contestants=[*_baselines(first, seeds, bool(backbone)), *found],
-            seeds=seeds,
-            trials=search,
-            folds=folds,
-            different=different,
-            missing=None if backbone else f"pretrained, frozen: {why}",
-            base=read[0].name,
-        )
+        missing = None if backbone else f"pretrained, frozen: {why}"
+        contestants = [*_baselines(first, seeds, bool(backbone)), *found]
+        result = Comparison(contestants, seeds, search, folds, different, missing, read[0].name)
         write(folder, result)
         _tell(told, result)
     for sentence in failures([*folder.glob("runs/*/seed-*")]) if track else ():
