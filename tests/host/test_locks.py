@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from retrieval.errors import RetrievalError, StoreError
+from retrieval.serving.files import locks
 from retrieval.serving.files.locks import hold
 
 HOLDER = textwrap.dedent("""
@@ -100,6 +101,26 @@ def test_never_two_at_a_time(tmp_path):
         thread.join()
     assert most[0] == 1
     assert taken[0] > 10
+
+
+def test_who_loses_the_file_while_locking_it_leaves_none(tmp_path, monkeypatch):
+    """The holder lets go after another has opened its file, at the end of that one's patience."""
+    acquired = locks._acquired
+    came = []
+
+    def late(path):
+        lock = acquired(path)
+        came.append(path)
+        if len(came) == 1:
+            path.unlink()  # as the holder does just before it lets go
+        return lock
+
+    monkeypatch.setattr(locks, "_acquired", late)
+    monkeypatch.setattr(locks, "_PATIENCE", -1.0)
+    with hold(tmp_path / "out", "x"):
+        assert list(tmp_path.iterdir()) == [tmp_path / ".out.lock"]
+    assert len(came) == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_where_the_system_has_no_locks_a_marker_stands_in(tmp_path, monkeypatch):

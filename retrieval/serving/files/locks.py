@@ -81,6 +81,7 @@ def _take(place: Path) -> tuple[Path, FileLock | SoftFileLock | None, str]:
                 _sign(path, lock)
                 return path, lock, holder
             lock.release()  # the file was removed between opening and locking: it guards no name any more
+            continue  # even now: a file that was made meanwhile is nobody's, and would stay
         if time.monotonic() > end:
             return path, None, holder
         time.sleep(0.05)
