@@ -21,6 +21,9 @@ def _load(name: str, path: Path) -> ModuleType:
 _makers = _load("store_makers", Path(__file__).parents[1] / "serving" / "makers.py")
 
 
+_running: list[Any] = []
+
+
 @pytest.fixture(scope="session")
 def plain_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of images, vectors of 16, without a rescorer. Not to be changed."""
@@ -55,8 +58,26 @@ def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     server = _load("milvus_server", Path(__file__).parent / "milvus_server.py").MilvusServer(
         tmp_path_factory.mktemp("milvus")
     )
+    _running.append(server)
     try:
         server.start()
         yield server
     finally:
+        _running.remove(server)
         server.stop()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for server in _running if _of_milvus(item) else ():
+        server.start()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if _of_milvus(item) and nextitem is not None and not _of_milvus(nextitem):
+        for server in _running:  # a tenth of a core, and more the more it holds, until the session's end
+            server.kill()
+
+
+def _of_milvus(item: pytest.Item) -> bool:
+    return item.path.name.startswith("test_milvus")

@@ -82,7 +82,9 @@ class MilvusServer:
         self._etcd.write_text(yaml.safe_dump(said))
 
     def start(self) -> None:
-        """Start it where it was, on the same ports, and wait until it is well."""
+        """Start it where it was, on the same ports, and wait until it is well. One that runs is left alone."""
+        if self._process is not None:
+            return
         env = {
             **os.environ,
             "DEPLOY_MODE": "STANDALONE",
