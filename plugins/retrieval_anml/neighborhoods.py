@@ -6,8 +6,9 @@ With d_ij = |Lᵀ(x_i − x_j)|², S_i the similar and D_i the dissimilar items 
     ∇f   = 2 Xᵀ (diag(W1 + Wᵀ1) − W − Wᵀ) X L  +  λ ∇Ω,        W_ij = ∂f / ∂d_ij
 
 (Song et al., Eqs 19–21, with the sign and the margin mended.) Either b may be the mean of the K smallest or largest distances
-instead (Eq 6, and f is then Eq 11): W_ij is ℓ′/K for those, and ∇f a subgradient where two distances tie. W is made for a block of queries of one class against
-all items, used and thrown away: memory is a few blocks and N × F, never N × N.
+instead (Eq 6, and f is then Eq 11): W_ij is ℓ′/K for those, and ∇f a subgradient where two distances tie. W is made for a block of queries against all items, used and
+thrown away: memory is a few blocks and N × F, never N × N. A block's queries are of one class, or of many classes that are small: then distances to all items are taken,
+and the own class is left out afterwards, since to copy what is not of a class costs more than to compare a few queries with it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, vstack
 
 from retrieval_anml.outer import Outer
+from retrieval_anml.radii import exponentials, hard_radius, largest, soft_radius
 
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.intp]
@@ -28,8 +30,10 @@ Ints = NDArray[np.intp]
 BLOCK = 1 << 21
 """How many distances are held at a time: 16 MB."""
 
-NEGLIGIBLE = -37.0
-"""e to this is half a unit in the last place of 1."""
+
+def few(queries: int, count: int, items: int) -> bool:
+    """Return whether a class of `count` among `items` items, with so many queries, goes together with others."""
+    return queries <= 64 and count <= items // 8
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,21 @@ class _Class:
     @property
     def similar(self) -> int:
         return self.count - 1 if self.neighbors is None else self.neighbors.shape[1]
+
+
+@dataclass(frozen=True)
+class _Small:
+    """Queries of many classes of `count` items each; rows are those of all items.
+
+    Attributes:
+        queries: (Q,) rows.
+        neighbors: (Q, k) the rows of each query's S_i.
+        members: (Q, count) the rows of its class.
+    """
+
+    queries: Ints
+    neighbors: Ints
+    members: Ints
 
 
 class Neighborhoods:
@@ -93,6 +112,11 @@ class Neighborhoods:
         self.classes = list(self._classes(np.bincount(codes), neighbors, queries, seed))
         self.queries = sum(len(c.queries) for c in self.classes)
         self.spread = self._spread() if regularization else np.zeros((x.shape[1],) * 2)
+        small = [c for c in self.classes if few(len(c.queries), c.count, len(x))]
+        self.large = [c for c in self.classes if not few(len(c.queries), c.count, len(x))]
+        self.small = [
+            _together([c for c in small if c.count == count]) for count in sorted({c.count for c in small})
+        ]
 
     def _classes(
         self, counts: Ints, neighbors: int | None, queries: int | None, seed: int
@@ -134,8 +158,13 @@ class Neighborhoods:
         # one product gives −2ab + |a|² + |b|²
         left, right = np.hstack([-2 * z, square, one]), np.hstack([z, one, square])
         gradient, total = np.zeros_like(z), 0.0
-        for c in self.classes:
+        for c in self.large:
             total += self._class(c, z, left, right, gradient)
+        if self.small:
+            pushed = np.zeros((len(z), z.shape[1] + 1))
+            for s in self.small:
+                total += self._few(s, z, left, right, gradient, pushed)
+            gradient += 2 * (pushed[:, -1:] * z - pushed[:, :-1])
         out = self.x.T @ gradient / self.queries
         value = total / self.queries
         if self.regularization:
@@ -169,12 +198,7 @@ class Neighborhoods:
             if not alive.all():
                 t, top, least, radius, query = t[alive], top[alive], least[alive], radius[alive], query[alive]
                 weights = weights[alive]
-            if self.k2 is None:
-                t -= top[:, None]
-                e, mass = _exponentials(t)
-                reach = least - np.log(mass / len(others)) / self.gamma2
-            else:
-                reach, e, mass = _largest(t, self.k2)
+            reach, e, mass = self._reach(t, top, least, len(others))
             loss, slope = self.outer(radius - reach + offset)
             total += float(loss.sum())
             # A row of W sums to 0 (its D_i part to −ℓ′, its S_i part to ℓ′), so diag(W1) drops out.
@@ -192,6 +216,58 @@ class Neighborhoods:
         gradient[c.stop :] -= 2 * pushed[c.start :, :-1]
         return total
 
+    def _few(
+        self, s: _Small, z: Floats, left: Floats, right: Floats, gradient: Floats, pushed: Floats
+    ) -> float:
+        """Add small classes' queries to the gradient in z, and to `pushed` Σ_i W_ij z_i and Σ_i W_ij; return the sum of their ℓ."""
+        dissimilar, similar = len(z) - s.members.shape[1], s.neighbors.shape[1]
+        offset, total = self.offset(similar, dissimilar), 0.0
+        sharpness = self.gamma2 if self.k2 is None else 1.0
+        rows = max(1, BLOCK // max(len(z), similar * z.shape[1]))
+        space = np.empty(min(rows, len(s.queries)) * len(z))
+        waiting = _Waiting(pushed)
+        for i in range(0, len(s.queries), rows):
+            query, near, members = (part[i : i + rows] for part in (s.queries, s.neighbors, s.members))
+            difference = z[query, None] - z[near]
+            radius, weights = self._radius(np.einsum("ijk,ijk->ij", difference, difference))
+            t = np.matmul(
+                -sharpness * left[query], right.T, out=space[: len(query) * len(z)].reshape(-1, len(z))
+            )
+            np.minimum(t, 0, out=t)
+            np.put_along_axis(t, members, -np.inf, axis=1)
+            top = t.max(axis=1)
+            least = -top / sharpness
+            alive = radius - least + offset > self.outer.floor  # as in _class
+            if not alive.any():
+                continue
+            if not alive.all():
+                t, top, least, radius = t[alive], top[alive], least[alive], radius[alive]
+                query, near, weights = query[alive], near[alive], weights[alive]
+            reach, e, mass = self._reach(t, top, least, dissimilar)
+            loss, slope = self.outer(radius - reach + offset)
+            total += float(loss.sum())
+            ends = np.arange(0, near.size + 1, similar)
+            pull = csr_array(((slope[:, None] * weights).ravel(), near.ravel(), ends), shape=t.shape)
+            push = (
+                e * (slope / mass)[:, None]
+                if isinstance(e, np.ndarray)
+                else e.multiply((slope / mass)[:, None]).tocsr()
+            )
+            gradient[query] += 2 * (push @ z - pull @ z)
+            part = np.hstack([z[query], np.ones((len(query), 1))])
+            waiting.add(pull, part)
+            waiting.add(-push, part)
+        waiting.empty()
+        return total
+
+    def _reach(self, t: Floats, top: Floats, least: Floats, dissimilar: int) -> tuple[Floats, Any, Floats]:
+        """Return b of each query's D_i (B,), and what W's rows are proportional to (B, K), with their sums (B,); t is overwritten."""
+        if self.k2 is not None:
+            return largest(t, min(self.k2, dissimilar))
+        t -= top[:, None]
+        e, mass = exponentials(t)
+        return least - np.log(mass / dissimilar) / self.gamma2, e, mass
+
     def _similar(
         self, own: Floats, query: Ints, near: Ints | None, a: Floats, b: Floats
     ) -> tuple[Floats, Any]:
@@ -207,72 +283,42 @@ class Neighborhoods:
         return soft_radius(d, self.gamma1, skip) if self.k1 is None else hard_radius(d, self.k1, skip)
 
 
-def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floats, Floats]:
-    """Return the log-exp mean of each row of d (B, K), and its derivative by each number (B, K), whose rows sum to 1.
+class _Waiting:
+    """Adds Wᵀ [z 1] of sparse blocks of W to `pushed`, many blocks at once: each sum runs over all items, however few a block has."""
 
-    Args:
-        d: (B, K) distances.
-        gamma: γ, of either sign.
-        skip: (B,) one column per row that does not count (a query is not its own neighbour); None: all count.
-    """
-    count = d.shape[1] - (skip is not None)
-    flat = abs(gamma) < 1e-8  # nearer 0 than rounding lets the two differ
-    e = np.zeros_like(d) if flat else d * -gamma
-    if skip is not None:
-        e[np.arange(len(d)), skip] = -np.inf
-    top = e.max(axis=1, keepdims=True)
-    e -= top
-    np.exp(e, out=e)
-    mass = e.sum(axis=1, keepdims=True)
-    e /= mass
-    radius = np.einsum("ij,ij->i", e, d) if flat else -(top + np.log(mass / count))[:, 0] / gamma
-    return radius, e
+    def __init__(self, pushed: Floats) -> None:
+        self.pushed = pushed
+        self.blocks: list[tuple[Any, Floats]] = []
 
+    def add(self, weights: Any, part: Floats) -> None:
+        """Add a block of W (B, N), sparse or not, whose queries are `part` (B, C + 1)."""
+        if isinstance(weights, np.ndarray):
+            self.pushed += weights.T @ part
+            return
+        self.blocks.append((weights, part))
+        if sum(block.nnz for block, _ in self.blocks) > BLOCK // 2:
+            self.empty()
 
-def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Floats]:
-    """Return the mean of the k smallest, or for k < 0 the −k largest, of each row of d (B, K), and 1/|k| where they stand.
-
-    Song et al., Eq 6, r(S, θ, x, Kα). As Eq 10 writes it, it is the least (greatest) mean of any |k| of the numbers.
-
-    Args:
-        d: (B, K) distances.
-        k: Kα, not 0; a row that has fewer takes all.
-        skip: (B,) one column per row that does not count; None: all count.
-    """
-    ranked = d if k > 0 else -d
-    if skip is not None:
-        ranked = ranked.copy()
-        ranked[np.arange(len(d)), skip] = np.inf
-    count = min(abs(k), d.shape[1] - (skip is not None))
-    near = np.argpartition(ranked, count - 1, axis=1)[:, :count]
-    weights = np.zeros_like(d)
-    np.put_along_axis(weights, near, 1 / count, axis=1)
-    return np.take_along_axis(d, near, axis=1).mean(axis=1), weights
+    def empty(self) -> None:
+        """Add what waits."""
+        if self.blocks:
+            weights, parts = zip(*self.blocks, strict=True)
+            self.pushed += vstack(weights, format="csr").T @ np.concatenate(parts)
+            self.blocks = []
 
 
-def _largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
-    """Return −(the mean of the k largest of each row of t), ones where they stand (B, K), and how many they are (B,)."""
-    count = min(k, t.shape[1])
-    places = np.argpartition(t, t.shape[1] - count, axis=1)[:, t.shape[1] - count :]
-    ends = np.arange(0, places.size + 1, count)
-    ones = csr_array((np.ones(places.size), places.ravel(), ends), shape=t.shape)
-    return -np.take_along_axis(t, places, axis=1).mean(axis=1), ones, np.full(len(t), float(count))
-
-
-def _exponentials(t: Floats) -> tuple[Any, Floats]:
-    """Return e^t (B, K) and the sum of each row (B,), for t ≤ 0 with a 0 in each row; t is overwritten.
-
-    What cannot change a sum in float64 is left out, and where that is most of it, as it is in large data under a sharp γ₂, the
-    rest is a sparse array.
-    """
-    seen = t > NEGLIGIBLE
-    if np.count_nonzero(seen) > t.size // 8:
-        e = np.exp(t, out=t)
-        return e, e.sum(axis=1)
-    places = np.flatnonzero(seen)
-    ends = np.concatenate([[0], np.count_nonzero(seen, axis=1).cumsum()])
-    values = np.exp(t.ravel()[places])
-    return csr_array((values, places % t.shape[1], ends), shape=t.shape), np.add.reduceat(values, ends[:-1])
+def _together(classes: list[_Class]) -> _Small:
+    """Return the queries of classes of one size."""
+    queries, neighbors, members = [], [], []
+    for c in classes:
+        own = np.arange(c.count)
+        near = c.neighbors
+        if near is None:
+            near = np.array([np.delete(own, query) for query in c.queries], np.intp)
+        queries.append(c.start + c.queries)
+        neighbors.append(c.start + near)
+        members.append(np.broadcast_to(c.start + own, (len(c.queries), c.count)))
+    return _Small(np.concatenate(queries), np.concatenate(neighbors), np.concatenate(members))
 
 
 def _nearest(x: Floats, chosen: Ints, count: int) -> Ints:

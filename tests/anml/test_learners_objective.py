@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
 
-from retrieval_anml import LANML, PNCA, gamma_for_mean_of_k_smallest, log_exp_mean
+from retrieval_anml import LANML, PNCA, gamma_for_mean_of_k_smallest, log_exp_mean, radii
 from retrieval_anml import neighborhoods as module
 from retrieval_anml.neighborhoods import Neighborhoods
 from retrieval_anml.outer import Outer
@@ -118,17 +118,35 @@ def differences(f: Any, L: Floats, step: float = 1e-5) -> Floats:
 
 
 @each
+@pytest.mark.parametrize("few", [False, True], ids=["by class", "classes together"])
 @pytest.mark.parametrize("block", [1, 40, 1 << 20])
 def test_against_loops_and_differences(
-    learner: Any, block: int, data: Any, monkeypatch: pytest.MonkeyPatch
+    learner: Any, block: int, few: bool, data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr(module, "few", lambda *sizes: few)
     x, y, L = data
     value, gradient = learner.objective(L, x, y)
     assert value == pytest.approx(by_loops(learner, L, x, y), rel=1e-11)
     expected = differences(lambda at: learner.objective(at, x, y)[0], L)
     np.testing.assert_allclose(gradient, expected, rtol=2e-6, atol=2e-8 * max(1, np.abs(expected).max()))
     assert np.abs(expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("learner", [LANML(), LANML(2.0, 30.0), LANML(k1=2, k2=4)], ids=str)
+def test_small_classes_together_are_what_they_are_one_by_one(
+    learner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a large class, which goes alone."""
+    random = np.random.default_rng(4)
+    y = np.concatenate([np.repeat(np.arange(40), random.integers(1, 6, 40)), np.full(90, 40)])
+    x, L = random.normal(size=(len(y), 6)) + 3 * random.normal(size=(41, 6))[y], np.eye(6) * 0.8
+    assert {module.few(int(n), int(n), len(y)) for n in np.bincount(y)} == {False, True}
+    value, gradient = learner.objective(L, x, y)
+    monkeypatch.setattr(module, "few", lambda *sizes: False)
+    alone, slope = learner.objective(L, x, y)
+    assert value == pytest.approx(alone, rel=1e-12)
+    np.testing.assert_allclose(gradient, slope, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("k1", [2, 4, -2, -4])
@@ -198,12 +216,12 @@ def test_sparse_weights_are_the_dense_ones(monkeypatch: pytest.MonkeyPatch) -> N
     learner = LANML(-1.0, 400.0, 0.1, margin=20.0)
     value, gradient = learner.objective(np.eye(3), x, y)
     calls: list[Any] = []
-    real = module._exponentials
-    monkeypatch.setattr(module, "_exponentials", lambda t: calls.append(real(t)) or calls[-1])
+    real = module.exponentials
+    monkeypatch.setattr(module, "exponentials", lambda t: calls.append(real(t)) or calls[-1])
     learner.objective(np.eye(3), x, y)
     assert not any(isinstance(e, np.ndarray) for e, _ in calls)
-    monkeypatch.setattr(module, "_exponentials", real)
-    monkeypatch.setattr(module, "NEGLIGIBLE", -np.inf)
+    monkeypatch.setattr(module, "exponentials", real)
+    monkeypatch.setattr(radii, "NEGLIGIBLE", -np.inf)
     dense_value, dense_gradient = learner.objective(np.eye(3), x, y)
     assert value == pytest.approx(dense_value, rel=1e-14)
     np.testing.assert_allclose(gradient, dense_gradient, rtol=1e-12, atol=1e-13)
@@ -215,8 +233,8 @@ def test_inactive_queries_cost_no_exponential(monkeypatch: pytest.MonkeyPatch) -
     x = random.normal(size=(60, 2)) * 0.1 + 10 * y[:, None]
     x[0] += 10 * (1 - 2 * y[0])  # one item among the others
     rows: list[int] = []
-    real = module._exponentials
-    monkeypatch.setattr(module, "_exponentials", lambda t: rows.append(len(t)) or real(t))
+    real = module.exponentials
+    monkeypatch.setattr(module, "exponentials", lambda t: rows.append(len(t)) or real(t))
     value, gradient = LANML(-1.0, 8.0, 0.0).objective(np.eye(2), x, y)
     assert value > 0 and np.abs(gradient).max() > 0
     assert 1 <= sum(rows) < 60

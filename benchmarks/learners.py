@@ -1,0 +1,242 @@
+"""Learners at many classes: LANML, GMML, AML, OAHU and `oahu.warm` beside metric-learn's and scikit-learn's, in time, memory and growth.
+
+    python benchmarks/learners.py                       # goes on where it stopped; results/raw/learners.jsonl, results/learners.md
+    python benchmarks/learners.py --only LANML RCA      # these alone
+    python benchmarks/learners.py --write               # the page alone, from what is kept
+
+Ten items a class, 100 features, 6,250 to 50,000 items: 625 to 5,000 classes. Classes are Gaussian, and spread differently along each of 100 random directions: along
+a few of them classes lie far apart, along others items of one class do, which is what a learner has to find. Each fit runs in a process of its own on one thread, with a limit
+of CPU time and of memory; a learner that was stopped at one size is not tried at a larger one. metric-learn's estimators run by way of the plugin's adapter,
+without which they fail under a current scikit-learn, and which changes nothing of what they compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # counts only before NumPy is imported
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import numpy as np
+from numpy.typing import NDArray
+
+from page_tables import markdown
+
+LIMIT, MEMORY = 180, 8
+"""CPU seconds and GB after which a fit is stopped."""
+SIZES = (6_250, 12_500, 25_000, 50_000)
+WIDTH, OF_A_CLASS, CHECKED = 100, 10, 2_000
+KEPT = Path(__file__).parent / "results" / "raw" / "learners.jsonl"
+OURS = {
+    "GMML": "GMML()",
+    "AML": "AML()",
+    "Warm": "Warm()",
+    "OAHU": "OAHU()",
+    "LANML": "LANML()",
+}
+PEERS = {
+    "metric-learn RCA": "adapted('RCA_Supervised')(random_state=0)",
+    "scikit-learn LDA": "LinearDiscriminantAnalysis()",
+    "metric-learn ITML, 10,000 pairs": "adapted('ITML_Supervised')(n_constraints=10_000, random_state=0)",
+    "metric-learn ITML": "adapted('ITML_Supervised')(random_state=0)",
+    "metric-learn MMC, 10,000 pairs": "adapted('MMC_Supervised')(n_constraints=10_000, random_state=0)",
+    "metric-learn LFDA": "adapted('LFDA')()",
+    "metric-learn LMNN": "adapted('LMNN')(random_state=0)",
+    "scikit-learn NCA": "NeighborhoodComponentsAnalysis(random_state=0)",
+}
+Floats = NDArray[np.float64]
+
+
+def made(items: int) -> tuple[Floats, NDArray[np.int64], Floats, NDArray[np.int64]]:
+    """Return features (items, 100) and labels of what is fitted, and of `CHECKED` items of other classes."""
+    random = np.random.default_rng(0)
+    directions = np.linalg.qr(random.standard_normal((WIDTH, WIDTH)))[0]
+    between, within = np.geomspace(1, 0.1, WIDTH), random.permutation(np.geomspace(2.0, 0.2, WIDTH))
+    labels = np.arange(items + CHECKED) // OF_A_CLASS
+    x = (random.standard_normal((labels[-1] + 1, WIDTH)) * between)[labels]
+    x = (x + random.standard_normal(x.shape) * within) @ directions
+    order = random.permutation(items)
+    return x[order], labels[order], x[items:], labels[items:]
+
+
+def first(codes: Floats, labels: NDArray[np.int64]) -> float:
+    """Return Recall@1."""
+    from retrieval.evaluation.evaluation import evaluate
+
+    return float(evaluate(np.asarray(codes), labels, metrics=["recall_at_1"]).values["recall_at_1"])
+
+
+def one(title: str, items: int) -> dict[str, Any]:
+    """Fit one learner in this process, which is held to the limits."""
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+    from sklearn.neighbors import NeighborhoodComponentsAnalysis
+
+    import metric_learn  # noqa: F401  (before the clock starts, as the others)
+    from retrieval_aml import AML, GMML
+    from retrieval_anml import LANML
+    from retrieval_metric_learn.adapter import adapted
+    from retrieval_oahu import OAHU, Warm
+
+    known = (AML, GMML, LANML, OAHU, Warm, LinearDiscriminantAnalysis, NeighborhoodComponentsAnalysis)
+    names = {each.__name__: each for each in known} | {"adapted": adapted}
+    x, y, others, truth = made(items)
+    learner = eval({**OURS, **PEERS}[title], names)
+    learner_of_few = eval({**OURS, **PEERS}[title], names)
+    if title in OURS or "LDA" in title:
+        learner_of_few.fit(x[:200], y[:200] % 10)  # imports and first calls, of the quick ones
+    began = time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    resource.setrlimit(resource.RLIMIT_CPU, (int(began) + LIMIT, int(began) + LIMIT + 60))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY * 2**30, MEMORY * 2**30))
+    told: dict[str, Any] = {"learner": title, "items": items}
+    try:
+        learner.fit(x, y)
+    except MemoryError as error:
+        return told | {"stopped": "memory", "why": str(error)}
+    except (ValueError, RuntimeError, ArithmeticError) as error:
+        return told | {"stopped": "failed", "why": " ".join(str(error).split())}
+    told["cpu"] = time.process_time() - began
+    told["megabytes"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    resource.setrlimit(resource.RLIMIT_CPU, (int(began) + LIMIT + 60,) * 2)
+    told["iterations"] = getattr(learner, "n_iter_", None)
+    told["recall"] = first(np.real(learner.transform(others)), truth)
+    told["recall_before"] = first(others, truth)
+    return told
+
+
+def measure(title: str, items: int) -> dict[str, Any]:
+    """Return a row of one fit in a process of its own."""
+    load = os.getloadavg()[0]
+    done = subprocess.run(
+        [sys.executable, __file__, "--one", title, str(items)], capture_output=True, text=True
+    )
+    row: dict[str, Any] = {"learner": title, "items": items}
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        row |= {"stopped": "time"}
+    elif done.returncode:
+        sys.exit(done.stderr)
+    else:
+        row = json.loads(done.stdout.splitlines()[-1])
+    return row | {"load": round(load, 1), "machine": machine(), "limits": [LIMIT, MEMORY]}
+
+
+def machine() -> str:
+    """Return the processor, its instruction sets, and the versions."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    flags = next(line for line in lines if line.startswith("flags")).split()
+    sets = [each for each in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16") if each in flags]
+    packages = ", ".join(f"{each} {version(each)}" for each in ("metric-learn", "scikit-learn", "numpy"))
+    return (
+        f"{model} ({', '.join(sets)}), {os.cpu_count()} cores; {packages}, Python {platform.python_version()}"
+    )
+
+
+def growth(rows: dict[int, dict[str, Any]]) -> str:
+    """Return p of time ∝ itemsᵖ, by least squares of the logarithms, from three sizes on."""
+    seen = [(items, row["cpu"]) for items, row in rows.items() if "cpu" in row]
+    if len(seen) < 3:
+        return "–"
+    return f"{np.polyfit(*np.log(np.array(seen)).T, 1)[0]:.2f}"
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """Return CPU seconds and memory, or why there are none."""
+    if row is None:
+        return "not tried"
+    if "stopped" not in row:
+        return f"{row['cpu']:.2f} s, {row['megabytes']:,.0f} MB"
+    seconds, memory = row["limits"]
+    said = {
+        "time": f"stopped after {seconds} s",
+        "memory": f"stopped at {memory} GB",
+        "failed": "failed",
+    }
+    return said[row["stopped"]]
+
+
+def render(kept: list[dict[str, Any]]) -> str:
+    """Return the page."""
+    rows: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in kept:
+        rows.setdefault(row["learner"], {})[row["items"]] = row
+    sizes = sorted({row["items"] for row in kept})
+    seconds, memory = kept[0]["limits"]
+    loads = [row["load"] for row in kept]
+    lines = [
+        "# Learners at many classes: time, memory, growth",
+        "",
+        f"`python benchmarks/learners.py`. One fit, as the learner comes unless the row says otherwise: CPU seconds on one thread, and what the fit added to its process's peak resident size. {WIDTH} features, "
+        f"Gaussian classes of {OF_A_CLASS} items each, so {sizes[-1]:,} items are {sizes[-1] // OF_A_CLASS:,} classes. Each fit is in a process of its own, stopped after {seconds} CPU seconds or at {memory} GB of addresses, "
+        "and then not tried at larger sizes. Growth is p of time ∝ itemsᵖ, fitted where three sizes or more were done. The last column, Recall@1 of 2,000 items of other classes at the largest size done, says that the fit did something: "
+        f"without any learner it is {kept_recall(kept)}.",
+        "",
+        f"Machine: {kept[0]['machine']}. Load {min(loads):.0f} to {max(loads):.0f}: other work shared the cores.",
+        "",
+    ]
+    table = []
+    for title in [*OURS, *PEERS]:
+        if title not in rows:
+            continue
+        own = rows[title]
+        done = [row for row in own.values() if "recall" in row]
+        recall = f"{done[-1]['recall']:.3f}" if done else "–"
+        table.append([title, *(cell(own.get(size)) for size in sizes), growth(own), recall])
+    lines += [markdown(["", *(f"{size:,} items" for size in sizes), "growth", "Recall@1"], table), ""]
+    failed = [row for row in kept if row.get("stopped") in ("failed", "memory") and row["why"]]
+    lines += [f"- {row['learner']} at {row['items']:,}: {row['why']}" for row in failed]
+    lines += [""] if failed else []
+    lines += [
+        "OAHU and Warm learn from triplets, 10,000 at most whatever the number of items, and LANML asks 5,000 items at most, each among all: their time grows more slowly for that. "
+        "metric-learn's ITML draws 20 pairs for each pair of classes unless it is told how many, so its row with 10,000 is the one that it can be compared by.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def kept_recall(kept: list[dict[str, Any]]) -> str:
+    """Return Recall@1 of the features as they are, smallest to largest."""
+    values = [row["recall_before"] for row in kept if "recall_before" in row]
+    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", help="only learners with these words")
+    parser.add_argument("--sizes", nargs="*", type=int, default=SIZES)
+    parser.add_argument("--write", action="store_true", help="run nothing")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(one(given.one[0], int(given.one[1]))))
+        return
+    kept = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+    for items in () if given.write else given.sizes:
+        for title in [*OURS, *PEERS]:
+            own = [row for row in kept if row["learner"] == title]
+            done = any(row["items"] == items or "stopped" in row for row in own)
+            if done or (given.only and not any(word in title for word in given.only)):
+                continue
+            kept.append(measure(title, items))
+            with KEPT.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(kept[-1]) + "\n")
+            print(kept[-1], flush=True)
+    (KEPT.parents[1] / "learners.md").write_text(render(kept), encoding="utf-8")
+    print(render(kept))
+
+
+if __name__ == "__main__":
+    main()
