@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from page_tables import markdown
 
-LIMIT, MEMORY = 180, 8
+LIMIT, MEMORY = 60, 8
 """CPU seconds and GB after which a fit is stopped."""
 SIZES = (6_250, 12_500, 25_000, 50_000)
 WIDTH, OF_A_CLASS, CHECKED = 100, 10, 2_000

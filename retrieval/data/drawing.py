@@ -1,7 +1,12 @@
-"""Lend a generator to all that draws from torch in one thread, for as long as an image is changed."""
+"""Lend a generator to all that draws from torch in one thread, for as long as an image is changed.
+
+While it is lent, Python is asked at every call of torch and every look at a tensor's shape. torchvision's transforms draw first and change the image
+afterwards, which is most of the calls; so `without_asking` makes them do the second part outside.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,18 +56,17 @@ class _Lent(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Call what is called."""
-        kwargs = kwargs or {}
-        if func in _LENT and kwargs.get("generator") is None:
+        if func in _LENT and not (kwargs and kwargs.get("generator") is not None):
             if func in _BY_PLACE and len(args) < _BY_PLACE[func]:
                 return func(*args, self.generator)
-            kwargs = {**kwargs, "generator": self.generator}
-        elif func in _INSTEAD:
+            return func(*args, **{**(kwargs or {}), "generator": self.generator})
+        if func in _INSTEAD:
             name = getattr(func, "__name__", str(func))
             raise DataError(
                 f"An augmentation calls torch.{name}, and what that draws could not be repeated when a run is resumed. "
                 f"Use {_INSTEAD[func]}."
             )
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 _BY_PLACE: Mapping[Any, int] = {torch._sample_dirichlet: 2, torch._standard_gamma: 2}
@@ -71,3 +75,41 @@ _BY_PLACE: Mapping[Any, int] = {torch._sample_dirichlet: 2, torch._standard_gamm
 def drawing(seed: int) -> TorchFunctionMode:
     """Return a context in which what this thread draws from torch follows from `seed` alone; other threads draw as ever."""
     return _Lent(torch.Generator().manual_seed(seed))
+
+
+_AFTERWARDS = ("transform", "_apply_image_or_video_transform")
+"""What torchvision's transforms call when they have drawn."""
+
+
+def without_asking(transform: Any) -> Any:
+    """Return a copy of a transform of torchvision's own that changes the image outside of `drawing`; of any other, itself.
+
+    Whoever writes a subclass may draw anywhere, so it is not one of torchvision's own.
+    """
+    if not type(transform).__module__.startswith("torchvision.transforms.v2."):
+        return transform
+    made = copy.copy(transform)
+    own = vars(made)
+    for name in _AFTERWARDS:
+        if hasattr(made, name):
+            own[name] = _Outside(made, name)
+    if isinstance(own.get("transforms"), list):  # of RandomApply and its like
+        own["transforms"] = [without_asking(each) for each in own["transforms"]]
+    return made
+
+
+class _Outside:
+    """A method of a transform, which no mode of torch's functions sees. It goes to processes that decode, as a closure could not.
+
+    Args:
+        transform: whose method.
+        name: what its class calls it.
+    """
+
+    def __init__(self, transform: Any, name: str) -> None:
+        self.transform, self.name = transform, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        with torch._C.DisableTorchFunction():
+            return getattr(type(self.transform), self.name)(self.transform, *args, **kwargs)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from retrieval.data.augment import Changes
 from retrieval.data.batches import BatchMaker, Job
+from retrieval.data.drawing import without_asking
 from retrieval.data.mixing import Labels, MixedLabels
 from retrieval.data.raw import RawInputs
 from retrieval.data.sampling import batches_in_epoch, check_sampler, draw_epoch
@@ -74,7 +75,8 @@ class TrainBatches:
         self.sampler = sampler
         self.views = augmentation.views
         raw = raw or RawInputs(dataset, preprocessing)
-        self._make = BatchMaker(raw, Changes(augmentation, tuple(transforms)), seed, self.batch_size)
+        changes = Changes(augmentation, tuple(without_asking(each) for each in transforms))
+        self._make = BatchMaker(raw, changes, seed, self.batch_size)
         self._workers: Workers | None = None
         # pixels that stay in memory are of use to no other process; a random crop is another one each time
         self._slices = raw.in_memory and augmentation.crop_scale is None and not transforms
