@@ -242,6 +242,12 @@ def measured(
     return merged(query, vectors, k, said.subspaces, said.merge)
 
 
+def measured_alone(bundle: Bundle) -> bool:
+    """Return whether `measured` looks at each pair of a query and a candidate by itself, so that it takes many queries' pairs at once: query (n, P), vectors (n, P)."""
+    said = bundle.manifest
+    return said.rescorer is None and said.distance.measure != "inner" and said.merge != "score"
+
+
 def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
     """Return how many candidates are looked for in each sub-space."""
     rescorer = bundle.manifest.rescorer

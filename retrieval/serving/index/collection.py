@@ -13,7 +13,7 @@ from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.filters import Filter, as_filter
-from retrieval.serving.index.base import Hit, Index, Where, candidates_of, measured
+from retrieval.serving.index.base import Distances, Hit, Index, Where, candidates_of, measured, measured_alone
 from retrieval.serving.index.contract import Floats
 from retrieval.serving.index.items import Item as Listed
 from retrieval.serving.index.seals import Seals
@@ -134,19 +134,13 @@ class Collection(Index):
             self.follow()
             raise
         return [
-            self._ordered(bundle, query[number], None if code is None else code[number], each, k)
-            for number, each in enumerate(found)
+            self._ordered(each.items, distances, k)
+            for each, distances in zip(found, _distances(bundle, query, code, found, k), strict=True)
         ]
 
-    def _ordered(
-        self, bundle: Bundle, query: Floats, code: Floats | None, found: Candidates, k: int
-    ) -> list[Hit]:
-        """Return the nearest of candidates, measured as the bundle says; equal distances by id."""
-        items, arrays = found.items, found.arrays
-        if not items:
-            return []
-        codes = None if code is None else arrays[CODE]
-        distances = measured(bundle, query, code, arrays[VECTOR], codes, min(k, len(items)))
+    @staticmethod
+    def _ordered(items: Sequence[Item], distances: Distances, k: int) -> list[Hit]:
+        """Return the nearest of candidates; equal distances by id."""
         order = np.argsort(distances, kind="stable")[:k]
         return [
             Hit(
@@ -267,3 +261,28 @@ class Collection(Index):
         """Close the store."""
         self._closed = True
         self.store.close()
+
+
+def _distances(
+    bundle: Bundle, query: Floats, code: Floats | None, found: Sequence[Candidates], k: int
+) -> list[Distances]:
+    """Return the distances of each query to its candidates, measured as the bundle says."""
+    if len(found) > 1 and measured_alone(bundle):
+        # one computation of all pairs, in which each pair's sum is what it is by itself
+        counts = [len(each.items) for each in found]
+        asked = np.repeat(query, counts, axis=0)
+        vectors = np.concatenate([each.arrays[VECTOR] for each in found if each.items] or [asked])
+        return np.split(measured(bundle, asked, None, vectors, None, k), np.cumsum(counts)[:-1])
+    return [
+        measured(
+            bundle,
+            query[number],
+            None if code is None else code[number],
+            each.arrays[VECTOR],
+            None if code is None else each.arrays[CODE],
+            min(k, len(each.items)),
+        )
+        if each.items
+        else np.empty(0)
+        for number, each in enumerate(found)
+    ]

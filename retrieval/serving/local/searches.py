@@ -71,7 +71,8 @@ class Searches:
         self, view: View, found: Sequence[Numbers], connection: apsw.Connection | None = None
     ) -> list[Candidates] | None:
         """Return items by their numbers, and their arrays; None where one is not in memory and there is no record to ask."""
-        numbers = found[0].tolist() if len(found) == 1 else sorted({n for one in found for n in one.tolist()})
+        every = found[0] if len(found) == 1 else np.unique(np.concatenate(found))
+        numbers = every.tolist()
         with stage("items", len(numbers)):
             items = self._remembered.find(numbers)
             if missing := [n for n in numbers if n not in items] if len(items) < len(numbers) else []:
@@ -83,11 +84,19 @@ class Searches:
                     raise StoreError(
                         f"The index {self.home.folder} is damaged: its record and its segments differ. Restore a snapshot."
                     )
+        # each is looked up once, however many queries found it: a place among all is its place among a query's own
+        by_id = sorted(range(len(numbers)), key=lambda at: items[numbers[at]].id)
+        held = [items[numbers[at]] for at in by_id]
+        arrays, _ = view.rows(every[by_id], (VECTOR, CODE))
+        if len(found) == 1:
+            return [Candidates(held, arrays)]
+        places = np.empty(len(numbers), np.int64)
+        places[by_id] = np.arange(len(numbers))
         answers = []
         for one in found:
-            order = sorted(one.tolist(), key=lambda n: items[n].id)
-            arrays, _ = view.rows(np.array(order, np.int64), (VECTOR, CODE))
-            answers.append(Candidates([items[n] for n in order], arrays))
+            own = np.sort(places[np.searchsorted(every, one)])
+            rows = {name: array[own] for name, array in arrays.items()}
+            answers.append(Candidates([held[at] for at in own.tolist()], rows))
         return answers
 
     def _found(

@@ -105,7 +105,7 @@ def _sound(items: Sequence[Item], name: str, width: int) -> bool:
 def own(value: Any) -> Any:
     """Return a JSON value as the caller's own: what is done to it reaches nobody else's."""
     if isinstance(value, dict):
-        return {name: own(one) for name, one in value.items()}
+        return {name: own(one) if isinstance(one, dict | list) else one for name, one in value.items()}
     return [own(one) for one in value] if isinstance(value, list) else value
 
 
