@@ -354,3 +354,20 @@ def test_a_reader_without_the_right_to_write_sees_what_others_write(living, phot
         assert count() == before - 2
     assert count() == before - 2  # the log is written back and gone
     reader.close()
+
+
+def test_queries_together_are_answered_as_one_by_one(bundle_path, tmp_path):
+    """To the last bit, and in the same order where distances are equal; answers are the asker's own."""
+    random = np.random.default_rng(0)
+    vectors = random.integers(-2, 3, (60, WIDTH)).astype(np.float32)
+    vectors[30:] = vectors[:30]
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+        index.upsert([Item(f"{n * 7 % 60}", metadata={"n": n, "of": [n]}, arrays={"vector": v}) for n, v in enumerate(vectors)])  # fmt: skip
+        asked = vectors[::4] + random.integers(0, 2, (15, WIDTH)).astype(np.float32) / 3
+        for where, k in ((None, 7), ("n < 11", 5), ("n < 3", 10), ("n < 0", 4), (None, 100)):
+            together = index.search(asked, k, where=where)
+            assert together == [index.search(one, k, where=where) for one in asked]
+            assert {len(hits) for hits in together} == {min(k, {None: 60, "n < 11": 11, "n < 3": 3, "n < 0": 0}[where])}  # fmt: skip
+        together[0][0].metadata["of"].append("mine")
+        assert all("mine" not in hit.metadata["of"] for hits in index.search(asked, 100) for hit in hits)
