@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from retrieval.serving.runtime import FAISS, ONNXRUNTIME, installed_packages
+from retrieval.serving.runtime import FAISS, ONNXRUNTIME, installed_packages, nvidia_smi
 
 DISTRIBUTION = "embedding-retrieval"
 _SECONDS = 120  # for one library to be imported and asked; a cold torch on a slow disk takes long
@@ -201,25 +200,13 @@ def _ask(code: str) -> tuple[dict[str, Any], str | None]:
 
 def _driver() -> tuple[str, ...]:
     """Return the devices that NVIDIA's driver names."""
-    return tuple(_nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader").strip().splitlines())
+    return tuple(nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader").strip().splitlines())
 
 
 def _driver_cuda() -> str | None:
     """Return the newest CUDA that NVIDIA's driver runs."""
-    said = re.search(r"CUDA Version:\s*(\d+\.\d+)", _nvidia_smi())
+    said = re.search(r"CUDA Version:\s*(\d+\.\d+)", nvidia_smi())
     return said[1] if said else None
-
-
-def _nvidia_smi(*options: str) -> str:
-    """Return what NVIDIA's program says; nothing where it is not there or fails."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    try:
-        done = subprocess.run([program, *options], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def _placement(

@@ -7,6 +7,8 @@ import functools
 import importlib
 import io
 import os
+import shutil
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -63,6 +65,18 @@ def require(module: str, family: tuple[str, ...], extra: str = "cpu") -> Any:
             f"{module} is not installed. Install it with: pip install 'embedding-retrieval[{extra}]'"
             + (" (or 'embedding-retrieval[gpu]' with a CUDA device)" if extra == "cpu" else "")
         ) from None
+
+
+def nvidia_smi(*options: str) -> str:
+    """Return what NVIDIA's program says; nothing where it is not there or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run([program, *options], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 @functools.cache

@@ -198,7 +198,7 @@ class Sessions:
         """
         runtime = load_onnxruntime()
         devices = checked_device(runtime, device)
-        options = _options(runtime, threads)
+        options = session_options(runtime, threads)
 
         def load(name: str, shapes: Mapping[str, Sequence[int]], on: Sequence[str] = devices) -> Graph:
             try:
@@ -249,7 +249,8 @@ class Sessions:
         return cls(encoder, rescorer, first.device, FALLBACK if fell else None)
 
 
-def _options(runtime: Any, threads: int | None) -> Any:
+def session_options(runtime: Any, threads: int | None) -> Any:
+    """Return ONNX Runtime's options of a session that says nothing, spins nowhere, and shares this process's bounded memory."""
     _limit_memory(runtime)
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # what fails is said as a sentence; its warnings are not for users

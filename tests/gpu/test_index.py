@@ -42,7 +42,9 @@ def recall(found: Any, expected: Any) -> float:
 @pytest.mark.parametrize("float16", [False, True])
 @pytest.mark.parametrize("name", LEAST)
 def test_what_is_found(index_gpus: int, vectors: Any, tmp_path: Path, name: str, float16: bool) -> None:
-    backend = loaded(name, vectors, tmp_path, float16=float16)
+    if name == "cagra" and float16:
+        pytest.skip("cagra keeps its vectors in 32 bits")
+    backend = loaded(name, vectors, tmp_path, **({"float16": True} if float16 else {}))
     assert backend._gpu is not None
     _, rows = backend.search(vectors[:200], 10)
     least = LEAST[name] - (0.02 if float16 else 0)
@@ -75,13 +77,13 @@ def test_a_cpu_searches_what_a_gpu_built(index_gpus: int, vectors: Any, tmp_path
 
 def test_many_threads_get_their_own(index_gpus: int, vectors: Any, tmp_path: Path, monkeypatch: Any) -> None:
     sizes: list[int] = []
-    run = OnGpu._run
+    run = on_gpu._run
 
-    def counted(self: OnGpu, queries: Any, k: int) -> Any:
+    def counted(index: Any, call: Any, queries: Any, k: int) -> Any:
         sizes.append(len(queries))
-        return run(self, queries, k)
+        return run(index, call, queries, k)
 
-    monkeypatch.setattr(OnGpu, "_run", counted)  # before an index takes it
+    monkeypatch.setattr(on_gpu, "_run", counted)  # before an index takes it
     backend = loaded("flat", vectors, tmp_path)
     wrong: list[int] = []
 

@@ -97,8 +97,9 @@ KINDS: dict[str, Callable[[Array], Array]] = {
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks and windows of few rows."""
-    for name, value in {"_BLOCK_NUMBERS": 600, "_BLOCK_PAIRS": 400, "_PAIR_NUMBERS": 100, "_WINDOW": 50}.items():  # fmt: skip
+    for name, value in {"_BLOCK_NUMBERS": 600, "_BLOCK_PAIRS": 400, "_WINDOW": 50}.items():
         monkeypatch.setattr(exact, name, value)
+    monkeypatch.setattr(distances, "_PAIR_NUMBERS", 100)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -151,11 +151,37 @@ def test_what_is_set_on_an_index_where_a_call_takes_no_parameters(monkeypatch: A
             "Error in GpuIndex at /project/GpuIndex.cu:65: Error: 'config_.device < getNumDevices()' failed: Invalid GPU device 0",
             "FAISS cannot use the GPU: 'config_.device < getNumDevices()' failed: Invalid GPU device 0",
         ),
+        (
+            "Error in virtual void* StandardGpuResourcesImpl::allocMemory(const AllocRequest&) at /project/StandardGpuResources.cpp:518: "
+            "CUDA memory allocation error",
+            "too little memory for 1,500 vectors of 16 numbers",
+        ),
     ],
 )
 def test_what_a_gpu_refuses_is_a_sentence(text: str, words: str) -> None:
     said = refused(built(Flat())._index, RuntimeError(text))
     assert words in said and "project" not in said and ".cpp" not in said
+
+
+def test_memory_that_cuvs_lacks_is_a_sentence() -> None:
+    flat = built(Flat())
+
+    def search(index: Any, queries: Any, k: int) -> Any:
+        raise MemoryError("std::bad_alloc")
+
+    with pytest.raises(StoreError, match="too little memory for 1,500 vectors"):
+        on_gpu._run(flat._index, search, VECTORS[:1], 1)
+
+
+def test_inverted_lists_in_16_bits_find_what_the_others_do() -> None:
+    ivf = built(Ivf(lists=20, probes=7))
+    half = on_gpu.halved(ivf._index)
+    assert (half.ntotal, half.code_size, half.nlist) == (1500, 32, 20)
+    half.nprobe = 7
+    far, rows = half.search(VECTORS[:100], 10)
+    wanted, expected = ivf.search(VECTORS[:100], 10)
+    assert np.mean([len(set(a) & set(b)) for a, b in zip(rows, expected, strict=True)]) > 9.8
+    np.testing.assert_allclose(np.sqrt(far), wanted, atol=5e-3)
 
 
 def test_a_search_for_more_than_a_gpu_selects_is_the_cpus(monkeypatch: Any) -> None:
@@ -203,7 +229,7 @@ class TestTheRealOne:
         assert (config.graph_degree, config.intermediate_graph_degree) == (32, 64)
         assert hasattr(parameters, "itopk_size")
         for options in (faiss.GpuClonerOptions(), faiss.GpuMultipleClonerOptions()):
-            assert hasattr(options, "useFloat16")
+            assert hasattr(options, "useFloat16") and hasattr(options, "use_cuvs")
         assert hasattr(faiss.GpuMultipleClonerOptions(), "shard")
         assert hasattr(faiss.GpuParameterSpace(), "set_index_parameter")
         assert hasattr(faiss.GpuIndexCagra, "copyTo") and hasattr(faiss, "index_cpu_to_gpu_multiple_py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from pydantic import Field
 from retrieval.errors import StoreError
 from retrieval.serving.index.contract import Floats, Rows
 from retrieval.serving.index.faiss_backends import Hnsw
-from retrieval.serving.index.on_gpu import Gpus, OnGpu, device, gpus_found, refused
+from retrieval.serving.index.on_gpu import REFUSALS, Gpus, OnGpu, device, gpus_found, refused
 from retrieval.serving.runtime import load_faiss
 
 _ENTRIES = 32
@@ -21,14 +22,13 @@ _ENTRIES = 32
 class Cagra(Hnsw):
     """Approximate search in a graph that a GPU builds (CAGRA; Ootomo et al., ICDE 2024). Without one it is built as HNSW is.
 
-    What a GPU has built a CPU searches too, from the same file: its one level as HNSW's lowest.
+    What a GPU has built a CPU searches too, from the same file: its one level as HNSW's lowest. FAISS keeps its vectors in 32 bits.
 
     Args:
         degree: links of a vector; more find better and need more memory (4 × degree bytes a vector).
         ef_construction: candidates for each vector's links: on a GPU its twice as many links that are thinned out, at most so many; on a CPU as in `hnsw`.
         ef_search: how many candidates a search follows; more find better and take longer.
         gpus: where FAISS finds several GPUs: `one` of them, or `replicas` (all on each, more searches at once).
-        float16: whether a GPU keeps the vectors in 16 bits: half the memory; distances are rounded.
     """
 
     on_gpu = True
@@ -41,12 +41,11 @@ class Cagra(Hnsw):
         ef_construction: Annotated[int, Field(ge=8, le=4096)] = 128,
         ef_search: Annotated[int, Field(ge=1, le=65536)] = 256,
         gpus: Gpus = "one",
-        float16: bool = False,
     ) -> None:
         super().__init__(degree // 2, ef_construction, ef_search)
         if gpus == "shards":
             raise StoreError("cagra has one graph over all vectors: gpus is one or replicas, not shards.")
-        self.degree, self.gpus, self.float16 = degree, gpus, float16
+        self.degree, self.gpus = degree, gpus
 
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
         """Build the graph, on a GPU where FAISS finds one."""
@@ -70,7 +69,7 @@ class Cagra(Hnsw):
                 graph.train(np.ascontiguousarray(vectors))
                 index.base_level_only, index.num_base_level_search_entrypoints = True, _ENTRIES
                 graph.copyTo(index)
-            except RuntimeError as fault:
+            except REFUSALS as fault:
                 raise StoreError(
                     f"The index back end cagra cannot build it: {refused(_Wanted(*vectors.shape), fault)}."
                 ) from fault
@@ -91,14 +90,17 @@ class Cagra(Hnsw):
         return bool(index.base_level_only)
 
     def _placed(self, index: Any) -> OnGpu:
-        return OnGpu(index, self.gpus, self.float16, {}, None if self.gpus == "replicas" else self.followed)
+        width = min(self.ef_search, self.most_on_gpu)
+        search = None if self.gpus == "replicas" else partial(followed, width)
+        return OnGpu(index, self.gpus, False, {}, search)
 
-    def followed(self, index: Any, queries: Floats, k: int) -> tuple[Floats, Rows]:
-        """Search CAGRA's graph on a GPU; candidates are counted by 32."""
-        parameters = load_faiss().SearchParametersCagra()
-        parameters.itopk_size = -(-max(min(self.ef_search, self.most_on_gpu), k) // 32) * 32
-        found: tuple[Floats, Rows] = index.search(queries, k, params=parameters)
-        return found
+
+def followed(width: int, index: Any, queries: Floats, k: int) -> tuple[Floats, Rows]:
+    """Search CAGRA's graph on a GPU with some candidates, which are counted by 32."""
+    parameters = load_faiss().SearchParametersCagra()
+    parameters.itopk_size = -(-max(width, k) // 32) * 32
+    found: tuple[Floats, Rows] = index.search(queries, k, params=parameters)
+    return found
 
 
 class _Wanted:

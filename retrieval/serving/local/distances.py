@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from retrieval.serving.index.contract import Floats
+from retrieval.serving.index.contract import Floats, Rows
 from retrieval.serving.runtime import load_faiss
 
 UNIT = 2.0**-24
 TINY = 2.0**-100
 """Above what underflow loses of a coordinate's product."""
 _BLOCK = 1 << 20  # numbers of vectors at a time
+_PAIR_NUMBERS = 1 << 18  # measured at a time
 
 
 def relative_error(width: int) -> float:
@@ -40,3 +42,24 @@ def norms_of(block: Floats) -> Floats:
     norms = np.empty(len(block), np.float32)
     faiss.fvec_norms_L2sqr(faiss.swig_ptr(norms), faiss.swig_ptr(block), block.shape[1], len(block))
     return norms
+
+
+def measured(
+    queries: NDArray[np.float64], vectors: Floats, query: Rows, row: Rows, columns: slice = slice(None)
+) -> NDArray[np.float64]:
+    """Return |q − x|² (n,) in double precision, of pairs of a query and a row, within some columns.
+
+    Args:
+        queries: (Q, columns).
+        vectors: (N, P).
+        query: (n,).
+        row: (n,).
+        columns: of the vectors.
+    """
+    squared = np.empty(len(row))
+    step = max(1, _PAIR_NUMBERS // vectors.shape[1])
+    for start in range(0, len(row), step):
+        pairs = slice(start, start + step)
+        apart = vectors[row[pairs]][:, columns] - queries[query[pairs]]
+        squared[pairs] = np.einsum("ij,ij->i", apart, apart)
+    return squared

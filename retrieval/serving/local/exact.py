@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from retrieval.serving.index.contract import Floats, Rows
 from retrieval.serving.local.compact import Compact
-from retrieval.serving.local.distances import TINY, norms_of, relative_error, squared_distances
+from retrieval.serving.local.distances import TINY, measured, norms_of, relative_error, squared_distances
 from retrieval.serving.local.few import are_few, nearest_of_few
 from retrieval.serving.local.frame import Frame, frame_of
 from retrieval.serving.local.smallest import Smallest, kept_for
@@ -38,7 +38,6 @@ _MOST_QUERIES = 256  # at a time
 _BLOCK_NUMBERS = 1 << 20  # 4 MB of vectors a block
 _ONE = 4  # times as many for one query, which reads them once: no cache is of use
 _BLOCK_PAIRS = 1 << 20
-_PAIR_NUMBERS = 1 << 18  # measured again at a time
 _WINDOW = 1 << 18
 # The part of a window's rows from which it is cheaper to compare all of them than to gather those that are kept.
 # One query reads each row once, and gathering costs about as much: it is the more worth the more queries share it.
@@ -352,13 +351,7 @@ class _Search:
 
     def _measure(self, query: Rows, number: Rows) -> Doubles:
         """Return |q − x|² of pairs of a query and a row of the vectors, in double precision."""
-        squared = np.empty(len(number))
-        step = max(1, _PAIR_NUMBERS // self.task.vectors.shape[1])
-        for start in range(0, len(number), step):
-            pairs = slice(start, start + step)
-            apart = self.task.vectors[number[pairs]][:, self.task.columns] - self.exact[query[pairs]]
-            squared[pairs] = np.einsum("ij,ij->i", apart, apart)
-        return squared
+        return measured(self.exact, self.task.vectors, query, number, self.task.columns)
 
     def _enter(self, query: Rows, row: Rows, squared: Doubles) -> None:
         """Put measured rows among the nearest, each once."""

@@ -106,6 +106,10 @@ def search_piece(
 ) -> tuple[Any, Numbers]:
     """Return squared distances and rows of a piece's nearest."""
     segment = piece.segment
+    if piece.structure is None and segment.placing and span == (0, segment.arrays[VECTOR].shape[1]):
+        found = segment.placing.nearest(queries, count, keep)
+        if found is not None:
+            return found
     rows = None if piece.structure is None else _proposed(piece, space, queries, span, count, keep, filtered)
     if rows is not None:
         return _measured(segment.arrays[VECTOR], queries, span, rows), rows
