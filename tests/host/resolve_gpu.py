@@ -17,7 +17,7 @@ KEPT = HERE / "gpu_resolution.json"
 
 
 def wanted() -> list[str]:
-    """What a machine with a GPU asks for: the extra gpu, and torch beside it. TensorRT's package is a placeholder that downloads another: its name says its CUDA."""
+    """What a machine with a GPU asks for: the extra gpu, and torch beside it, of which the metadata alone is looked at. TensorRT's package is a placeholder that downloads another: its name says its CUDA."""
     config = ConfigParser()
     config.read(HERE.parents[1] / "setup.cfg", encoding="utf-8")
     extras = config["options.extras_require"]
@@ -25,21 +25,26 @@ def wanted() -> list[str]:
     return [*extras["gpu"].split(), *torch]
 
 
-def reduced(report: dict[str, Any], lines: list[str]) -> dict[str, Any]:
+def reduced(entries: list[dict[str, Any]], lines: list[str]) -> dict[str, Any]:
     """What is kept of pip's report: names, versions, and what each requires without its extras."""
     packages = []
-    for entry in report["install"]:
+    for entry in entries:
         said = entry["metadata"]
         requires = sorted(line for line in said.get("requires_dist", []) if "extra ==" not in line)
         packages.append({"name": said["name"].lower(), "version": said["version"], "requires": requires})
     return {"wanted": lines, "packages": sorted(packages, key=lambda each: each["name"])}
 
 
+def resolved(*given: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", *given]  # fmt: skip
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return list(json.loads(done.stdout)["install"])
+
+
 def main() -> None:
-    lines = wanted()
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", *lines]  # fmt: skip
-    report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    KEPT.write_text(json.dumps(reduced(report, lines), indent=1) + "\n", encoding="utf-8")
+    *gpu, torch = wanted()
+    entries = [*resolved(*gpu), *resolved("--no-deps", torch)]
+    KEPT.write_text(json.dumps(reduced(entries, [*gpu, torch]), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -67,6 +67,14 @@ def faults(kept: dict[str, Any]) -> list[str]:
     return found
 
 
+def test_each_of_the_three_says_its_cuda(kept: dict[str, Any]) -> None:
+    """A build for the CPU would be of no CUDA, and so of no other."""
+    by = {each["name"]: set(majors(each)) for each in kept["packages"]}
+    assert by["torch"] == by["faiss-gpu-cuvs"] == by["nvidia-cuda-runtime"] == {"13"}
+    runtime = [each for each in kept["packages"] if each["name"].startswith(("nvidia-cudnn", "nvidia-cufft"))]
+    assert len(runtime) == 2  # of onnxruntime-gpu's extras cuda and cudnn, which name them
+
+
 def test_the_extras_resolve_to_one_cuda_and_one_package_a_module(kept: dict[str, Any]) -> None:
     assert faults(kept) == []
 
