@@ -44,6 +44,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "filters": ("filters", lambda script, raw: script.render(raw)),
     "graph_storage": ("graph_storage", lambda script, raw: script.render(raw)),
     "histories": ("histories", lambda script, raw: script.render(raw)),
+    "methods": ("methods", lambda script, raw: script.render(raw)),
     "merging": ("merging", lambda script, raw: script.render(raw)),
     "fashion": ("fashion", lambda script, raw: script.render(raw)),
     "oahu_sensitivity": ("oahu_sensitivity", lambda script, raw: script.render()),
