@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from retrieval import TrackedRun
 
+SOON = 20.0
+"""Seconds after which it is given up that a server answers, where WANDB_INIT_TIMEOUT says nothing: the package itself waits 90, at the end of the process too."""
+
 
 class WandbRun:
     """Weights & Biases. Its own settings hold: WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR, WANDB_BASE_URL; WANDB_MODE=offline asks for no network."""
@@ -24,6 +27,7 @@ class WandbRun:
 
     def begin(self, run: TrackedRun) -> tuple[str, str]:
         """Begin a run, or go on with one; see `retrieval.Tracker`. Offline, each part has a folder of its own under one id."""
+        soon = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": SOON}
         self._run = self._wandb.init(
             name=run.name,
             group=run.group,
@@ -31,7 +35,7 @@ class WandbRun:
             id=run.key,
             resume="allow",
             reinit="create_new",
-            settings=self._wandb.Settings(console="off", silent=True),
+            settings=self._wandb.Settings(console="off", silent=True, **soon),
         )
         # an offline run has no address, and warns where it is asked for one
         return str(self._run.id), str(self._run.dir if self._offline else self._run.url)
