@@ -49,6 +49,16 @@ def address() -> Iterator[str]:
         started.shutdown()
 
 
+def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    assert not ray.is_initialized(), "it is the first test: one that is joined is taken"
+    for name, loss in LOSSES.items():
+        (tmp_path / f"{name}.toml").write_text(
+            tomli_w.dumps({"name": name, **RECIPE, "loss": loss}), encoding="utf-8"
+        )
+    with pytest.raises(DataError, match=r"No Ray cluster answers at 127\.0\.0\.1:9 "):
+        compare(sorted(tmp_path.glob("*.toml")), tmp_path / "out", ray="127.0.0.1:9", progress=False)
+
+
 def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(address: str, tmp_path: Path) -> None:
     paths = []
     for name, loss in LOSSES.items():
@@ -76,12 +86,3 @@ def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(address: 
             assert mine == pytest.approx(theirs, abs=1e-6)
     with pytest.raises(DataError, match="give one of them"):
         go(out, ray=address, workers=2)
-
-
-def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
-    for name, loss in LOSSES.items():
-        (tmp_path / f"{name}.toml").write_text(
-            tomli_w.dumps({"name": name, **RECIPE, "loss": loss}), encoding="utf-8"
-        )
-    with pytest.raises(DataError, match=r"No Ray cluster answers at 127\.0\.0\.1:9 "):
-        compare(sorted(tmp_path.glob("*.toml")), tmp_path / "out", ray="127.0.0.1:9", progress=False)
