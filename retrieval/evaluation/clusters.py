@@ -9,24 +9,21 @@ as many clusters as there are classes C.
 - F1 = 2 P R / (P + R) over pairs of items: P is the share of the pairs in one cluster that are of one class, R the share
   of the pairs of one class that are in one cluster. Pairs are counted from the contingency table, never one by one.
 
-k-means is scikit-learn's: Lloyd's algorithm in float32 on all codes, one k-means++ start, at most 100 rounds, a
+k-means (`retrieval.evaluation.kmeans`) is Lloyd's algorithm in float32 on all codes, one k-means++ start, at most 100 rounds, a
 fixed seed. It is always Euclidean on the codes, whatever distance retrieval uses. Both figures depend on the start: compare
 models with one seed, or over several.
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.errors import DataError
-
-ROUNDS = 100
+from retrieval.evaluation.kmeans import kmeans
 
 
 def cluster_figures(codes: NDArray[Any] | Tensor, labels: NDArray[Any], *, seed: int = 0) -> dict[str, float]:
@@ -42,21 +39,6 @@ def cluster_figures(codes: NDArray[Any] | Tensor, labels: NDArray[Any], *, seed:
     classes = np.unique(np.asarray(labels), return_inverse=True)[1]
     found = kmeans(codes, int(classes.max()) + 1, seed=seed)
     return {"nmi": nmi(found, classes), "f1": pair_f1(found, classes)}
-
-
-def kmeans(codes: NDArray[Any] | Tensor, count: int, *, seed: int = 0) -> NDArray[np.int64]:
-    """Return the cluster number (N,) of each code (N, C) among `count` k-means clusters."""
-    from sklearn.cluster import KMeans
-    from sklearn.exceptions import ConvergenceWarning
-
-    if isinstance(codes, torch.Tensor):
-        codes = codes.detach().to("cpu", torch.float32).numpy()
-    table = np.ascontiguousarray(codes, dtype=np.float32)
-    with warnings.catch_warnings():
-        # Fewer distinct codes than clusters, as in a collapsed embedding: the figures say so well enough.
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        fitted = KMeans(count, init="k-means++", n_init=1, max_iter=ROUNDS, random_state=seed).fit(table)
-    return np.asarray(fitted.labels_, dtype=np.int64)
 
 
 def nmi(clusters: NDArray[Any], classes: NDArray[Any]) -> float:

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 from retrieval.errors import DataError
-from retrieval.evaluation.clusters import cluster_figures, kmeans, nmi, pair_f1
+from retrieval.evaluation import kmeans as module
+from retrieval.evaluation.clusters import cluster_figures, nmi, pair_f1
 from retrieval.evaluation.evaluation import evaluate
+from retrieval.evaluation.kmeans import kmeans
+from sklearn.cluster import KMeans
 from sklearn.datasets import load_digits
 from sklearn.metrics import normalized_mutual_info_score
 
@@ -94,3 +97,73 @@ def test_a_collapsed_embedding_has_figures():
 def test_codes_and_labels_that_do_not_fit():
     with pytest.raises(DataError, match="one label a code"):
         cluster_figures(np.ones((3, 2)), np.arange(4))
+
+
+def gaussian(items, width, classes, noise=1.3):
+    generator = np.random.default_rng(0)
+    codes = generator.standard_normal((classes, width))[np.arange(items) % classes]
+    return (codes + noise * generator.standard_normal((items, width))).astype(np.float32)
+
+
+def means_of(codes, found):
+    return np.array([codes[found == each].astype(float).mean(0) for each in np.unique(found)])
+
+
+def spread(codes, found):
+    numbers = np.unique(found, return_inverse=True)[1]
+    return ((codes.astype(float) - means_of(codes, found)[numbers]) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("items", "width", "classes"), [(1_000, 8, 3), (2_000, 16, 31), (2_000, 16, 40), (3_000, 24, 700)]
+)
+def test_clusters_are_as_tight_as_those_of_scikit_learn(items, width, classes):
+    codes = gaussian(items, width, classes)
+    ours = [spread(codes, kmeans(codes, classes, seed=seed)) for seed in range(3)]
+    theirs = [
+        spread(codes, KMeans(classes, n_init=1, max_iter=100, random_state=seed).fit(codes).labels_)
+        for seed in range(3)
+    ]
+    assert min(ours) < 1.06 * min(theirs) and max(ours) < 1.06 * max(theirs)
+    assert len(np.unique(kmeans(codes, classes))) == classes
+
+
+@pytest.mark.parametrize("classes", [5, 60, 400])
+def test_at_the_end_each_item_is_nearest_to_the_mean_of_its_own_cluster(classes, monkeypatch):
+    """So what a round leaves out could not have changed anything."""
+    monkeypatch.setattr(module, "ROUNDS", 1_000)
+    monkeypatch.setattr(module, "_CELLS", 1_000)
+    ended = []
+    move = module._move
+
+    def watched(*given):
+        ended.append(move(*given))
+        return ended[-1]
+
+    monkeypatch.setattr(module, "_move", watched)
+    monkeypatch.setattr(module, "STILL", 0.0)
+    codes = gaussian(2_000, 16, classes)
+    found = kmeans(codes, classes)
+    assert not ended[-1][0].any() and len(ended) < 1_000
+    means = means_of(codes, found)
+    distances = ((codes[:, None].astype(float) - means[None]) ** 2).sum(-1)
+    numbers = np.unique(found, return_inverse=True)[1]
+    own = distances[np.arange(len(codes)), numbers]
+    assert (own <= distances.min(1) + 1e-4).all()
+
+
+def test_an_offset_and_a_scale_change_nothing():
+    codes = np.round(gaussian(1_000, 8, 20) * 64)  # whole numbers: sums are exact
+    found = kmeans(codes, 20)
+    assert (kmeans(codes * 2.0**40, 20) == found).all()
+    assert nmi(kmeans(codes + 4096, 20), found) > 0.99
+
+
+@pytest.mark.parametrize("count", [1, 9, 12, 40])
+def test_few_different_codes(count):
+    codes = np.repeat(np.eye(10, dtype=np.float32), 3, axis=0)
+    found = kmeans(codes, count)
+    pairs = set(zip(found.tolist(), codes.argmax(1).tolist(), strict=True))
+    if count >= 10:
+        assert len({cluster for cluster, _ in pairs}) == len(pairs) == 10
+    assert found.min() >= 0 and found.max() < count

@@ -71,6 +71,8 @@ class Searches:
         self, view: View, found: Sequence[Numbers], connection: apsw.Connection | None = None
     ) -> list[Candidates] | None:
         """Return items by their numbers, and their arrays; None where one is not in memory and there is no record to ask."""
+        if not found:
+            return []
         every = found[0] if len(found) == 1 else np.unique(np.concatenate(found))
         numbers = every.tolist()
         with stage("items", len(numbers)):
