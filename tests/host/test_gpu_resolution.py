@@ -5,17 +5,13 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-from retrieval.serving.runtime import FAISS, ONNXRUNTIME
-
-RUNTIME = ("nvidia-cuda-runtime", "cuda-toolkit")
 
 
 @pytest.fixture(scope="module")
@@ -33,58 +29,24 @@ def kept(resolve: Any) -> dict[str, Any]:
     return dict(json.loads(resolve.KEPT.read_text(encoding="utf-8")))
 
 
-def majors(package: dict[str, Any]) -> Iterator[str]:
-    """The CUDA majors that a package is of, or asks for: by its name's ending, or the runtime's version."""
-    if ending := re.search(r"-cu(\d\d)(-|$)", package["name"]):
-        yield ending[1]
-    if package["name"] in RUNTIME:
-        yield package["version"].partition(".")[0]
-    for line in package["requires"]:
-        needed = Requirement(line)
-        if ending := re.search(r"-cu(\d\d)$", needed.name):
-            yield ending[1]
-        if needed.name in RUNTIME:
-            for bound in needed.specifier:
-                if bound.operator in (">=", "~=", "=="):
-                    yield bound.version.partition(".")[0]
-
-
-def faults(kept: dict[str, Any]) -> list[str]:
-    packages = kept["packages"]
-    versions = {each["name"]: each["version"] for each in packages}
-    found = []
-    if len(of := {major for each in packages for major in majors(each)}) != 1:
-        found.append(f"CUDA of several majors: {sorted(of)}")
-    for family in (FAISS, ONNXRUNTIME):
-        if len(both := sorted(set(family) & set(versions))) != 1:
-            found.append(f"not one package gives the module: {both}")
-    plain = [re.sub(r"-cu\d\d$", "", name) for name in versions]
-    found += [f"{name} is there twice" for name in sorted(set(plain)) if plain.count(name) > 1]
-    for line in kept["wanted"]:
-        needed = Requirement(line)
-        if needed.name not in versions or versions[needed.name] not in needed.specifier:
-            found.append(f"{line} is not met")
-    return found
-
-
-def test_each_of_the_three_says_its_cuda(kept: dict[str, Any]) -> None:
+def test_each_of_the_three_says_its_cuda(kept: dict[str, Any], resolve: Any) -> None:
     """A build for the CPU would be of no CUDA, and so of no other."""
-    by = {each["name"]: set(majors(each)) for each in kept["packages"]}
+    by = {each["name"]: set(resolve.majors(each)) for each in kept["packages"]}
     assert by["torch"] == by["faiss-gpu-cuvs"] == by["nvidia-cuda-runtime"] == {"13"}
     runtime = [each for each in kept["packages"] if each["name"].startswith(("nvidia-cudnn", "nvidia-cufft"))]
     assert len(runtime) == 2  # of onnxruntime-gpu's extras cuda and cudnn, which name them
 
 
-def test_the_extras_resolve_to_one_cuda_and_one_package_a_module(kept: dict[str, Any]) -> None:
-    assert faults(kept) == []
+def test_the_extras_resolve_to_one_cuda_and_one_package_a_module(kept: dict[str, Any], resolve: Any) -> None:
+    assert resolve.faults(kept) == []
 
 
-def test_tensorrt_is_of_the_same_cuda(kept: dict[str, Any]) -> None:
+def test_tensorrt_is_of_the_same_cuda(kept: dict[str, Any], resolve: Any) -> None:
     config = ConfigParser()
     config.read(Path(__file__).parents[2] / "setup.cfg", encoding="utf-8")
     names = [Requirement(line).name for line in config["options.extras_require"]["tensorrt"].split()]
-    of = {major for name in names for major in majors({"name": name, "requires": []})}
-    assert of == {major for each in kept["packages"] for major in majors(each)}
+    of = {major for name in names for major in resolve.majors({"name": name, "requires": []})}
+    assert of == {major for each in kept["packages"] for major in resolve.majors(each)}
 
 
 def test_it_is_of_the_extras_as_they_are(kept: dict[str, Any], resolve: Any) -> None:
@@ -102,8 +64,8 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_does_not_fit_together_is_found(kept: dict[str, Any], change: str) -> None:
+def test_what_does_not_fit_together_is_found(kept: dict[str, Any], resolve: Any, change: str) -> None:
     """`faiss-gpu-cuvs` 1.15.0 takes a later cuVS than it was built with, and does not import."""
     altered, (make, said) = copy.deepcopy(kept), CHANGES[change]
     make(altered)
-    assert any(said in fault for fault in faults(altered))
+    assert any(said in fault for fault in resolve.faults(altered))
