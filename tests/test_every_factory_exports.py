@@ -33,7 +33,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "core.nca": {"n_components": 4, "max_iter": 3},
     "metric_learn.itml": {"max_iter": 20},
     "metric_learn.rca": {"n_chunks": 40},
-    "core.timm": {"model": "mobilenetv3_small_050", "size": 64},
+    "core.timm": {"model": "test_efficientnet", "size": 64},
     "core.torchvision": {"model": "resnet18", "size": 64},
 }
 NEEDS = {"core.efficientnet_lite0": "timm", "core.timm": "timm"}
