@@ -33,7 +33,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
-    """All tests of Milvus run in one process: so its server is started once."""
+    """All tests of Milvus run in one process, and all that follow the tutorial: so a server starts once, and a reader."""
     if config.option.dist != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -41,7 +41,9 @@ def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
     class Together(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "milvus" if "/test_milvus" in file else file
+            if "/test_milvus" in file:
+                return "milvus"
+            return "tutorial" if file.endswith(("docs/test_pages.py", "docs/test_living.py")) else file
 
     return Together(config, log)
 

@@ -65,6 +65,8 @@ from pathlib import Path
 from retrieval.recipe.read import read_recipe
 from retrieval.training.trainer import train
 
+read_recipe(Path(sys.argv[1]))  # finds and imports the plugins once, not in every fork
+
 def child(folder, resume, kill_at=0):
     pid = os.fork()
     if pid == 0:
