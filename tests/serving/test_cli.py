@@ -32,7 +32,8 @@ def retrieval(tmp_path):
     return run
 
 
-def test_index_search_and_their_errors(retrieval, makers, bundle_path, tmp_path):
+def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bundle_path, tmp_path):
+    monkeypatch.chdir(tmp_path)
     makers.write_digits(tmp_path / "photos", 60)
     made = retrieval("index", bundle_path, "photos", "--output", "i", "--backend", "hnsw", "--set", "m=16")
     assert made.returncode == 0, made.stderr
@@ -46,7 +47,7 @@ def test_index_search_and_their_errors(retrieval, makers, bundle_path, tmp_path)
     assert lines[1].split() == ["rank", "distance", "label", "key"]
     assert lines[2].split() == ["1", "0.0000", "3", "3/0003.png"]
     assert len(lines) == 11
-    as_json = json.loads(retrieval("search", "i", "photos/3/0003.png", "-k", "3", "--json").stdout)
+    as_json = json.loads(cli("search", "i", "photos/3/0003.png", "-k", "3", "--json").out)
     assert [hit["key"] for hit in as_json[0]["results"]] == [line.split()[3] for line in lines[2:5]]
     assert as_json[0]["query"] == "photos/3/0003.png"
     (tmp_path / "photos" / "bad.png").write_bytes(b"")
@@ -73,17 +74,20 @@ def test_index_search_and_their_errors(retrieval, makers, bundle_path, tmp_path)
         (("search", "i", "photos/3/0003.png", "--device", "gpu"), "Did you mean 'cuda'?"),
         (("serve", "i", "--device", "gpu"), "Did you mean 'cuda'?"),
     ):
-        run = retrieval(*arguments)
-        assert run.returncode == 2, (arguments, run.stdout)
-        assert says in run.stderr, (arguments, run.stderr)
-        assert "Traceback" not in run.stderr
-        assert run.stdout == ""
+        run = cli(*arguments)
+        assert run.code == 2, (arguments, run.out)
+        assert says in run.err, (arguments, run.err)
+        assert "Traceback" not in run.err
+        assert run.out == ""
+    refused = retrieval("search", "i", "photos/bad.png")  # one of them as a user gets it, from a process
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "is empty" in refused.stderr and "Traceback" not in refused.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["i", "photos"]
-    skipped = retrieval("index", bundle_path, "photos", "--output", "i", "--replace", "--skip-bad")
-    assert skipped.returncode == 0, skipped.stderr
-    assert "1 skipped" in skipped.stdout
-    assert "skipped: " in skipped.stderr
-    assert "bad.png is empty" in skipped.stderr
+    skipped = cli("index", bundle_path, "photos", "--output", "i", "--replace", "--skip-bad")
+    assert skipped.code == 0, skipped.err
+    assert "1 skipped" in skipped.out
+    assert "skipped: " in skipped.err
+    assert "bad.png is empty" in skipped.err
 
 
 def test_features(retrieval, makers, tmp_path):
