@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from retrieval.cli import say
+from retrieval.cli.loading import loading
 from retrieval.cli.plugins import PLUGIN_OPTION, TRUST_OPTION
 from retrieval.cli.train import TRACK_OPTION
 
@@ -96,9 +97,12 @@ def compare(
     from retrieval.serving.runtime import quiet_threads
 
     quiet_threads()
-    from retrieval.training.comparison.compare import compare as run
-    from retrieval.training.comparison.written import markdown
+    with loading():
+        from retrieval.model.compiler import keep_compiler_out
+        from retrieval.training.comparison.compare import compare as run
+        from retrieval.training.comparison.written import markdown
 
+    keep_compiler_out()
     found = run(
         recipes,
         output,

@@ -8,6 +8,7 @@ import click
 
 from retrieval.cli import say
 from retrieval.cli.again import this_command
+from retrieval.cli.loading import loading
 from retrieval.cli.plugins import PLUGIN_OPTION, TRUST_OPTION
 
 ONCE = ("--replace", "--replace-plugins")
@@ -39,12 +40,13 @@ def check(recipe: Path, changes: tuple[str, ...], overrides: tuple[str, ...], ex
     from retrieval.serving.runtime import quiet_threads
 
     quiet_threads()
-    from retrieval.model.compiler import keep_compiler_out
-    from retrieval.recipe.read import naming, read_recipe
+    with loading():
+        from retrieval.model.compiler import keep_compiler_out
+        from retrieval.recipe.read import naming, read_recipe
 
-    keep_compiler_out()
-    made = read_recipe(recipe, (*overrides, *changes), extra)
-    from retrieval.training.check import run_one_batch  # slow to import: a wrong path is said at once
+        keep_compiler_out()
+        made = read_recipe(recipe, (*overrides, *changes), extra)
+        from retrieval.training.check import run_one_batch  # slow to import: a wrong path is said at once
 
     with naming(recipe):
         for line in run_one_batch(made):
@@ -108,23 +110,24 @@ def train(
     from retrieval.serving.runtime import quiet_threads
 
     quiet_threads()
-    from retrieval.model.compiler import keep_compiler_out
-    from retrieval.recipe.read import naming, read_recipe
+    with loading():
+        from retrieval.model.compiler import keep_compiler_out
+        from retrieval.recipe.read import naming, read_recipe
 
-    keep_compiler_out()
-    overrides = (*overrides, *changes)
-    if resume:
-        from retrieval.run.resume import read_given
+        keep_compiler_out()
+        overrides = (*overrides, *changes)
+        if resume:
+            from retrieval.run.resume import read_given
 
-        folder, made = read_given(
-            output, recipe, overrides, extra, replace_plugins=replace_plugins, report=say
-        )
-    else:
-        made = read_recipe(recipe, overrides, extra)
-        folder = output or Path("runs") / made.name
-    from retrieval.training.process import Interrupted  # slow to import: a wrong path is said at once
-    from retrieval.training.tracking import tracking
-    from retrieval.training.trainer import train as train_run
+            folder, made = read_given(
+                output, recipe, overrides, extra, replace_plugins=replace_plugins, report=say
+            )
+        else:
+            made = read_recipe(recipe, overrides, extra)
+            folder = output or Path("runs") / made.name
+        from retrieval.training.process import Interrupted  # slow to import: a wrong path is said at once
+        from retrieval.training.tracking import tracking
+        from retrieval.training.trainer import train as train_run
 
     there = _which(folder)
     try:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from retrieval.host.kept_out import kept_out
 
-with kept_out(
-    "scipy.stats"
-):  # SciPy loads it when it is asked for it, which pytorch-metric-learning seldom does
+# SciPy loads these when it is asked for them, which pytorch-metric-learning seldom does
+with kept_out("scipy.stats"), kept_out("scipy.special"):
+    import pytorch_metric_learning.losses  # noqa: F401 (whoever imports it first, it is without them)
     from pytorch_metric_learning.distances import BaseDistance
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from retrieval.model.compiler import keep_compiler_out, optimizing
 UNUSED = [
     "torch._dynamo",
     "torch._inductor",
+    "scipy.special",
     "scipy.stats",
     "sklearn",
     "pandas",
@@ -51,8 +52,11 @@ epochs = 1
 """
 
 SCRIPT = """
-import json, sys
+import gc, json, sys
 from retrieval.cli.app import main
+
+whole = []
+gc.callbacks.append(lambda phase, about: whole.append(phase) if about["generation"] == 2 else None)
 
 for command in (["check", "recipe.toml"], ["train", "recipe.toml", "--output", "run"]):
     sys.argv = ["retrieval", *command]
@@ -60,6 +64,9 @@ for command in (["check", "recipe.toml"], ["train", "recipe.toml", "--output", "
         main()
     except SystemExit as end:
         assert not end.code
+    if command[0] == "check":
+        assert not whole, "all that was loaded was looked through for garbage"
+        assert gc.isenabled()
 print(json.dumps([name for name in %s if name in sys.modules]))
 """
 
@@ -78,6 +85,32 @@ def test_nothing_is_loaded_that_is_not_used(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == ["torch"]
     assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()
+
+
+def test_no_garbage_is_looked_for_while_loading() -> None:
+    """In a process of its own: what is frozen stays so."""
+    script = """
+import gc
+from retrieval.cli.loading import loading
+
+kept = [[] for _ in range(50_000)]
+with loading():
+    assert not gc.isenabled()
+assert gc.isenabled()
+assert gc.get_freeze_count() > 50_000
+assert not any(each is kept for each in gc.get_objects())
+try:
+    with loading():
+        raise OSError("no such file")
+except OSError:
+    assert gc.isenabled()
+gc.disable()
+with loading():
+    pass
+assert not gc.isenabled()  # a user's own choice
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_module_is_out_inside_and_the_real_one_after() -> None:

@@ -258,8 +258,10 @@ def begin_worker(threads: int) -> None:
     import multiprocessing
     import threading
 
+    from retrieval.model.compiler import keep_compiler_out
     from retrieval.serving.runtime import quiet_threads
 
+    keep_compiler_out()
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C goes to the first process, which asks each worker to stop
     quiet_threads()
