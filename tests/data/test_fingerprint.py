@@ -1,0 +1,58 @@
+"""What the cache of features knows a backbone by: whatever could change a feature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from retrieval import Backbone
+from retrieval.data.features import fingerprint
+from torch import Tensor, nn
+
+
+class Scaled(Backbone):
+    """A net whose `repr` and weights say nothing of its other values."""
+
+    def __init__(self, factor: Any = 2, buffer: float = 0.0) -> None:
+        super().__init__()
+        self.features = 3
+        self.layer = nn.Linear(3, 3)
+        nn.init.eye_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+        self.layer.factor = factor
+        self.register_buffer("shift", torch.tensor(buffer), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        return found
+
+
+def test_the_same_backbone_has_the_same_fingerprint() -> None:
+    assert fingerprint(Scaled()) == fingerprint(Scaled())
+    assert fingerprint(Scaled().eval()) == fingerprint(Scaled().train())
+
+
+@pytest.mark.parametrize("other", [3, 2.5, "mean", (2, 3), {"image": 14}, [{"a": (1, None)}], None, True])
+def test_a_plain_value_that_repr_does_not_show_counts(other: Any) -> None:
+    one, another = Scaled(), Scaled(other)
+    assert repr(one) == repr(another) and fingerprint(one) != fingerprint(another)
+
+
+def test_a_buffer_that_is_not_saved_counts() -> None:
+    assert fingerprint(Scaled()) != fingerprint(Scaled(buffer=1.0))
+
+
+def test_a_weight_counts() -> None:
+    other = Scaled()
+    with torch.no_grad():
+        other.layer.weight[0, 0] += 1e-6
+    assert fingerprint(Scaled()) != fingerprint(other)
+
+
+def test_what_is_private_or_no_value_does_not_count() -> None:
+    """An address in memory would give each process a fingerprint of its own."""
+    one, another = Scaled(), Scaled()
+    one.__dict__["_seen"], another.__dict__["_seen"] = 1, 2
+    one.__dict__["hook"], another.__dict__["hook"] = object(), object()
+    assert fingerprint(one) == fingerprint(another)
