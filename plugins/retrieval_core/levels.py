@@ -32,6 +32,9 @@ class Levels(nn.Module):
         ValueError: there is no level, or a grid is finer than its level's map.
     """
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, network: nn.Module, preprocessing: Preprocessing, levels: Mapping[Level, int]) -> None:
         super().__init__()
         if not levels:
