@@ -19,7 +19,7 @@ from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.file_plugins import is_file_plugin
 from retrieval.host.objects import WORDS, is_object, object_name, objects_in
-from retrieval.host.plugins import load_plugins
+from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.host.trust import require
 from retrieval.host.values import Place, check_values, shown
 from retrieval.recipe.overrides import apply_overrides
@@ -168,9 +168,19 @@ def naming(path: StrPath) -> Iterator[None]:
 
 
 def check_recipe(
-    table: Mapping[str, Any], where: str | None = None, objects: Mapping[str, Any] | None = None
+    table: Mapping[str, Any],
+    where: str | None = None,
+    objects: Mapping[str, Any] | None = None,
+    plugins: Plugins | None = None,
 ) -> Recipe:
-    """Check a recipe that is already a table; see `read_recipe`."""
+    """Check a recipe that is already a table; see `read_recipe`.
+
+    Args:
+        table: the recipe.
+        where: what an error calls it.
+        objects: parts that are given as objects, by table.
+        plugins: those of a recipe that names the same files, loaded already; None: they are loaded now.
+    """
     from retrieval.recipe.rules import check_names, check_together, option_hint
 
     objects = objects or {}
@@ -183,7 +193,9 @@ def check_recipe(
     ]
     extra = table.get("plugins", [])
     try:
-        plugins = load_plugins([p for p in extra if isinstance(p, str)] if isinstance(extra, list) else [])
+        if plugins is None:
+            named = [p for p in extra if isinstance(p, str)] if isinstance(extra, list) else []
+            plugins = load_plugins(named)
     except RetrievalError as error:
         if problems:
             raise RecipeError([*problems, str(error)], where) from error

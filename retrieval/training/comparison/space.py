@@ -64,7 +64,7 @@ def faults(recipe: Tables) -> list[str]:
             continue
         for value in tried(values):
             try:
-                check_recipe(changed(table, {key: value}))
+                check_recipe(changed(table, {key: value}), plugins=recipe.loaded)
             except RecipeError as error:
                 problems += [f"[search] {key} = {toml_value(value)}: {problem}" for problem in error.problems]
     return problems
