@@ -33,7 +33,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "core.nca": {"n_components": 4, "max_iter": 3},
     "metric_learn.itml": {"max_iter": 20},
     "metric_learn.rca": {"n_chunks": 40},
-    "core.timm": {"model": "test_efficientnet", "size": 64},
+    "core.timm": {"model": "lcnet_035", "size": 64},
     "core.torchvision": {"model": "resnet18", "size": 64},
 }
 NEEDS = {"core.efficientnet_lite0": "timm", "core.timm": "timm"}
@@ -86,7 +86,8 @@ def test_backbone(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         for _ in range(2):  # batch statistics of real images, as a trained network has them
             model(torch.from_numpy(items))
-    exported_agrees(model, items, tmp_path)
+    bundle = exported_agrees(model, items, tmp_path)
+    assert bundle.encode(items[:5]).vector.shape == (5, 32) and not bundle.has_code
 
 
 @pytest.mark.parametrize("name", PLUGINS.factories("combiners"))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from retrieval import Preprocessing
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import adaptive_avg_pool2d, normalize
 
 Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
-"""The image itself, one of EfficientNet's seven stages of blocks, or the layer before its classifier."""
+"""The image itself, one of EfficientNet's seven stages of blocks, or the layer before its classifier; shallow before deep."""
 _FLAT = 1e-6
 """Below this a signed root is a line, so that its gradient stays finite."""
 
@@ -58,18 +58,12 @@ class Levels(nn.Module):
         ]
         if too_fine:
             raise ValueError(f"levels: {'; '.join(too_fine)}. Take coarser grids or a larger size")
-        for level, grid in self.grids.items():
-            height, width = maps[level].shape[2:]
-            self.register_buffer(f"rows_{level}", _averages(grid, height), persistent=False)
-            self.register_buffer(f"columns_{level}", _averages(grid, width).T, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features (B, F) of images (B, 3, H, W): level after level, channel after channel, row after row."""
         maps, parts = self._maps(x), []
-        for level in self.grids:
-            cells = (
-                getattr(self, f"rows_{level}") @ maps[level] @ getattr(self, f"columns_{level}")
-            ).flatten(1)
+        for level, grid in self.grids.items():
+            cells = adaptive_avg_pool2d(maps[level], grid).flatten(1)
             parts.append(normalize(cells * torch.rsqrt(cells.abs() + _FLAT)))
         return torch.cat(parts, dim=1)
 
@@ -78,9 +72,7 @@ class Levels(nn.Module):
         network, found = self.network, {}
         if "image" in self.grids:
             found["image"] = x * self.std + self.mean
-        deepest = max(
-            ("image", "1", "2", "3", "4", "5", "6", "7", "last").index(level) for level in self.grids
-        )
+        deepest = max(get_args(Level).index(level) for level in self.grids)
         h = network.bn1(network.conv_stem(x)) if deepest else x
         for number, block in enumerate(network.blocks[: min(deepest, 7)], start=1):
             h = block(h)
@@ -90,14 +82,3 @@ class Levels(nn.Module):
             found["last"] = network.bn2(network.conv_head(h))
         return found
 
-
-def _averages(cells: int, length: int) -> Tensor:
-    """Return the matrix (cells, length) that averages a line over overlapping windows, as adaptive average pooling does.
-
-    A matrix, since exporters to ONNX have no adaptive pooling where lengths do not divide.
-    """
-    made = torch.zeros(cells, length)
-    for cell in range(cells):
-        start, stop = cell * length // cells, -(-(cell + 1) * length // cells)
-        made[cell, start:stop] = 1 / (stop - start)
-    return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -79,25 +80,39 @@ def _by_onnxruntime(model: Model, dataset: Dataset, device: torch.device) -> Way
 
 
 def fingerprint(backbone: Backbone) -> str:
-    """Return a SHA-256 of a backbone's class, every weight and buffer, and the plain values that its modules keep.
+    """Return a SHA-256 of a backbone's class, every weight and buffer, and the values that its modules keep.
 
-    A module's numbers, strings and collections of them count, since its `repr` need not show them; private ones, whose names
-    begin with "_", do not.
+    A module's numbers, strings, tensors, arrays and collections of them count, since its `repr` need not show them. Of any other
+    object its class counts alone: an address in memory would give each process a fingerprint of its own.
     """
     digest = hashlib.sha256(f"{type(backbone).__module__}.{type(backbone).__qualname__} {backbone}".encode())
     for path, module in backbone.named_modules():
-        kept = {k: v for k, v in vars(module).items() if not k.startswith("_") and _plain(v)}
-        kept.pop("training", None)
-        digest.update(f"\n{path} {sorted(kept.items())!r}".encode())
-    for name, value in [*backbone.state_dict().items(), *backbone.named_buffers()]:
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+        for part in _parts({path: dict(sorted(own.items()))}):
+            digest.update(part)
+    for part in _parts({**dict(backbone.named_buffers()), **backbone.state_dict()}):
+        digest.update(part)
     return digest.hexdigest()
 
 
-def _plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_plain, value))
-    if isinstance(value, dict):
-        return all(_plain(k) and _plain(v) for k, v in value.items())
-    return value is None or isinstance(value, bool | int | float | str)
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    """Yield what a value is, the same in every process."""
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype} {tuple(value.shape)} ".encode()
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        yield f"{value.dtype} {value.shape} ".encode()
+        yield value.tobytes()
+    elif isinstance(value, Mapping | list | tuple):
+        yield f"{type(value).__name__} {len(value)} ".encode()
+        for each in value.items() if isinstance(value, Mapping) else value:
+            yield from _parts(each)
+    elif isinstance(value, set | frozenset):
+        yield from _parts(sorted(b"".join(_parts(each)) for each in value))
+    elif value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+        yield f"{value!r} ".encode()
+    else:
+        yield f"{type(value).__module__}.{type(value).__qualname__} ".encode()

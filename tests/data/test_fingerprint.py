@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from retrieval import Backbone
@@ -50,9 +52,45 @@ def test_a_weight_counts() -> None:
     assert fingerprint(Scaled()) != fingerprint(other)
 
 
-def test_what_is_private_or_no_value_does_not_count() -> None:
+@pytest.mark.parametrize(
+    ("one", "another"),
+    [
+        (1, 2),
+        (torch.zeros(2), torch.ones(2)),
+        (torch.zeros(2, 1), torch.zeros(1, 2)),
+        (np.zeros(2), np.ones(2)),
+        (np.zeros(2, np.float32), np.zeros(2, np.int32)),
+        ([np.zeros(2)], [np.ones(2)]),
+        ({"a": 1, "b": [2]}, {"a": [1], "b": 2}),
+        ({"a", "b"}, {"a", "c"}),
+        (object(), lambda: None),
+    ],
+)
+@pytest.mark.parametrize("name", ["_private", "public"])
+def test_what_a_module_keeps_counts(name: str, one: Any, another: Any) -> None:
+    backbones = [Scaled(), Scaled(), Scaled()]
+    for backbone, value in zip(backbones, [one, copy.copy(one), another], strict=True):
+        backbone.layer.__dict__[name] = value
+    first, same, other = map(fingerprint, backbones)
+    assert first == same != other
+
+
+def test_the_order_of_a_set_does_not_count() -> None:
+    backbones = Scaled(), Scaled()
+    words = [f"word {number}" for number in range(50)]
+    for backbone, order in zip(backbones, [words, words[::-1]], strict=True):
+        backbone.__dict__["names"] = set(order)
+    assert fingerprint(backbones[0]) == fingerprint(backbones[1])
+
+
+def test_where_an_object_lies_in_memory_does_not_count() -> None:
     """An address in memory would give each process a fingerprint of its own."""
     one, another = Scaled(), Scaled()
-    one.__dict__["_seen"], another.__dict__["_seen"] = 1, 2
     one.__dict__["hook"], another.__dict__["hook"] = object(), object()
     assert fingerprint(one) == fingerprint(another)
+
+
+def test_a_hook_does_not_count() -> None:
+    hooked = Scaled()
+    hooked.layer.register_forward_hook(lambda *_: None)
+    assert fingerprint(hooked) == fingerprint(Scaled())
