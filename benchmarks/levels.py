@@ -59,7 +59,7 @@ def items(name: str, searched: bool) -> Items:
         whole = create("dataset", "core.digits")
         images, labels = np.asarray(whole.arrays), np.array(whole.labels)
     else:
-        drawn = recipes._fashion(Path())
+        drawn = recipes.fashion()
         images, labels = drawn["images"], drawn["labels"]
     held = np.isin(labels, recipes.HELD_OUT)
     return images[held == searched], labels[held == searched]
@@ -158,7 +158,10 @@ def render(raw: dict[str, Any]) -> str:
         "learner in closed form. Nothing in it is random, so there are no seeds and no intervals; queries of five classes are all that stands behind a figure.",
         "",
         f"Chosen among {len(next(iter(raw['sets'].values()))['tried'])} candidates ({' or '.join(map(str, SIZES))} pixels; {len(LEVELS)} sets of levels; {len(LEARNERS)} learners) by the mean MAP@R of all ten pairs of training classes that a candidate",
-        "was not fitted to. The classes to search were not loaded before. Candidates were thought of while looking at training classes only.",
+        "was not fitted to. Candidates were thought of while looking at training classes only.",
+        "",
+        "**The classes to search were seen once before.** A first run measured by angle, while a learner's recipe is searched by distance; its held-out MAP@R (.683 on digits, .451 on Fashion-MNIST) was read before",
+        "that was mended. The choice was then made anew by the same rule, from training classes alone.",
         "",
     ]
     for name, kept in raw["sets"].items():
@@ -169,21 +172,6 @@ def render(raw: dict[str, Any]) -> str:
             for title in found
             if title not in ("fitted", "queries")
         ]
-        beaten = {
-            metric: [
-                title
-                for title in found
-                if RAW in title or FROZEN in title
-                if found[OWN][metric] > found[title][metric]
-            ]
-            for metric in ("map_at_r", "recall_at_1")
-        }
-        said = {
-            metric: {4: "above both baselines, by distance and by angle", 0: "above no baseline"}.get(
-                len(titles), f"above {'; '.join(titles)}"
-            )
-            for metric, titles in beaten.items()
-        }
         lines += [
             f"## {TITLES[name][0].upper()}{TITLES[name][1:]}",
             "",
@@ -191,7 +179,7 @@ def render(raw: dict[str, Any]) -> str:
             "",
             markdown(["", "MAP@R", "Recall@1", "R-precision"], rows),
             "",
-            f"In MAP@R this recipe is {said['map_at_r']}; in Recall@1 it is {said['recall_at_1']}.",
+            f"In MAP@R this recipe {beaten(found, 'map_at_r')}. In Recall@1 it {beaten(found, 'recall_at_1')}.",
             "",
             "What the choice went by, the best with each set of levels:",
             "",
@@ -211,6 +199,23 @@ def render(raw: dict[str, Any]) -> str:
             "",
         ]
     return "\n".join(lines)
+
+
+def beaten(found: dict[str, Any], metric: str) -> str:
+    """Return which baselines a recipe beats, and by which distance."""
+    said = []
+    for baseline, short in ((FROZEN, "the frozen net"), (RAW, "raw pixels")):
+        by = [
+            way
+            for way in ("distance", "angle")
+            if found[OWN][metric] > found[f"{baseline}, by {way}"][metric]
+        ]
+        said.append(
+            f"beats {short} by {' and by '.join(by)}{'' if len(by) == 2 else ' only'}"
+            if by
+            else f"does not beat {short}"
+        )
+    return " and ".join(said)
 
 
 def learner(table: dict[str, Any]) -> str:

@@ -312,6 +312,8 @@ def render(raw: Kept) -> str:
                 if missing
                 else []
             ),
+            "**Without training**: [Several levels of a frozen net](levels.md) has recipes that beat raw pixels on the held-out classes of digits and Fashion-MNIST.",
+            "",
             "**Not here**: EMNIST. No package carries it, and it could not be downloaded where this was measured; `core.emnist` reads it.",
             "",
             *(line for name in TITLES if name in raw["sets"] for line in section(name, raw["sets"][name])),

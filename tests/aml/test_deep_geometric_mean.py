@@ -1,84 +1,21 @@
-"""`aml.geometric_mean`: Eq 11 by plain loops over explicit pairs, its gradient, and the learners' optimum on a linear head."""
+"""`aml.geometric_mean`: Eq 11 by plain loops over explicit pairs, its gradient, odd batches, and what it refuses."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from geometric_mean_by_loops import LABELS, batch, dist, eq_9, eq_11, every_pair
 from pytorch_metric_learning.reducers import SumReducer
 from retrieval.errors import DataError
 from retrieval.host.plugins import load_plugins
-from retrieval.recipe.read import check_recipe
-from retrieval.training.trainer import train
-from scipy.linalg import sqrtm
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from retrieval_aml.aml import AML
 from retrieval_aml.geometric_mean import GeometricMeanLoss
-from retrieval_aml.gmml import GMML
 from retrieval_aml.scale import best_scale
-
-Matrix = Any
-LABELS = torch.tensor([0, 0, 1, 1, 2, 2, 2, 0, 1, 3, 3, 0])
-
-
-def batch(items: int = 12, size: int = 3, seed: int = 0) -> Tensor:
-    random = torch.Generator().manual_seed(seed)
-    scale = torch.linspace(0.5, 2.0, size, dtype=torch.float64)
-    return torch.randn(items, size, dtype=torch.float64, generator=random) * scale + 3
-
-
-def dist(m: Matrix, x: Matrix, y: Matrix) -> float:
-    total = 0.0
-    for i in range(len(x)):
-        for j in range(len(x)):
-            total += (x[i] - y[i]) * m[i, j] * (x[j] - y[j])
-    return total
-
-
-def eq_9(m: Matrix, x: Matrix, y: Matrix, similar: bool, beta: float) -> tuple[Matrix, Matrix]:
-    back = np.linalg.inv(m) if similar else m
-    solve = np.linalg.inv(2 * back + beta * m)
-    return solve @ (back @ (x + y) + beta * m @ x), solve @ (back @ (x + y) + beta * m @ y)
-
-
-def eq_11(
-    embeddings: Matrix, pairs: Any, alpha: float, beta: float, ridge: float, t: float = 1.0, both: Any = None
-) -> float:
-    """Eq 7 of the pairs and α times Eq 7 of Eq 9's, M = tΣ over whitened embeddings; nothing simplified."""
-    everything = embeddings if both is None else np.concatenate([embeddings, both])
-    reference = embeddings if both is None else both
-    mean = sum(everything) / len(everything)
-    covariance = sum(np.outer(e - mean, e - mean) for e in everything) / len(everything)
-    covariance = covariance + ridge * np.trace(covariance) / len(mean) * np.eye(len(mean))
-    whiten = np.linalg.inv(sqrtm(covariance).real)
-    m = t * covariance
-    sums: dict[bool, list[float]] = {True: [], False: []}
-    for similar, listed in ((True, pairs[:2]), (False, pairs[2:])):
-        for i, j in zip(*listed, strict=True):
-            x, y = whiten @ embeddings[i], whiten @ reference[j]
-            metric = m if similar else np.linalg.inv(m)
-            value = dist(metric, x, y)
-            value += alpha * dist(metric, *eq_9(m, x, y, similar, beta))
-            sums[similar].append(value)
-    return sum(float(np.mean(each)) for each in sums.values() if each)
-
-
-def every_pair(labels: Any, others: Any = None) -> tuple[list[int], list[int], list[int], list[int]]:
-    found: tuple[list[int], ...] = ([], [], [], [])
-    for i, a in enumerate(labels):
-        for j, b in enumerate(labels if others is None else others):
-            if a == b and not (others is None and i == j):
-                found[0].append(i), found[1].append(j)
-            elif a != b:
-                found[2].append(i), found[3].append(j)
-    return found  # type: ignore[return-value]
-
 
 CASES = [(0.0, 1.0, 0.0), (1.0, 1.0, 0.0), (0.3, 5.0, 0.1), (20.0, 0.2, 1.0)]
 
@@ -169,144 +106,6 @@ class TestGradient:
                 change[i, j] = step
                 slope = (float(value(at + change)) - float(value(at - change))) / (2 * step)
                 assert slope == pytest.approx(float(variable.grad[i, j]), rel=1e-5, abs=1e-6)
-
-
-def features(items: int = 90, size: int = 4) -> tuple[Matrix, Matrix]:
-    """Three classes with scatter of different shape, whitened."""
-    rng = np.random.default_rng(3)
-    y = np.arange(items) % 3
-    x = rng.normal(size=(items, size)) * np.linspace(0.3, 2, size) + rng.normal(size=(3, size))[y]
-    x = x @ rng.normal(size=(size, size))
-    return whitened(x), y
-
-
-def whitened(x: Matrix) -> Matrix:
-    x = x - x.mean(0)
-    return x @ np.linalg.inv(sqrtm(x.T @ x / len(x)).real)
-
-
-def trained(x: Matrix, y: Matrix, loss: GeometricMeanLoss, codes: int | None = None) -> Tensor:
-    """Return the weights (C, F) of a linear head that L-BFGS finds from a random start, without a bias."""
-    data, labels = torch.from_numpy(x), torch.from_numpy(y)
-    random = torch.Generator().manual_seed(0)
-    start = torch.randn(codes or x.shape[1], x.shape[1], dtype=torch.float64, generator=random)
-    weight = start.requires_grad_()
-    search = torch.optim.LBFGS(
-        [weight], max_iter=2000, tolerance_grad=1e-11, tolerance_change=1e-15, line_search_fn="strong_wolfe", history_size=30,
-    )  # fmt: skip
-
-    def closure() -> float:
-        search.zero_grad()
-        value = loss(data @ weight.T, labels)
-        value.backward()
-        return float(value.detach())
-
-    search.step(closure)
-    return weight.detach()
-
-
-class TestReachesTheLearnersOptimum:
-    """Training a linear head reaches the metric of the estimators, which get there by other ways."""
-
-    def test_gmml(self) -> None:
-        x, y = features()
-        weight = trained(x, y, GeometricMeanLoss(0.0, 1.0, 0.0, "fixed"))
-        expected = GMML(t=0.5).fit(x, y).get_mahalanobis_matrix()
-        np.testing.assert_allclose(weight.T @ weight, expected, rtol=1e-5, atol=1e-6)
-        reached = float(GeometricMeanLoss(0.0, 1.0, 0.0)(torch.from_numpy(x) @ weight.T, torch.from_numpy(y)))
-        a, b = (
-            sum(np.outer(x[i] - x[j], x[i] - x[j]) for i, j in zip(*kind, strict=True)) / len(kind[0])
-            for kind in (every_pair(y.tolist())[:2], every_pair(y.tolist())[2:])
-        )
-        root = sqrtm(a).real
-        assert reached == pytest.approx(2 * float(np.trace(sqrtm(root @ b @ root).real)), rel=1e-8)
-
-    @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (5.0, 0.5), (0.2, 20.0)])
-    def test_aml(self, alpha: float, beta: float) -> None:
-        x, y = features()
-        weight = trained(x, y, GeometricMeanLoss(alpha, beta, 0.0, "fixed"))
-        expected = AML(alpha=alpha, beta=beta, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
-        np.testing.assert_allclose(weight.T @ weight, expected, rtol=1e-4, atol=1e-5)
-
-    def test_a_free_scale_finds_it_up_to_its_scale(self) -> None:
-        x, y = features()
-        weight = trained(x, y, GeometricMeanLoss(1.0, 1.0, 0.0, "free"))
-        expected = AML(alpha=1.0, beta=1.0, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
-        found = (weight.T @ weight).numpy()
-        np.testing.assert_allclose(
-            found / np.trace(found), expected / np.trace(expected), rtol=1e-4, atol=1e-6
-        )
-
-    def test_features_that_are_not_white_are_whitened_by_it(self) -> None:
-        x, y = features()
-        mix = np.array([[2.0, 1, 0, 0], [0, 0.5, 0, 1], [1, 0, 3, 0], [0, 0, 1, 1]])
-        weight = trained(x @ mix.T, y, GeometricMeanLoss(1.0, 1.0, 0.0, "fixed")).numpy()
-        expected = AML(alpha=1.0, beta=1.0, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
-        np.testing.assert_allclose(mix.T @ weight.T @ weight @ mix, expected, rtol=1e-4, atol=1e-5)
-
-
-class TestTrainableFeatures:
-    def test_eq_7_with_a_metric_of_its_own_would_be_best_at_the_collapse(self) -> None:
-        """Why the metric is the embeddings' covariance: with M fixed or learned aside, all embeddings in one point cost 0."""
-        embeddings, m = batch(), np.diag([1.0, 2.0, 3.0])
-        for shrink, least in ((1.0, 1.0), (1e-3, 0.0)):
-            e = (embeddings * shrink).numpy()
-            pairs = every_pair(LABELS.tolist())
-            naive = sum(dist(m, e[i], e[j]) for i, j in zip(*pairs[:2], strict=True))
-            naive += sum(dist(np.linalg.inv(m), e[i], e[j]) for i, j in zip(*pairs[2:], strict=True))
-            assert naive > least and (shrink == 1 or naive < 1e-2)
-        fixed, free = GeometricMeanLoss(scale="fixed"), GeometricMeanLoss()
-        whole = float(fixed(embeddings, LABELS))
-        assert float(fixed(embeddings * 1e-3, LABELS)) > 1e5 * whole  # shrinking costs
-        for shrink in (1e-3, 1e3):
-            assert float(free(embeddings * shrink, LABELS)) == pytest.approx(
-                float(free(embeddings, LABELS)), rel=1e-9
-            )
-
-    def test_free_embeddings_part_their_classes(self) -> None:
-        """What a network that can do anything would do: the scatter within classes vanishes beside that between them."""
-        embeddings = batch(60).requires_grad_()
-        labels = torch.arange(60) % 4
-        search = torch.optim.Adam([embeddings], lr=0.05)
-        loss = GeometricMeanLoss(ridge=0.0)
-
-        def share() -> float:
-            e = embeddings.detach()
-            within = sum(((e[labels == c] - e[labels == c].mean(0)) ** 2).sum() for c in range(4))
-            return float(within / ((e - e.mean(0)) ** 2).sum())
-
-        before = share()
-        for _ in range(300):
-            search.zero_grad()
-            loss(embeddings, labels).backward()
-            search.step()
-        assert before > 0.8
-        assert share() < 0.02
-
-    def test_with_a_ridge_directions_that_part_no_classes_fade(self) -> None:
-        """Three classes lie in a plane: of five directions two are left; without a ridge all are."""
-        x, y = features()
-        noise = np.random.default_rng(0).normal(size=(len(x), 1))
-        x = np.concatenate([x, noise], axis=1)
-        left = []
-        for ridge in (0.0, 0.1):
-            codes = torch.from_numpy(x) @ trained(x, y, GeometricMeanLoss(ridge=ridge)).T
-            left.append(int((torch.linalg.svdvals(codes - codes.mean(0)) > 1e-3).sum()))
-        assert left == [5, 2]
-
-    def test_a_recipe_trains_end_to_end(self, tmp_path: Path) -> None:
-        made = check_recipe({
-            "name": "deep", "data": {"name": "core.digits"}, "split": {"by": "class", "validation": 0.2},
-            "sampler": {"classes": 4, "items": 8, "batches": 20}, "head": {"embedding_size": 8},
-            "backbone": {"name": "core.convnet", "size": 8, "width": 4, "channels": 1},
-            "loss": {"name": "aml.geometric_mean", "ridge": 0.1}, "train": {"epochs": 3, "device": "cpu"}, "optimizer": {"lr": 3e-3},
-        })  # fmt: skip
-        lines: list[str] = []
-        train(tmp_path / "run", made, report=lines.append)
-        losses = [
-            json.loads(x)["loss"] for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        ]
-        assert losses[-1] < 0.8 * losses[0]
 
 
 class TestOddBatches:

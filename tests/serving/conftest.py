@@ -14,18 +14,11 @@ from types import ModuleType, SimpleNamespace
 import httpx
 import pytest
 from retrieval.serving.index.build import write_index
+from several_processes import Line
 
 _spec = importlib.util.spec_from_file_location("serving_makers", Path(__file__).with_name("makers.py"))
 _makers = importlib.util.module_from_spec(_spec)
-_wire_spec = importlib.util.spec_from_file_location("wire", Path(__file__).parents[1] / "attack" / "wire.py")
-_wire = importlib.util.module_from_spec(_wire_spec)
-sys.modules["wire"] = _wire  # `import wire` in the tests of the server, and in tests/attack
-_wire_spec.loader.exec_module(_wire)
 _spec.loader.exec_module(_makers)
-_browsing_spec = importlib.util.spec_from_file_location("browsing", Path(__file__).with_name("browsing.py"))
-_browsing = importlib.util.module_from_spec(_browsing_spec)
-sys.modules["browsing"] = _browsing  # `import browsing` in the tests of the page
-_browsing_spec.loader.exec_module(_browsing)
 
 
 @pytest.fixture(scope="session")
@@ -101,6 +94,14 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
             process.wait()
         process.stdout.close()
         process.stderr.close()
+
+
+@pytest.fixture
+def lines_closed() -> Iterator[None]:
+    """Close the connections that a test of several processes left open."""
+    yield
+    while Line.opened:
+        Line.opened.pop().http.close()
 
 
 def _until_ready(client: httpx.Client) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
+from comparing import LOSSES, PLUGIN
+from comparing import RECIPE as COMPARED
 from retrieval.recipe.read import Recipe, check_recipe
 from torch.distributed import TCPStore
 
@@ -38,6 +41,24 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Recip
         return check_recipe({k: v for k, v in merged.items() if v is not None})
 
     return build
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Write a recipe: `write("triplet", train={…})`."""
+    from retrieval.host.trust import trust
+
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(PLUGIN, encoding="utf-8")
+    trust([plugin])
+
+    def made(name: str, file: str | None = None, **tables: Any) -> Path:
+        path = tmp_path / f"{file or name}.toml"
+        table = {"name": name, **COMPARED, "loss": LOSSES.get(name, LOSSES["triplet"]), **tables}
+        path.write_text(tomli_w.dumps({k: v for k, v in table.items() if v is not None}), encoding="utf-8")
+        return path
+
+    return made
 
 
 @pytest.fixture(scope="session")

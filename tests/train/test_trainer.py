@@ -1,58 +1,17 @@
-"""The trainer: isolation of the two sides, phases, parts, early stopping, learners, several processes."""
+"""The trainer: isolation of the two sides, phases, parts, what counts without triplets."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from retrieval.errors import DataError, RecipeError
 from retrieval.run import checkpoint
 from retrieval.run.open import load_run
 from retrieval.training.trainer import train
-
-Make = Callable[..., Any]
-
-
-def weights(folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
-    state = checkpoint.load(folder / "checkpoints" / f"{name}.safetensors")
-    return {f"model.{k}": v for k, v in state["model"].items()} | {
-        f"{module}.{k}": v for module, values in state.get("modules", {}).items() for k, v in values.items()
-    }
-
-
-def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
-    return {name for name in before if not torch.equal(before[name], after[name])}
-
-
-def fit(tmp_path: Path, made: Any, name: str = "run") -> Path:
-    train(tmp_path / name, made)
-    return tmp_path / name
-
-
-def start(tmp_path: Path, made: Any) -> dict[str, torch.Tensor]:
-    """The weights before the first step."""
-    from retrieval.run.open import build_run
-
-    checkpoint.seed_everything(made.seed)
-    run = build_run(tmp_path, made)
-    modules = {"loss": run.objective.loss, "miner": run.objective.miner, "generator": run.objective.generator}
-    return {f"model.{k}": v.clone() for k, v in run.model.state_dict().items()} | {
-        f"{n}.{k}": v.clone() for n, m in modules.items() if m is not None for k, v in m.state_dict().items()
-    }
-
-
-GENERATOR = {"name": "toolbox.mover"}
-STILL = {
-    "data": {"name": "toolbox.digits"},
-    "backbone": {"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
-}
+from trained_weights import GENERATOR, STILL, Make, fit, moved, start, weights
 
 
 def test_with_a_zero_rate_the_metric_stays_bit_identical_and_the_generator_moves(
@@ -305,136 +264,3 @@ def test_frozen_features_give_what_the_frozen_backbone_gives(make: Make, tmp_pat
     features = backbone_features(run.model, run.dataset, run.device, run.recipe.evaluate.batch)
     cached = encode(run.model, features, run.splits.query, from_features=True)
     torch.testing.assert_close(whole, cached)
-
-
-def test_nan_stops_with_the_steps_number_and_the_last_good_checkpoint(
-    make: Make, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv("NAN_AT", "7")
-    with pytest.raises(DataError, match=r"at step 7 \(epoch 2\).*loss is nan"):
-        fit(tmp_path, make())
-    kept = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
-    assert kept["progress"]["total"] == 5
-    assert all(torch.isfinite(v).all() for v in kept["model"].values())
-
-
-def test_weights_that_become_nan_are_never_kept_as_the_best(make: Make, tmp_path: Path) -> None:
-    """In the last step of the first epoch: what was there before is evaluated."""
-    from retrieval.evaluation.evaluate_run import evaluate_run
-
-    made = make(
-        **STILL,
-        sampler={"classes": 4, "items": 4, "batches": 1},
-        optimizer={"name": "SGD", "lr": 1e38, "options": {"weight_decay": 1e38}},
-    )
-    with pytest.raises(DataError, match=r"at step 1 \(epoch 1\): weights of the \w+ became NaN or infinite"):
-        fit(tmp_path, made)
-    files = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert files == ["last.safetensors"]
-    first = start(tmp_path / "again", made)
-    kept = weights(tmp_path / "run")
-    assert all(torch.equal(kept[name], value) for name, value in first.items())
-    assert evaluate_run(load_run(tmp_path / "run")).figures["trained"]["recall_at_1"] > 0
-
-
-def test_a_generator_that_becomes_nan_stops_with_the_steps_number(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"at step 3 .*generator's output became NaN"):
-        fit(tmp_path, make(generator={"name": "toolbox.mover", "explode_at": 3}))
-
-
-def test_early_stopping_ends_after_patience_and_keeps_the_best(make: Make, tmp_path: Path) -> None:
-    made = make(train={"epochs": 50, "patience": 2}, optimizer={"lr": 1e-9})
-    lines = [json.loads(x) for x in (fit(tmp_path, made) / "metrics.jsonl").read_text().splitlines()]
-    scores = [line["validation_map_at_r"] for line in lines]
-    best = scores.index(max(scores))
-    assert len(scores) == best + 3 < 50
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["validation"]["map_at_r"] == max(scores)
-
-
-def test_the_same_recipe_and_seed_give_the_same_numbers_and_another_seed_others(
-    make: Make, tmp_path: Path
-) -> None:
-    one, two = fit(tmp_path, make(), "one"), fit(tmp_path, make(), "two")
-    assert not moved(weights(one), weights(two))
-    assert moved(weights(one), weights(fit(tmp_path, make(seed=1), "three")))
-
-
-@pytest.mark.parametrize(
-    "options", [{"precision": "bf16"}, {"channels_last": True}, {"precision": "bf16", "channels_last": True}]
-)
-def test_mixed_precision_and_channels_last_learn_the_same_task(
-    make: Make, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    plain = fit(tmp_path, make(train={"epochs": 2}), "plain")
-    other = fit(tmp_path, make(train={"epochs": 2, **options}), "other")
-    score = [json.loads((f / "summary.json").read_text())["validation"]["map_at_r"] for f in (plain, other)]
-    assert abs(score[0] - score[1]) < 0.05
-    assert weights(other)["model.head.0.weight"].dtype == torch.float32
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is present")
-def test_training_on_a_gpu_with_fp16(make: Make, tmp_path: Path) -> None:
-    folder = fit(tmp_path, make(train={"epochs": 2, "precision": "fp16", "device": "cuda"}))
-    assert json.loads((folder / "run.json").read_text())["machine"]["device"].startswith("cuda")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
-@pytest.mark.parametrize("options", [{"precision": "fp16"}, {"device": "cuda"}])
-def test_what_needs_a_gpu_is_refused_without_one(make: Make, tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match=r"GPU"):
-        fit(tmp_path, make(train=options))
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("adversarial", [False, True])
-def test_two_processes_train_as_one(
-    make: Make, processes: Callable[..., str], tmp_path: Path, adversarial: bool
-) -> None:
-    """The batch, its pairs and either side's gradients are the whole batch's: two processes differ by rounding only."""
-    from retrieval.recipe.read import to_toml
-
-    sgd = {"name": "SGD", "lr": 0.05}
-    made = make(
-        **STILL,
-        generator=GENERATOR if adversarial else None,
-        combiner={"name": "toolbox.local"} if adversarial else None,
-        optimizer=sgd,
-        miner={"name": "pml.triplet_margin"},
-    )
-    (tmp_path / "recipe.toml").write_text(to_toml(made))
-    one = weights(fit(tmp_path, made, "one"))
-    if adversarial:
-        (tmp_path / "recipe.toml").rename(tmp_path / "two.toml")
-        processes(2, "train_process.py", str(tmp_path), "two")
-    else:  # as a user begins it
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "retrieval.cli", "train",
-             str(tmp_path / "recipe.toml"), "--output", str(tmp_path / "two")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-    two = weights(tmp_path / "two")
-    changed = {name.partition(".")[0] for name in moved(start(tmp_path, made), two)}
-    assert changed >= ({"model", "generator"} if adversarial else {"model"})
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("learner", ["core.pca", "core.lda", "core.nca"])
-def test_a_learner_trains_saves_and_loads(make: Make, tmp_path: Path, learner: str) -> None:
-    table: dict[str, Any] = (
-        {"name": learner, "n_components": 4}
-        if learner != "core.nca"
-        else {"name": learner, "n_components": 4, "max_iter": 10}
-    )
-    made = make(loss=None, learner=table, split={"by": "item"})
-    folder = fit(tmp_path, made)
-    run = load_run(folder)
-    from retrieval.data.encode import encode
-
-    codes = encode(run.model, run.dataset, run.splits.query)
-    assert codes.shape[1] == 4
-    assert torch.isfinite(codes).all()
-    assert json.loads((folder / "summary.json").read_text())["validation"]["map_at_r"] > 0.2

@@ -1,0 +1,157 @@
+"""`aml.geometric_mean` trained: the learners' optimum on a linear head, and what embeddings that can do anything become."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from geometric_mean_by_loops import LABELS, Matrix, batch, dist, every_pair
+from retrieval.recipe.read import check_recipe
+from retrieval.training.trainer import train
+from scipy.linalg import sqrtm
+from torch import Tensor
+
+from retrieval_aml.aml import AML
+from retrieval_aml.geometric_mean import GeometricMeanLoss
+from retrieval_aml.gmml import GMML
+
+
+def features(items: int = 90, size: int = 4) -> tuple[Matrix, Matrix]:
+    """Three classes with scatter of different shape, whitened."""
+    rng = np.random.default_rng(3)
+    y = np.arange(items) % 3
+    x = rng.normal(size=(items, size)) * np.linspace(0.3, 2, size) + rng.normal(size=(3, size))[y]
+    x = x @ rng.normal(size=(size, size))
+    return whitened(x), y
+
+
+def whitened(x: Matrix) -> Matrix:
+    x = x - x.mean(0)
+    return x @ np.linalg.inv(sqrtm(x.T @ x / len(x)).real)
+
+
+def trained(x: Matrix, y: Matrix, loss: GeometricMeanLoss, codes: int | None = None) -> Tensor:
+    """Return the weights (C, F) of a linear head that L-BFGS finds from a random start, without a bias."""
+    data, labels = torch.from_numpy(x), torch.from_numpy(y)
+    random = torch.Generator().manual_seed(0)
+    start = torch.randn(codes or x.shape[1], x.shape[1], dtype=torch.float64, generator=random)
+    weight = start.requires_grad_()
+    search = torch.optim.LBFGS(
+        [weight], max_iter=2000, tolerance_grad=1e-11, tolerance_change=1e-15, line_search_fn="strong_wolfe", history_size=30,
+    )  # fmt: skip
+
+    def closure() -> float:
+        search.zero_grad()
+        value = loss(data @ weight.T, labels)
+        value.backward()
+        return float(value.detach())
+
+    search.step(closure)
+    return weight.detach()
+
+
+class TestReachesTheLearnersOptimum:
+    """Training a linear head reaches the metric of the estimators, which get there by other ways."""
+
+    def test_gmml(self) -> None:
+        x, y = features()
+        weight = trained(x, y, GeometricMeanLoss(0.0, 1.0, 0.0, "fixed"))
+        expected = GMML(t=0.5).fit(x, y).get_mahalanobis_matrix()
+        np.testing.assert_allclose(weight.T @ weight, expected, rtol=1e-5, atol=1e-6)
+        reached = float(GeometricMeanLoss(0.0, 1.0, 0.0)(torch.from_numpy(x) @ weight.T, torch.from_numpy(y)))
+        a, b = (
+            sum(np.outer(x[i] - x[j], x[i] - x[j]) for i, j in zip(*kind, strict=True)) / len(kind[0])
+            for kind in (every_pair(y.tolist())[:2], every_pair(y.tolist())[2:])
+        )
+        root = sqrtm(a).real
+        assert reached == pytest.approx(2 * float(np.trace(sqrtm(root @ b @ root).real)), rel=1e-8)
+
+    @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (5.0, 0.5), (0.2, 20.0)])
+    def test_aml(self, alpha: float, beta: float) -> None:
+        x, y = features()
+        weight = trained(x, y, GeometricMeanLoss(alpha, beta, 0.0, "fixed"))
+        expected = AML(alpha=alpha, beta=beta, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
+        np.testing.assert_allclose(weight.T @ weight, expected, rtol=1e-4, atol=1e-5)
+
+    def test_a_free_scale_finds_it_up_to_its_scale(self) -> None:
+        x, y = features()
+        weight = trained(x, y, GeometricMeanLoss(1.0, 1.0, 0.0, "free"))
+        expected = AML(alpha=1.0, beta=1.0, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
+        found = (weight.T @ weight).numpy()
+        np.testing.assert_allclose(
+            found / np.trace(found), expected / np.trace(expected), rtol=1e-4, atol=1e-6
+        )
+
+    def test_features_that_are_not_white_are_whitened_by_it(self) -> None:
+        x, y = features()
+        mix = np.array([[2.0, 1, 0, 0], [0, 0.5, 0, 1], [1, 0, 3, 0], [0, 0, 1, 1]])
+        weight = trained(x @ mix.T, y, GeometricMeanLoss(1.0, 1.0, 0.0, "fixed")).numpy()
+        expected = AML(alpha=1.0, beta=1.0, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
+        np.testing.assert_allclose(mix.T @ weight.T @ weight @ mix, expected, rtol=1e-4, atol=1e-5)
+
+
+class TestTrainableFeatures:
+    def test_eq_7_with_a_metric_of_its_own_would_be_best_at_the_collapse(self) -> None:
+        """Why the metric is the embeddings' covariance: with M fixed or learned aside, all embeddings in one point cost 0."""
+        embeddings, m = batch(), np.diag([1.0, 2.0, 3.0])
+        for shrink, least in ((1.0, 1.0), (1e-3, 0.0)):
+            e = (embeddings * shrink).numpy()
+            pairs = every_pair(LABELS.tolist())
+            naive = sum(dist(m, e[i], e[j]) for i, j in zip(*pairs[:2], strict=True))
+            naive += sum(dist(np.linalg.inv(m), e[i], e[j]) for i, j in zip(*pairs[2:], strict=True))
+            assert naive > least and (shrink == 1 or naive < 1e-2)
+        fixed, free = GeometricMeanLoss(scale="fixed"), GeometricMeanLoss()
+        whole = float(fixed(embeddings, LABELS))
+        assert float(fixed(embeddings * 1e-3, LABELS)) > 1e5 * whole  # shrinking costs
+        for shrink in (1e-3, 1e3):
+            assert float(free(embeddings * shrink, LABELS)) == pytest.approx(
+                float(free(embeddings, LABELS)), rel=1e-9
+            )
+
+    def test_free_embeddings_part_their_classes(self) -> None:
+        """What a network that can do anything would do: the scatter within classes vanishes beside that between them."""
+        embeddings = batch(60).requires_grad_()
+        labels = torch.arange(60) % 4
+        search = torch.optim.Adam([embeddings], lr=0.05)
+        loss = GeometricMeanLoss(ridge=0.0)
+
+        def share() -> float:
+            e = embeddings.detach()
+            within = sum(((e[labels == c] - e[labels == c].mean(0)) ** 2).sum() for c in range(4))
+            return float(within / ((e - e.mean(0)) ** 2).sum())
+
+        before = share()
+        for _ in range(300):
+            search.zero_grad()
+            loss(embeddings, labels).backward()
+            search.step()
+        assert before > 0.8
+        assert share() < 0.02
+
+    def test_with_a_ridge_directions_that_part_no_classes_fade(self) -> None:
+        """Three classes lie in a plane: of five directions two are left; without a ridge all are."""
+        x, y = features()
+        noise = np.random.default_rng(0).normal(size=(len(x), 1))
+        x = np.concatenate([x, noise], axis=1)
+        left = []
+        for ridge in (0.0, 0.1):
+            codes = torch.from_numpy(x) @ trained(x, y, GeometricMeanLoss(ridge=ridge)).T
+            left.append(int((torch.linalg.svdvals(codes - codes.mean(0)) > 1e-3).sum()))
+        assert left == [5, 2]
+
+    def test_a_recipe_trains_end_to_end(self, tmp_path: Path) -> None:
+        made = check_recipe({
+            "name": "deep", "data": {"name": "core.digits"}, "split": {"by": "class", "validation": 0.2},
+            "sampler": {"classes": 4, "items": 8, "batches": 20}, "head": {"embedding_size": 8},
+            "backbone": {"name": "core.convnet", "size": 8, "width": 4, "channels": 1},
+            "loss": {"name": "aml.geometric_mean", "ridge": 0.1}, "train": {"epochs": 3, "device": "cpu"}, "optimizer": {"lr": 3e-3},
+        })  # fmt: skip
+        lines: list[str] = []
+        train(tmp_path / "run", made, report=lines.append)
+        losses = [
+            json.loads(x)["loss"] for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert losses[-1] < 0.8 * losses[0]

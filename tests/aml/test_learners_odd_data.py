@@ -1,0 +1,196 @@
+"""GMML and AML on odd data and odd pairs, and what they refuse."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from aml_metrics import assert_spd
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
+
+from retrieval_aml import AML, GMML
+
+SINGULAR = {
+    "A: more features than similar pairs": lambda r: (
+        r.normal(size=(12, 20)) + np.arange(12)[:, None] % 3,
+        np.arange(12) % 3,
+    ),
+    "B: two items per class at one place": lambda r: (
+        np.vstack([r.normal(size=(30, 3)), -r.normal(size=(30, 3))]) @ np.diag([1, 1, 0]) + 0.0,
+        np.repeat([0, 1], 30),
+    ),
+    "A: twins": lambda r: (np.repeat(r.normal(size=(10, 4)), 2, axis=0), np.repeat(np.arange(10), 2)),
+    "both: constant and repeated features": lambda r: (
+        (lambda z: np.hstack([z, z[:, :1], np.full((40, 1), 3.0)]))(r.normal(size=(40, 3))),
+        np.arange(40) % 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("make", SINGULAR.values(), ids=SINGULAR)
+@pytest.mark.parametrize("t", [0.0, 0.5, 1.0])
+def test_positive_definite_whatever_the_weights_and_ranks(make: Any, t: float) -> None:
+    x, y = make(np.random.default_rng(0))
+    assert_spd(GMML(t).fit(x, y).get_mahalanobis_matrix())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        for alpha, beta in itertools.product((1e-3, 1.0, 1e3), repeat=2):
+            learner = AML(alpha, beta, t, max_iter=60).fit(x, y)
+            assert_spd(learner.get_mahalanobis_matrix())
+            assert np.isfinite(learner.objective_) and learner.objective_ > 0
+
+
+def test_positive_definite_on_regular_data_and_converged(wine: Any) -> None:
+    for alpha, beta in itertools.product(10.0 ** np.arange(-3, 4), repeat=2):
+        learner = AML(alpha, beta).fit(*wine)
+        assert_spd(learner.get_mahalanobis_matrix())
+        assert learner.converged_ and learner.n_iter_ < 80, (alpha, beta)
+
+
+def test_odd_data_give_finite_maps(wine: Any) -> None:
+    x, y = wine
+    odd = {
+        "constant feature": (np.hstack([x, np.full((178, 1), 3.0)]), y),
+        "one member": (x, np.where(np.arange(178) == 5, 9, y)),
+        "text": (x, np.array(["a", "b", "c"])[y]),
+        "huge": (1e9 * x, y),
+        "tiny": (1e-9 * x, y),
+        "one feature": (x[:, :1], y),
+    }
+    for name, (features, labels) in odd.items():
+        for learner in (GMML(), AML(), AML(standardize=True), AML(n_pairs=300)):
+            learner.fit(features, labels)
+            assert learner.converged_ and np.isfinite(learner.components_).all(), (name, learner)
+            assert_spd(learner.get_mahalanobis_matrix())
+    text, numbers = AML().fit(*odd["text"]), AML().fit(x, y)
+    np.testing.assert_array_equal(text.components_, numbers.components_)
+
+
+def test_a_constant_feature_takes_no_part(wine: Any) -> None:
+    x, y = wine
+    wide = np.hstack([x, np.full((178, 1), 3.0)])
+    for learner in (GMML(), AML(5.0, 2.0)):
+        m = learner.fit(x, y).get_mahalanobis_matrix()
+        found = learner.fit(wide, y).get_mahalanobis_matrix()
+        np.testing.assert_allclose(found[:13, :13], m, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found[13, :13], 0, atol=1e-6)
+
+
+def test_pairs_of_identical_points(wine: Any) -> None:
+    x = wine[0]
+    similar = np.arange(60) < 30
+    pairs = np.stack([x[:60], x[60:120]], axis=1)
+    some = pairs.copy()
+    some[::5, 1] = some[::5, 0]
+    all_similar, all_dissimilar, all_alike = pairs.copy(), pairs.copy(), np.repeat(pairs[:, :1], 2, axis=1)
+    all_similar[:30, 1] = all_similar[:30, 0]
+    all_dissimilar[30:, 1] = all_dissimilar[30:, 0]
+    for learner in (GMML(), AML()):
+        for given in (some, all_similar, all_dissimilar):
+            assert_spd(learner.fit_pairs(given, similar).get_mahalanobis_matrix())
+        with pytest.raises(ValueError, match="No pair's two points differ"):
+            learner.fit_pairs(all_alike, similar)
+        with pytest.raises(ValueError, match="No pair's two points differ"):
+            learner.fit(np.ones((20, 3)), np.arange(20) % 2)
+    unmoved = AML().fit_pairs(pairs, similar).adversarial_pairs(all_alike, similar)
+    np.testing.assert_allclose(unmoved, all_alike, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("learner", "said"),
+    [
+        (GMML(-0.1), "t is -0.1; it must lie between 0"),
+        (GMML(1.1), "t is 1.1"),
+        (GMML(np.nan), "t is nan"),
+        (AML(t=2.0), "t is 2.0"),
+        (GMML(regularization=-1.0), "regularization is -1.0; it must be finite and at least 0"),
+        (GMML(regularization=np.inf), "regularization"),
+        (GMML(prior="euclid"), "prior is 'euclid'"),  # type: ignore[arg-type]
+        (GMML(regularization=1.0, prior=[[1.0]]), r"prior has the shape \(1, 1\); for 13 features"),
+        (GMML(regularization=1.0, prior=np.triu(np.ones((13, 13))).tolist()), "symmetric"),
+        (GMML(regularization=1.0, prior=np.ones((13, 13)).tolist()), "positive definite"),
+        (GMML(n_pairs=0), "n_pairs is 0; it must be at least 1"),
+        (GMML(n_pairs="all"), "n_pairs is 'all'"),  # type: ignore[arg-type]
+        (AML(0.0), "alpha is 0.0; it must be finite and greater than 0"),
+        (AML(-1.0), "alpha"),
+        (AML(np.inf), "alpha"),
+        (AML(1.0, 0.0), "beta is 0.0; it must be finite and greater than 0"),
+        (AML(1.0, -1.0), "beta"),
+        (AML(1.0, np.nan), "beta"),
+        (AML(tol=0.0), "tol"),
+        (AML(max_iter=0), "max_iter is 0"),
+        (GMML(n_pairs=1), "No pair is (dis)?similar: all are (dis)?similar"),
+    ],
+    ids=str,
+)
+def test_refuses_parameters(learner: Any, said: str, wine: Any) -> None:
+    with pytest.raises(ValueError, match=said):
+        learner.fit(*wine)
+
+
+def test_refuses_data(wine: Any) -> None:
+    x, y = wine
+    pairs, similar = np.stack([x[:80], x[80:160]], axis=1), np.arange(80) % 2
+    for learner in (GMML(), AML()):
+        with pytest.raises(
+            ValueError, match=r"All 178 items are of one class, .*0.*: (GMML|AML) needs at least two"
+        ):
+            learner.fit(x, 0 * y)
+        with pytest.raises(ValueError, match="the only one of its class"):
+            learner.fit(x, np.arange(178))
+        with pytest.raises(ValueError, match="continuous"):
+            learner.fit(x, x[:, 0])
+        for bad in (np.nan, np.inf):
+            broken, broken_pairs = x.copy(), pairs.copy()
+            broken[3, 3] = broken_pairs[3, 1, 3] = bad
+            with pytest.raises(ValueError, match=r"NaN|infinity"):
+                learner.fit(broken, y)
+            with pytest.raises(ValueError, match=r"pairs contains (NaN|infinity)"):
+                learner.fit_pairs(broken_pairs, similar)
+        with pytest.raises(ValueError, match="No pair is dissimilar: all are similar"):
+            learner.fit_pairs(pairs, np.ones(80))
+        with pytest.raises(ValueError, match="No pair is similar: all are dissimilar"):
+            learner.fit_pairs(pairs, -np.ones(80))
+        with pytest.raises(ValueError, match=r"pairs has the shape \(80, 13\)"):
+            learner.fit_pairs(pairs[:, 0], similar)
+        with pytest.raises(ValueError, match=r"There are 80 pairs, and similar has the shape \(3,\)"):
+            learner.fit_pairs(pairs, similar[:3])
+        for flags in (similar + 1, similar * 0.5, similar.astype(str)):
+            with pytest.raises(ValueError, match="similar must hold true and false"):
+                learner.fit_pairs(pairs, flags)
+        for call in (lambda n=learner: type(n)().transform(x), type(learner)().to_model_parts):
+            with pytest.raises(NotFittedError):
+                call()
+
+
+def test_says_when_it_stopped_early(wine: Any) -> None:
+    with pytest.warns(ConvergenceWarning, match="AML stopped at a relative slope of .* after 1 iterations"):
+        learner = AML(1000.0, 1.0, max_iter=1).fit(*wine)
+    assert learner.converged_ is False and learner.n_iter_ == 1
+    assert_spd(learner.get_mahalanobis_matrix())
+
+
+def test_617_features() -> None:
+    random = np.random.default_rng(0)
+    y = np.arange(900) % 6
+    x = random.normal(size=(900, 617)) + random.normal(size=(6, 617))[y] / 3
+    learner = AML(max_iter=3, tol=1e-2).fit(x, y)
+    assert learner.converged_ and learner.components_.shape == (617, 617)
+    assert_spd(learner.get_mahalanobis_matrix())
+
+
+@pytest.mark.parametrize("t", [0.1, 0.5, 0.9])
+def test_where_no_pair_differs_the_metric_is_its_own_geometric_mean(t: float, wine: Any) -> None:
+    """Without that, t = .1 would make M a hundred million times larger there, for the first new item that does differ."""
+    x, y = wine
+    turn = np.linalg.qr(np.random.default_rng(0).normal(size=(15, 15)))[0]
+    still = turn[:, 13:]
+    for learner in (GMML(t), AML(3.0, 1.0, t)):
+        plain = learner.fit(x, y).get_mahalanobis_matrix()
+        found = learner.fit(np.pad(x, ((0, 0), (0, 2))) @ turn.T, y).get_mahalanobis_matrix()
+        unit = np.exp(np.linalg.slogdet(plain)[1] / 13)
+        np.testing.assert_allclose(still.T @ found @ still, unit * np.eye(2), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(turn[:, :13].T @ found @ turn[:, :13], plain, rtol=1e-4, atol=1e-5)

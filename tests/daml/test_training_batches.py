@@ -1,0 +1,179 @@
+"""DAML trained by recipes: mining before and after generation, batches without triplets, and the docs' recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from daml_recipes import LOSSES, batch, log, made, trainer
+from retrieval.errors import DataError, RecipeError
+from retrieval.recipe.read import read_recipe
+from retrieval.run.open import build_run
+from retrieval.training.synthetic import choose_triplets, extend, mine
+from retrieval.training.trainer import train
+
+# --- semi-hard selection before and after generation ---------------------------------------------------------
+
+SEMI_HARD = [
+    {"name": "daml.semi_hard", "margin": 0.5},
+    {"name": "pml.batch_hard"},
+    {"name": "pml.multi_similarity"},
+]
+
+
+@pytest.mark.parametrize("miner", SEMI_HARD, ids=lambda t: t["name"])
+@pytest.mark.parametrize("generator", ["daml.hard_negative", "daml.hard_positive"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_miner_picks_before_or_after_generation(
+    tmp_path: Path, miner: dict[str, Any], generator: str, when: str
+) -> None:
+    of = trainer(
+        tmp_path,
+        miner=miner,
+        generator={"name": generator},
+        train={"device": "cpu", "mine": when, "real_weight": 0.5},
+    )
+    inputs, labels = batch(of)
+    calls: list[tuple[int, bool]] = []
+    assert of.objective.miner is not None and of.objective.generator is not None
+    forward = of.objective.miner.forward
+
+    def spy(codes: Any, labels: Any, ref_emb: Any = None, ref_labels: Any = None) -> Any:
+        calls.append((len(codes), ref_emb is not None))
+        return forward(codes, labels, ref_emb, ref_labels)
+
+    of.objective.miner.forward = spy  # type: ignore[method-assign]
+    losses = of.step.losses(inputs, labels)
+    assert losses.metric is not None and torch.isfinite(losses.metric)
+    picked_from_both = [call for call in calls if call[1]]
+    assert len(picked_from_both) == (0 if when == "before" else 3)  # once a class
+    if when == "after":
+        assert losses.figures["triplets"] == 36  # each positive pair of the batch
+
+
+def test_what_is_mined_after_generation_by_loops() -> None:
+    """Semi-hard triplets among real and synthetic negatives, no synthetic positive, nobody its own positive."""
+    from pytorch_metric_learning.miners import TripletMarginMiner
+
+    torch.manual_seed(0)
+    labels = torch.tensor([0, 0, 1, 1, 1, 2, 2])
+    codes = torch.nn.functional.normalize(torch.randn(7, 3))
+    a, p, n = choose_triplets(None, labels)
+    made = torch.nn.functional.normalize(torch.randn(len(a), 3))
+    for replaces in ("negative", "positive"):
+        extended = extend(codes, labels, made, (a, p, n), replaces)  # type: ignore[arg-type]
+        assert extended.labels[7:].tolist() == labels[n if replaces == "negative" else a].tolist()
+        found = mine(TripletMarginMiner(margin=0.4, type_of_triplets="semihard"), codes, labels, extended)
+        d = torch.cdist(codes, extended.codes)
+        expected = set()
+        for i in range(7):
+            for j in range(len(extended.codes)):
+                for k in range(len(extended.codes)):
+                    synthetic = (j >= 7 and replaces == "negative") or (k >= 7 and replaces == "positive")
+                    labelled = labels[i] == extended.labels[j] and labels[i] != extended.labels[k]
+                    gap = float(d[i, k] - d[i, j])
+                    if labelled and not synthetic and i != j and 0 < gap <= 0.4:
+                        expected.add((i, j, k))
+        assert set(zip(*(x.tolist() for x in found), strict=True)) == expected
+        assert any((k if replaces == "negative" else j) >= 7 for _, j, k in expected)
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"train": {"mine": "after"}}, r'mine = "after" says when the miner picks, and there is none'),
+        ({"generator": None, "train": {"mine": "after"}}, r"mine is of no use without a \[generator\]"),
+        (
+            {"miner": {"name": "pml.embeddings_already_packaged_as_triplets"}, "train": {"mine": "after"}},
+            r"pick from a reference set, and pml.embeddings_already_packaged_as_triplets takes no `ref_emb`",
+        ),
+        ({"loss": {"name": "pml.n_pairs"}}, r"takes no `ref_emb`. Use a loss that does: pml"),
+        ({"loss": {"name": "pml.normalized_softmax"}}, r"takes no `ref_emb`|picks its own pairs"),
+        ({"generator": {"name": "daml.hard_negative", "lambda_reg": -1.0}}, r"\[generator\] lambda_reg"),
+        ({"generator": {"name": "daml.hard_negative", "preset": "papper"}}, r"\[generator\] preset"),
+    ],
+)
+def test_what_cannot_go_together_is_refused(tables: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        made(**tables)
+
+
+# --- odd batches ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tables", LOSSES, ids=lambda t: t["loss"]["name"])
+@pytest.mark.parametrize("labels", [[0] * 12, list(range(12))], ids=["one class", "no positives"])
+def test_a_batch_without_triplets_trains_nothing(
+    tmp_path: Path, tables: dict[str, Any], labels: list[int]
+) -> None:
+    of = trainer(tmp_path, **tables)
+    inputs, _ = batch(of)
+    before = {
+        k: v.clone() for k, v in of.run.model.state_dict().items() if "running" not in k and "num_b" not in k
+    }
+    of.step.set_modes()
+    figures = of._train_batch(inputs, torch.tensor(labels))
+    assert figures["triplets"] == 0 and figures["loss"] == 0
+    after = of.run.model.state_dict()
+    # weight decay of AdamW alone: the gradient is zero
+    assert all(torch.allclose(before[k], after[k], rtol=1e-3) for k in before)
+
+
+def test_two_processes_agree_with_one_on_the_synthetic_batch() -> None:
+    """Triplets are drawn by the seeded generator that all processes share."""
+    draw: Callable[[], Any] = lambda: choose_triplets(None, torch.tensor([0, 0, 1, 1, 2, 2]))  # noqa: E731
+    torch.manual_seed(5)
+    one = draw()
+    torch.manual_seed(5)
+    assert all(map(torch.equal, one, draw()))
+
+
+# --- the page and the recipes ----------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_generator_of_the_docs_walks_towards_the_anchor_and_trains(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "daml.md").read_text(encoding="utf-8")
+    body = page.split(":caption: my_steps.py", 1)[1].split("```", 1)[0]
+    (tmp_path / "my_steps.py").write_text(body, encoding="utf-8")
+    recipe = made(
+        plugins=[str(tmp_path / "my_steps.py")], generator={"name": "my_steps.towards", "step": 0.01}
+    )
+    train(tmp_path / "run", recipe)
+    assert log(tmp_path / "run")[0]["synthetic_shift"] == pytest.approx(0.01, rel=1e-3)
+    run = build_run(tmp_path, recipe)
+    assert run.objective is not None and run.objective.generator is not None
+    a, p, n = torch.randn(3, 6, run.model.backbone.features, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        moved = run.objective.generator(a, p, n)
+        before, after = (run.model.feature_distance(x, a) for x in (n, moved))
+    assert (after < before).all()
+
+
+@pytest.mark.parametrize("name", ["digits-daml", "digits-damml"])
+def test_the_models_recipes_run_in_each_phase(name: str) -> None:
+    from retrieval.training.check import run_one_batch
+
+    recipe = read_recipe(ROOT / "models" / name / "recipe.toml")
+    lines = run_one_batch(recipe)
+    assert [line.split("'")[1] for line in lines if line.startswith("one batch")] == [
+        phase.name for phase in recipe.phases
+    ]
+    assert lines[-1].endswith("The recipe is fine.")
+
+
+def test_a_set_of_one_class_is_refused(tmp_path: Path) -> None:
+    numpy.savez(tmp_path / "one.npz", features=numpy.eye(8, dtype=numpy.float32), labels=["a"] * 8)
+    recipe = made(
+        data={"name": "core.features", "file": str(tmp_path / "one.npz")},
+        backbone={"name": "core.features"},
+        split={"by": "item"},
+    )
+    with pytest.raises(DataError, match="only the class 'a' is left to train on; there must be two at least"):
+        train(tmp_path / "run", recipe)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))

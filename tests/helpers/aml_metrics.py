@@ -1,0 +1,13 @@
+"""What a learned metric must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def assert_spd(m: Any) -> None:
+    np.testing.assert_array_equal(m, m.T)
+    assert np.isfinite(m).all()
+    np.linalg.cholesky(m)

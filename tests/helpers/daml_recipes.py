@@ -1,0 +1,104 @@
+"""DAML's recipes over digits of 8 × 8 pixels, and what training them moved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from retrieval.recipe.read import check_recipe
+from retrieval.run import checkpoint
+from retrieval.run.open import build_run
+from retrieval.training.trainer import Trainer
+
+BASE: dict[str, Any] = {
+    "name": "daml",
+    "data": {"name": "core.digits"},
+    "split": {"by": "class"},
+    "sampler": {"classes": 3, "items": 4, "batches": 4},
+    "backbone": {"name": "core.convnet", "size": 8, "width": 4, "depth": 2},
+    "head": {"embedding_size": 8},
+    "loss": {"name": "daml.triplet"},
+    "generator": {"name": "daml.hard_negative"},
+    "train": {"epochs": 1, "device": "cpu"},
+}
+METRIC = ["backbone", "head", "combiner", "loss"]
+ALGORITHM = [
+    {"name": "metric", "epochs": 1, "train": METRIC, "synthetic": False},
+    {"name": "generator", "epochs": 1, "train": ["generator"]},
+    {"name": "both", "epochs": 1},
+]
+LOSSES: list[dict[str, Any]] = [
+    {
+        "loss": {"name": "daml.contrastive"},
+        "generator": {"name": "daml.hard_negative", "form": "contrastive"},
+    },
+    {"loss": {"name": "daml.triplet"}},
+    {"loss": {"name": "daml.lifted"}, "miner": {"name": "daml.one_per_class"}},
+    {"loss": {"name": "daml.lifted", "form": "original"}},
+    {"loss": {"name": "daml.npair"}, "miner": {"name": "daml.one_per_class", "anchors": "one"}},
+    {"loss": {"name": "daml.triplet"}, "generator": {"name": "daml.hard_positive"}},
+    {"loss": {"name": "pml.contrastive"}},
+    {
+        "loss": {"name": "pml.triplet_margin", "margin": 2.0},
+        "miner": {"name": "pml.batch_hard"},
+    },
+    {"loss": {"name": "pml.multi_similarity"}, "miner": {"name": "pml.multi_similarity"}},
+    {"loss": {"name": "pml.nt_xent"}},
+    {"loss": {"name": "pml.circle"}},
+    {"loss": {"name": "anml.danml"}},
+    {
+        "loss": {"name": "anml.danml"},
+        "miner": {"name": "anml.pair_miner"},
+        "generator": {"name": "daml.hard_positive"},
+    },
+]
+
+
+def made(**tables: Any) -> Any:
+    return check_recipe({k: v for k, v in {**BASE, **tables}.items() if v is not None})
+
+
+def trainer(folder: Path, **tables: Any) -> Trainer:
+    """A trainer before its first step, its generator not at the identity any more."""
+    recipe = made(**tables)
+    checkpoint.seed_everything(recipe.seed)
+    run = build_run(folder, recipe)
+    assert run.objective is not None and run.objective.generator is not None
+    for parameter in run.objective.generator.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return Trainer(run, Accelerator(cpu=True))
+
+
+def batch(of: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, labels = next(iter(of.batches.epoch(0)))
+    return inputs, labels
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    state = checkpoint.load(folder / "checkpoints" / "last.safetensors")
+    return {f"model.{k}": v for k, v in state["model"].items()} | {
+        f"generator.{k}": v for k, v in state["modules"].get("generator", {}).items()
+    }
+
+
+def start(folder: Path, recipe: Any) -> dict[str, torch.Tensor]:
+    checkpoint.seed_everything(recipe.seed)
+    run = build_run(folder, recipe)
+    assert run.objective is not None and run.objective.generator is not None
+    both = (("model", run.model), ("generator", run.objective.generator))
+    return {f"{name}.{k}": v.clone() for name, module in both for k, v in module.state_dict().items()}
+
+
+def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    return {
+        name
+        for name in before
+        if not torch.equal(before[name], after[name]) and "running" not in name and "num_b" not in name
+    }
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
