@@ -81,4 +81,3 @@ class Levels(nn.Module):
         if "last" in self.grids:
             found["last"] = network.bn2(network.conv_head(h))
         return found
-

@@ -9,74 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pytorch_metric_learning.utils import loss_and_miner_utils
-from retrieval.model.rows import first_row
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from retrieval_pml.common import segment_logsumexp
+from retrieval_pml.pairs import Pairs
 
 ENTRIES = 2**17
 """Numbers that are worked on at a time."""
 
 Plain = Callable[..., Any]
-Fused = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-class Pairs:
-    """Which pairs (N, M) are positive and which negative: by labels, or as a miner says; an item and itself are neither.
-
-    Args:
-        labels: (N,).
-        ref_labels: (M,); `labels` itself where the batch is compared with itself.
-    """
-
-    def __init__(self, labels: Tensor, ref_labels: Tensor) -> None:
-        self.labels, self.ref_labels = labels, ref_labels
-        # the place of each row's item among the others; the rows may be a part of the reference set
-        self.own = 0 if ref_labels is labels else first_row()
-        self.listed: tuple[Tensor, Tensor] | None = None
-
-    def of(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return some rows' masks, both bool."""
-        if self.listed is not None:
-            return self.listed[0][rows], self.listed[1][rows]
-        same = self.labels[rows].unsqueeze(1) == self.ref_labels.unsqueeze(0)
-        other = ~same
-        if self.own is not None:
-            same.diagonal(self.own + (rows.start or 0)).fill_(False)
-        return same, other
-
-    def positives(self) -> tuple[Tensor, Tensor]:
-        """Return the positive pairs, rows and columns, each (P,)."""
-        parts = blocks(len(self.labels), len(self.ref_labels))
-        found = [torch.where(self.of(rows)[0]) for rows in parts] or [torch.where(self.of(slice(None))[0])]
-        rows = [row + (part.start or 0) for part, (row, _) in zip(parts or [slice(None)], found, strict=True)]
-        return torch.cat(rows), torch.cat([column for _, column in found])
-
-    def counts(self) -> tuple[Tensor, Tensor]:
-        """Return how many positives and how many negatives each row has, each (N,)."""
-        parts = blocks(len(self.labels), len(self.ref_labels)) or [slice(None)]
-        found = [[mask.sum(1) for mask in self.of(rows)] for rows in parts]
-        positives, negatives = (torch.cat(each) for each in zip(*found, strict=True))
-        return positives, negatives
-
-    @classmethod
-    def mined(cls, indices: Any, shape: tuple[int, int], labels: Any, ref_labels: Any) -> Pairs:
-        """Return the pairs of a miner's indices.
-
-        Raises:
-            AssertionError: a pair is both, as upstream says.
-        """
-        a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices, labels, ref_labels)
-        positive = torch.zeros(shape, dtype=torch.bool, device=a1.device)
-        negative = torch.zeros_like(positive)
-        positive[a1, p] = True
-        negative[a2, n] = True
-        assert not (positive & negative).any(), "Each pair should be either be positive or negative"
-        found = cls(positive[:, 0], positive[0])
-        found.listed = positive, negative
-        return found
+Fused = Callable[[Tensor, Pairs, slice, Tensor], Tensor]
 
 
 def blocks(rows: int, columns: int, each: Tensor | None = None) -> list[slice]:
@@ -115,8 +58,8 @@ def by_rows(
         plain: of some rows (R, M), their two masks, and their rows of `others`: their losses (R,), differentiable, and where there is
             something to count a second (R,), which is not. Each is of its row alone.
         others: more of each row, each (N, …).
-        fused: of some rows and their masks, the losses (R,) and their derivatives (R, M), instead of `plain` where the gradient is not
-            differentiated again.
+        fused: of some rows (R, M), the pairs, which rows they are, and a tensor (R, M) that it fills with the losses' derivatives: the losses
+            (R,), instead of `plain` where the gradient is not differentiated again. It takes no `others`.
         parts: the rows of each block; by default as many as `ENTRIES` allow.
     """
     parts = blocks(*mat.shape) if parts is None else parts
@@ -148,17 +91,16 @@ class _ByRows(torch.autograd.Function):
         *others: Tensor,
     ) -> tuple[Tensor, Tensor]:
         wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
-        slopes = [
-            torch.zeros_like(x) if want else None for x, want in zip((mat, *others), wanted, strict=True)
-        ]
+        empty = torch.zeros_like if fused is None else torch.empty_like
+        slopes = [empty(x) if want else None for x, want in zip((mat, *others), wanted, strict=True)]
         losses, counts = mat.new_zeros(len(mat)), torch.zeros(len(mat), dtype=torch.int64, device=mat.device)
         for part in parts:
-            masks = pairs.of(part)
             if fused is not None:
-                losses[part], slope = fused(mat[part], *masks)
-                if slopes[0] is not None:
-                    slopes[0][part] = slope
+                rows = mat[part]
+                out = torch.empty_like(rows) if slopes[0] is None else slopes[0][part]
+                losses[part] = fused(rows, pairs, part, out)
                 continue
+            masks = pairs.of(part)
             # a checkpoint around all of this would have every tensor that is saved here computed anew, amid this very forward
             with torch.enable_grad(), saved_tensors_hooks(_as_is, _as_is):
                 given = [

@@ -14,7 +14,7 @@ from retrieval.model.rows import first_row
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.blocks import Pairs, by_rows, lse, lse_of_few
+from retrieval_pml.blocks import by_rows, lse, lse_of_few
 from retrieval_pml.common import (
     EveryPair,
     OfBatch,
@@ -25,6 +25,7 @@ from retrieval_pml.common import (
     segment_logsumexp,
 )
 from retrieval_pml.matrices import similarities
+from retrieval_pml.pairs import Pairs
 
 
 class LiftedStructureLoss(PreciseLoss, losses.LiftedStructureLoss):

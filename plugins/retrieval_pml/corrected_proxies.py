@@ -9,9 +9,11 @@ import torch
 from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import common_functions
 from torch import Tensor
+from torch.nn import functional
 
 from retrieval_pml.common import PreciseLoss, cosines_within, no_indices, no_reference, on_labels
 from retrieval_pml.corrected_pairs import LogNCA
+from retrieval_pml.matrices import similarities
 
 
 class SafeAngles(PreciseLoss):
@@ -79,10 +81,11 @@ class ProxyNCALoss(PreciseLoss, LogNCA, losses.ProxyNCALoss):
 
 
 class ManifoldLoss(PreciseLoss, losses.ManifoldLoss):
-    """Upstream's, with each training class assigned at random, once, to a proxy (the paper's meta-classes).
+    """Upstream's formula with matrices of (N + K)², and with each training class assigned at random, once, to a proxy (the paper's meta-classes).
 
     Upstream takes no labels and assigns *items* at random, anew in every batch, unless the caller passes
-    meta-classes; and it needs as many items as proxies. The assignment is a buffer, so a resumed run keeps it.
+    meta-classes; it needs as many items as proxies, and K matrices to compare random walks. The assignment is a buffer, so a
+    resumed run keeps it.
     """
 
     def __init__(self, classes: int, **parameters: Any) -> None:
@@ -100,5 +103,24 @@ class ManifoldLoss(PreciseLoss, losses.ManifoldLoss):
         """Return the losses by name, as upstream's reducers read them."""
         no_indices("ManifoldLoss", indices_tuple)
         no_reference("ManifoldLoss", None if ref_emb is embeddings else ref_emb)
-        proxies = self.meta_classes[on_labels(labels, embeddings, "ManifoldLoss")]
-        return super().compute_loss(embeddings, None, proxies, embeddings, None)
+        own = self.meta_classes[on_labels(labels, embeddings, "ManifoldLoss")].unsqueeze(1)
+        items = len(embeddings)
+        walks = self._walks(torch.cat([embeddings, self.proxies]))
+        unit = functional.normalize(walks, dim=1, eps=1e-8)
+        contextual = self._apart(unit[:items] @ unit[items:].T, own)
+        loss = self._apart(walks[:items, items:], own) + self.lambdaC * contextual
+        return {"loss": {"losses": loss, "indices": None, "reduction_type": "already_reduced"}}
+
+    def _walks(self, points: Tensor) -> Tensor:
+        """Return where random walks from each of the items and proxies (P, C) end, (P, P)."""
+        near = torch.exp(2 * similarities(self.distance, points, points).clamp(min=0))
+        one = torch.eye(len(points), dtype=near.dtype, device=near.device)
+        near = near.masked_fill(one.bool(), 0)
+        scale = near.sum(1).rsqrt()
+        return (1 - self.alpha) * torch.linalg.inv(one - self.alpha * near * scale * scale.unsqueeze(1))
+
+    def _apart(self, near: Tensor, own: Tensor) -> Tensor:
+        """Return the mean over items of log(1 + Σ exp) of how much nearer (N, K) other proxies are than the own (N, 1), and the margin."""
+        excess = near - near.gather(1, own) + self.margin
+        excess = excess.masked_fill((excess < 0).scatter(1, own, True), -torch.inf)
+        return torch.log1p(excess.exp().sum(1)).mean()

@@ -10,9 +10,10 @@ from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from torch import Tensor
 
-from retrieval_pml.blocks import Pairs, blocks, by_rows
+from retrieval_pml.blocks import blocks, by_rows
 from retrieval_pml.common import OfBatch, PreciseLoss, element, reduced
 from retrieval_pml.matrices import similarities
+from retrieval_pml.pairs import Pairs
 
 
 class SmoothAPLoss(PreciseLoss, OfBatch, losses.SmoothAPLoss):

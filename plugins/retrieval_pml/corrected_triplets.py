@@ -13,9 +13,10 @@ from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.blocks import Pairs, blocks, by_rows
+from retrieval_pml.blocks import blocks, by_rows
 from retrieval_pml.common import PreciseLoss, reduced
 from retrieval_pml.matrices import products, similarities
+from retrieval_pml.pairs import Pairs
 
 
 class TripletMarginLoss(PreciseLoss, losses.TripletMarginLoss):

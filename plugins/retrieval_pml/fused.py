@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from retrieval_pml.blocks import Fused
+from retrieval_pml.pairs import Pairs
 
 
 def multi_similarity(alpha: float, beta: float, base: float, sign: int) -> Fused:
@@ -18,20 +19,21 @@ def multi_similarity(alpha: float, beta: float, base: float, sign: int) -> Fused
         sign: 1 of similarities, −1 of distances.
     """
 
-    def fused(mat: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        slopes = (mat - base).mul_(beta * sign).masked_fill_(~negative, -torch.inf)
+    def fused(mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor) -> Tensor:
+        torch.sub(mat, base, out=slopes).mul_(beta * sign)
+        pairs.leave_negatives(slopes, rows, -torch.inf)
         top = slopes.amax(1, keepdim=True).clamp_(min=0)  # with the 1 of log(1 + Σ exp)
-        slopes.sub_(top).exp_()
+        _exp_(slopes.sub_(top))
         sums = slopes.sum(1, keepdim=True) + torch.exp(-top)
         losses = ((top + sums.log()) / beta).squeeze(1)
         slopes.mul_(sign / sums)
-        row, column = torch.where(positive)
+        row, column = pairs.positives(rows)
         pull = (base - mat[row, column]).mul_(alpha * sign)
         highest = mat.new_zeros(len(mat)).scatter_reduce_(0, row, pull, "amax")
         pull.sub_(highest[row]).exp_()
         total = torch.exp(-highest).index_add_(0, row, pull)
         slopes[row, column] -= sign * pull / total[row]
-        return losses + (highest + total.log()) / alpha, slopes
+        return losses + (highest + total.log()) / alpha
 
     return fused
 
@@ -47,14 +49,17 @@ def circle(op: float, on: float, delta_p: float, delta_n: float, gamma: float) -
         gamma: γ.
     """
 
-    def fused(mat: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+    def fused(mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor) -> Tensor:
         weights = (mat - on).relu_().mul_(gamma)
-        slopes = (mat - delta_n).mul_(weights).masked_fill_(~negative, -torch.inf)
-        some = negative.any(1) & positive.any(1)
-        top = slopes.amax(1, keepdim=True).masked_fill_(~some.unsqueeze(1), 0)
-        slopes.sub_(top).exp_()
+        torch.sub(mat, delta_n, out=slopes).mul_(weights)
+        pairs.leave_negatives(slopes, rows, -torch.inf)
+        row, column = pairs.positives(rows)
+        top = slopes.amax(1, keepdim=True)
+        some = torch.zeros_like(top, dtype=torch.bool).squeeze(1).index_fill_(0, row, True)
+        some &= top.squeeze(1) != -torch.inf
+        top.masked_fill_(~some.unsqueeze(1), 0)
+        _exp_(slopes.sub_(top))
         sums = slopes.sum(1, keepdim=True).masked_fill_(~some.unsqueeze(1), 1)
-        row, column = torch.where(positive)
         near = mat[row, column]
         weight = (op - near).relu_().mul_(-gamma)
         pull = weight * (near - delta_p)
@@ -66,6 +71,11 @@ def circle(op: float, on: float, delta_p: float, delta_n: float, gamma: float) -
         share = torch.sigmoid(both).masked_fill_(~some, 0)
         slopes.mul_(weights).mul_(share.unsqueeze(1) / sums)
         slopes[row, column] += weight * pull * (share / total)[row]
-        return torch.nn.functional.softplus(both).masked_fill_(~some, 0), slopes
+        return torch.nn.functional.softplus(both).masked_fill_(~some, 0)
 
     return fused
+
+
+def _exp_(exponents: Tensor) -> None:
+    """Exponentiate in place; what is below e⁻⁸⁷ becomes 0, since processors take 60 times as long for numbers so small."""
+    torch.threshold_(exponents.clamp_(min=-87).exp_(), 2e-38, 0.0)

@@ -10,10 +10,11 @@ from retrieval.model.rows import Sums, summed
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.blocks import ENTRIES, Pairs, by_rows
+from retrieval_pml.blocks import ENTRIES, by_rows
 from retrieval_pml.common import EveryPair, PreciseLoss, reduced
 from retrieval_pml.masked import Whole, bounds
 from retrieval_pml.matrices import similarities
+from retrieval_pml.pairs import Pairs
 
 _NAMES = ("pos_loss", "neg_loss")
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from retrieval_pml import corrected_triplets
-from retrieval_pml.blocks import Pairs, by_rows, lse, lse_of_few
+from retrieval_pml.blocks import by_rows, lse, lse_of_few
 from retrieval_pml.common import PreciseLoss, element, reduced
 from retrieval_pml.fused import circle, multi_similarity
 from retrieval_pml.matrices import similarities
+from retrieval_pml.pairs import Pairs
 
 _ENTRIES = 2**18
 """Triplets that are in memory at a time."""

@@ -9,9 +9,10 @@ import torch
 from pytorch_metric_learning import miners
 from torch import Tensor
 
-from retrieval_pml.blocks import Pairs, blocks
+from retrieval_pml.blocks import blocks
 from retrieval_pml.common import PreciseMiner
 from retrieval_pml.matrices import similarities
+from retrieval_pml.pairs import Pairs
 
 Triplets = tuple[Tensor, Tensor, Tensor]
 
@@ -27,14 +28,16 @@ class MultiSimilarityMiner(PreciseMiner, miners.MultiSimilarityMiner):
             pairs.own = 0
         found = []
         for rows in blocks(*mat.shape):
-            positive, negative = pairs.of(rows)
+            near = -mat[rows] if self.distance.is_inverted else mat[rows].clone()  # smaller is closer
+            row, p = pairs.positives(rows)
+            of_positives = near[row, p]
+            farthest = near.new_full((len(near),), -highest).scatter_reduce_(0, row, of_positives, "amax")
+            pairs.leave_negatives(near, rows, highest)
             if pairs.own is not None:
-                negative.diagonal(pairs.own + rows.start).fill_(False)
-            near = -mat[rows] if self.distance.is_inverted else mat[rows]  # smaller is closer
-            farthest = near.masked_fill(~positive, -highest).amax(1, keepdim=True)
-            nearest = near.masked_fill(~negative, highest).amin(1, keepdim=True)
-            a1, p = torch.where(positive & (near + self.epsilon > nearest))
-            a2, n = torch.where(negative & (near - self.epsilon < farthest))
+                near.diagonal(pairs.own + rows.start).fill_(highest)
+            kept = of_positives + self.epsilon > near.amin(1)[row]
+            a1, p = row[kept], p[kept]
+            a2, n = torch.where(near - self.epsilon < farthest.unsqueeze(1))
             found.append((a1 + rows.start, p, a2 + rows.start, n))
         return tuple(torch.cat(each) for each in zip(*found, strict=True))
 

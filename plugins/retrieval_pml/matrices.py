@@ -87,7 +87,7 @@ class _Gram(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        return (gradient + gradient.T) @ x, None, None
+        return _with_transposed(gradient) @ x, None, None
 
 
 class _Euclidean(torch.autograd.Function):
@@ -108,5 +108,10 @@ class _Euclidean(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         x, mat = ctx.saved_tensors
         slopes = gradient / mat.masked_fill(mat == 0, torch.inf) if ctx.power == 1 else 2 * gradient
-        slopes = slopes + slopes.T
+        slopes = _with_transposed(slopes)
         return slopes.sum(1, keepdim=True) * x - slopes @ x, None, None
+
+
+def _with_transposed(mat: Tensor) -> Tensor:
+    """Return a matrix (N, N) and its transposed one, added; torch copies a transposed matrix by tiles, and adds one by single numbers."""
+    return mat.T.clone(memory_format=torch.contiguous_format).add_(mat)

@@ -292,15 +292,27 @@ def test_nca_keeps_items_whose_probability_rounds_to_zero() -> None:
     assert value.item() == pytest.approx(400, rel=1e-2)  # 100 × (4 − 0)
 
 
-def test_manifold_gives_all_items_of_a_class_one_proxy() -> None:
+@pytest.mark.parametrize("values", [{"K": 3}, {"K": 3, "lambdaC": 0.2, "alpha": 0.5, "margin": 0.1}])
+def test_manifold_gives_all_items_of_a_class_one_proxy(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
-    loss = make("manifold", K=3)
+    loss = make("manifold", **values)
     assert loss.meta_classes.shape == (4,) and set(loss.meta_classes.tolist()) == {0, 1, 2}
-    x, labels = points(8, 1), torch.tensor(LABELS)
-    plain = upstream.ManifoldLoss(l=5, K=3).double()
+    x, labels = points(8, 1).requires_grad_(), torch.tensor(LABELS)
+    plain = upstream.ManifoldLoss(l=5, **values).double()
     plain.load_state_dict({"proxies": loss.proxies})
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)  # it inverts in float32
     wanted = plain(x, indices_tuple=loss.meta_classes[labels])
-    assert loss(x, labels).item() == pytest.approx(wanted.item(), rel=1e-12)
+    found = loss(x, labels)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-12)
+    slopes = [
+        torch.autograd.grad(of, [x, proxies])
+        for of, proxies in ((found, loss.proxies), (wanted, plain.proxies))
+    ]
+    for ours, theirs in zip(*slopes, strict=True):
+        assert theirs.any()
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
 def test_gradients_at_the_class_centre_are_finite() -> None:
