@@ -24,6 +24,7 @@ from retrieval_pml.common import (
     reduced,
     segment_logsumexp,
 )
+from retrieval_pml.fused import instance
 from retrieval_pml.matrices import similarities
 from retrieval_pml.pairs import Pairs
 
@@ -225,4 +226,4 @@ class InstanceLoss(PreciseLoss, OfBatch, losses.InstanceLoss):
             logits = mat * self.gamma
             return lse(logits, same | other) - lse_of_few(logits, same)
 
-        return element(by_rows(mat, pairs, plain)[0])
+        return element(by_rows(mat, pairs, plain, fused=instance(self.gamma))[0])

@@ -76,6 +76,30 @@ def circle(op: float, on: float, delta_p: float, delta_n: float, gamma: float) -
     return fused
 
 
+def instance(gamma: float) -> Fused:
+    """Return the fused instance loss of similarities; see `corrected_pairs.InstanceLoss`.
+
+    Args:
+        gamma: γ: what similarities are multiplied by.
+    """
+
+    def fused(mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor) -> Tensor:
+        torch.mul(mat, gamma, out=slopes)
+        row, column = pairs.positives(rows)
+        own = slopes[row, column]
+        top = slopes.amax(1, keepdim=True)
+        _exp_(slopes.sub_(top))
+        sums = slopes.sum(1, keepdim=True)
+        slopes.mul_(gamma / sums)
+        highest = mat.new_full((len(mat),), -torch.inf).scatter_reduce_(0, row, own, "amax")
+        own.sub_(highest[row]).exp_()
+        total = torch.zeros_like(highest).index_add_(0, row, own)
+        slopes[row, column] -= gamma * own / total[row]
+        return (top + sums.log()).squeeze(1) - highest - total.log()
+
+    return fused
+
+
 def _exp_(exponents: Tensor) -> None:
     """Exponentiate in place; what is below e⁻⁸⁷ becomes 0, since processors take 60 times as long for numbers so small."""
     torch.threshold_(exponents.clamp_(min=-87).exp_(), 2e-38, 0.0)

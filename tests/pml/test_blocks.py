@@ -304,3 +304,25 @@ def test_memory_is_that_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     with Products() as seen:
         made(x, y).backward()
     assert seen.entries <= 384 * 384
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        masked.MultiSimilarityLoss(),
+        masked.MultiSimilarityLoss(beta=500.0),  # many exponentials underflow
+        masked.CircleLoss(),
+        masked.CircleLoss(gamma=2000),
+        corrected_pairs.InstanceLoss(),
+        corrected_pairs.InstanceLoss(gamma=900.0),
+    ],
+)
+@pytest.mark.parametrize(
+    "labels", [Y, torch.arange(28), torch.zeros(28, dtype=torch.int64)], ids=["mixed", "apart", "one"]
+)
+def test_a_gradient_written_down_is_that_of_the_formula(loss: Any, labels: Tensor) -> None:
+    x = codes(28, 5, "normal").requires_grad_()
+    written, derived = (
+        torch.autograd.grad(loss(x, labels), x, create_graph=again)[0].detach() for again in (False, True)
+    )
+    torch.testing.assert_close(written, derived, rtol=1e-9, atol=1e-12)
