@@ -117,7 +117,10 @@ class ManifoldLoss(PreciseLoss, losses.ManifoldLoss):
         one = torch.eye(len(points), dtype=near.dtype, device=near.device)
         near = near.masked_fill(one.bool(), 0)
         scale = near.sum(1).rsqrt()
-        return (1 - self.alpha) * torch.linalg.inv(one - self.alpha * near * scale * scale.unsqueeze(1))
+        ends: Tensor = (1 - self.alpha) * torch.linalg.inv(
+            one - self.alpha * near * scale * scale.unsqueeze(1)
+        )
+        return ends
 
     def _apart(self, near: Tensor, own: Tensor) -> Tensor:
         """Return the mean over items of log(1 + Σ exp) of how much nearer (N, K) other proxies are than the own (N, 1), and the margin."""
