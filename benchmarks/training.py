@@ -244,8 +244,8 @@ def small(run: dict[str, Any]) -> list[str]:
         ),
         "",
         f"Above the aim: {', '.join(over)}." if over else "Every case is within the aim.",
-        "A transform by name draws from a generator that a `TorchFunctionMode` lends it, so that a resumed run draws the same: Python is asked at every call of torch and every look at a "
-        "tensor's shape, which takes longer than such a small picture's change; since this run, torchvision's own transforms are asked for their draws alone. An image file is read, screened against hostile content and bounded before it is decoded, which by hand it is not.",
+        "A transform by name draws from a generator that a `TorchFunctionMode` lends it, so that a resumed run draws the same: Python is asked at every call of torch, which for so "
+        "small a picture takes about as long as its change; torchvision's own transforms are asked for their draws alone. An image file is read, screened against hostile content and bounded before it is decoded, which by hand it is not.",
         "",
     ]
     if "validation" in run:
