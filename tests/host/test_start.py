@@ -91,6 +91,7 @@ def test_no_garbage_is_looked_for_while_loading() -> None:
     """In a process of its own: what is frozen stays so."""
     script = """
 import gc
+import sys
 from retrieval.cli.loading import loading
 
 kept = [[] for _ in range(50_000)]
@@ -104,6 +105,12 @@ try:
         raise OSError("no such file")
 except OSError:
     assert gc.isenabled()
+frozen = gc.get_freeze_count()
+sys.modules["torch"] = sys  # there already: another command of the same process, or a user's own
+with loading():
+    assert gc.isenabled()
+assert gc.get_freeze_count() == frozen
+del sys.modules["torch"]
 gc.disable()
 with loading():
     pass
