@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from retrieval import Preprocessing
 from torch import Tensor, nn
-from torch.nn.functional import adaptive_avg_pool2d, normalize
+from torch.nn.functional import normalize
 
 Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
 """The image itself, one of EfficientNet's seven stages of blocks, or the layer before its classifier; shallow before deep."""
@@ -58,12 +58,18 @@ class Levels(nn.Module):
         ]
         if too_fine:
             raise ValueError(f"levels: {'; '.join(too_fine)}. Take coarser grids or a larger size")
+        for level, grid in self.grids.items():
+            height, width = maps[level].shape[2:]
+            self.register_buffer(f"rows_{level}", _averages(grid, height), persistent=False)
+            self.register_buffer(f"columns_{level}", _averages(grid, width).T, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features (B, F) of images (B, 3, H, W): level after level, channel after channel, row after row."""
         maps, parts = self._maps(x), []
-        for level, grid in self.grids.items():
-            cells = adaptive_avg_pool2d(maps[level], grid).flatten(1)
+        for level in self.grids:
+            cells = (
+                getattr(self, f"rows_{level}") @ maps[level] @ getattr(self, f"columns_{level}")
+            ).flatten(1)
             parts.append(normalize(cells * torch.rsqrt(cells.abs() + _FLAT)))
         return torch.cat(parts, dim=1)
 
@@ -81,3 +87,15 @@ class Levels(nn.Module):
         if "last" in self.grids:
             found["last"] = network.bn2(network.conv_head(h))
         return found
+
+
+def _averages(cells: int, length: int) -> Tensor:
+    """Return the matrix (cells, length) that averages a line over overlapping windows, as adaptive average pooling does.
+
+    A matrix, since torch's exporter by TorchScript, which frozen features go through, has no adaptive pooling where lengths do not divide.
+    """
+    made = torch.zeros(cells, length)
+    for cell in range(cells):
+        start, stop = cell * length // cells, -(-(cell + 1) * length // cells)
+        made[cell, start:stop] = 1 / (stop - start)
+    return made
