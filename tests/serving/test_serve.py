@@ -363,3 +363,29 @@ def test_what_a_server_begins_with_is_not_looked_through_for_garbage(index_path)
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.rpartition("kept out: ")[2].split()[0]) > 30_000
+
+
+TOLD_EARLY = """
+import gc, os, signal, sys
+import retrieval
+
+freeze = gc.freeze
+
+def told():
+    freeze()
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+
+gc.freeze = told
+retrieval.serve(sys.argv[1], port=0)
+print("ended in good order")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_that_comes_before_it_listens_ends_the_server(index_path, name):
+    """The last moment before uvicorn takes signals itself: one was lost there, and the server ran on."""
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD_EARLY, str(index_path), name], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ended in good order" in done.stdout

@@ -150,9 +150,10 @@ class Running:
     def run(self) -> float:
         """Serve until a signal; return the time, by `time.monotonic()`, until which the rest must have ended."""
         if threading.current_thread() is threading.main_thread():
-            # uvicorn shuts down in good order, then raises the signal again: that must not count as a failure.
-            signal.signal(signal.SIGTERM, lambda number, frame: None)
-            signal.signal(signal.SIGINT, lambda number, frame: None)
+            # uvicorn takes signals itself while it serves, and raises them again at its end, which must not count as a failure.
+            # One that comes before it listens must end the server too.
+            signal.signal(signal.SIGTERM, lambda number, frame: self._server.leave())
+            signal.signal(signal.SIGINT, lambda number, frame: self._server.leave())
             # What is there stays: to look through it for garbage keeps the event loop from its clients for a tenth of a second.
             gc.collect()
             gc.freeze()
@@ -213,7 +214,7 @@ class _Server(uvicorn.Server):
             for listener in sockets or ():
                 handshakes.listen(listener, self._connection)
         if member is not None:
-            attending = member.attend(self._running.items, self._running.monitoring.state, self._leave)
+            attending = member.attend(self._running.items, self._running.monitoring.state, self.leave)
             self._attending = asyncio.create_task(attending)
 
     async def _warm(self) -> None:
@@ -222,8 +223,8 @@ class _Server(uvicorn.Server):
         while not (self._running.monitoring.begun or self.should_exit) and time.monotonic() < end:
             await asyncio.sleep(_LOOK)
 
-    def _leave(self) -> None:
-        """End in good order: the supervisor has."""
+    def leave(self) -> None:
+        """End in good order: somebody said so who is not uvicorn."""
         self._running.stopping()
         self.should_exit = True
 
