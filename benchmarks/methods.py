@@ -312,7 +312,7 @@ def render(raw: Kept) -> str:
                 if missing
                 else []
             ),
-            "**Without training**: [Several levels of a frozen net](levels.md) has recipes that beat raw pixels on the held-out classes of digits and Fashion-MNIST.",
+            "**Without training**: `benchmarks/results/levels.md` has recipes that beat raw pixels on the held-out classes of digits and Fashion-MNIST.",
             "",
             "**Not here**: EMNIST. No package carries it, and it could not be downloaded where this was measured; `core.emnist` reads it.",
             "",

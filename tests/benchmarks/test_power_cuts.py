@@ -103,7 +103,15 @@ ENDED = """
 import os, signal, sys, threading, time
 os.chdir("/")
 disk, call, held = sys.argv[1:]
-look = lambda: sorted((one.name, one.stat().st_size, one.stat().st_nlink, one.stat().st_mtime_ns) for one in os.scandir(disk))
+def look():
+    found = []
+    for name in sorted(os.listdir(disk)):
+        try:
+            one = os.stat(f"{disk}/{name}")
+        except FileNotFoundError:  # gone since it was listed
+            continue
+        found.append((name, one.st_size, one.st_nlink, one.st_mtime_ns))
+    return found
 for name in ("a", "b"):
     file = os.open(f"{disk}/{name}", os.O_RDWR | os.O_CREAT)
     os.writev(file, [name.encode() * 400])

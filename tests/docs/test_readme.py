@@ -66,6 +66,13 @@ def test_links_lead_somewhere(root: Path, name: str) -> None:
         assert target.startswith("https://") or (root / target).exists(), f"{name} links {target}"
 
 
+def test_what_the_documentation_includes_links_no_neighbour(root: Path) -> None:
+    """Sphinx looks for a relative link beside the page that includes the text, where its target is not."""
+    for page in [root / "CHANGELOG.md", *(root / "benchmarks" / "results").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            assert target.startswith(("https://", "#")), f"{page.name} links {target}"
+
+
 def test_the_changelog_has_this_version_and_the_licence_is_what_setup_says(root: Path) -> None:
     settings = configparser.ConfigParser()
     settings.read(root / "setup.cfg")
