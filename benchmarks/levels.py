@@ -215,7 +215,7 @@ def beaten(found: dict[str, Any], metric: str) -> str:
             if by
             else f"does not beat {short}"
         )
-    return " and ".join(said)
+    return ", and it ".join(said)
 
 
 def learner(table: dict[str, Any]) -> str:

@@ -175,7 +175,7 @@ def table(name: str, method: str, work: Path) -> Tables:
     return made
 
 
-def fashion(work: Path | None = None) -> dict[str, NDArray[Any]]:
+def fashion() -> dict[str, NDArray[Any]]:
     """Return 200 images (N, 28, 28) of each of Fashion-MNIST's classes, drawn by a fixed seed, and their labels (N,)."""
     from retrieval.host.create import create
 
@@ -210,7 +210,7 @@ def prepare(name: str, work: Path) -> list[Path]:
     folder = work / name / "recipes"
     folder.mkdir(parents=True, exist_ok=True)
     if name != "digits" and not (work / f"{name}.npz").exists():
-        arrays = {"fashion": fashion, "glyphs": _glyphs}[name](work)
+        arrays = fashion() if name == "fashion" else _glyphs(work)
         np.savez(work / f"{name}.npz", **arrays)  # type: ignore[arg-type]
     files = []
     for method in METHODS:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,7 +184,8 @@ def to_onnx(
                 proto = program.model_proto
             else:
                 file = io.BytesIO()
-                torch.onnx.export(module, example, file, dynamo=False, dynamic_axes=axes, **options)  # type: ignore[arg-type]
+                with _silent_stdout():
+                    torch.onnx.export(module, example, file, dynamo=False, dynamic_axes=axes, **options)  # type: ignore[arg-type]
                 proto = onnx.load_from_string(file.getvalue())
     except (
         Exception
@@ -278,3 +281,23 @@ def quiet() -> Iterator[None]:
             yield
         finally:
             logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """Nothing comes out of file descriptor 1: an exporter that fails prints its whole graph there, past `sys.stdout`."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # the process has none
+        yield
+        return
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

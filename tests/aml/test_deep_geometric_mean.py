@@ -78,7 +78,7 @@ class TestGradient:
     @pytest.mark.parametrize(("alpha", "beta", "ridge"), CASES)
     def test_against_finite_differences(self, alpha: float, beta: float, ridge: float, scale: Any) -> None:
         loss = GeometricMeanLoss(alpha, beta, ridge, scale)
-        self.check(lambda e: loss(e, LABELS), batch())
+        self.assert_gradient(lambda e: loss(e, LABELS), batch())
 
     @pytest.mark.parametrize("scale", ["free", "fixed"])
     def test_where_all_eigenvalues_are_equal(self, scale: Any) -> None:
@@ -88,14 +88,16 @@ class TestGradient:
         eigenvalues = torch.linalg.eigvalsh(embeddings.T @ embeddings)
         assert float(eigenvalues.max() - eigenvalues.min()) < 1e-12
         labels = torch.tensor([0, 1, 0, 2, 1, 1, 2, 0, 2, 1, 0, 2])
-        self.check(lambda e: loss(e, labels), embeddings)
+        self.assert_gradient(lambda e: loss(e, labels), embeddings)
 
     def test_of_the_reference_set_and_a_miners_pairs(self) -> None:
         embeddings, listed = batch(), tuple(map(torch.tensor, ([0, 2, 2, 0], [4, 1, 5, 4], [3, 9], [2, 0])))
         loss = GeometricMeanLoss(1.0, 2.0, 0.1)
-        self.check(lambda r: loss(embeddings, LABELS, listed, r, torch.arange(9) % 4), batch(9, seed=5))
+        self.assert_gradient(
+            lambda r: loss(embeddings, LABELS, listed, r, torch.arange(9) % 4), batch(9, seed=5)
+        )
 
-    def check(self, value: Any, at: Tensor) -> None:
+    def assert_gradient(self, value: Any, at: Tensor) -> None:
         variable = at.clone().requires_grad_()
         value(variable).backward()
         assert variable.grad is not None and float(variable.grad.abs().max()) > 1e-3

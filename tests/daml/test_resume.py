@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from daml_recipes import BASE as DAML
 from retrieval.cli.app import app
 from retrieval.errors import DataError
 from retrieval.recipe.read import check_recipe, to_toml
@@ -19,15 +20,9 @@ from retrieval.run import checkpoint
 from retrieval.training.trainer import train
 
 BASE: dict[str, Any] = {
+    **DAML,
     "name": "killed",
-    "data": {"name": "core.digits"},
-    "split": {"by": "class"},
-    "sampler": {"classes": 3, "items": 4, "batches": 4},
-    "backbone": {"name": "core.convnet", "size": 8, "width": 4, "depth": 2},
-    "head": {"embedding_size": 8},
-    "loss": {"name": "daml.triplet"},
     "miner": {"name": "daml.semi_hard"},
-    "generator": {"name": "daml.hard_negative"},
     "optimizer": {"lr_factor": {"head": 10.0}},
     "generator_optimizer": {"name": "Adam", "lr": 3e-4},
     "schedule": {"name": "cosine", "warmup": 0.2},

@@ -170,3 +170,22 @@ def test_an_opset_that_torch_cannot_write(linear, vectors, tmp_path):
     with pytest.raises(BundleError, match=r"opset|export"):
         export_model(linear, vectors[0], tmp_path / "b", name="b", opset=99)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_graph_that_torch_cannot_write_is_not_printed(parts, digits, tmp_path, capfd):
+    """The older exporter prints all of its graph when it fails, from C++: `sys.stdout` never sees it."""
+
+    class Uneven(parts.Net):
+        def forward(self, x):
+            return nn.functional.adaptive_avg_pool2d(x, 6).flatten(1)[
+                :, :96
+            ]  # 16 pixels make no 6 even cells
+
+    with pytest.raises(BundleError, match="adaptive"):
+        export_model(
+            Model(Uneven(), nn.Linear(36, 4)), digits[0][:9], tmp_path / "b", name="b", exporter="torchscript"
+        )
+    assert capfd.readouterr().out == ""
+    print("heard again", flush=True)
+    assert capfd.readouterr().out == "heard again\n"
+    assert not list(tmp_path.iterdir())

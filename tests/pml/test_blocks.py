@@ -49,7 +49,7 @@ def found(loss: Any, x: Tensor, ref: Tensor | None, mined: Any = None) -> list[T
     return [value, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))]
 
 
-def same(ours: Any, theirs: Any, *given: Any, abs_tol: float = 1e-9) -> None:
+def assert_same(ours: Any, theirs: Any, *given: Any, abs_tol: float = 1e-9) -> None:
     for one, other in zip(found(ours, *given), found(theirs, *given), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=abs_tol, check_dtype=False)
 
@@ -101,13 +101,13 @@ ALONE: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", [name for name in WITH_REFERENCE if name != "dynamic_soft_margin"])
 def test_a_loss_of_pairs(name: str, reference: bool) -> None:
     ours, theirs = WITH_REFERENCE[name]
-    same(ours(), theirs(), codes(28, 0, "spread"), codes(9, 1, "spread") if reference else None)
+    assert_same(ours(), theirs(), codes(28, 0, "spread"), codes(9, 1, "spread") if reference else None)
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_a_loss_of_the_batch_alone(name: str) -> None:
     ours, theirs = ALONE[name]
-    same(ours(), theirs(), codes(28, 0, "spread"), None)
+    assert_same(ours(), theirs(), codes(28, 0, "spread"), None)
 
 
 @pytest.mark.parametrize("name", ["contrastive", "snr"])
@@ -127,7 +127,7 @@ def test_the_same_item_twice_costs_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", OF_PAIRS)
 def test_every_reducer_and_distance(name: str, distance: Any, reduced_by: str) -> None:
     made = [cls(distance=distance(), reducer=REDUCERS[reduced_by]()) for cls in OF_PAIRS[name]]
-    same(*made, codes(28, 0, "spread"), None)
+    assert_same(*made, codes(28, 0, "spread"), None)
 
 
 @pytest.mark.parametrize("name", [*WITH_REFERENCE, "lifted"])
@@ -139,7 +139,7 @@ def test_a_miners_pairs(name: str) -> None:
     if name == "dynamic_soft_margin":
         torch.testing.assert_close(ours()(x, Y, pairs), theirs()(x, Y, pairs), rtol=1e-5, atol=1e-6)
     else:
-        same(ours(), theirs(), x, None, pairs)
+        assert_same(ours(), theirs(), x, None, pairs)
 
 
 @pytest.mark.parametrize("reference", [False, True])
