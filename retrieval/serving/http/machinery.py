@@ -13,7 +13,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.decoding.pool import Busy, Decoded, Decoders
 from retrieval.serving.decoding.pool import Job as Decoding
 from retrieval.serving.http.errors import CROWDED, RequestError
-from retrieval.serving.http.pool import Job, Pool, ends
+from retrieval.serving.http.pool import Job, Pool, ends, hand_over
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.throughput import Throughput
 from retrieval.serving.images import Limits, Preprocessing
@@ -85,9 +85,10 @@ class Machinery:
                 if job.trail is not None and decoding.begun is not None:
                     job.trail.note("wait", job.queued, decoding.begun)
                     job.trail.note("decode", decoding.begun, time.perf_counter())
-                job.run()
+                made = job.run()
                 self._images.note(1, more=self.decoders.waiting > 0)
                 self.decoders.most_waiting = self._images.room
+                hand_over((job,), (made,))
 
             decoding.future.add_done_callback(go_on)
             try:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from retrieval.serving.http.errors import CROWDED, Gone, RequestError
@@ -24,6 +23,9 @@ _PURGE_SECONDS = 0.01  # between two looks through a full queue for those whom n
 
 ends: ContextVar[float] = ContextVar("ends", default=math.inf)
 """When nobody waits any more for what this task has done, by `time.monotonic`."""
+
+NOBODY = object()
+"""What a job gives that nobody waits for."""
 
 _BUSY = "The server is busy: too many searches are waiting. Try again in a moment."
 
@@ -91,19 +93,16 @@ class Job(Generic[T]):
         self._abandoned = True
         self._work = self.given = None
 
-    def run(self) -> None:
-        """Do the work and hand its result over; for a thread."""
+    def run(self) -> Any:
+        """Do the work; return its result or its error, or `NOBODY` where nobody waits; for a thread."""
         work, self._work = self._work, None
         if work is None or self.abandoned:
-            return
-        result, fault = None, None
+            return NOBODY
         try:
             with following(self.trail):
-                result = work(self)
+                return work(self)
         except BaseException as error:
-            fault = error
-        with suppress(RuntimeError):  # the loop is closed: the server has stopped
-            self.loop.call_soon_threadsafe(self.settle, result, fault)
+            return error
 
     def alone(self) -> Any:
         """Do the work, and return its result or its error; for whoever does several together."""
@@ -117,34 +116,40 @@ class Job(Generic[T]):
         except BaseException as error:
             return error
 
-    def settle(self, result: Any, fault: BaseException | None) -> None:
-        """Wake the one who waits; for the event loop."""
+    def settle(self, made: Any) -> None:
+        """Wake the one who waits, with a result or an error; for the event loop."""
         if self.future.done():
             return
-        if fault is None:
-            self.future.set_result(result)
+        if isinstance(made, BaseException):
+            self.future.set_exception(made)
         else:
-            self.future.set_exception(fault)
+            self.future.set_result(made)
 
 
-def run_together(jobs: Sequence[Job[Any]]) -> None:
-    """Do alike jobs as one, and hand their results over; for a thread."""
+def made_of(jobs: Sequence[Job[Any]]) -> Sequence[Any]:
+    """Do alike jobs as one; return for each its result or its error. For a thread."""
     first = jobs[0]
+    if len(jobs) == 1:
+        return (first.run(),)
     assert first.alike is not None
     try:
-        made = first.alike.work(jobs)
+        return first.alike.work(jobs)
     except BaseException as error:
-        made = [error] * len(jobs)
+        return [error] * len(jobs)
+
+
+def hand_over(jobs: Sequence[Job[Any]], made: Sequence[Any]) -> None:
+    """Have the event loop settle jobs that are done; for a thread, as the last that it does: the loop is awake at once, and needs Python's lock."""
 
     def settle() -> None:
         for job, result in zip(jobs, made, strict=True):
-            if isinstance(result, BaseException):
-                job.settle(None, result)
-            else:
-                job.settle(result, None)
+            job.settle(result)
 
     with suppress(RuntimeError):  # the loop is closed: the server has stopped
-        first.loop.call_soon_threadsafe(settle)
+        if len(jobs) > 1:
+            jobs[0].loop.call_soon_threadsafe(settle)
+        elif made[0] is not NOBODY:
+            jobs[0].loop.call_soon_threadsafe(jobs[0].settle, made[0])
 
 
 class Pool:
@@ -168,7 +173,8 @@ class Pool:
         self._count = 0
         self._idle = threads
         self._lock = threading.Lock()
-        self._ready: SimpleQueue[bool] = SimpleQueue()
+        self._resting: list[threading.Lock] = []  # each wakes one thread; the last to have worked is the next to work
+        self._closed = False
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}_{number}", daemon=True)
             for number in range(threads)
@@ -212,11 +218,13 @@ class Pool:
             dropped = self._make_room(job.client) if self._full() else None
             self._queues.setdefault(job.client, deque()).append(job)
             self._count += 1
+            resting = self._resting.pop() if self._resting else None
+        if resting is not None:
+            resting.release()
         if dropped is not None:
             dropped.abandon()
             with suppress(RuntimeError):  # the loop is closed
-                dropped.loop.call_soon_threadsafe(dropped.settle, None, self._busy())
-        self._ready.put(True)
+                dropped.loop.call_soon_threadsafe(dropped.settle, self._busy())
 
     @property
     def waiting(self) -> int:
@@ -296,32 +304,49 @@ class Pool:
         return [job for job in found if not job.abandoned]
 
     def _serve(self) -> None:
-        while self._ready.get():
-            with self._lock:
-                job = self._next()
-                jobs = [] if job is None else [job, *self._others(job)]
-                self._idle -= job is not None
+        """Work until the pool is closed. Whoever has work left takes it without a rest: waking a thread costs as much as a small search."""
+        bell = threading.Lock()
+        bell.acquire()
+        jobs = self._taken(bell)
+        while jobs is not None:
             if not jobs:
+                bell.acquire()
+                jobs = self._taken(bell)
                 continue
             now = time.perf_counter()
             for job in jobs:
                 if job.trail is not None:
                     job.trail.note("wait", job.queued, now)
-            if len(jobs) > 1:
-                run_together(jobs)
-            else:
-                jobs[0].run()
-            done = len(jobs)
-            job, jobs = None, []  # what they hold goes now, not with the next one
+            done, made = jobs, made_of(jobs)
             with self._lock:
                 self._idle += 1
-                self._throughput.note(done, more=self._count > 0)
+                self._throughput.note(len(done), more=self._count > 0)
+                jobs = self._next_jobs(bell)
+            hand_over(done, made)
+            del done, made, job  # what they hold goes now, not with the next one
+
+    def _taken(self, bell: threading.Lock) -> list[Job[Any]] | None:
+        with self._lock:
+            return self._next_jobs(bell)
+
+    def _next_jobs(self, bell: threading.Lock) -> list[Job[Any]] | None:
+        """Take out what a thread does next; nothing: it rests until its bell is rung, or ends where the pool is closed: None."""
+        job = self._next()
+        if job is None:
+            if self._closed:
+                return None
+            self._resting.append(bell)
+            return []
+        self._idle -= 1
+        return [job, *self._others(job)]
 
     def close(self, seconds: float) -> bool:
         """Have the threads end once they are idle; return whether all have, within the time."""
         end = time.monotonic() + seconds
-        for _ in self._threads:
-            self._ready.put(False)
+        with self._lock:
+            self._closed, resting, self._resting = True, self._resting, []
+        for bell in resting:
+            bell.release()
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
