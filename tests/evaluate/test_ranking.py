@@ -92,6 +92,31 @@ def test_matches_are_those_of_full_search(name, precision, shared):
         assert failures < len(codes) / 20
 
 
+@pytest.mark.parametrize("name", ["clustered", "two decimals", "unit digits", "whole numbers, many ties"])
+def test_deep_ranks_are_those_of_full_search(name):
+    """Where one item of a few is asked for, candidates are found and ranked many at a time."""
+    codes, labels, _ = KINDS[name]
+    asked, depth = np.arange(len(codes)), len(codes) // 5
+    assert depth * ranking._DENSE > len(codes)
+    truth = expected(codes, labels, asked, depth)
+    found = Ranking(torch.from_numpy(codes), labels, None, labels, asked, np.full(len(codes), depth))
+    assert found._both
+    left = 0
+    for rows, matches, failed in found:
+        assert np.array_equal(matches[~failed], truth[rows[~failed]])
+        left += int(failed.sum())
+    assert left < len(codes) / 20
+
+
+def test_a_panel_of_too_many_candidates_is_left_to_full_search(monkeypatch):
+    codes, labels, _ = KINDS["clustered"]
+    monkeypatch.setattr(ranking, "_MOST", 1000)
+    found = Ranking(
+        torch.from_numpy(codes), labels, None, labels, np.arange(len(codes)), np.full(len(codes), 17)
+    )
+    assert all(failed.all() for _, _, failed in found)
+
+
 def test_what_is_in_doubt_is_measured():
     """Distances that differ by less than the product's rounding: without measuring, some matches would be wrong."""
     codes, labels, _ = KINDS["two decimals"]
