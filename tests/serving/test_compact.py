@@ -55,8 +55,8 @@ def test_searches_are_exact(change: str, monkeypatch: pytest.MonkeyPatch) -> Non
     vectors = np.ascontiguousarray(CHANGES[change](flat(3000)))
     monkeypatch.setattr(compact, "_WORTHWHILE", 0.0)
     companion = built(vectors)
-    for rows in (1024, 1 << 20):
-        monkeypatch.setattr(exact, "_BLOCK_NUMBERS", rows)
+    for pairs in (1024, 1 << 20):
+        monkeypatch.setattr(exact, "_BLOCK_PAIRS", pairs)
         for count in (1, 20):
             queries = vectors[7 : 7 + 90 * count : 90] + np.float32(1e-3)
             same(queries, vectors, 10, companion)

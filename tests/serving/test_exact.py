@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from retrieval.serving.local import distances, exact, few, frame
+from retrieval.serving.local import distances, exact, few, frame, lows
 
 Array = Any
 
@@ -97,7 +97,13 @@ KINDS: dict[str, Callable[[Array], Array]] = {
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks and windows of few rows."""
-    for name, value in {"_BLOCK_NUMBERS": 600, "_BLOCK_PAIRS": 400, "_WINDOW": 50}.items():
+    for name, value in {
+        "_PART_NUMBERS": 150,
+        "_BLOCK_PAIRS": 400,
+        "_WINDOW": 50,
+        "_SMALL_PRODUCT": 900,
+        "_FEWEST_ROWS": 3,
+    }.items():
         monkeypatch.setattr(exact, name, value)
     monkeypatch.setattr(distances, "_PAIR_NUMBERS", 100)
 
@@ -262,11 +268,92 @@ def test_more_rows_than_are_kept_may_be_as_near_as_the_last(
     vectors = random.normal(size=(6000, 32)).astype(np.float32)
     vectors[random.permutation(6000)[:100]] = vectors[17]  # far more than are kept beyond k
     queries = vectors[[17, *range(1, count)]] + np.float32(0.01)
-    again, sums = exact._Search._again, few._sums
-    monkeypatch.setattr(exact._Search, "_again", lambda *given: (passed.append(given[2]), again(*given)))
-    monkeypatch.setattr(few, "_sums", lambda *given: (passed.append([0]), sums(*given))[1])
+    sums = few._sums
+    monkeypatch.setattr(few, "_sums", lambda *given: (passed.append(len(given)), sums(*given))[1])
     wanted = brute(queries, vectors, 10)
     found = exact.nearest(queries, vectors, 10)
     np.testing.assert_array_equal(found[1], wanted[1])
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-13)
-    assert [list(each) for each in passed] == [[0]]  # that query alone, and once
+    assert len(passed) == (count == 1)  # what is kept of one query's sums was not enough, and that is seen
+
+
+def test_the_bound_that_saves_measuring_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no room for float32's errors the first rows that are measured may not be the nearest; the others are then measured too."""
+    vectors = normal(5000, 24) * np.float32(1e-2) + np.float32(
+        1
+    )  # distances of which float32's products tell few digits
+    queries, reached = vectors[::500] + np.float32(1e-3), []
+    within = lows.Lows.within
+    monkeypatch.setattr(lows.Lows, "kth", lambda self, real=lows.Lows.kth: real(self) - np.float32(1e-3))
+    monkeypatch.setattr(
+        lows.Lows, "within", lambda self, *given: (reached.append(1), within(self, *given))[1]
+    )
+    agree(queries, vectors, 10)
+    assert len(reached) > 3  # a second time in each of the ways
+
+
+def test_of_vectors_of_one_length_the_norms_are_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "_BLOCK_PAIRS", 2000)  # later blocks are held to what the first ones had
+    plain = normal(4000, 24)
+    unit = plain / np.linalg.norm(plain, axis=1, keepdims=True)
+    queries = unit[5:4000:400] + np.float32(1e-4)
+    for scale in (1.0, 3e-5, 2e7):  # rounded, they differ in their last digits
+        vectors = (unit * np.float32(scale)).astype(np.float32)
+        norms = distances.squared_norms(vectors)
+        search = exact._Search(
+            exact._Task(vectors, slice(None), 9, None, norms, None, None), queries, 0, len(vectors)
+        )
+        assert search.flat and np.ptp(norms) > 0
+        agree(queries * np.float32(scale), vectors, 9, norms=norms)
+        agree(queries * np.float32(scale), vectors, 9, norms=norms, keep=np.arange(4000) % 3 > 0, threads=3)
+    norms = distances.squared_norms(plain)
+    assert not exact._Search(exact._Task(plain, slice(None), 9, None, norms, None, None), queries, 0, 9).flat
+
+
+def test_a_table_beyond_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its norms are computed on the way, whether they are kept or not; and blocks end within groups."""
+    monkeypatch.setattr(exact, "_CACHED", 0)
+    monkeypatch.setattr(exact, "_BLOCK_PAIRS", 7000)
+    vectors, queries = normal(4321, 24), normal(40, 24, seed=1)
+    for count in (2, 5, 40):
+        agree(queries[:count], vectors, 10, norms=distances.squared_norms(vectors))
+        agree(queries[:count], vectors, 10, keep=np.arange(4321) % 7 == 0)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 63, 64, 65, 200, 1023])
+@pytest.mark.parametrize("queries", [1, 2, 7])
+def test_low_values_are_all_found(rows: int, queries: int) -> None:
+    random = np.random.default_rng(rows)
+    for values in (
+        random.normal(size=(rows, queries)).astype(np.float32),
+        random.integers(0, 4, (rows, queries)).astype(np.float32),  # ties
+        np.where(random.random((rows, queries)) < 0.1, -np.inf, np.inf).astype(np.float32),
+    ):
+        kept = values.copy()
+        for count in (1, 3, 20):
+            low = lows.Lows(values, count)
+            kth = low.kth()
+            if rows >= count:
+                assert (kth >= np.partition(values, count - 1, axis=0)[count - 1]).all()
+            else:
+                assert np.isposinf(kth).all()
+            for limits in (kth, kth - np.float32(1), np.full(queries, np.inf, np.float32)):
+                found = low.within(low.near(limits), limits)
+                assert set(zip(*map(np.ndarray.tolist, found), strict=True)) == set(
+                    zip(*map(np.ndarray.tolist, np.nonzero(values <= limits)), strict=True)
+                )
+                assert len(found[0]) == np.count_nonzero(values <= limits)
+        assert np.array_equal(values, kept)
+
+
+def test_one_query_where_somebody_has_faiss_take_products_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products lose digits that its sums keep, and the bound speaks of sums."""
+    from retrieval.serving.runtime import load_faiss
+
+    variables = load_faiss().cvar
+    monkeypatch.setattr(variables, "distance_compute_blas_threshold", 1)
+    near = (np.float32(1) + np.round(normal(3000, 24)) * np.float32(2.0**-23)).astype(np.float32)
+    for vectors in (near, normal(3000, 24)):
+        true = brute(vectors[:1], vectors, 10)
+        found = exact.nearest(vectors[:1], vectors, 10)
+        np.testing.assert_array_equal(found[1], true[1])

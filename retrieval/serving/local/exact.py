@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,24 +28,25 @@ from retrieval.serving.local.compact import Compact
 from retrieval.serving.local.distances import TINY, measured, norms_of, relative_error, squared_distances
 from retrieval.serving.local.few import are_few, nearest_of_few
 from retrieval.serving.local.frame import Frame, frame_of
-from retrieval.serving.local.smallest import Smallest, kept_for
+from retrieval.serving.local.lows import Lows
 
 Doubles = NDArray[np.float64]
 
 _WIDEST = 1 << 20
-_FEW_QUERIES = 4  # up to here a loop over queries is faster than a matrix product and the rows' norms
 _MOST_QUERIES = 256  # at a time
-_BLOCK_NUMBERS = 1 << 20  # 4 MB of vectors a block
-_ONE = 4  # times as many for one query, which reads them once: no cache is of use
-_BLOCK_PAIRS = 1 << 20
+_PART_NUMBERS = 1 << 17  # 512 KB of vectors are in a core's own cache when they are multiplied
+_BLOCK_PAIRS = 1 << 21  # 8 MB of values
 _WINDOW = 1 << 18
+_CACHED = 1 << 24  # bytes of vectors that stay in the caches from one search to the next
+# OpenBLAS multiplies small matrices as they lie: up to so many products at once. It repacks larger ones, which for few
+# queries takes longer than to multiply them; below so many rows the calls do.
+_SMALL_PRODUCT, _FEWEST_ROWS = 1_000_000, 64
 # The part of a window's rows from which it is cheaper to compare all of them than to gather those that are kept.
 # One query reads each row once, and gathering costs about as much: it is the more worth the more queries share it.
-_DENSE_ONE, _DENSE_FEW, _DENSE = 0.12, 0.35, 0.75
-_MANY = 4  # times k: if more rows of a block are near, their k nearest are measured first
-_BOUNDED = 32  # queries at a time
+_DENSE_ONE, _DENSE = 0.12, 0.75
+_MANY = 2  # times k: if more groups of rows are near, a bound of the k-th comes first
 # If more than this part of the pairs remains after the companion, to measure those costs more than reading the vectors.
-_WORTH_FEW, _WORTH = 1 / 16, 1 / 64
+_WORTH_ONE, _WORTH = 1 / 16, 1 / 64
 _LARGEST = 2.0**120
 
 
@@ -166,79 +167,65 @@ class _Search:
         self.exact = queries.astype(np.float64)
         self.squared = np.full((len(queries), task.k), np.inf)
         self.rows = np.full((len(queries), task.k), -1, np.int64)
-        self.cap = np.full(len(queries), np.inf)  # squared distances within which k rows are known to lie
         self.compared = self.remained = 0
         self._scan(task.compact)
 
     def _scan(self, compact: Compact | None) -> None:
         """Read the companion from here on, or with None the vectors."""
+        with np.errstate(over="ignore", under="ignore"):
+            self._begin(compact)
+
+    def _begin(self, compact: Compact | None) -> None:
+        """Make ready what is compared."""
         self.compact, task = compact, self.task
         if compact is None:
             self.table, self.columns, self.frame = task.vectors, task.columns, task.frame
-            self.near, self.slack = self.queries, np.zeros(len(self.queries))
-            self.norms = task.norms if task.frame is None else None
+            self.near, self.slack = self.queries, None
         else:
-            self.table, self.columns, self.frame, self.norms = compact.table, slice(None), None, None
+            self.table, self.columns, self.frame = np.asarray(compact.table), slice(None), None
             self.near, lost = compact.project(self.queries)
             self.slack = lost + compact.error
         if self.frame is not None:
-            with np.errstate(over="ignore", under="ignore"):
-                self.near = self.frame.moved(self.near)
+            self.near = self.frame.moved(self.near)
+        # of a table beyond the caches the norms are computed again: that brings its rows into the core's own, for the product
+        kept = compact is None and self.frame is None and self.table.nbytes <= _CACHED
+        self.norms = task.norms if kept else None
         count, width = self.near.shape
         self.gamma = relative_error(width)
         self.tiny = width * TINY
         self.own = np.square(self.near.astype(np.float64)).sum(1)
         self.beyond = np.flatnonzero(~(self.own < _LARGEST))
-        self.one_by_one = count <= _FEW_QUERIES and self.frame is None and not len(self.beyond)
-        with np.errstate(over="ignore"):
-            self.twice = self.near * np.float32(-2)
+        self.one = count == 1 and self.frame is None and not len(self.beyond)
+        self.twice = np.ascontiguousarray((self.near * np.float32(-2)).T)
+        self.less = np.float32(1 - 2 * self.gamma)
+        # of vectors of one length, as most embeddings are, the least norm is a bound of every row's: it goes into the limits
+        low, high = (
+            (0.0, np.inf) if self.norms is None else (float(self.norms.min()), float(self.norms.max()))
+        )
+        self.flat = high - low <= self.gamma * low and high < _LARGEST and not len(self.beyond)
+        self.shift = low * float(self.less) if self.flat else 0.0
+        self.spare = 4 * self.gamma * self.own
+        self.part = max(1, _PART_NUMBERS // width)
+        self.product = max(_SMALL_PRODUCT // (width * count), 1)
+        if self.product < _FEWEST_ROWS:  # many queries: the large products' way is the faster
+            self.product = self.part
 
     def run(self) -> None:
         """Read the rows."""
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            start = self.start if self.compact is None else self._filter(self.start)
-            if start is not None:
-                self._select(start)
+            start: int | None = self.start
+            while start is not None:
+                start = self._pass(start)
 
-    def _filter(self, start: int) -> int | None:
-        """Read rows from one on, and measure at once whatever may be near; return the row from which on the vectors are to be read, or None."""
+    def _pass(self, start: int) -> int | None:
+        """Read rows from one on; return the row from which on the vectors are to be read in the companion's place, or None."""
         for rows, masked in self._blocks(start):
+            before = self.squared.copy(), self.rows.copy()
             if not self._read(rows, masked):
+                self.squared, self.rows = before  # the block is read again, and a row is entered once
+                self._scan(None)
                 return int(_first(rows))
         return None
-
-    def _select(self, start: int) -> None:
-        """Read the vectors from a row on, keep what is smallest in float32, and measure that."""
-        smallest, seen = Smallest(len(self.exact), kept_for(self.task.k)), 0
-        for rows, masked in self._blocks(start):
-            block = np.ascontiguousarray(self.table[rows, self.columns])
-            values = smallest.room(len(block))
-            self._compare(block, rows, values)
-            seen += len(block)
-            if masked and self.task.keep is not None:
-                dropped = ~self.task.keep[rows]
-                values[:, dropped] = np.inf
-                seen -= int(np.count_nonzero(dropped))
-            smallest.add(values, rows)
-        before = self.squared, self.rows
-        query, place = np.nonzero(smallest.rows >= 0)
-        squared = np.full(smallest.rows.shape, np.inf)
-        squared[query, place] = self._measure(query, smallest.rows[query, place])
-        squared, rows = np.hstack([self.squared, squared]), np.hstack([self.rows, smallest.rows])
-        order = np.lexsort((rows, squared))[:, : self.task.k]
-        self.squared, self.rows = (np.take_along_axis(one, order, 1) for one in (squared, rows))
-        unsure = np.flatnonzero(~smallest.beyond(self._limits(self.squared[:, -1]), seen))
-        if len(unsure):
-            self._again(start, unsure, *before)
-
-    def _again(self, start: int, unsure: Rows, squared: Doubles, rows: Rows) -> None:
-        """Read the vectors from a row on once more, for queries that had squared distances and rows before."""
-        again = _Search(replace(self.task, compact=None), self.queries[unsure], start, self.stop)
-        again.cap = self.squared[unsure, -1]
-        again._filter(start)
-        self.squared[unsure], self.rows[unsure] = squared[unsure], rows[unsure]
-        query, place = np.nonzero(again.rows >= 0)
-        self._enter(unsure[query], again.rows[query, place], again.squared[query, place])
 
     def join(self, other: _Search) -> None:
         """Take over what was found in another range."""
@@ -247,14 +234,13 @@ class _Search:
 
     def _blocks(self, first: int) -> Iterator[tuple[slice | Rows, bool]]:
         """Yield rows to compare: a slice, or those kept; and whether some of them are not to be found."""
-        (count, width), keep = self.near.shape, self.task.keep
-        numbers = _BLOCK_NUMBERS * (_ONE if count == 1 else 1)
-        size = max(1, min(numbers // width, _BLOCK_PAIRS // count))
+        count, keep = len(self.near), self.task.keep
+        size = max(1, _BLOCK_PAIRS // count)
         if keep is None:
             for start in range(first, self.stop, size):
                 yield slice(start, min(start + size, self.stop)), False
             return
-        dense = min(_DENSE_FEW, count * _DENSE_ONE) if self.one_by_one else _DENSE
+        dense = min(_DENSE, count * _DENSE_ONE)
         for begin in range(first, self.stop, _WINDOW):
             end = min(begin + _WINDOW, self.stop)
             kept = int(np.count_nonzero(keep[begin:end]))
@@ -272,98 +258,123 @@ class _Search:
         Returns:
             False if the companion told too little apart: the vectors are to be read from this block on.
         """
-        block = np.ascontiguousarray(self.table[rows, self.columns])
-        values = np.empty((len(self.exact), len(block)), np.float32)
-        self._compare(block, rows, values)
+        values, norm = self._values(rows)
         dropped = ~self.task.keep[rows] if masked and self.task.keep is not None else None
-        near = self._within(values, self._limits(np.minimum(self.squared[:, -1], self.cap)), dropped)
-        if np.count_nonzero(near) > _MANY * self.task.k * len(self.exact):
-            bounds = self._bounds(values, rows, near.sum(1), dropped)
-            near = self._within(values, self._limits(bounds), dropped)
-        places = np.flatnonzero(near)
-        if self.compact is not None:
-            self.compared, self.remained = self.compared + near.size, self.remained + len(places)
-            if self.remained > (_WORTH_FEW if self.one_by_one else _WORTH) * self.compared:
-                self._scan(None)
+        if dropped is not None:
+            values[dropped] = np.inf
+        lows, (count, k) = Lows(values, self.task.k), self.squared.shape
+        limits = known = self._limits(self.squared[:, -1])
+        near = lows.near(known)
+        if np.count_nonzero(near) > _MANY * k * count:
+            # k rows are not above this, and what float32 may have made of the k-th: most often all that is to be measured
+            limits = lows.kth()
+            if self.one:
+                limits += limits * np.float32(4 * self.gamma)
+            elif self.compact is None:
+                limits += np.minimum(self.spare + 4 * self.gamma * norm, _LARGEST).astype(np.float32)
+            limits = np.minimum(known, limits)
+            near = lows.near(limits)
+        row, query = lows.within(near, limits)
+        if self._refused(values.size, len(row)):
+            return False
+        self._measure(rows, row, query, dropped)
+        if limits is known:
+            return True
+        reach = np.minimum(known, self._limits(self.squared[:, -1]))
+        more = limits < reach
+        if more.any():
+            reach[~more] = -np.inf
+            row, query = lows.within(lows.near(reach), reach)
+            fresh = values[row, query] > limits[query]
+            row, query = row[fresh], query[fresh]
+            if self._refused(0, len(row)):
                 return False
-        if len(places):
-            query, row = np.divmod(places, len(block))
-            number = _numbers(rows, row)
-            self._enter(query, number, self._measure(query, number))
+            self._measure(rows, row, query, dropped)
         return True
 
-    @staticmethod
-    def _within(values: Floats, limits: Floats, dropped: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-        """Return which values (Q, B) are not above their query's limit, of rows that may be found."""
-        near: NDArray[np.bool_] = values <= limits[:, None]
-        if dropped is not None:
-            near &= ~dropped
-        return near
+    def _refused(self, compared: int, remained: int) -> bool:
+        """Note how many pairs of the companion's were compared, and how many remain; return whether those are too many."""
+        if self.compact is None:
+            return False
+        self.compared, self.remained = self.compared + compared, self.remained + remained
+        return self.remained > (_WORTH_ONE if self.one else _WORTH) * self.compared
 
-    def _compare(self, block: Floats, rows: slice | Rows, values: Floats) -> None:
-        """Write to `values` (Q, B) in float32 Σ (q − x)², where queries are compared one by one, or |x|² (1 − 2γ) − 2 q·x."""
-        if self.one_by_one:
-            for query, own in zip(self.near, values, strict=True):
-                squared_distances(query, block, own)
-            return
-        if self.frame is not None:
-            block = self.frame.moved(block)
-        np.matmul(self.twice, block.T, out=values)
-        norms = norms_of(block) if self.norms is None else self.norms[rows]
-        values += norms * np.float32(1 - 2 * self.gamma)
+    def _measure(self, rows: slice | Rows, row: Rows, query: Rows, dropped: NDArray[np.bool_] | None) -> None:
+        """Measure pairs of a block's row and a query, but for rows that are not to be found, and enter them."""
+        if dropped is not None:
+            there = ~dropped[row]
+            row, query = row[there], query[there]
+        if len(row):
+            number = _numbers(rows, row)
+            squared = measured(self.exact, self.task.vectors, query, number, self.task.columns)
+            self._enter(query, number, squared)
+
+    def _values(self, rows: slice | Rows) -> tuple[Floats, float]:
+        """Return in float32 (B, Q) |x|² (1 − 2γ) − 2 q·x, or of one query Σ (q − x)²; and the mean of |x|²."""
+        number = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        values = np.empty((number, len(self.near)), np.float32)
+        norms = np.empty(number, np.float32) if self.norms is None else self.norms[rows]
+        lowered = None if self.norms is None or self.flat else norms * self.less
+        for start in range(0, number, self.part):
+            stop = min(start + self.part, number)
+            some = (
+                slice(rows.start + start, rows.start + stop) if isinstance(rows, slice) else rows[start:stop]
+            )
+            block = np.ascontiguousarray(self.table[some, self.columns])
+            if self.one:
+                squared_distances(self.near[0], block, values[start:stop, 0])
+                continue
+            if self.frame is not None:
+                block = self.frame.moved(block)
+            if self.norms is None:
+                norms[start:stop] = norms_of(block)
+            own = values[start:stop]
+            for first in range(0, stop - start, self.product):
+                last = first + self.product
+                np.matmul(block[first:last], self.twice, out=own[first:last])
+            if not self.flat:
+                own += (norms[start:stop] * self.less if lowered is None else lowered[start:stop])[:, None]
+        if self.one or self.flat:
+            return values, self.shift
         if not norms.max() < _LARGEST:
-            values[
-                :, ~(norms < _LARGEST)
-            ] = -np.inf  # the bound says nothing of them: they are measured again
-        values[self.beyond] = -np.inf
+            values[~(norms < _LARGEST)] = -np.inf  # the bound says nothing of them: they are measured again
+        if len(self.beyond):
+            values[:, self.beyond] = -np.inf
+        return values, float(norms.mean())
 
     def _limits(self, squared: Doubles) -> Floats:
         """Return what a row's value must not be above (Q,), for its squared distance to be at most the given one."""
-        if self.compact is not None:
+        if self.slack is not None:
             squared = np.square(np.sqrt(squared) + self.slack) * (1 + 2.0**-40)
-        if self.one_by_one:
+        if self.one:
             limits = squared * (1 + 2 * self.gamma) + self.tiny
         else:
             scale = 1.0 if self.frame is None else float(self.frame.scale)
-            limits = squared * (scale * scale * (1 + 2.0**-40)) - self.own * (1 - self.gamma) + self.tiny
+            limits = (
+                squared * (scale * scale * (1 + 2.0**-40))
+                - self.own * (1 - self.gamma)
+                + (self.tiny - self.shift)
+            )
             limits[self.beyond] = np.inf
         rounded: Floats = np.nextafter(limits.astype(np.float32), np.float32(np.inf))
         return rounded
 
-    def _bounds(
-        self, values: Floats, rows: slice | Rows, counts: Rows, dropped: NDArray[np.bool_] | None
-    ) -> Doubles:
-        """Return for each query a squared distance (Q,) within which k rows lie, of this block where it has many near."""
-        bounds: Doubles = np.minimum(self.squared[:, -1], self.cap)
-        many = np.flatnonzero(counts > _MANY * self.task.k)
-        for start in range(0, len(many), _BOUNDED):
-            part = many[start : start + _BOUNDED]
-            some = values[part]
-            if dropped is not None:
-                some[:, dropped] = np.inf
-            row = np.argpartition(some, self.task.k - 1, axis=1)[:, : self.task.k]
-            squared = self._measure(np.repeat(part, self.task.k), _numbers(rows, row.ravel()))
-            squared = squared.reshape(row.shape)
-            if dropped is not None:
-                squared[dropped[row]] = np.inf
-            bounds[part] = np.minimum(bounds[part], squared.max(1))
-        return bounds
-
-    def _measure(self, query: Rows, number: Rows) -> Doubles:
-        """Return |q − x|² of pairs of a query and a row of the vectors, in double precision."""
-        return measured(self.exact, self.task.vectors, query, number, self.task.columns)
-
     def _enter(self, query: Rows, row: Rows, squared: Doubles) -> None:
         """Put measured rows among the nearest, each once."""
-        query, row, squared = _chosen(squared <= self.squared[query, -1], query, row, squared)
-        touched = np.unique(query)
-        query = np.concatenate([query, np.repeat(touched, self.task.k)])
-        row = np.concatenate([row, self.rows[touched].ravel()])
-        squared = np.concatenate([squared, self.squared[touched].ravel()])
+        k = self.task.k
+        there = self.rows[:, 0] >= 0
+        if there.any():
+            query, row, squared = _chosen(squared <= self.squared[query, -1], query, row, squared)
+            touched = np.flatnonzero(np.bincount(query, minlength=len(there)).astype(bool) & there)
+            query = np.concatenate([query, np.repeat(touched, k)])
+            row = np.concatenate([row, self.rows[touched].ravel()])
+            squared = np.concatenate([squared, self.squared[touched].ravel()])
         order = np.lexsort((row, squared, query))
-        starts = np.searchsorted(query[order], touched)
-        best = order[starts[:, None] + np.arange(self.task.k)]
-        self.rows[touched], self.squared[touched] = row[best], squared[best]
+        counts = np.bincount(query, minlength=len(there))
+        place = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+        order, place = order[place < k], place[place < k]
+        query = query[order]
+        self.rows[query, place], self.squared[query, place] = row[order], squared[order]
 
 
 def _first(rows: slice | Rows) -> Any:

@@ -8,19 +8,18 @@ from numpy.typing import NDArray
 from retrieval.serving.index.contract import Floats, Rows
 from retrieval.serving.local.compact import Compact
 from retrieval.serving.local.distances import TINY, relative_error, squared_distances
-from retrieval.serving.local.smallest import Smallest, kept_for
+from retrieval.serving.runtime import load_faiss
 
 Doubles = NDArray[np.float64]
 
 _QUERIES, _NUMBERS = 4, 1 << 15
 _ROWS = 1 << 21  # of one query: 8 MB of sums
-_BLOCK = 1 << 15  # rows whose sums stay in a core's cache
+_MARGIN = 8  # sums kept beyond those that are asked for, and one more for each sixteenth: the last ones say how far all others are at least
 _SAMPLE = 4096  # rows that bound the k-th sum of all
 _WORTH = (
     1 / 16
 )  # part of the rows: if more remain after the companion, to measure those costs more than reading the vectors
 _LARGEST = 2.0**127
-_MANY = 1024  # rows from which few sums are kept
 _TOGETHER = 1 << 18  # numbers that are measured at a time
 
 
@@ -58,27 +57,29 @@ def _near(query: Floats, vectors: Floats, count: int) -> Rows:
     Where v is the largest of k sums in float32, the k-th distance is at most v (1 + 2γ), and a row at that distance has a sum of at most v (1 + 2γ)².
     """
     wider, tiny = _bound(len(query))
-    if len(vectors) >= _MANY and (near := _kept(query, vectors, count)) is not None:
+    if (near := _kept(query, vectors, count)) is not None:
         return near
     sums = _sums(query, vectors)
     return _within(sums, (float(sums[_smallest(sums, count)].max()) * wider + tiny) * wider + tiny)
 
 
 def _kept(query: Floats, vectors: Floats, count: int) -> Rows | None:
-    """Return what `_near` does, keeping few of the sums; None where more rows are as near as those."""
-    wider, tiny = _bound(len(query))
-    smallest = Smallest(1, kept_for(count))
-    for start in range(0, len(vectors), _BLOCK):
-        block = vectors[start : start + _BLOCK]
-        sums = smallest.room(len(block))
-        squared_distances(query, block, sums[0])
-        smallest.add(sums, slice(start, start + len(block)))
-    sums, rows = smallest.values[0], smallest.rows[0]
-    farthest = float(np.partition(sums, count - 1)[count - 1])
-    limit = (farthest * wider + tiny) * wider + tiny
-    if limit >= _LARGEST or not smallest.beyond(np.array([limit]), len(vectors))[0]:
+    """Return what `_near` does, keeping few of the sums, in FAISS's heap; None where more rows are as near as those."""
+    faiss, kept = load_faiss(), min(count + _MARGIN + count // 16, len(vectors))
+    if faiss.cvar.distance_compute_blas_threshold < 2:  # somebody has it take products for one query, too
         return None
-    return np.sort(rows[(rows >= 0) & (sums <= limit)])
+    wider, tiny = _bound(len(query))
+    sums, rows = np.empty(kept, np.float32), np.empty(kept, np.int64)
+    given = map(faiss.swig_ptr, (query, vectors))
+    faiss.knn_L2sqr(
+        *given, vectors.shape[1], 1, len(vectors), kept, faiss.swig_ptr(sums), faiss.swig_ptr(rows)
+    )
+    limit = (float(sums[count - 1]) * wider + tiny) * wider + tiny  # they come in order
+    if limit >= _LARGEST or (kept < len(vectors) and not sums[-1] > limit):
+        return None
+    found = rows[: int(sums.searchsorted(limit, "right"))]
+    found.sort()
+    return found
 
 
 def _near_by(compact: Compact, query: Floats, vectors: Floats, count: int) -> Rows | None:
