@@ -5,7 +5,7 @@ Nothing of a block is kept but its rows' losses and the gradient, so that a loss
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -127,18 +127,32 @@ class _ByRows(torch.autograd.Function):
         saved = ctx.saved_tensors
         given, slopes = saved[: len(wanted)], iter(saved[len(wanted) :])
         if torch.is_grad_enabled():  # the gradient will be differentiated
-            losses, _ = _both(plain(given[0], *pairs.of(slice(None)), *given[1:]))
-            leaves = [x for x, want in zip(given, wanted, strict=True) if want]
-            slopes = iter(
-                torch.autograd.grad(losses, leaves, gradient, create_graph=True, materialize_grads=True)
+            found = derivatives(
+                lambda mat, *others: _both(plain(mat, *pairs.of(slice(None)), *others))[0], given, gradient
             )
-            found = [next(slopes) if want else None for want in wanted]
         else:
             found = [
                 next(slopes) * gradient.view(-1, *[1] * (x.ndim - 1)) if want else None
                 for x, want in zip(given, wanted, strict=True)
             ]
         return found[0], None, None, None, None, *found[1:]
+
+
+def derivatives(formula: Plain, inputs: Sequence[Tensor | None], gradient: Any) -> list[Tensor | None]:
+    """Return the derivatives of a formula of some tensors, each for itself, in a form that can be differentiated again.
+
+    Args:
+        formula: of the inputs.
+        inputs: one of them may have been made of another, which counts for nothing here; None is handed on.
+        gradient: of what the formula gives.
+    """
+    # aliases: the way from one input to another ends at them
+    given = [None if x is None else x.view_as(x) for x in inputs]
+    leaves = [x for x in given if x is not None and x.requires_grad]
+    found = iter(
+        torch.autograd.grad(formula(*given), leaves, gradient, create_graph=True, materialize_grads=True)
+    )
+    return [next(found) if x is not None and x.requires_grad else None for x in given]
 
 
 class _Lse(torch.autograd.Function):

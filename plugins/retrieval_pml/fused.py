@@ -23,7 +23,7 @@ def multi_similarity(alpha: float, beta: float, base: float, sign: int) -> Fused
         torch.sub(mat, base, out=slopes).mul_(beta * sign)
         pairs.leave_negatives(slopes, rows, -torch.inf)
         top = slopes.amax(1, keepdim=True).clamp_(min=0)  # with the 1 of log(1 + Σ exp)
-        _exp_(slopes.sub_(top))
+        exp_(slopes.sub_(top))
         sums = slopes.sum(1, keepdim=True) + torch.exp(-top)
         losses = ((top + sums.log()) / beta).squeeze(1)
         slopes.mul_(sign / sums)
@@ -58,7 +58,7 @@ def circle(op: float, on: float, delta_p: float, delta_n: float, gamma: float) -
         some = torch.zeros_like(top, dtype=torch.bool).squeeze(1).index_fill_(0, row, True)
         some &= top.squeeze(1) != -torch.inf
         top.masked_fill_(~some.unsqueeze(1), 0)
-        _exp_(slopes.sub_(top))
+        exp_(slopes.sub_(top))
         sums = slopes.sum(1, keepdim=True).masked_fill_(~some.unsqueeze(1), 1)
         near = mat[row, column]
         weight = (op - near).relu_().mul_(-gamma)
@@ -88,7 +88,7 @@ def instance(gamma: float) -> Fused:
         row, column = pairs.positives(rows)
         own = slopes[row, column]
         top = slopes.amax(1, keepdim=True)
-        _exp_(slopes.sub_(top))
+        exp_(slopes.sub_(top))
         sums = slopes.sum(1, keepdim=True)
         slopes.mul_(gamma / sums)
         highest = mat.new_full((len(mat),), -torch.inf).scatter_reduce_(0, row, own, "amax")
@@ -100,6 +100,6 @@ def instance(gamma: float) -> Fused:
     return fused
 
 
-def _exp_(exponents: Tensor) -> None:
-    """Exponentiate in place; what is below e⁻⁸⁷ becomes 0, since processors take 60 times as long for numbers so small."""
-    torch.threshold_(exponents.clamp_(min=-87).exp_(), 2e-38, 0.0)
+def exp_(exponents: Tensor) -> Tensor:
+    """Exponentiate in place, and return it; what is below e⁻⁸⁷ becomes 0, since processors take 60 times as long for numbers so small."""
+    return torch.threshold_(exponents.clamp_(min=-87).exp_(), 2e-38, 0.0)

@@ -18,14 +18,13 @@ from retrieval_pml.common import (
     Positive,
     Reducer,
     Regularizer,
-    precise,
     require_similarity,
 )
 from retrieval_pml.forward import forwards
 
 
 @traits(ref_emb=False)
-@forwards(precise(losses.NormalizedSoftmaxLoss, "items"))
+@forwards(corrected.NormalizedSoftmaxLoss)
 def normalized_softmax(
     embedding_size: int,
     classes: int,
@@ -50,7 +49,7 @@ def normalized_softmax(
 
 
 @traits(ref_emb=False)
-@forwards(precise(losses.ProxyAnchorLoss))
+@forwards(corrected.ProxyAnchorLoss)
 def proxy_anchor(
     embedding_size: int,
     classes: int,
@@ -108,7 +107,7 @@ def proxy_nca(
 
 
 @traits(ref_emb=False)
-@forwards(precise(losses.SoftTripleLoss, "items"))
+@forwards(corrected.SoftTripleLoss)
 def soft_triple(
     embedding_size: int,
     classes: int,
@@ -142,7 +141,7 @@ def soft_triple(
 
 
 @traits(ref_emb=False, miner=False)
-@forwards(precise(losses.P2SGradLoss), embedding_size="descriptors_dim")
+@forwards(corrected.P2SGradLoss, embedding_size="descriptors_dim")
 def p2s_grad(
     embedding_size: int,
     classes: int,

@@ -156,7 +156,10 @@ def test_the_angular_loss_on_unit_vectors(reference: bool) -> None:
     assert torch.autograd.gradcheck(call, inputs)
 
 
-@pytest.mark.parametrize("name", ["sup_con", "nt_xent", "nca", "contrastive", "fast_ap", "angular"])
+OF_GRADIENTS = ["sup_con", "nt_xent", "nca", "contrastive", "intra_pair_variance", "fast_ap", "angular"]
+
+
+@pytest.mark.parametrize("name", OF_GRADIENTS)
 def test_a_gradient_of_a_gradient(name: str) -> None:
     made = {**WITH_REFERENCE, **ALONE, "angular": (corrected_triplets.AngularLoss, losses.AngularLoss)}[name]
     x = torch.nn.functional.normalize(codes(28, 0, "spread")).requires_grad_()
