@@ -54,13 +54,27 @@ class Body:
         """Whether understanding it takes longer than handing it to a thread, whatever a form's fields say."""
         return self._received > (LARGE if self.kind == "json" else _COPIED)
 
-    async def read(self, receive: Receive, budget: Budget, upload: Upload, seconds: float) -> None:
+    async def read(
+        self, receive: Receive, budget: Budget, upload: Upload, seconds: float, *, there: bool = False
+    ) -> None:
         """Collect the body; past the limit, throw the rest away and refuse.
+
+        Args:
+            receive: gives a part of it.
+            budget: of the memory that it takes.
+            upload: its account there.
+            seconds: that it may take to arrive.
+            there: whether all of it has arrived: nothing is waited for then.
 
         Raises:
             RequestError: 408, 413 or 503: too slow, too large, or no memory is left.
             Gone: the client has left.
         """
+        if there:
+            await self._collect(receive, budget, upload)
+            upload.arriving = False
+            return
+        upload.task = asyncio.current_task()
         try:
             with Limit(seconds):
                 await self._collect(receive, budget, upload)

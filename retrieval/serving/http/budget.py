@@ -21,7 +21,7 @@ class Upload:
     """One body that is arriving, or waits to be searched with; its memory comes back when it is left."""
 
     budget: Budget
-    task: asyncio.Task[Any] | None
+    task: asyncio.Task[Any] | None = None  # that waits for the rest of it
     held: int = 0
     last: float = 0.0
     arriving: bool = True
@@ -53,7 +53,7 @@ class Budget:
 
     def upload(self) -> Upload:
         """Open an account."""
-        upload = Upload(self, asyncio.current_task(), last=time.monotonic())
+        upload = Upload(self, last=time.monotonic())
         self._uploads.add(upload)
         return upload
 

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from retrieval.serving.http.processes.figures import page
+from retrieval.serving.http.tallies import Spreads, Tallies
 from retrieval.serving.stages import STAGES, Trail
 from retrieval.serving.stores.contract import Stats
 
@@ -50,26 +51,28 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self._routes = {*routes, OTHER}
-        self._requests = Counter(
+        counts: Any = Tallies if member is None else Counter
+        spreads: Any = Spreads if member is None else Histogram
+        self._requests = counts(
             "retrieval_requests",
             "Requests answered.",
             ["method", "route", "status"],
             registry=self.registry,
         )
-        self._refused = Counter(
+        self._refused = counts(
             "retrieval_refused",
             "Requests refused, by why; by their status where it says enough.",
             ["reason"],
             registry=self.registry,
         )
-        self._duration = Histogram(
+        self._duration = spreads(
             "retrieval_request_seconds",
             "From a request's header to the end of its answer.",
             ["route"],
             buckets=_SECONDS,
             registry=self.registry,
         )
-        stages = Histogram(
+        stages = spreads(
             "retrieval_stage_seconds",
             "Of these, by stage, without the stages inside it.",
             ["stage"],
@@ -77,30 +80,30 @@ class Metrics:
             registry=self.registry,
         )
         self._stages = {name: stages.labels(name) for name in STAGES}
-        batches = Histogram(
+        batches = spreads(
             "retrieval_encode_batch",
             "Images (or features) that went through the encoder at once.",
             buckets=_BATCHES,
             registry=self.registry,
         )
-        searches = Histogram(
+        searches = spreads(
             "retrieval_search_batch",
             "Queries that were searched for at once.",
             buckets=_BATCHES,
             registry=self.registry,
         )
         self._sizes = {"encode": batches, "search": searches}
-        # `labels` looks up under a lock each time; what there can be is bounded by routes, methods and statuses
-        self._counters: dict[tuple[str, str, int], Counter] = {}
-        self._durations: dict[str, Histogram] = {}
-        self._refusals: dict[str, Counter] = {}
+        # the library looks labels up under a lock each time; what there can be is bounded by routes, methods and statuses
+        self._counters: dict[tuple[str, str, int], Any] = {}
+        self._durations: dict[str, Any] = {}
+        self._refusals: dict[str, Any] = {}
         self._growing = _Growing(self.registry, gates or {})
         self._looked = CollectorRegistry()
         self._looked.register(_Looked(searchers, gates or {}, 1 if member is None else member.of))
         self._member = member
 
     def answered(self, trail: Trail, method: str, route: str, status: int, seconds: float) -> None:
-        """Count one request.
+        """Count one request; for the event loop.
 
         Args:
             trail: its stages.
@@ -122,10 +125,10 @@ class Metrics:
         if duration is None:
             duration = self._durations[what[1]] = self._duration.labels(what[1])
         duration.observe(seconds)
-        for span in trail.spans:
-            self._stages[span.stage].observe(span.own)
-            if span.items and span.stage in self._sizes:
-                self._sizes[span.stage].observe(span.items)
+        for stage, _, _, own, items in trail.spans:
+            self._stages[stage].observe(own)
+            if items and stage in self._sizes:
+                self._sizes[stage].observe(items)
         if status >= 400:
             reason = trail.reason or str(what[2])
             refused = self._refusals.get(reason)

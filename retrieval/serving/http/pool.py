@@ -173,7 +173,8 @@ class Pool:
         self._count = 0
         self._idle = threads
         self._lock = threading.Lock()
-        self._resting: list[threading.Lock] = []  # each wakes one thread; the last to have worked is the next to work
+        # each wakes one thread: the last to have worked is the next to work, its caches are warm
+        self._resting: list[threading.Lock] = []
         self._closed = False
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}_{number}", daemon=True)

@@ -10,6 +10,8 @@ from typing import Any
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from retrieval.serving.http.leaving import FOLLOWS
+
 MEDIA_TYPE = "application/problem+json"
 REQUEST = "retrieval.request"
 """Where an ASGI scope has the request's id."""
@@ -17,6 +19,40 @@ REQUEST = "retrieval.request"
 _RANDOM = random.Random()  # seeded by the system
 _VARIANTS = "89ab"
 _TITLES = {status.value: status.phrase for status in HTTPStatus}
+
+
+_TYPE = (b"content-type", MEDIA_TYPE.encode())
+
+
+class Whole(Response):
+    """An answer that is there, for a third of what Starlette's costs.
+
+    Args:
+        body: of it.
+        status: of HTTP.
+        kind: the header that says what it is.
+        headers: further ones.
+    """
+
+    def __init__(
+        self,
+        body: bytes,
+        status: int,
+        kind: tuple[bytes, bytes],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status_code, self.body, self.background = status, body, None
+        self.raw_headers = [(b"content-length", b"%d" % len(body)), kind]
+        if headers:
+            self.raw_headers += [
+                (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
+            ]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send it."""
+        status, headers = self.status_code, self.raw_headers
+        await send({"type": "http.response.start", "status": status, "headers": headers, FOLLOWS: True})
+        await send({"type": "http.response.body", "body": self.body})
 
 
 def new_request_id(trace: str = "") -> str:
@@ -70,4 +106,4 @@ def problem(
     """Return the answer to a request that failed; a 503 says when to come again."""
     again = {"Retry-After": "1"} if status == 503 else {}
     body = said(status, sentence, request_id(scope), more)
-    return Response(body, status, headers={**again, **(headers or {})}, media_type=MEDIA_TYPE)
+    return Whole(body, status, _TYPE, {**again, **(headers or {})})

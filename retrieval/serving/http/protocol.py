@@ -13,8 +13,7 @@ from collections import Counter
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
+from retrieval.serving.http.cycle import Cycles
 from retrieval.serving.http.leaving import LEAVING, Leaving
 from retrieval.serving.http.problems import MEDIA_TYPE, new_request_id, problem, request_id, said
 from retrieval.serving.http.settings import HEALTH
@@ -153,7 +152,7 @@ class Connections:
                 one.abort()
 
 
-class Protocol(HttpToolsProtocol):
+class Protocol(Cycles):
     """One connection; `gates` is set by `protocol_class`: by the port that was connected to."""
 
     gates: dict[int | None, Connections]
@@ -204,7 +203,7 @@ class Protocol(HttpToolsProtocol):
         if self._answered():
             self.gate.idle(self)  # from its first byte on, a header has its whole time
         self._header_bytes = self._header_count = self._chunks = self._body_bytes = 0
-        self._in_headers = True
+        self._in_headers, self._leaving.whole = True, False
 
     def on_url(self, url: bytes) -> None:
         """Count the address as header."""
@@ -217,7 +216,10 @@ class Protocol(HttpToolsProtocol):
         self._header_count += 1
         if self._in_body and (self._header_bytes > _HEADER_BYTES or self._header_count > _HEADERS):
             raise ValueError("the trailer is too large")
-        super().on_header(name, value)
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """Hand the request to the application, or to a refusal in its place."""
@@ -263,7 +265,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Note that the body is complete, and listen for the client's leaving."""
         super().on_message_complete()
-        self._in_body = False
+        self._in_body, self._leaving.whole = False, True
         if not self.pipeline:
             self.flow.resume_reading()
         if self._answered():
@@ -274,7 +276,6 @@ class Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Wait for the next request, or for the rest of this one's body for a moment."""
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # Connections.sweep does this, for headers too
         if self._in_body:
             self.gate.stuck(self, _LINGER_SECONDS)
         elif self._answered():

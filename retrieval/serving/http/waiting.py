@@ -64,6 +64,7 @@ class _Watching(Limit):
         self._deadline = seconds
         self._receive = receive
         self._watch: asyncio.Task[None] | None = None
+        self._rest: asyncio.TimerHandle | None = None
         self._left = False
 
     def __exit__(
@@ -71,15 +72,18 @@ class _Watching(Limit):
     ) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        if self._rest is not None:
+            self._rest.cancel()
         super().__exit__(kind, error, trace)
 
-    def _over(self) -> None:
+    def over(self) -> None:
+        """Begin to watch, and later end the work."""
         if self._watch is not None:
             self._cancel()
             return
         self._watch = asyncio.ensure_future(self._wait())
         if self._deadline is not None:
-            self._timer = self._loop.call_later(max(0.0, self._deadline - _SOON), self._over)
+            self._rest = self._loop.call_later(max(0.0, self._deadline - _SOON), self.over)
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -115,6 +119,12 @@ async def in_time(request: Request, work: Awaitable[T], seconds: float | None) -
             return await work
     finally:
         ends.reset(before)
+
+
+def arrived(request: Request) -> bool:
+    """Return whether all of a request is there, so that its body need not be waited for."""
+    leaving: Leaving | None = request.scope.get(LEAVING)
+    return leaving is not None and leaving.whole
 
 
 def client_of(request: Request) -> str:

@@ -17,7 +17,7 @@ from retrieval.serving.http.models import ItemBody, loads, truth
 from retrieval.serving.http.routes.ids import id_of
 from retrieval.serving.http.sending import answer, as_json
 from retrieval.serving.http.site import Served, Site, prefix_of
-from retrieval.serving.http.waiting import client_of, in_time
+from retrieval.serving.http.waiting import arrived, client_of, in_time
 from retrieval.serving.http.writing import New
 from retrieval.serving.index.base import Index
 from retrieval.serving.index.collection import Collection
@@ -75,7 +75,9 @@ class Items:
             return await served.writing.put([new], finish, client)
 
         with budget.upload() as upload:
-            await body.read(request.receive, budget, upload, self._settings.body_seconds)
+            await body.read(
+                request.receive, budget, upload, self._settings.body_seconds, there=arrived(request)
+            )
             return answer(await in_time(request, work(), self._settings.deadline))
 
     async def delete(self, request: Request) -> Response:

@@ -30,7 +30,7 @@ from retrieval.serving.http.models import (
 from retrieval.serving.http.routes.items import item_json, usable_id
 from retrieval.serving.http.sending import answer, as_json
 from retrieval.serving.http.site import Served, Site, parameters_of, prefix_of
-from retrieval.serving.http.waiting import client_of, in_time
+from retrieval.serving.http.waiting import arrived, client_of, in_time
 from retrieval.serving.http.writing import New, Once
 from retrieval.serving.index.base import Index
 from retrieval.serving.index.collection import Collection
@@ -65,7 +65,9 @@ class Many:
             return as_json({"added": added, "replaced": replaced})
 
         with budget.upload() as upload:
-            await body.read(request.receive, budget, upload, self._settings.body_seconds)
+            await body.read(
+                request.receive, budget, upload, self._settings.body_seconds, there=arrived(request)
+            )
 
             async def work() -> bytes:
                 items, once = await served.searcher.machinery.searches.run(
@@ -129,7 +131,9 @@ class Many:
         parameters_of(request)
         body = Body(request.headers, {"json": JSON_BYTES}, _DELETE)
         with budget.upload() as upload:
-            await body.read(request.receive, budget, upload, self._settings.body_seconds)
+            await body.read(
+                request.receive, budget, upload, self._settings.body_seconds, there=arrived(request)
+            )
             said = DeleteBody.read(body.content())
             if sum(one is not None for one in (said.ids, said.filter, said.all)) != 1:
                 raise RequestError(400, DeleteBody.shape)

@@ -15,7 +15,7 @@ from retrieval.serving.http.body import JSON_BYTES, Body
 from retrieval.serving.http.queries import OPTIONS, Query, read_batch, read_quickly, read_search
 from retrieval.serving.http.sending import answer, as_json
 from retrieval.serving.http.site import Served, Site, parameters_of, prefix_of
-from retrieval.serving.http.waiting import client_of, in_time
+from retrieval.serving.http.waiting import arrived, client_of, in_time
 from retrieval.serving.index.base import Hit
 from retrieval.serving.stages import current
 
@@ -98,7 +98,9 @@ class Searching:
             return await searcher.search(query, finish, client)
 
         with self._site.budget.upload() as upload:
-            await body.read(request.receive, self._site.budget, upload, settings.body_seconds)
+            await body.read(
+                request.receive, self._site.budget, upload, settings.body_seconds, there=arrived(request)
+            )
             return answer(await in_time(request, work(), settings.deadline))
 
 
