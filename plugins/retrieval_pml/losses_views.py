@@ -10,7 +10,18 @@ from pytorch_metric_learning import losses
 from retrieval import traits
 from torch import Tensor, nn
 
-from retrieval_pml.common import AnyLoss, NonNegative, Positive, PreciseLoss, Reducer, no_indices, on_labels
+from retrieval_pml.blocks import derivatives
+from retrieval_pml.common import (
+    AnyLoss,
+    NonNegative,
+    Positive,
+    PreciseLoss,
+    Reducer,
+    element,
+    no_indices,
+    on_labels,
+    reduced,
+)
 from retrieval_pml.forward import forwards
 from retrieval_pml.wrappers import check_reference
 
@@ -32,6 +43,19 @@ def pair_views(labels: Tensor) -> tuple[Tensor, Tensor]:
     return order[first], order[first + 1]
 
 
+def places_of_views(
+    embeddings: Tensor, labels: Tensor | None, ref_emb: Tensor | None, ref_labels: Tensor | None, name: str
+) -> tuple[Tensor, Tensor]:
+    """Return where first and where second views are in the batch, each (P,).
+
+    Raises:
+        ValueError: there is a reference set, or no labels.
+    """
+    if ref_emb is not None or ref_labels is not None:
+        raise ValueError(f"{name} takes the second views from the batch: it takes no ref_emb beside labels")
+    return pair_views(on_labels(labels, embeddings, name))
+
+
 def two_views(
     embeddings: Tensor, labels: Tensor | None, ref_emb: Tensor | None, ref_labels: Tensor | None, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,23 +66,24 @@ def two_views(
     """
     if labels is None and ref_emb is not None:
         return embeddings, ref_emb, torch.arange(len(embeddings), device=embeddings.device)
-    if ref_emb is not None or ref_labels is not None:
-        raise ValueError(f"{name} takes the second views from the batch: it takes no ref_emb beside labels")
-    labels = on_labels(labels, embeddings, name)
-    first, second = pair_views(labels)
-    return embeddings[first], embeddings[second], labels[first]
+    first, second = places_of_views(embeddings, labels, ref_emb, ref_labels, name)
+    assert labels is not None
+    return embeddings[first], embeddings[second], labels.to(embeddings.device)[first]
 
 
 class VICRegLoss(PreciseLoss, losses.VICRegLoss):
-    """Upstream's, which finds the two views by their label when it is called like any other loss."""
+    """Upstream's, which finds the two views by their label when it is called like any other loss; its gradient is written down.
 
-    def forward(
+    Without labels the embeddings are the first views, and `ref_emb` holds the second ones.
+    """
+
+    def measured(
         self,
         embeddings: Tensor,
-        labels: Tensor | None = None,
-        indices_tuple: Any = None,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
     ) -> Any:
         """Return the loss, a scalar.
 
@@ -73,10 +98,74 @@ class VICRegLoss(PreciseLoss, losses.VICRegLoss):
             ValueError: there are indices, or labels and a reference set.
         """
         no_indices("VICRegLoss", indices_tuple)
-        first, second, _ = two_views(embeddings, labels, ref_emb, ref_labels, "VICRegLoss")
-        if len(first) < 2:  # a single pair has no variance
+        if labels is None and ref_emb is not None:
+            views = torch.stack([embeddings, ref_emb])
+        else:
+            places = torch.cat(places_of_views(embeddings, labels, ref_emb, ref_labels, "VICRegLoss"))
+            views = embeddings.index_select(0, places).view(2, len(places) // 2, embeddings.shape[1])
+        if views.shape[1] < 2:  # a single pair has no variance
             return embeddings.sum() * 0
-        return super().forward(first, ref_emb=second)
+        self.reset_stats()
+        apart, spread, covariance = _VICReg.apply(views, self.eps)
+        found = {
+            **element(self.invariance_lambda * apart, "invariance_loss"),
+            **element(self.variance_mu * spread[0], "variance_loss1"),
+            **element(self.variance_mu * spread[1], "variance_loss2"),
+            "covariance_loss": reduced(self.covariance_v * covariance)["loss"],
+        }
+        return self.reducer(found, views[0], None)
+
+
+class _VICReg(torch.autograd.Function):
+    """How far apart each thing's views (2, P, C) are (P,), what their dimensions lack in spread (2, C), and their covariances, one number.
+
+    One product for the covariances and one for all of the gradient, where autograd takes three for the covariances alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, views: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        apart = views[0] - views[1]
+        centred = views - views.mean(1, keepdim=True)
+        covariances = centred.mT @ centred / (views.shape[1] - 1)
+        diagonal = covariances.diagonal(dim1=1, dim2=2)
+        deviations = (diagonal + eps).sqrt_()
+        diagonal.zero_()
+        ctx.save_for_backward(views, apart, centred, covariances, deviations)
+        ctx.eps = eps
+        return (
+            apart.square().mean(1),
+            (1 - deviations).relu_() / 2,
+            covariances.square().sum() / views.shape[2],
+        )
+
+    @staticmethod
+    def backward(ctx: Any, of_apart: Tensor, of_spread: Tensor, of_covariance: Tensor) -> Any:
+        views, apart, centred, covariances, deviations = ctx.saved_tensors
+        _, things, width = views.shape
+        if torch.is_grad_enabled():  # the gradient will be differentiated
+            gradients = of_apart, of_spread, of_covariance
+            return *derivatives(lambda given: _plain_vic_reg(given, ctx.eps), [views], gradients), None
+        slopes = covariances * (of_covariance * (4 / width / (things - 1)))
+        kept = of_spread * (deviations < 1)
+        # a dimension's variance is on the diagonal, which the covariances leave free
+        slopes.diagonal(dim1=1, dim2=2).copy_(kept.div_(deviations).mul_(-0.5 / (things - 1)))
+        found = centred @ slopes
+        drawn = apart * (of_apart * (2 / width)).unsqueeze(1)
+        found[0] += drawn
+        found[1] -= drawn
+        return found, None
+
+
+def _plain_vic_reg(views: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_VICReg` returns, as a formula."""
+    centred = views - views.mean(1, keepdim=True)
+    covariances = centred.mT @ centred / (views.shape[1] - 1)
+    diagonal = covariances.diagonal(dim1=1, dim2=2)
+    return (
+        (views[0] - views[1]).square().mean(1),
+        torch.relu(1 - torch.sqrt(diagonal + eps)) / 2,
+        (covariances - torch.diag_embed(diagonal)).square().sum() / views.shape[2],
+    )
 
 
 class SelfSupervisedLoss(losses.SelfSupervisedLoss):
