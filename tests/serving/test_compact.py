@@ -13,6 +13,12 @@ from retrieval.errors import StoreError
 from retrieval.serving.local import compact, exact
 
 
+@pytest.fixture(autouse=True)
+def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have companions of few vectors read."""
+    monkeypatch.setattr(exact, "_COMPACT_LEAST", 0)
+
+
 def flat(count: int, width: int = 24, seed: int = 0) -> Any:
     """Vectors that lie near 5 directions, as those of images lie near few."""
     rng = np.random.default_rng(seed)
@@ -90,6 +96,17 @@ def test_it_leaves_the_companion_where_that_tells_little(monkeypatch: pytest.Mon
     monkeypatch.setattr(exact._Search, "_scan", scanned)
     same(vectors[:9] + np.float32(0.5), vectors, 10, companion)
     assert read == [companion, None, None]
+
+
+def test_it_is_left_alone_where_the_vectors_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors, read = flat(3000), []
+    companion, project = built(vectors), compact.Compact.project
+    monkeypatch.setattr(compact.Compact, "project", lambda *given: (read.append(1), project(*given))[1])
+    for least, count in ((vectors.size, 1), (vectors.size, 9), (vectors.size + 1, 1), (vectors.size + 1, 9)):
+        monkeypatch.setattr(exact, "_COMPACT_LEAST", least)
+        read.clear()
+        same(vectors[:count] + np.float32(1e-3), vectors, 10, companion)
+        assert bool(read) == (least == vectors.size)
 
 
 @pytest.mark.parametrize("vectors", [np.zeros((400, 8), np.float32), flat(20), flat(400) * np.float32(1e30)])

@@ -37,7 +37,7 @@ _MOST_QUERIES = 256  # at a time
 _PART_NUMBERS = 1 << 17  # 512 KB of vectors are in a core's own cache when they are multiplied
 _BLOCK_PAIRS = 1 << 21  # 8 MB of values
 _WINDOW = 1 << 18
-_CACHED = 1 << 24  # bytes of vectors that stay in the caches from one search to the next
+_CACHED = 1 << 23  # bytes of vectors that stay in the caches from one search to the next
 # OpenBLAS multiplies small matrices as they lie: up to so many products at once. It repacks larger ones, which for few
 # queries takes longer than to multiply them; below so many rows the calls do.
 _SMALL_PRODUCT, _FEWEST_ROWS = 1_000_000, 64
@@ -47,6 +47,7 @@ _DENSE_ONE, _DENSE = 0.12, 0.75
 _MANY = 2  # times k: if more groups of rows are near, a bound of the k-th comes first
 # If more than this part of the pairs remains after the companion, to measure those costs more than reading the vectors.
 _WORTH_ONE, _WORTH = 1 / 16, 1 / 64
+_COMPACT_LEAST = 2_000_000  # numbers of vectors; fewer are read as fast as their companion
 _LARGEST = 2.0**120
 
 
@@ -72,7 +73,7 @@ def nearest(
         keep: (N,), which rows may be found; None is all.
         span: first column and the one past the last to compare; None is all.
         norms: (N,) what `distances.squared_norms` gave for these rows, within the span if there is one; saves a tenth of the time of many queries.
-        compact: the companion of these vectors, which is read in their place; not with a span.
+        compact: the companion of these vectors, which is read in their place where that is faster; not with a span.
         threads: how many threads read ranges of the rows.
 
     Returns:
@@ -82,6 +83,8 @@ def nearest(
         ValueError: arguments that do not fit each other.
     """
     _check(queries, vectors, k, keep, span, norms, compact, threads)
+    if vectors.size < _COMPACT_LEAST:
+        compact = None
     columns = slice(None) if span is None else slice(*span)
     given = np.ascontiguousarray(queries[:, columns], np.float32)
     if are_few(given, vectors, whole=keep is None and span is None and threads == 1):

@@ -28,8 +28,6 @@ SEGMENTS = "segments"
 _MARGIN = 16  # beyond what is asked of a structure: for deleted items
 _TOGETHER = 1 << 18  # numbers that are measured at once
 _MOST = 4096  # asked of a structure at once, before the segment is searched exactly
-_ALONE, _LARGE = 8, 25_000_000
-"""Queries at once that are faster with a companion in any case, and numbers of vectors from which more are, too."""
 _RARE = (
     0.02  # share of a segment that matches a filter, up to which exact search among the matches is the faster
 )
@@ -89,7 +87,7 @@ def search_exact(
         keep=keep,
         span=None if whole else span,
         norms=norms if whole else None,
-        compact=compact if whole and (len(queries) <= _ALONE or vectors.size >= _LARGE) else None,
+        compact=compact if whole else None,
     )
     return distances, numbers, rows
 
