@@ -56,11 +56,35 @@ def encode(
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     codes: list[Tensor] = []
     meter = Meter(progress or "", len(indices), "items", show=progress is not None)
-    with evaluating(model), meter:
+    with evaluating(model), _channels_last(model, device), meter:
         for chunk in inputs(dataset, indices, None if from_features else model.preprocessing, batch, raw=raw):
-            codes.append(model(chunk.to(device), from_features)[1].float().cpu())
+            codes.append(_forward(model, chunk.to(device), from_features).float().cpu())
             meter.update(len(chunk))
     return torch.cat(codes) if codes else torch.empty(0, 0)
+
+
+@contextlib.contextmanager
+def _channels_last(model: Model, device: torch.device) -> Iterator[None]:
+    """On a CPU, images' channels last inside: convolutions take half to all of the time. Kernels that were compiled stay with what they know."""
+    kept = model.channels_last
+    if device.type == "cpu" and model.backbone._compiled_call_impl is None:
+        model.channels_last = True
+    try:
+        yield
+    finally:
+        model.channels_last = kept
+
+
+def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
+    """Return the codes (B, C); of a net that asks how its numbers lie, as `Tensor.view` does, with channels first."""
+    try:
+        codes: Tensor = model(inputs, from_features)[1]
+    except RuntimeError:
+        if not model.channels_last:
+            raise
+        model.channels_last = False
+        codes = model(inputs, from_features)[1]
+    return codes
 
 
 def pixels(dataset: Dataset, indices: NDArray[np.int64], model: Model, *, batch: int = 256) -> Tensor:

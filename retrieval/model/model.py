@@ -94,7 +94,7 @@ class Model(nn.Module):
         if self.preprocessing is not None:
             x = x * self.get_buffer("scale") + self.get_buffer("shift")
             if self.channels_last:
-                x = x.contiguous(memory_format=torch.channels_last)
+                x = _channels_last(x)
         features: Tensor = self.backbone(x)
         return features
 
@@ -121,3 +121,11 @@ class Model(nn.Module):
             return self.combiner.pairwise_distance(x, y)
         # the root of zero has no gradient
         return ((x - y).square().sum(-1) + 1e-12).sqrt()
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    """Return images (B, channels, H, W) of which each pixel's channels lie together, and whose strides say so also of a single channel."""
+    if images.shape[1] > 1:
+        return images.contiguous(memory_format=torch.channels_last)
+    images = images.contiguous()
+    return images.as_strided(images.shape, (images.stride(0), 1, images.stride(2), 1))

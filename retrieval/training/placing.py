@@ -15,11 +15,17 @@ from retrieval.errors import RecipeError
 from retrieval.recipe.tables import Train
 from retrieval.run.build import Objective
 from retrieval.run.open import Run
+from retrieval.serving.memory import keep_large_blocks
 
 
 def place(run: Run, objective: Objective, device: torch.device) -> None:
-    """Put model and objective on a device, as `[train]` says; kernels are compiled when they are first called."""
+    """Put model and objective on a device, as `[train]` says; kernels are compiled when they are first called.
+
+    On a CPU the process keeps its large blocks of memory from then on; see `keep_large_blocks`.
+    """
     train = run.recipe.train
+    if device.type == "cpu":
+        keep_large_blocks()
     run.device = device
     run.model.to(device)
     run.model.channels_last = train.channels_last

@@ -55,6 +55,40 @@ def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one if one[name].is_floating_point())
 
 
+def test_on_a_cpu_large_blocks_are_kept_for_the_next_batch() -> None:
+    """What a batch gives back the next one takes again: its pages are not cleared by the system each time."""
+    code = """
+import resource, sys, torch
+from retrieval.run.build import Objective
+from retrieval.training.placing import place
+from types import SimpleNamespace
+train = SimpleNamespace(channels_last=False, compile=False)
+run = SimpleNamespace(recipe=SimpleNamespace(train=train), model=torch.nn.Linear(2, 2))
+if sys.argv[1] == "placed":
+    place(run, torch.nn.Identity(), torch.device("cpu"))
+def batch():
+    torch.ones(16_000_000)  # 64 MB
+for _ in range(5):
+    batch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    batch()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    faults = {
+        way: int(
+            subprocess.run(
+                [sys.executable, "-c", code, way], env=environment, capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for way in ("placed", "as it comes")
+    }
+    if faults["as it comes"] < 10_000:
+        pytest.skip("the system here gives large blocks in few pages, or the C library keeps them by itself")
+    assert faults["placed"] < 1000, faults
+
+
 def test_precision_and_memory_format_train_nearly_the_same(make: Make, tmp_path: Path) -> None:
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
