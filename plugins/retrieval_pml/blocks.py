@@ -19,7 +19,7 @@ ENTRIES = 2**17
 """Numbers that are worked on at a time."""
 
 Plain = Callable[..., Any]
-Fused = Callable[[Tensor, Pairs, slice, Tensor], Tensor]
+Fused = Callable[[Tensor, Pairs, slice, Tensor], Tensor | tuple[Tensor, Tensor]]
 
 
 def blocks(rows: int, columns: int, each: Tensor | None = None) -> list[slice]:
@@ -58,8 +58,8 @@ def by_rows(
         plain: of some rows (R, M), their two masks, and their rows of `others`: their losses (R,), differentiable, and where there is
             something to count a second (R,), which is not. Each is of its row alone.
         others: more of each row, each (N, …).
-        fused: of some rows (R, M), the pairs, which rows they are, and a tensor (R, M) that it fills with the losses' derivatives: the losses
-            (R,), instead of `plain` where the gradient is not differentiated again. It takes no `others`.
+        fused: of some rows (R, M), the pairs, which rows they are, and a tensor (R, M) that it fills with the losses' derivatives: what `plain`
+            returns, instead of it where the gradient is not differentiated again. It takes no `others`.
         parts: the rows of each block; by default as many as `ENTRIES` allow.
     """
     parts = blocks(*mat.shape) if parts is None else parts
@@ -91,14 +91,21 @@ class _ByRows(torch.autograd.Function):
         *others: Tensor,
     ) -> tuple[Tensor, Tensor]:
         wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
-        empty = torch.zeros_like if fused is None else torch.empty_like
-        slopes = [empty(x) if want else None for x, want in zip((mat, *others), wanted, strict=True)]
+        empty = torch.zeros if fused is None else torch.empty
+        slopes = [
+            empty(x.shape, dtype=x.dtype, device=x.device) if want else None
+            for x, want in zip((mat, *others), wanted, strict=True)
+        ]
         losses, counts = mat.new_zeros(len(mat)), torch.zeros(len(mat), dtype=torch.int64, device=mat.device)
         for part in parts:
             if fused is not None:
                 rows = mat[part]
-                out = torch.empty_like(rows) if slopes[0] is None else slopes[0][part]
-                losses[part] = fused(rows, pairs, part, out)
+                out = (
+                    torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+                    if slopes[0] is None
+                    else slopes[0][part]
+                )
+                losses[part], counts[part] = _both(fused(rows, pairs, part, out))
                 continue
             masks = pairs.of(part)
             # a checkpoint around all of this would have every tensor that is saved here computed anew, amid this very forward

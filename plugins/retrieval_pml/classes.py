@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from retrieval_pml.blocks import blocks, derivatives
-from retrieval_pml.fused import exp_
+from retrieval_pml.fused import LEAST, exp_
+from retrieval_pml.matrices import unit
 
 Target = Callable[..., Tensor]
-_EPS = 1e-12
-_LEAST = 2e-38
-"""Smaller numbers become 0: processors take many times as long for those below 1e-38."""
 
 
 def is_product(distance: Any) -> bool:
@@ -35,49 +33,6 @@ def at_length(distance: Any, vectors: Tensor, dim: int, scale: float = 1.0) -> T
     if distance.normalize_embeddings:
         return unit(vectors, dim, scale)
     return vectors if scale == 1 else vectors * scale
-
-
-def unit(vectors: Tensor, dim: int, scale: float = 1.0) -> Tensor:
-    """Return vectors at one length, as `torch.nn.functional.normalize` does; its gradient takes half the passes.
-
-    Args:
-        vectors: of two dimensions.
-        dim: along which they lie.
-        scale: the length.
-    """
-    found: Tensor = _Unit.apply(vectors, dim, scale)
-    return found
-
-
-def lengths_of(vectors: Tensor, dim: int) -> Tensor:
-    """Return vectors' lengths; torch's own norm is slow along the first of two dimensions."""
-    return vectors.square().sum(dim).sqrt_()
-
-
-class _Unit(torch.autograd.Function):
-    """See `unit`."""
-
-    @staticmethod
-    def forward(ctx: Any, vectors: Tensor, dim: int, scale: float) -> Tensor:
-        lengths = lengths_of(vectors, dim).unsqueeze(dim)
-        found = vectors * (scale / lengths.clamp(min=_EPS))
-        ctx.save_for_backward(vectors, lengths)
-        ctx.made = dim, scale
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        vectors, lengths = ctx.saved_tensors
-        dim, scale = ctx.made
-        if torch.is_grad_enabled():  # the gradient will be differentiated
-            found = functional.normalize(vectors, dim=dim, eps=_EPS) * scale
-            return *torch.autograd.grad(found, vectors, gradient, create_graph=True), None, None
-        least = lengths.clamp(min=_EPS)
-        # a vector that is too short to have a direction is only divided
-        inner = (
-            (gradient * vectors).sum(dim, keepdim=True).div_(least * least).masked_fill_(lengths < _EPS, 0)
-        )
-        return torch.addcmul(gradient, vectors, inner, value=-1).mul_(scale / least), None, None
 
 
 class Pool:
@@ -195,7 +150,7 @@ class _CrossEntropy(torch.autograd.Function):
             shares[place] = excess[part] * derived[0][part]
             if rate != 1:
                 shares.mul_(rate)
-            torch.hardshrink(shares, _LEAST, out=logits)
+            torch.hardshrink(shares, LEAST, out=logits)
             if pool is not None:
                 by_class[part].mul_(logits.unsqueeze(1))
         ctx.save_for_backward(

@@ -24,7 +24,7 @@ from retrieval_pml.common import (
     reduced,
     segment_logsumexp,
 )
-from retrieval_pml.fused import instance
+from retrieval_pml.fused import votes
 from retrieval_pml.matrices import similarities
 from retrieval_pml.pairs import Pairs
 
@@ -198,7 +198,8 @@ class LogNCA:
             loss = lse(logits, same | other) - lse_of_few(logits, same)
             return loss.masked_fill(~some, 0), some
 
-        loss, some = by_rows(similarities(this.distance, query, reference), pairs, plain)
+        mat = similarities(this.distance, query, reference)
+        loss, some = by_rows(mat, pairs, plain, fused=votes(scale))
         kept = torch.where(some)[0]
         if len(kept) == 0:
             return this.zero_losses()
@@ -226,4 +227,4 @@ class InstanceLoss(PreciseLoss, OfBatch, losses.InstanceLoss):
             logits = mat * self.gamma
             return lse(logits, same | other) - lse_of_few(logits, same)
 
-        return element(by_rows(mat, pairs, plain, fused=instance(self.gamma))[0])
+        return element(by_rows(mat, pairs, plain, fused=votes(self.gamma))[0])

@@ -18,10 +18,8 @@ from retrieval_pml.classes import (
     at_length,
     cross_entropy,
     is_product,
-    lengths_of,
     proxy_anchor,
     squared_errors,
-    unit,
 )
 from retrieval_pml.common import (
     PreciseLoss,
@@ -33,7 +31,7 @@ from retrieval_pml.common import (
     reduced,
 )
 from retrieval_pml.corrected_pairs import LogNCA
-from retrieval_pml.matrices import similarities
+from retrieval_pml.matrices import lengths_of, similarities, unit
 
 
 class ClassWeights(PreciseLoss):

@@ -8,6 +8,9 @@ from torch import Tensor
 from retrieval_pml.blocks import Fused
 from retrieval_pml.pairs import Pairs
 
+LEAST = 2e-38
+"""Smaller numbers become 0: processors take 60 times as long for those below 1e-38."""
+
 
 def multi_similarity(alpha: float, beta: float, base: float, sign: int) -> Fused:
     """Return the fused Multi-Similarity loss; see `masked.MultiSimilarityLoss`.
@@ -76,30 +79,37 @@ def circle(op: float, on: float, delta_p: float, delta_n: float, gamma: float) -
     return fused
 
 
-def instance(gamma: float) -> Fused:
-    """Return the fused instance loss of similarities; see `corrected_pairs.InstanceLoss`.
+def votes(rate: float) -> Fused:
+    """Return the fused cross-entropy over labels of which each pair votes for one; see `corrected_pairs.InstanceLoss` and `LogNCA`.
 
     Args:
-        gamma: γ: what similarities are multiplied by.
+        rate: what a pair's number is multiplied by: γ, or less than 0 for distances.
     """
 
-    def fused(mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor) -> Tensor:
-        torch.mul(mat, gamma, out=slopes)
+    def fused(mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor) -> tuple[Tensor, Tensor]:
+        torch.mul(mat, rate, out=slopes)
         row, column = pairs.positives(rows)
-        own = slopes[row, column]
-        top = slopes.amax(1, keepdim=True)
-        exp_(slopes.sub_(top))
-        sums = slopes.sum(1, keepdim=True)
-        slopes.mul_(gamma / sums)
+        flat, place = (
+            slopes.view(-1),
+            row * mat.shape[1] + column,
+        )  # lists of places are quicker than pairs of lists
+        own = flat.index_select(0, place)
+        if pairs.own is not None:
+            slopes.diagonal(pairs.own + (rows.start or 0)).fill_(-torch.inf)
+        shares = torch.softmax(slopes, 1)
+        # log Σ exp: the largest exponent, and the logarithm of its share
+        every = slopes.amax(1) - shares.amax(1).log_()
         highest = mat.new_full((len(mat),), -torch.inf).scatter_reduce_(0, row, own, "amax")
-        own.sub_(highest[row]).exp_()
+        own.sub_(highest.index_select(0, row)).exp_()
         total = torch.zeros_like(highest).index_add_(0, row, own)
-        slopes[row, column] -= gamma * own / total[row]
-        return (top + sums.log()).squeeze(1) - highest - total.log()
+        some = total > 0
+        torch.hardshrink(shares.mul_(some.to(mat.dtype).mul_(rate).unsqueeze(1)), LEAST, out=slopes)
+        flat.index_add_(0, place, own.div_(total.index_select(0, row)), alpha=-rate)
+        return (every - highest - total.log_()).masked_fill_(~some, 0), some
 
     return fused
 
 
 def exp_(exponents: Tensor) -> Tensor:
-    """Exponentiate in place, and return it; what is below e⁻⁸⁷ becomes 0, since processors take 60 times as long for numbers so small."""
-    return torch.threshold_(exponents.clamp_(min=-87).exp_(), 2e-38, 0.0)
+    """Exponentiate in place, and return it; what is below e⁻⁸⁷ becomes 0; see `LEAST`."""
+    return torch.threshold_(exponents.clamp_(min=-87).exp_(), LEAST, 0.0)

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from pytorch_metric_learning import distances
 from torch import Tensor
+from torch.nn import functional
 
 _kept = local()
+_EPS = 1e-12
 _DIRECT = 25
 """Up to so many items torch subtracts one vector from the other, which is exact where they are almost the same."""
 
@@ -36,11 +38,58 @@ def similarities(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
         return mat
     function = _Gram if kind[0] == "gram" else _Euclidean
     if not torch.is_grad_enabled():
-        unit = distance.maybe_normalize(embeddings)
-        mat = function.apply(unit, [], distance.power)
+        mat = function.apply(_normalized(distance, embeddings), [], distance.power)
         _kept.made = weakref.ref(embeddings, _forget), embeddings._version, kind, mat
         return mat
-    return function.apply(distance.maybe_normalize(embeddings), _taken(embeddings, kind), distance.power)  # type: ignore[no-any-return]
+    return function.apply(_normalized(distance, embeddings), _taken(embeddings, kind), distance.power)  # type: ignore[no-any-return]
+
+
+def _normalized(distance: Any, embeddings: Tensor) -> Tensor:
+    if distance.normalize_embeddings and distance.p == 2:
+        return unit(embeddings, 1)
+    normalized: Tensor = distance.maybe_normalize(embeddings)
+    return normalized
+
+
+def unit(vectors: Tensor, dim: int, scale: float = 1.0) -> Tensor:
+    """Return vectors at one length, as `torch.nn.functional.normalize` does; its gradient takes half the passes.
+
+    Args:
+        vectors: of two dimensions.
+        dim: along which they lie.
+        scale: the length.
+    """
+    found: Tensor = _Unit.apply(vectors, dim, scale)
+    return found
+
+
+def lengths_of(vectors: Tensor, dim: int) -> Tensor:
+    """Return vectors' lengths; torch's own norm is slow along the first of two dimensions."""
+    return torch.linalg.vector_norm(vectors, dim=1) if dim == 1 else vectors.square().sum(dim).sqrt_()
+
+
+class _Unit(torch.autograd.Function):
+    """See `unit`."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, dim: int, scale: float) -> Tensor:
+        lengths = lengths_of(vectors, dim).unsqueeze(dim)
+        found = vectors / lengths.clamp(min=_EPS)  # as torch's, to the last bit
+        ctx.save_for_backward(vectors, found, lengths)
+        ctx.made = dim, scale
+        return found if scale == 1 else found * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        vectors, found, lengths = ctx.saved_tensors
+        dim, scale = ctx.made
+        gradient = gradient if scale == 1 else gradient * scale
+        if torch.is_grad_enabled():  # the gradient will be differentiated
+            found = functional.normalize(vectors, dim=dim, eps=_EPS)
+            return *torch.autograd.grad(found, vectors, gradient, create_graph=True), None, None
+        # a vector that is too short to have a direction is only divided
+        inner = (gradient * found).sum(dim, keepdim=True).masked_fill_(lengths < _EPS, 0)
+        return torch.addcmul(gradient, found, inner, value=-1).div_(lengths.clamp(min=_EPS)), None, None
 
 
 def products(x: Tensor) -> Tensor:

@@ -91,8 +91,8 @@ class Pairs:
         start, stop, _ = (rows or slice(None)).indices(len(self.labels))
         total = self._ends[stop] - self._ends[start]
         row = torch.repeat_interleave(counts, output_size=total)
-        column = torch.arange(total, device=row.device) + (first - counts.cumsum(0) + counts)[row]
-        return row, order[column]
+        begins = (first - counts.cumsum(0)).add_(counts).index_select(0, row)
+        return row, order.index_select(0, begins.add_(torch.arange(total, device=row.device)))
 
     @cached_property
     def _runs(self) -> tuple[Tensor, Tensor, Tensor]:

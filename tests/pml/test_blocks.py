@@ -318,6 +318,9 @@ def test_memory_is_that_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         masked.CircleLoss(gamma=2000),
         corrected_pairs.InstanceLoss(),
         corrected_pairs.InstanceLoss(gamma=900.0),
+        corrected_pairs.NCALoss(softmax_scale=1.7),
+        corrected_pairs.NCALoss(softmax_scale=900.0),
+        corrected_pairs.NCALoss(softmax_scale=3.0, distance=distances.CosineSimilarity()),
     ],
 )
 @pytest.mark.parametrize(

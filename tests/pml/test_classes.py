@@ -12,7 +12,7 @@ from pytorch_metric_learning import distances, losses, miners, reducers, regular
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrieval_pml import blocks, classes
+from retrieval_pml import blocks, classes, matrices
 from retrieval_pml import corrected_proxies as corrected
 from retrieval_pml.reducers import ClassWeightedReducer, PerAnchorReducer
 
@@ -372,7 +372,7 @@ def test_unit_vectors_are_torchs(dim: int) -> None:
     x[4] = 0
     for given in (x, x.T):
         both = []
-        for made in (classes.unit(v := given.clone().requires_grad_(), dim, 2.5), None):
+        for made in (matrices.unit(v := given.clone().requires_grad_(), dim, 2.5), None):
             value = torch.nn.functional.normalize(v, dim=dim) * 2.5 if made is None else made
             (first,) = torch.autograd.grad((value * codes().reshape(value.shape)).sum(), v)
             both.append((value.detach(), first))
