@@ -19,7 +19,7 @@ ENTRIES = 2**17
 """Numbers that are worked on at a time."""
 
 Plain = Callable[..., Any]
-Fused = Callable[[Tensor, Pairs, slice, Tensor], Tensor | tuple[Tensor, Tensor]]
+Fused = Callable[..., Any]
 
 
 def blocks(rows: int, columns: int, each: Tensor | None = None) -> list[slice]:
@@ -58,18 +58,33 @@ def by_rows(
         plain: of some rows (R, M), their two masks, and their rows of `others`: their losses (R,), differentiable, and where there is
             something to count a second (R,), which is not. Each is of its row alone.
         others: more of each row, each (N, …).
-        fused: of some rows (R, M), the pairs, which rows they are, and a tensor (R, M) that it fills with the losses' derivatives: what `plain`
-            returns, instead of it where the gradient is not differentiated again. It takes no `others`.
+        fused: of some rows (R, M), the pairs, which rows they are, a tensor (R, M) that it fills with the losses' derivatives, and their
+            rows of `others`: what `plain` returns and the losses' derivatives by each of `others`, instead of `plain` where the gradient is
+            not differentiated again.
         parts: the rows of each block; by default as many as `ENTRIES` allow.
     """
+    losses, counts, _ = rows_and_pairs(mat, pairs, None, plain, *others, fused=fused, parts=parts)
+    return losses, counts
+
+
+def rows_and_pairs(
+    mat: Tensor,
+    pairs: Pairs,
+    listed: tuple[Tensor, Tensor] | None,
+    plain: Plain,
+    *others: Tensor,
+    fused: Fused | None = None,
+    parts: list[slice] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `by_rows` does, and the numbers (P,) of listed pairs, of which none comes twice: all by one gradient of the matrix."""
     parts = blocks(*mat.shape) if parts is None else parts
-    found: tuple[Tensor, Tensor] = _ByRows.apply(mat, pairs, plain, fused, parts, *others)
+    found: tuple[Tensor, Tensor, Tensor] = _ByRows.apply(mat, pairs, listed, plain, fused, parts, *others)
     return found
 
 
 def _both(made: Any) -> tuple[Tensor, Tensor]:
     if isinstance(made, tuple):
-        return made
+        return made[0], made[1]
     return made, made.new_zeros(len(made), dtype=torch.int64)
 
 
@@ -85,12 +100,13 @@ class _ByRows(torch.autograd.Function):
         ctx: Any,
         mat: Tensor,
         pairs: Pairs,
+        listed: tuple[Tensor, Tensor] | None,
         plain: Plain,
         fused: Fused | None,
         parts: list[slice],
         *others: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[6:]]
         empty = torch.zeros if fused is None else torch.empty
         slopes = [
             empty(x.shape, dtype=x.dtype, device=x.device) if want else None
@@ -105,7 +121,11 @@ class _ByRows(torch.autograd.Function):
                     if slopes[0] is None
                     else slopes[0][part]
                 )
-                losses[part], counts[part] = _both(fused(rows, pairs, part, out))
+                made = fused(rows, pairs, part, out, *(x[part] for x in others))
+                losses[part], counts[part] = _both(made)
+                for whole, slope in zip(slopes[1:], made[2:] if others else (), strict=True):
+                    if whole is not None:
+                        whole[part] = slope
                 continue
             masks = pairs.of(part)
             # a checkpoint around all of this would have every tensor that is saved here computed anew, amid this very forward
@@ -124,25 +144,30 @@ class _ByRows(torch.autograd.Function):
                 if whole is not None and (gradient := next(found)) is not None:
                     whole[part] = gradient
         ctx.save_for_backward(mat, *others, *(slope for slope in slopes if slope is not None))
-        ctx.made = pairs, plain, wanted
+        ctx.made = pairs, listed, plain, wanted
         ctx.mark_non_differentiable(counts)
-        return losses, counts
+        return losses, counts, mat.new_zeros(0) if listed is None else mat[listed]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        pairs, plain, wanted = ctx.made
+    def backward(ctx: Any, gradient: Tensor, _: Any, of_listed: Tensor) -> tuple[Tensor | None, ...]:
+        pairs, listed, plain, wanted = ctx.made
         saved = ctx.saved_tensors
         given, slopes = saved[: len(wanted)], iter(saved[len(wanted) :])
         if torch.is_grad_enabled():  # the gradient will be differentiated
-            found = derivatives(
-                lambda mat, *others: _both(plain(mat, *pairs.of(slice(None)), *others))[0], given, gradient
-            )
+
+            def formula(mat: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+                losses, _ = _both(plain(mat, *pairs.of(slice(None)), *others))
+                return losses, mat.flatten()[:0] if listed is None else mat[listed]
+
+            found = derivatives(formula, given, (gradient, of_listed))
         else:
             found = [
                 next(slopes) * gradient.view(-1, *[1] * (x.ndim - 1)) if want else None
                 for x, want in zip(given, wanted, strict=True)
             ]
-        return found[0], None, None, None, None, *found[1:]
+            if listed is not None and found[0] is not None:
+                found[0][listed] += of_listed
+        return found[0], None, None, None, None, None, *found[1:]
 
 
 def derivatives(formula: Plain, inputs: Sequence[Tensor | None], gradient: Any) -> list[Tensor | None]:

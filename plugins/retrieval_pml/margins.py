@@ -10,7 +10,7 @@ from retrieval.model.rows import Sums, summed
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.blocks import ENTRIES, by_rows
+from retrieval_pml.blocks import ENTRIES, blocks, rows_and_pairs
 from retrieval_pml.common import EveryPair, PreciseLoss, reduced
 from retrieval_pml.masked import Whole, bounds
 from retrieval_pml.matrices import similarities
@@ -33,12 +33,7 @@ class SumsOfPairs(Whole):
         if not int(pairs.counts()[1].sum()) and not len(anchor):
             return this.zero_losses()
         mat = similarities(this.distance, embeddings, ref_emb)
-        found = {name: this.zero_loss() for name in _NAMES}
-        if len(anchor):
-            pull = self.pulled(mat[anchor, positive])
-            found["pos_loss"] = {"losses": pull, "indices": (anchor, positive), "reduction_type": "pos_pair"}
         low, high, mean = limits
-        still = self.still(mat, pairs)
 
         def plain(mat: Tensor, _: Tensor, negative: Tensor, *still: Tensor) -> tuple[Tensor, Tensor]:
             loss = self.pushed(mat, *(each.unsqueeze(1) for each in still))
@@ -49,7 +44,25 @@ class SumsOfPairs(Whole):
                 kept = kept & (loss < high)
             return (loss * kept).sum(1), kept.sum(1)
 
-        each, counts = by_rows(mat, pairs, plain, *still)
+        def fused(
+            mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *still: Tensor
+        ) -> tuple[Tensor, ...]:
+            loss, *of_still = self.pushed_(mat, pairs, rows, slopes, *still)
+            if low is None:
+                return loss.sum(1), pairs.counts()[1][rows], *of_still
+            kept = loss > low
+            return loss.sum(1), kept.sum(1), *of_still
+
+        # what the fused form leaves at 0 is not counted, so that another bound needs the masks
+        written = high is None and low in (None, 0)
+        still = self.still(mat, pairs)
+        each, counts, near = rows_and_pairs(
+            mat, pairs, (anchor, positive), plain, *still, fused=fused if written else None
+        )
+        found = {name: this.zero_loss() for name in _NAMES}
+        if len(anchor):
+            pull = self.pulled(near)
+            found["pos_loss"] = {"losses": pull, "indices": (anchor, positive), "reduction_type": "pos_pair"}
         total, counted = each.sum(), counts.sum()
         if isinstance(this.reducer, Sums):
             found["neg_loss"] = summed(total, counted)
@@ -64,6 +77,18 @@ class SumsOfPairs(Whole):
     def pushed(self, near: Tensor, *still: Tensor) -> Tensor:
         """Return the losses of negative pairs, of any shape."""
         raise NotImplementedError(f"{type(self).__name__} must define pushed(near, *still)")
+
+    def pushed_(self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *still: Tensor) -> Any:
+        """Return the negative pairs' losses (R, M), 0 of others, and their sums' derivatives by each of `still`; see `blocks.by_rows`.
+
+        Args:
+            mat: (R, M) some rows.
+            pairs: all rows' pairs.
+            rows: which rows these are.
+            slopes: (R, M) is filled with the losses' derivatives.
+            still: these rows of what `still` gives, each (R,).
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define pushed_(mat, pairs, rows, slopes)")
 
     def still(self, mat: Tensor, pairs: Pairs) -> list[Tensor]:
         """Return what `pushed` needs of all pairs, each (N,)."""
@@ -83,6 +108,15 @@ class ContrastiveLoss(SumsOfPairs, PreciseLoss, EveryPair, losses.ContrastiveLos
         """Return the losses of negative pairs, of any shape."""
         return self.neg_calc(near, self.neg_margin)  # type: ignore[no-any-return]
 
+    def pushed_(self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *still: Tensor) -> Any:
+        """Return the negative pairs' losses (R, M), 0 of others; see `SumsOfPairs`."""
+        sign = 1 if self.distance.is_inverted else -1
+        over = (mat - self.neg_margin).mul_(sign)
+        pairs.leave_negatives(over, rows, 0)
+        over.relu_()
+        torch.mul(over > 0, sign, out=slopes)
+        return (over,)
+
 
 class SignalToNoiseRatioContrastiveLoss(ContrastiveLoss, losses.SignalToNoiseRatioContrastiveLoss):
     """Upstream's, by `SumsOfPairs`."""
@@ -101,14 +135,45 @@ class IntraPairVarianceLoss(SumsOfPairs, PreciseLoss, EveryPair, losses.IntraPai
         farther = not self.distance.is_inverted
         return F.relu(self.variance_with_eps(near, still[0], self.neg_eps, farther)) ** 2
 
+    def pushed_(self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *still: Tensor) -> Any:
+        """Return the negative pairs' losses (R, M), 0 of others, and their sums' derivatives by the mean (R,); see `SumsOfPairs`."""
+        sign = 1 if self.distance.is_inverted else -1
+        share = 1 + sign * self.neg_eps
+        over = (mat - share * still[0].unsqueeze(1)).mul_(sign)
+        pairs.leave_negatives(over, rows, 0)
+        over.relu_()
+        torch.mul(over, 2 * sign, out=slopes)
+        return over.square_(), slopes.sum(1).mul_(-share)
+
     def still(self, mat: Tensor, pairs: Pairs) -> list[Tensor]:
         """Return the mean of all negative pairs, for each row."""
+        mean: Tensor = _MeanOfNegatives.apply(mat, pairs)
+        return [mean.expand(len(mat))]
 
-        def plain(mat: Tensor, _: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-            return (mat * negative).sum(1), negative.sum(1)
 
-        each, counts = by_rows(mat, pairs, plain)
-        return [(each.sum() / counts.sum().clamp(min=1)).expand(len(mat))]
+class _MeanOfNegatives(torch.autograd.Function):
+    """The mean of all negative pairs' numbers; nothing is kept for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, mat: Tensor, pairs: Pairs) -> Tensor:
+        ctx.made = pairs, mat.shape, int(pairs.counts()[1].sum())
+        total = mat.new_zeros(())
+        for part in blocks(*mat.shape):
+            rows = mat[part].clone()
+            pairs.leave_negatives(rows, part, 0)
+            total += rows.sum()
+        return total.div_(max(ctx.made[2], 1))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        pairs, shape, count = ctx.made
+        each = (gradient / max(count, 1)).expand(shape)
+        if torch.is_grad_enabled():  # the gradient will be differentiated
+            return each * pairs.of(slice(None))[1], None
+        found = each.contiguous()
+        for part in blocks(*shape):
+            pairs.leave_negatives(found[part], part, 0)
+        return found, None
 
 
 class SNRDistance(distances.SNRDistance):

@@ -27,6 +27,8 @@ class Pairs:
         # the place of each row's item among the others; the rows may be a part of the reference set
         self.own = 0 if ref_labels is labels else first_row()
         self.listed: tuple[Tensor, Tensor] | None = None
+        # the rows that were asked for last, and their pairs of one label
+        self._last: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 
     @classmethod
     def mined(cls, indices: Any, shape: tuple[int, int], labels: Any, ref_labels: Any) -> Pairs:
@@ -71,9 +73,9 @@ class Pairs:
         if self.listed is not None:
             return self.listed[0].sum(1), self.listed[1].sum(1)
         counts = self._runs[2]
-        positives = (
-            torch.bincount(self.positives()[0], minlength=len(counts)) if self.own is not None else counts
-        )
+        positives = counts
+        if self.own is not None:
+            positives = counts - (self.labels == self.ref_labels[self.own : self.own + len(counts)]).long()
         return positives, len(self.ref_labels) - counts
 
     def leave_negatives(self, values: Tensor, rows: slice, value: float) -> None:
@@ -85,14 +87,17 @@ class Pairs:
 
     def _alike(self, rows: slice | None = None) -> tuple[Tensor, Tensor]:
         """Return the pairs (P,) of one label, an item and itself among them, row by row."""
-        order, first, counts = self._runs
-        if rows is not None:
-            first, counts = first[rows], counts[rows]
         start, stop, _ = (rows or slice(None)).indices(len(self.labels))
+        if self._last is not None and self._last[0] == (start, stop):
+            return self._last[1]
+        order, first, counts = self._runs
+        first, counts = first[start:stop], counts[start:stop]
         total = self._ends[stop] - self._ends[start]
         row = torch.repeat_interleave(counts, output_size=total)
         begins = (first - counts.cumsum(0)).add_(counts).index_select(0, row)
-        return row, order.index_select(0, begins.add_(torch.arange(total, device=row.device)))
+        found = row, order.index_select(0, begins.add_(torch.arange(total, device=row.device)))
+        self._last = (start, stop), found
+        return found
 
     @cached_property
     def _runs(self) -> tuple[Tensor, Tensor, Tensor]:
