@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import selectors
 import signal
 import time
@@ -237,6 +238,7 @@ def test_it_ends_in_time_whatever_hangs(how, sleepy, photos):
 
 def test_what_is_used_of_uvicorn_is_there():
     """`serve/protocol.py` overrides and reads these. When this fails, uvicorn has changed: read its class again."""
+    from retrieval.serving.http.cycle import Cycle, Cycles
     from uvicorn import Config, Server
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
     from uvicorn.server import ServerState
@@ -244,7 +246,7 @@ def test_what_is_used_of_uvicorn_is_there():
     overridden = (
         "connection_made connection_lost data_received on_message_begin on_url on_header on_headers_complete on_body "
         "on_message_complete on_response_complete pause_writing resume_writing send_400_response "
-        "_unset_keepalive_if_required"
+        "_start_asgi_task"
     )
     for name in overridden.split():
         assert callable(getattr(HttpToolsProtocol, name)), name
@@ -263,3 +265,13 @@ def test_what_is_used_of_uvicorn_is_there():
     fields = inspect.getsource(RequestResponseCycle)
     for name in ("response_started", "response_complete", "disconnected", "message_event", "keep_alive"):
         assert f"self.{name}" in fields, name
+    # `Cycle.__init__` takes the place of uvicorn's: what that sets, ours does
+    theirs = inspect.getsource(RequestResponseCycle.__init__)
+    ours = inspect.getsource(Cycle.__init__)
+    names = set(re.findall(r"self\.(\w+)(?::.*)? = ", theirs))
+    assert len(names) > 15 and not {name for name in names if f"self.{name}" not in ours}
+    # `Cycles.on_headers_complete` likewise: what uvicorn's does with the scope, ours does
+    said = set(re.findall(r'self\.scope\["(\w+)"\]', source))
+    written = inspect.getsource(Cycles.on_headers_complete)
+    assert said == {"method", "http_version", "path", "raw_path", "query_string"}
+    assert not {name for name in said if f'scope["{name}"]' not in written}

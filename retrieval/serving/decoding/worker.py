@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -257,7 +258,7 @@ class Worker(threading.Thread):
             return content
         assert job.preprocessing is not None
         shape = job.preprocessing.shape
-        if size != np.prod(shape):
+        if size != math.prod(shape):
             raise ValueError
         return Decoded(np.frombuffer(self._read(size), dtype=np.uint8).reshape(shape), width, height)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +23,7 @@ from retrieval.serving.stores.contract import CODE, VECTOR, Superseded
 _LONGEST_NUMBER = 18  # digits: what SQLite and Python count with
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What searches found.
 
     Attributes:
@@ -60,12 +58,13 @@ def encoded_of(
             return bundle.encode(pixels)
     if given[0].vector is not None:
         vectors = [one.vector for one in given if one.vector is not None]
-        if len({len(vector) for vector in vectors}) > 1:
+        if len(vectors) > 1 and len({len(vector) for vector in vectors}) > 1:
             raise DataError("The vectors of one request must have the same number of numbers.")
+        stacked = vectors[0][None] if len(vectors) == 1 else np.stack(vectors)
         if bundle.manifest.input.kind != "features":
-            return np.stack(vectors)
+            return stacked
         with stage("encode", len(vectors)):
-            return encode_vectors(bundle, np.stack(vectors))
+            return encode_vectors(bundle, stacked)
     return _stored(index, bundle, [str(one.id) for one in given])
 
 
@@ -117,17 +116,24 @@ def ask(
         DataError, RequestError, Superseded: see `encoded_of`.
         StoreError: the index is damaged.
     """
+
+    def searched_for(part: Sequence[Given], pixels: NDArray[Any] | Encoded | None, k: int) -> list[list[Hit]]:
+        encoded = encoded_of(index, bundle, part, pixels)
+        began = perf_counter()
+        with stage("search", len(part)):
+            found: list[list[Hit]] = index.search(encoded, k, candidates=query.candidates, where=query.where)
+        note(perf_counter() - began, len(part))
+        return found
+
+    if all(one.id is None for one in query.given):
+        return searched_for(query.given, pixels, query.k)
     answers: list[list[Hit]] = [[] for _ in query.given]
     for by_id in (False, True):
         places = [at for at, one in enumerate(query.given) if (one.id is not None) == by_id]
         if not places:
             continue
         part = [query.given[at] for at in places]
-        encoded = encoded_of(index, bundle, part, None if by_id else pixels)
-        began = perf_counter()
-        with stage("search", len(part)):
-            found = index.search(encoded, query.k + by_id, candidates=query.candidates, where=query.where)
-        note(perf_counter() - began, len(part))
+        found = searched_for(part, None if by_id else pixels, query.k + by_id)
         for at, one, hits in zip(places, part, found, strict=True):
             answers[at] = [hit for hit in hits if not by_id or str(hit.id) != one.id][: query.k]
     return answers

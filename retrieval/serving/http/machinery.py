@@ -78,24 +78,33 @@ class Machinery:
             RequestError: 503, too many are waiting.
         """
         try:
-            decoding = start(content, client=client, ends=ends.get())
-            job = Job(lambda job: work(decoding.future.result(), job), client)
+            decoding: Decoding | None = start(content, client=client, ends=ends.get())
+            assert decoding is not None
+            future: Any = decoding.future
+            job = Job(lambda job: work(future.result(), job), client)
 
-            def go_on(future: Any) -> None:
-                if job.trail is not None and decoding.begun is not None:
-                    job.trail.note("wait", job.queued, decoding.begun)
-                    job.trail.note("decode", decoding.begun, time.perf_counter())
+            def go_on(done: Any) -> None:
+                nonlocal decoding, future
+                begun = None if decoding is None else decoding.begun
+                decoding = None
+                if job.trail is not None and begun is not None:
+                    job.trail.note("wait", job.queued, begun)
+                    job.trail.note("decode", begun, time.perf_counter())
                 made = job.run()
+                future = (
+                    None  # it has this callback: a circle would keep the pixels until garbage is looked for
+                )
                 self._images.note(1, more=self.decoders.waiting > 0)
                 self.decoders.most_waiting = self._images.room
                 hand_over((job,), (made,))
 
-            decoding.future.add_done_callback(go_on)
+            future.add_done_callback(go_on)
             try:
                 return await job.future
             except asyncio.CancelledError:
                 job.abandon()
-                decoding.abandon()
+                if (begun := decoding) is not None:
+                    begun.abandon()
                 raise
         except Busy as fault:
             raise RequestError(503, str(fault), CROWDED) from None

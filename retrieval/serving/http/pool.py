@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from retrieval.serving.http.errors import CROWDED, Gone, RequestError
 from retrieval.serving.http.throughput import Throughput
@@ -30,8 +29,7 @@ NOBODY = object()
 _BUSY = "The server is busy: too many searches are waiting. Try again in a moment."
 
 
-@dataclass(frozen=True)
-class Alike:
+class Alike(NamedTuple):
     """What makes one job of several that wait.
 
     Attributes:
@@ -60,6 +58,10 @@ class Job(Generic[T]):
         trail: of the request that it is part of; None of the server's own work.
         queued: when it was made, by `time.perf_counter`.
     """
+
+    __slots__ = (
+        "_abandoned", "_work", "alike", "client", "ends", "future", "given", "loop", "queued", "trail",
+    )  # fmt: skip
 
     def __init__(
         self, work: Callable[[Job[T]], T], client: str, alike: Alike | None = None, given: Any = None
@@ -175,6 +177,7 @@ class Pool:
         self._lock = threading.Lock()
         # each wakes one thread: the last to have worked is the next to work, its caches are warm
         self._resting: list[threading.Lock] = []
+        self._rung = False  # one that rested is on its way; it wakes the next one if it leaves work
         self._closed = False
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}_{number}", daemon=True)
@@ -219,9 +222,9 @@ class Pool:
             dropped = self._make_room(job.client) if self._full() else None
             self._queues.setdefault(job.client, deque()).append(job)
             self._count += 1
-            resting = self._resting.pop() if self._resting else None
-        if resting is not None:
-            resting.release()
+            bell = None if self._rung else self._to_ring()
+        if bell is not None:
+            bell.release()
         if dropped is not None:
             dropped.abandon()
             with suppress(RuntimeError):  # the loop is closed
@@ -308,11 +311,12 @@ class Pool:
         """Work until the pool is closed. Whoever has work left takes it without a rest: waking a thread costs as much as a small search."""
         bell = threading.Lock()
         bell.acquire()
-        jobs = self._taken(bell)
+        with self._lock:
+            jobs = self._next_jobs(bell)
         while jobs is not None:
             if not jobs:
                 bell.acquire()
-                jobs = self._taken(bell)
+                jobs = self._woken(bell)
                 continue
             now = time.perf_counter()
             for job in jobs:
@@ -326,9 +330,22 @@ class Pool:
             hand_over(done, made)
             del done, made, job  # what they hold goes now, not with the next one
 
-    def _taken(self, bell: threading.Lock) -> list[Job[Any]] | None:
+    def _woken(self, bell: threading.Lock) -> list[Job[Any]] | None:
+        """Take what is done next, and wake another for what is left: what came at once and is alike needs one thread only."""
         with self._lock:
-            return self._next_jobs(bell)
+            self._rung = False
+            jobs = self._next_jobs(bell)
+            other = self._to_ring() if self._count else None
+        if other is not None:
+            other.release()
+        return jobs
+
+    def _to_ring(self) -> threading.Lock | None:
+        """Return whose bell is to be rung: of the one that has rested for the shortest time; None where all work."""
+        if not self._resting:
+            return None
+        self._rung = True
+        return self._resting.pop()
 
     def _next_jobs(self, bell: threading.Lock) -> list[Job[Any]] | None:
         """Take out what a thread does next; nothing: it rests until its bell is rung, or ends where the pool is closed: None."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,7 @@ from retrieval.serving.http.models import (
 OPTIONS = ("k", "filter", "candidates", "fields", "explain")
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """One thing that is searched for: an encoded image's bytes, a vector, or the id of an item, whose neighbours are wanted."""
 
     image: bytes | None = None
@@ -33,8 +32,7 @@ class Given:
     id: str | None = None
 
 
-@dataclass(frozen=True)
-class Query:
+class Query(NamedTuple):
     """What is searched for, how many answers are wanted, and among which items.
 
     Attributes:
@@ -50,7 +48,7 @@ class Query:
     k: int = 10
     where: Filter | None = None
     candidates: int | None = None
-    fields: tuple[str, ...] | None = field(default=None)
+    fields: tuple[str, ...] | None = None
     explain: bool = False
 
 

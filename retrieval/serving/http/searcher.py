@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from retrieval.serving.http.asking import Found, ask, searched
 from retrieval.serving.http.current import Current
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import UNREACHABLE, report, store_failed
+from retrieval.serving.http.holding import PASSING, Holding
 from retrieval.serving.http.machinery import Machinery
 from retrieval.serving.http.pool import Alike, Job
 from retrieval.serving.http.queries import Given, Query
@@ -38,13 +38,11 @@ from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.gallery import Gallery
 from retrieval.serving.local.store import LocalStore
 from retrieval.serving.queries import encode_vectors
-from retrieval.serving.runtime import load_faiss
 from retrieval.serving.stages import stage
 from retrieval.serving.stores.contract import Stats, StoreUnavailable, Superseded, TooSlow, patience
 
 DAMAGED = "The index cannot be searched: it is damaged, or its disk fails. The server's log says more."
 _TRIES = 5
-_PASSING = (TooSlow, StoreUnavailable)  # of which the index's files are not the cause
 
 T = TypeVar("T")
 
@@ -169,7 +167,7 @@ class Searcher:
                 ):  # another bundle is served since, which may preprocess images in another way
                     continue
                 except StoreError as fault:
-                    if isinstance(fault, _PASSING) or not await self.elsewhere(index):
+                    if isinstance(fault, PASSING) or not await self.elsewhere(index):
                         raise
         except TooSlow:
             raise RequestError(503, "The filter takes too long here. Ask for less.", "deadline") from None
@@ -232,7 +230,7 @@ class Searcher:
     ) -> Found:
         """Return what is nearest; for a thread."""
         job.check()
-        with self._searched(bundle, query, pixels) as index:
+        with self._held(bundle, query, pixels) as index:
             hits = ask(index, query, bundle, pixels, self._pace.note)
             return Found(hits, searched(index, query) if query.explain else None)
 
@@ -240,7 +238,7 @@ class Searcher:
         """Return what is nearest to each of several queries that differ in nothing else; for a thread."""
         query = asked[0].query
         pixels = asked[0].what if asked[0].query.given[0].vector is None else None
-        with self._searched(bundle, query, pixels) as index:
+        with self._held(bundle, query, pixels) as index:
             encoded = encode_together(bundle, [one.what for one in asked])
             began = perf_counter()
             with stage("search", len(asked)):
@@ -252,24 +250,13 @@ class Searcher:
                 for one, own in zip(asked, hits, strict=True)
             ]
 
-    @contextmanager
-    def _searched(
-        self, bundle: Bundle, query: Query, pixels: NDArray[Any] | Encoded | None
-    ) -> Iterator[Index]:
+    def _held(self, bundle: Bundle, query: Query, pixels: NDArray[Any] | Encoded | None) -> Holding:
         """Give the index for a search within the deadline; note the query where the index proves damaged."""
-        # Several searches run at a time: FAISS's threads would wait for each other.
-        load_faiss().omp_set_num_threads(1)
-        with self.current.use() as index:
-            if index.bundle is not bundle:
-                raise Superseded("Another bundle is served.")
-            try:
-                with patience(self.settings.deadline):
-                    yield index
-            except (Superseded, *_PASSING):
-                raise
-            except StoreError:
-                self.failed = self.failed or _Failed(query, pixels)
-                raise
+
+        def damaged() -> None:
+            self.failed = self.failed or _Failed(query, pixels)
+
+        return Holding(self.current, bundle, self.settings.deadline, damaged)
 
     async def again(self) -> str | None:
         """Repeat the search that found the index damaged; return why it fails still."""
@@ -319,7 +306,7 @@ class Searcher:
             try:
                 return await self.machinery.searches.run(read, client)
             except StoreError as fault:
-                if isinstance(fault, _PASSING) or not await self.elsewhere(index):
+                if isinstance(fault, PASSING) or not await self.elsewhere(index):
                     raise
                 return await self.machinery.searches.run(read, client)
         except TooSlow:

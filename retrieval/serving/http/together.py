@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +26,7 @@ What = NDArray[Any] | Encoded
 """Of one query: a vector (P,) or features (F,); pixels (1, C, H, W), which a GPU is to encode; or what was encoded, N = 1."""
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """One query that may be searched for together with others.
 
     Attributes:
