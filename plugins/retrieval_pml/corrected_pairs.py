@@ -228,3 +228,27 @@ class InstanceLoss(PreciseLoss, OfBatch, losses.InstanceLoss):
             return lse(logits, same | other) - lse_of_few(logits, same)
 
         return element(by_rows(mat, pairs, plain, fused=votes(self.gamma))[0])
+
+
+class NPairsLoss(PreciseLoss, losses.NPairsLoss):
+    """Upstream's, which finds each label's first two items by sorting the labels, where upstream lists all pairs."""
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor | None,
+    ) -> Any:
+        """Return the losses by name, as upstream's reducers read them."""
+        if indices_tuple is None and labels is not None:
+            common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
+            known, order = labels.sort(stable=True)
+            alike = known[1:] == known[:-1]
+            alike[1:] &= known[1:-1] != known[:-2]  # a label's first two
+            first = torch.where(alike)[0]
+            anchor, positive = order[first], order[first + 1]
+            none = order[:0]
+            indices_tuple = anchor, positive, none, none
+        return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)

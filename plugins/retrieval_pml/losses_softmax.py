@@ -10,7 +10,7 @@ from retrieval import traits
 
 from retrieval_pml import corrected_pairs as corrected
 from retrieval_pml import masked
-from retrieval_pml.common import Distance, NonNegative, Positive, Reducer, Regularizer, precise
+from retrieval_pml.common import Distance, NonNegative, Positive, Reducer, Regularizer
 from retrieval_pml.forward import forwards
 
 
@@ -137,7 +137,7 @@ def nca(
 
 
 @traits(ref_emb=False)
-@forwards(precise(losses.NPairsLoss))
+@forwards(corrected.NPairsLoss)
 def n_pairs(
     distance: Distance = None,
     reducer: Reducer = None,

@@ -332,3 +332,25 @@ def test_a_gradient_written_down_is_that_of_the_formula(loss: Any, labels: Tenso
         torch.autograd.grad(loss(x, labels), x, create_graph=again)[0].detach() for again in (False, True)
     )
     torch.testing.assert_close(written, derived, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [Y, Y.flip(0) - 3, torch.arange(28), torch.zeros(28, dtype=torch.int64)],
+    ids=["mixed", "below 0", "apart", "one"],
+)
+def test_n_pairs_takes_each_labels_first_two(labels: Tensor) -> None:
+    x, found = codes(28, 0, "spread"), []
+    for loss in (corrected_pairs.NPairsLoss(), losses.NPairsLoss()):
+        parts = loss.compute_loss(x, labels, None, x, labels)["loss"]
+        leaf = x.clone().requires_grad_()
+        value = loss(leaf, labels)
+        (slope,) = torch.autograd.grad(value, leaf)
+        indices = x.new_zeros(0) if parts["indices"] is None else parts["indices"]
+        found.append([indices, value.detach(), slope])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    triplets = miners.TripletMarginMiner(margin=0.3)(x, Y)
+    torch.testing.assert_close(
+        corrected_pairs.NPairsLoss()(x, Y, triplets), losses.NPairsLoss()(x, Y, triplets)
+    )
