@@ -93,7 +93,7 @@ class Draws:
     uniform: NDArray[np.float64]
     seeds: NDArray[np.int64]
 
-    def __getitem__(self, rows: slice | int | NDArray[np.int64]) -> Draws:
+    def __getitem__(self, rows: slice | int | NDArray[np.int64] | None) -> Draws:
         return Draws(self.uniform[rows], self.seeds[rows])
 
 
@@ -149,7 +149,7 @@ class Changes:
             pixels = pixels[None] if preprocessing.channels == 1 else pixels.transpose(2, 0, 1)
         if draws.uniform[0] < self.table.horizontal_flip:
             pixels = pixels[:, :, ::-1]
-        return self.transformed(pixels, draws) if self.transforms else pixels
+        return self.transformed(np.array(pixels)[None], draws[None])[0] if self.transforms else pixels
 
     def mirror(self, pixels: NDArray[np.uint8], draws: Draws) -> NDArray[np.uint8]:
         """Mirror some of a batch's images (B, channels, H, W) left to right, in place."""
@@ -159,31 +159,41 @@ class Changes:
         return pixels
 
     def transformed(self, pixels: NDArray[np.uint8], draws: Draws) -> NDArray[np.uint8]:
-        """Return pixels (channels, H, W) after the transforms.
+        """Return pixels (B, channels, H, W) after the transforms, each image by itself. Those that are given may change.
 
         Raises:
             DataError: a transform fails, or gives another size or type.
         """
         import torch
 
-        from retrieval.data.drawing import drawing
+        from retrieval.data.drawing import Drawing
 
-        given = torch.from_numpy(pixels.copy())
-        with drawing(int(draws.seeds)):
+        images, lent = torch.from_numpy(pixels), Drawing()
+        shape, out = images.shape[1:], torch.empty_like(images)
+        for row, (image, seed) in enumerate(zip(images, draws.seeds.tolist(), strict=True)):
+            lent.seed(seed)
             for number, transform in enumerate(self.transforms):
-                what = f"[augmentation] transforms.{number} ({type(transform).__name__})"
                 try:
-                    changed = transform(given)
+                    with lent:
+                        changed = transform(image)
                 except RetrievalError:
                     raise
                 except Exception as fault:  # whatever a plugin's transform raises
-                    raise DataError(f"{what} fails: {type(fault).__name__}: {fault}") from fault
-                if not isinstance(changed, torch.Tensor):
-                    raise DataError(f"{what} gives {type(changed).__name__} instead of a tensor.")
-                if changed.dtype != torch.uint8 or changed.shape != given.shape:
                     raise DataError(
-                        f"{what} gives {str(changed.dtype).removeprefix('torch.')} {tuple(changed.shape)}; the backbone takes "
-                        f"uint8 {tuple(given.shape)}. Set its parameters so that it keeps size and type."
+                        f"{self._named(number)} fails: {type(fault).__name__}: {fault}"
+                    ) from fault
+                if not isinstance(changed, torch.Tensor):
+                    raise DataError(
+                        f"{self._named(number)} gives {type(changed).__name__} instead of a tensor."
                     )
-                given = changed
-        return given.numpy()
+                if changed.dtype != torch.uint8 or changed.shape != shape:
+                    raise DataError(
+                        f"{self._named(number)} gives {str(changed.dtype).removeprefix('torch.')} {tuple(changed.shape)}; the backbone "
+                        f"takes uint8 {tuple(shape)}. Set its parameters so that it keeps size and type."
+                    )
+                image = changed
+            out[row] = image
+        return out.numpy()
+
+    def _named(self, number: int) -> str:
+        return f"[augmentation] transforms.{number} ({type(self.transforms[number]).__name__})"

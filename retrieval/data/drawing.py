@@ -41,16 +41,22 @@ _INSTEAD: Mapping[Any, str] = {
 """What draws and takes none, or changes the generator that the model draws from; and what to use instead."""
 
 
-class _Lent(TorchFunctionMode):
-    """Gives a generator to each call in this thread that would draw from the global one.
+class Drawing(TorchFunctionMode):
+    """Lends a generator to each call in this thread that would draw from the global one: what it draws follows from a seed alone.
+
+    Other threads draw as ever. Several `with` blocks of one seed go on where the last one stopped.
 
     Args:
-        generator: the one that is lent.
+        seed: the first one.
     """
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        self.generator = generator
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Begin anew, with a seed of 64 bits."""
+        self.generator.manual_seed(seed)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -72,17 +78,12 @@ class _Lent(TorchFunctionMode):
 _BY_PLACE: Mapping[Any, int] = {torch._sample_dirichlet: 2, torch._standard_gamma: 2}
 
 
-def drawing(seed: int) -> TorchFunctionMode:
-    """Return a context in which what this thread draws from torch follows from `seed` alone; other threads draw as ever."""
-    return _Lent(torch.Generator().manual_seed(seed))
-
-
 _AFTERWARDS = ("transform", "_apply_image_or_video_transform")
 """What torchvision's transforms call when they have drawn."""
 
 
 def without_asking(transform: Any) -> Any:
-    """Return a copy of a transform of torchvision's own that changes the image outside of `drawing`; of any other, itself.
+    """Return a copy of a transform of torchvision's own that changes the image outside of `Drawing`; of any other, itself.
 
     Whoever writes a subclass may draw anywhere, so it is not one of torchvision's own.
     """

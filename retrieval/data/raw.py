@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 BUDGET = 1 << 30
 _THREADS = min(8, os.cpu_count() or 1)
 _PARTS = 4  # that each thread has of a batch: some images take longer
+_TRIED = 4  # items that tell how long one takes
+_WORTH = 0.4e-3  # seconds of an item from which on threads are quicker: below, they wait for one another, and cost twice the CPU time
 
 
 class RawInputs:
@@ -53,6 +56,7 @@ class RawInputs:
         self.dataset = dataset
         self.preprocessing = preprocessing
         self.array = _as_inputs(dataset.arrays, preprocessing)
+        self._quick: dict[str, bool] = {}
         self._kept: NDArray[np.uint8] | None = None
         if self.array is None and preprocessing is not None:
             shape = (len(dataset), *preprocessing.shape)
@@ -92,22 +96,29 @@ class RawInputs:
                 pixels = changes.mirror(self.batch(indices), draws)
                 if not changes.transforms:
                     return pixels
-                return np.stack(
-                    self._map(lambda i: changes.transformed(pixels[i], draws[i]), range(len(pixels)))
+                if self.dataset.arrays is not None:
+                    return changes.transformed(pixels, draws)
+                return np.concatenate(
+                    self._map(
+                        lambda i: changes.transformed(pixels[i : i + 1], draws[i : i + 1]),
+                        range(len(pixels)),
+                        "transform",
+                    )
                 )
             return np.stack(
                 self._map(
                     lambda i: changes.changed(self._image(int(indices[i])), pre, draws[i]),
                     range(len(indices)),
+                    "crop",
                 )
             )
         if self.array is not None:
             return np.take(self.array, indices, axis=0)
         if self._kept is not None:
             missing = np.unique(indices[~self._made[indices]])
-            self._map(self._keep, missing.tolist())
+            self._map(self._keep, missing.tolist(), "decode")
             return np.take(self._kept, indices, axis=0)
-        return np.stack(self._map(self._item, indices.tolist()))
+        return np.stack(self._map(self._item, indices.tolist(), "decode"))
 
     def _image(self, index: int) -> Image:
         item = self.dataset[index]
@@ -123,14 +134,27 @@ class RawInputs:
         self._kept[index] = self._item(index)
         self._made[index] = True
 
-    def _map(self, function: Any, jobs: Sequence[Any]) -> list[Any]:
+    def _map(self, function: Any, jobs: Sequence[Any], work: str) -> list[Any]:
+        """Return what a function makes of each job: in threads, where an item of this work takes long enough."""
         if len(jobs) < 2 or self.dataset.arrays is not None:  # without decoding, threads only cost
             return [function(job) for job in jobs]
-        # to hand over each small image by itself would cost a twentieth of decoding it
-        size = -(-len(jobs) // (_PARTS * _THREADS))
-        parts = [jobs[start : start + size] for start in range(0, len(jobs), size)]
-        done = self._threads.map(lambda part: [function(job) for job in part], parts)
-        return [one for part in done for one in part]
+        done: list[Any] = []
+        if work not in self._quick:
+            spent = []
+            for job in jobs[:_TRIED]:
+                start = time.perf_counter()
+                done.append(function(job))
+                spent.append(time.perf_counter() - start)
+            self._quick[work] = min(spent) < _WORTH
+        rest = jobs[len(done) :]
+        if self._quick[work]:
+            return done + [function(job) for job in rest]
+        # to hand over each image by itself would cost a twentieth of decoding a small one
+        size = -(-len(rest) // (_PARTS * _THREADS)) or 1
+        parts = [rest[start : start + size] for start in range(0, len(rest), size)]
+        for part in self._threads.map(lambda part: [function(job) for job in part], parts):
+            done += part
+        return done
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from retrieval.data.augment import Changes
 from retrieval.data.datasets import ArrayDataset
-from retrieval.data.drawing import drawing, without_asking
+from retrieval.data.drawing import Drawing, without_asking
 from retrieval.data.loading import TrainBatches
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import load_plugins
@@ -84,7 +84,7 @@ def test_every_transform_follows_from_the_seed_alone(name: str, channels: int) -
     transform, pixels, before = built(name), noise(channels), torch.get_rng_state()
 
     def changed(seed: int) -> Tensor:
-        with drawing(seed):
+        with Drawing(seed):
             return transform(pixels)
 
     first, again = [changed(seed) for seed in range(12)], [changed(seed) for seed in range(12)]
@@ -106,7 +106,7 @@ def test_what_is_done_after_drawing_is_the_same_outside(name: str) -> None:
     for seed in range(12):
         found = []
         for each in (transform, quick, sent):
-            with drawing(seed):
+            with Drawing(seed):
                 found.append(each(pixels))
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert torch.equal(torch.get_rng_state(), before)
@@ -121,7 +121,7 @@ def test_what_an_own_subclass_draws_late_follows_from_the_seed_too() -> None:
 
     transform, pixels, found = without_asking(Late(1.0)), noise(1), []
     for _ in range(2):
-        with drawing(3):
+        with Drawing(3):
             found.append(transform(pixels))
     assert torch.equal(*found) and not torch.equal(found[0], pixels)
 
@@ -134,7 +134,7 @@ def test_what_another_thread_draws_meanwhile_is_what_it_would_have_drawn() -> No
         for seed in itertools.count():
             if stop.is_set():
                 return
-            with drawing(seed):
+            with Drawing(seed):
                 transform(pixels)
 
     torch.manual_seed(7)
@@ -258,9 +258,9 @@ class TestViews:
 class TestFaults:
     def message(self, transform: Any) -> str:
         changes = Changes(Augmentation(transforms=["X"]), (transform,))
-        draws = changes.draw(0, 0, 0, 1)[0]
+        draws = changes.draw(0, 0, 0, 1)
         with pytest.raises(DataError) as failed:
-            changes.transformed(np.zeros((3, 8, 8), np.uint8), draws)
+            changes.transformed(np.zeros((1, 3, 8, 8), np.uint8), draws)
         return str(failed.value)
 
     def test_a_transform_that_changes_size_type_or_kind(self) -> None:
