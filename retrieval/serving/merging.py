@@ -53,8 +53,10 @@ def merged(
         subspaces: none: the whole vector is the one.
         merge: "min" or "score".
     """
-    squared = (vectors.astype(np.float64) - query) ** 2
-    distances = np.sqrt([squared[:, span].sum(axis=1) for span in spans_of(subspaces)])
+    apart = vectors.astype(np.float64) - query
+    # the sum in the very order in which a store has it that measures (`local.distances.measured`), so that one pair has one distance
+    squared = [np.einsum("ij,ij->i", part, part) for part in (apart[:, span] for span in spans_of(subspaces))]
+    distances = np.sqrt(squared)
     if merge == "score":
         return best_score(distances, k, [space.weight for space in subspaces])
     return nearest_of(distances)

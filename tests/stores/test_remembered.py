@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -163,14 +164,37 @@ def test_it_takes_no_more_than_it_may_and_keeps_what_was_asked_for_last() -> Non
     for start in range(0, 1000, 10):
         memory.keep(rows(range(start, start + 10)))
         memory.find([0])
-        assert len(memory) <= 50 and memory._bytes <= 50_000
-    kept = sorted(memory.find(range(1000)))
-    assert kept == [0, *range(1001 - len(kept), 1000)]
-    found = memory.keep(rows(range(2000, 2003), "x" * 3000))
-    assert (
-        set(found) == {2000, 2001, 2002} and found[2000].label == "x" * 3000
-    )  # larger than all of it: given, not kept
-    assert len(memory) == 0 and memory._bytes == 0
+        assert len(memory) <= 50 and memory.bytes <= 50_000
+    kept = sorted(memory._young.keys() | memory._old.keys())
+    assert kept == [0, *range(1001 - len(kept), 1000)] and len(kept) > 15
+    found = memory.keep(rows(range(2000, 2003), "x" * 8000))
+    assert set(found) == {2000, 2001, 2002} and found[2000].label == "x" * 8000
+    assert memory.find([2000, 2001, 2002]) == [None] * 3  # larger than half of it: given, not kept
+    assert memory.bytes <= 50_000
     for _ in range(3):
-        memory.keep(rows(range(10)))
-    assert len(memory) == 10 and memory._bytes == sum(size for _, size in memory._items.values())
+        memory.keep(rows(range(3000, 3010)))
+        assert [one.id for one in memory.find(range(3000, 3010)) if one] == [
+            f"id{n}" for n in range(3000, 3010)
+        ]
+    assert memory.bytes == sum(memory._sizes.values()) + sum(memory._old_sizes.values()) <= 50_000
+    assert memory._sizes.keys() == memory._young.keys() and memory._old_sizes.keys() == memory._old.keys()
+    assert not memory._young.keys() & memory._old.keys()
+
+
+def test_it_is_the_same_for_many_threads() -> None:
+    """None finds another's item, or none that it has just kept; and the halves stay what they are."""
+    memory = Remembered(200_000)
+
+    def work(seed: int) -> None:
+        for start in np.random.default_rng(seed).integers(0, 300, 300).tolist():
+            wanted = range(start, start + 8)
+            known = memory.find(wanted)
+            if missing := [n for n, one in zip(wanted, known, strict=True) if one is None]:
+                memory.keep(rows(range(missing[0], missing[-1] + 1)))
+            for n, one in zip(wanted, memory.find(wanted), strict=True):
+                assert one is None or one.id == f"id{n}"
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(16)))
+    assert memory.bytes == sum(memory._sizes.values()) + sum(memory._old_sizes.values()) <= 200_000
+    assert not memory._young.keys() & memory._old.keys()

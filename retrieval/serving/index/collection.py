@@ -133,6 +133,11 @@ class Collection(Index):
         except Superseded:
             self.follow()
             raise
+        if measured_alone(bundle) and all(each.distances is not None for each in found):
+            return [
+                _hits(each.items, each.distances[:k].tolist()) for each in found if each.distances is not None
+            ]
+        found = [each if each.distances is None else _by_id(each) for each in found]
         return [
             self._ordered(each.items, distances, k)
             for each, distances in zip(found, _distances(bundle, query, code, found, k), strict=True)
@@ -142,21 +147,7 @@ class Collection(Index):
     def _ordered(items: Sequence[Item], distances: Distances, k: int) -> list[Hit]:
         """Return the nearest of candidates; equal distances by id."""
         order = np.argsort(distances, kind="stable")[:k]
-        return [
-            Hit(
-                item.id,
-                item.id,
-                item.label,
-                distance,
-                own(item.metadata),
-                item.path,
-                item.keep,
-                item.stamp,
-            )
-            for item, distance in zip(
-                [items[at] for at in order.tolist()], distances[order].tolist(), strict=True
-            )
-        ]
+        return _hits([items[at] for at in order.tolist()], distances[order].tolist())
 
     # Items
 
@@ -261,6 +252,30 @@ class Collection(Index):
         """Close the store."""
         self._closed = True
         self.store.close()
+
+
+def _hits(items: Sequence[Item], distances: Sequence[float]) -> list[Hit]:
+    """Return answers of items, nearest first; of so many as there are distances."""
+    return [
+        Hit(
+            item.id,
+            item.id,
+            item.label,
+            distance,
+            own(item.metadata) if item.metadata else {},
+            item.path,
+            item.keep,
+            item.stamp,
+        )
+        for item, distance in zip(items, distances, strict=False)
+    ]
+
+
+def _by_id(found: Candidates) -> Candidates:
+    """Return candidates in the order of their ids, to be measured otherwise than the store did."""
+    order = sorted(range(len(found.items)), key=lambda at: found.items[at].id)
+    arrays = {name: array[order] for name, array in found.arrays.items()}
+    return Candidates([found.items[at] for at in order], arrays)
 
 
 def _distances(

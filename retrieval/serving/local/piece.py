@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.index.contract import IndexBackend, checked_search, checked_selection
 from retrieval.serving.local.compact import Compact
+from retrieval.serving.local.distances import measured
 from retrieval.serving.local.exact import nearest
 from retrieval.serving.local.segment import Numbers, Segment
 from retrieval.serving.local.structures import COMPACT, Structure, load_companion, load_structure
@@ -26,7 +27,6 @@ log = logging.getLogger("retrieval.serving.local")
 Mask = NDArray[np.bool_]
 SEGMENTS = "segments"
 _MARGIN = 16  # beyond what is asked of a structure: for deleted items
-_TOGETHER = 1 << 18  # numbers that are measured at once
 _MOST = 4096  # asked of a structure at once, before the segment is searched exactly
 _RARE = (
     0.02  # share of a segment that matches a filter, up to which exact search among the matches is the faster
@@ -102,7 +102,7 @@ def search_piece(
     *,
     filtered: bool,
 ) -> tuple[Any, Numbers]:
-    """Return squared distances and rows of a piece's nearest."""
+    """Return squared distances and rows (Q, k) of a piece's nearest, nearest first and equally near ones by row; infinity and -1 where there are fewer."""
     segment = piece.segment
     if piece.structure is None and segment.placing and span == (0, segment.arrays[VECTOR].shape[1]):
         found = segment.placing.nearest(queries, count, keep)
@@ -110,7 +110,9 @@ def search_piece(
             return found
     rows = None if piece.structure is None else _proposed(piece, space, queries, span, count, keep, filtered)
     if rows is not None:
-        return _measured(segment.arrays[VECTOR], queries, span, rows), rows
+        distances = _measured(segment.arrays[VECTOR], queries, span, rows)
+        order = np.lexsort((rows, distances))[:, :count]
+        return np.take_along_axis(distances, order, 1), np.take_along_axis(rows, order, 1)
     distances, _, rows = search_exact(
         segment.numbers, segment.arrays[VECTOR], queries, span, count, keep, segment.norms(), piece.compact
     )
@@ -154,12 +156,9 @@ def _measured(vectors: Floats, queries: Floats, span: tuple[int, int], rows: Num
     """Return squared distances (Q, k) of proposed rows, from the vectors themselves; infinity where there is none."""
     out = np.full(rows.shape, np.inf)
     columns = slice(*span)
-    step = max(1, _TOGETHER // max(1, rows.shape[1] * (span[1] - span[0])))
-    for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        query, place = np.nonzero(rows[part] >= 0)
-        apart = vectors[rows[part][query, place], columns] - queries[part, columns].astype(np.float64)[query]
-        out[part][query, place] = np.einsum("ij,ij->i", apart, apart)
+    query, place = np.nonzero(rows >= 0)
+    exact = queries[:, columns].astype(np.float64)
+    out[query, place] = measured(exact, vectors, query, rows[query, place], columns)
     return out
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import cached_property
+from typing import Any, cast
 
 import apsw
 import numpy as np
@@ -17,9 +19,9 @@ from retrieval.serving.local.record import ask, value
 from retrieval.serving.local.remembered import Remembered
 from retrieval.serving.local.rows import COLUMNS
 from retrieval.serving.local.segment import Numbers
-from retrieval.serving.local.view import Matches, View
+from retrieval.serving.local.view import Matches, Near, View
 from retrieval.serving.stages import stage
-from retrieval.serving.stores.contract import CODE, VECTOR, Candidates, Floats, Superseded
+from retrieval.serving.stores.contract import CODE, VECTOR, Candidates, Floats, Item, Superseded
 from retrieval.serving.stores.items import check_queries
 
 _OVER, _FAR = 8, 128  # times as many as asked for, at first and at most, before all items are looked at
@@ -68,45 +70,55 @@ class Searches:
         view.verify()
 
     def _candidates(
-        self, view: View, found: Sequence[Numbers], connection: apsw.Connection | None = None
+        self, view: View, found: Near, connection: apsw.Connection | None = None
     ) -> list[Candidates] | None:
         """Return items by their numbers, and their arrays; None where one is not in memory and there is no record to ask."""
-        if not found:
-            return []
-        every = found[0] if len(found) == 1 else np.unique(np.concatenate(found))
-        numbers = every.tolist()
+        there = found.numbers >= 0
+        numbers = found.numbers[there]
         with stage("items", len(numbers)):
-            items = self._remembered.find(numbers)
-            if missing := [n for n in numbers if n not in items] if len(items) < len(numbers) else []:
-                if connection is None:
-                    return None
-                sql = f"select {COLUMNS} from items where n in (select value from json_each(?))"
-                items |= self._remembered.keep(ask(connection, sql, (json.dumps(missing),)))
-                if len(items) != len(numbers):
-                    raise StoreError(
-                        f"The index {self.home.folder} is damaged: its record and its segments differ. Restore a snapshot."
-                    )
-        # each is looked up once, however many queries found it: a place among all is its place among a query's own
-        by_id = sorted(range(len(numbers)), key=lambda at: items[numbers[at]].id)
-        held = [items[numbers[at]] for at in by_id]
-        arrays, _ = view.rows(every[by_id], (VECTOR, CODE))
-        if len(found) == 1:
-            return [Candidates(held, arrays)]
-        places = np.empty(len(numbers), np.int64)
-        places[by_id] = np.arange(len(numbers))
-        answers = []
-        for one in found:
-            own = np.sort(places[np.searchsorted(every, one)])
-            rows = {name: array[own] for name, array in arrays.items()}
-            answers.append(Candidates([held[at] for at in own.tolist()], rows))
-        return answers
+            items = self._items(numbers.tolist(), connection)
+        if items is None:
+            return None
+        ends = np.cumsum(there.sum(1)).tolist()
+        distances = None if found.squared is None else np.sqrt(found.squared[there])
+        order = _order(items, distances, ends)
+        if order is not None:
+            items, numbers = (
+                [items[at] for at in order],
+                numbers[order],
+            )  # equal distances stay where they are
+        rows = Rows(view, numbers)
+        return [
+            Candidates(
+                items[start:end], rows.part(start, end), None if distances is None else distances[start:end]
+            )
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+
+    def _items(self, numbers: list[int], connection: apsw.Connection | None) -> list[Item] | None:
+        """Return the items of numbers; None where one is not in memory and there is no record to ask."""
+        items = self._remembered.find(numbers)
+        if not all(items):
+            if connection is None:
+                return None
+            missing = {number for number, item in zip(numbers, items, strict=True) if item is None}
+            sql = f"select {COLUMNS} from items where n in (select value from json_each(?))"
+            known = self._remembered.keep(ask(connection, sql, (json.dumps(list(missing)),)))
+            if len(known) != len(missing):
+                raise StoreError(
+                    f"The index {self.home.folder} is damaged: its record and its segments differ. Restore a snapshot."
+                )
+            items = [
+                known[number] if item is None else item for number, item in zip(numbers, items, strict=True)
+            ]
+        return cast(list[Item], items)
 
     def _found(
         self, connection: apsw.Connection, view: View, queries: Floats, count: int, where: Filter | None
-    ) -> list[Numbers]:
-        """Return the numbers of each query's nearest items that match, ascending."""
+    ) -> Near:
+        """Return each query's nearest items that match."""
         if not count:
-            return [np.empty(0, np.int64)] * len(queries)
+            return Near(np.full((len(queries), 0), -1, np.int64), np.empty((len(queries), 0)))
         if where is None:
             return view.search(queries, count)
         known, columns = view.matched.get(where), self.home.columns
@@ -127,7 +139,7 @@ class Searches:
 
     def _walked(
         self, connection: apsw.Connection, view: View, queries: Floats, count: int, where: Filter
-    ) -> list[Numbers] | None:
+    ) -> Near | None:
         """Return the matches among more of the nearest than asked for: the nearest matches, where there are enough.
 
         Returns:
@@ -142,13 +154,14 @@ class Searches:
             over = math.ceil(_SURE / share)
         while over * count * len(queries) <= min(_SMALL, view.count):
             found = view.search(queries, over * count)
-            numbers = np.unique(np.concatenate(found))
+            numbers = np.unique(found.numbers[found.numbers >= 0])
             sql = "select n, id, label, metadata from items where n in (select value from json_each(?))"
             good = matching(ask(connection, sql, (json.dumps(numbers.tolist()),)), where)
-            chosen = [one[[n in good for n in one.tolist()]] for one in found]
-            fewest = min(map(len, chosen))
+            chosen = np.isin(found.numbers, np.fromiter(good, np.int64, len(good)))
+            fewest = int(chosen.sum(1).min())
             if fewest >= count:
-                return chosen
+                chosen &= chosen.cumsum(1) <= count
+                return Near(np.where(chosen, found.numbers, -1), np.where(chosen, found.squared, np.inf))
             if share is not None or over >= _FAR:
                 return None
             over = min(_FAR, max(2 * over, math.ceil(_SURE * over * count / fewest) if fewest else _FAR))
@@ -163,3 +176,59 @@ class Searches:
             view.matched.pop(next(iter(view.matched)), None)
         view.matched[where] = found = Matches(numbers)
         return found
+
+
+class Rows:
+    """Vectors and codes of items, read together when those of the first answer are asked for: most answers need none.
+
+    Args:
+        view: whose items they are.
+        numbers: (n,) of the items.
+    """
+
+    def __init__(self, view: View, numbers: Numbers) -> None:
+        self._view, self._numbers = view, numbers
+
+    @cached_property
+    def arrays(self) -> dict[str, Floats]:
+        """All rows of each array, by name."""
+        return self._view.rows(self._numbers, (VECTOR, CODE))[0]
+
+    def part(self, start: int, end: int) -> Mapping[str, Floats]:
+        """Return the rows of one answer, by name."""
+        return _Part(self, slice(start, end), self._view.generation.widths.keys() & {VECTOR, CODE})
+
+
+class _Part(Mapping[str, Floats]):
+    """Some of the rows."""
+
+    def __init__(self, rows: Rows, part: slice, names: Set[str]) -> None:
+        self._rows, self._part, self._names = rows, part, names
+
+    def __getitem__(self, name: str) -> Floats:
+        return self._rows.arrays[name][self._part]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _order(items: Sequence[Item], distances: Any, ends: Sequence[int]) -> list[int] | None:
+    """Return in which order (n,) answers that lie side by side have their items: by id, of those that are equally far or have no distance; None: as they are."""
+    if distances is None:
+        mixed = range(len(ends))
+    else:
+        equal = np.flatnonzero(distances[1:] == distances[:-1])
+        if not len(equal):
+            return None
+        mixed = np.unique(np.searchsorted(ends, equal, "right")).tolist()
+    order = list(range(len(items)))
+    for one in mixed:
+        start, end = ends[one - 1] if one else 0, ends[one]
+        if distances is None:
+            order[start:end] = sorted(order[start:end], key=lambda at: items[at].id)
+        else:
+            order[start:end] = sorted(order[start:end], key=lambda at: (distances[at], items[at].id))
+    return order

@@ -141,17 +141,19 @@ class LocalStore(Store):
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[list[Item]]:
         """Propose the nearest; see `Store`."""
-        return [
-            [
+        answers = []
+        for found in self.propose(queries, count, bundle, where=where):
+            arrays = dict(found.arrays)
+            items = [
                 replace(
                     item,
                     metadata=own(item.metadata),
-                    arrays={name: rows[at] for name, rows in found.arrays.items()},
+                    arrays={name: rows[at] for name, rows in arrays.items()},
                 )
                 for at, item in enumerate(found.items)
             ]
-            for found in self.propose(queries, count, bundle, where=where)
-        ]
+            answers.append(sorted(items, key=lambda item: item.id))
+        return answers
 
     def propose(
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None

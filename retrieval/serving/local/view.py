@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import apsw
 import numpy as np
@@ -92,6 +92,19 @@ def _members(numbers: Numbers, wanted: Numbers) -> Mask:
     return table if room == len(numbers) else table[numbers - first]
 
 
+class Near(NamedTuple):
+    """The items that a search found.
+
+    Attributes:
+        numbers: (Q, n), -1 for none.
+        squared: (Q, n) squared distances within the only sub-space, as `distances.measured` has them; infinity for none. Each query's
+            nearest comes first, and of equally near ones the smaller number. None where there are several sub-spaces.
+    """
+
+    numbers: Numbers
+    squared: Any
+
+
 @dataclass(frozen=True)
 class View:
     """One moment of a generation.
@@ -126,36 +139,47 @@ class View:
         fresh = len(self.numbers) if self.alive is None else int(np.count_nonzero(self.alive))
         return fresh + sum(len(piece.segment) - piece.dead for piece in self.pieces)
 
-    def search(self, queries: Floats, count: int, only: Matches | None = None) -> list[Numbers]:
-        """Return for each query the numbers of the items among its `count` nearest in a sub-space, ascending.
+    def search(self, queries: Floats, count: int, only: Matches | None = None) -> Near:
+        """Return the items among the `count` nearest of each query in a sub-space.
 
         Args:
             queries: (Q, P).
             count: how many in each sub-space.
             only: what to choose from; None: all.
         """
-        found: list[list[Numbers]] = [[] for _ in queries]
-        for space, span in enumerate(self.generation.spans):
-            best = _Best(len(queries), count)
-            for piece in self.pieces:
-                keep = (
-                    piece.alive
-                    if only is None
-                    else only.among(piece.number, piece.segment.numbers, piece.alive)
-                )
-                if keep is not None and not keep.any():
-                    continue
-                distances, rows = search_piece(
+        found = [self._nearest(space, queries, count, only) for space in range(len(self.generation.spans))]
+        if len(found) == 1:
+            return found[0]
+        # each once; what a sub-space proposes twice is none
+        numbers = np.sort(np.hstack([one.numbers for one in found]), axis=1)
+        numbers[:, 1:][numbers[:, 1:] == numbers[:, :-1]] = -1
+        return Near(numbers, None)
+
+    def _nearest(self, space: int, queries: Floats, count: int, only: Matches | None) -> Near:
+        """Return the `count` nearest of each query in one sub-space."""
+        span, parts = self.generation.spans[space], []
+        for piece in self.pieces:
+            keep = (
+                piece.alive if only is None else only.among(piece.number, piece.segment.numbers, piece.alive)
+            )
+            if keep is None or keep.any():
+                squared, rows = search_piece(
                     piece, space, queries, span, count, keep, filtered=only is not None
                 )
-                best.add(distances, piece.segment.numbers, rows)
-            if len(self.numbers):
-                keep = self.alive if only is None else only.among(0, self.numbers, self.alive)
-                if keep is None or keep.any():
-                    best.add(*search_exact(self.numbers, self.arrays[VECTOR], queries, span, count, keep))
-            for number, row in enumerate(best.numbers()):
-                found[number].append(row)
-        return [np.sort(one[0]) if len(one) == 1 else np.unique(np.concatenate(one)) for one in found]
+                parts.append((squared, _numbers_of(piece.segment.numbers, rows)))
+        if len(self.numbers):
+            keep = self.alive if only is None else only.among(0, self.numbers, self.alive)
+            if keep is None or keep.any():
+                squared, _, rows = search_exact(self.numbers, self.arrays[VECTOR], queries, span, count, keep)
+                parts.append((squared, _numbers_of(self.numbers, rows)))
+        if not parts:
+            return Near(np.full((len(queries), 0), -1, np.int64), np.empty((len(queries), 0)))
+        if len(parts) == 1:
+            squared, numbers = parts[0]
+            return Near(numbers, squared)
+        squared, numbers = (np.hstack(every) for every in zip(*parts, strict=True))
+        order = np.lexsort((numbers, squared))[:, :count]
+        return Near(np.take_along_axis(numbers, order, 1), np.take_along_axis(squared, order, 1))
 
     def rows(self, numbers: Numbers, names: Iterable[str]) -> tuple[dict[str, Floats], Mask]:
         """Return arrays (n, width) of items by number, and which of the items have them (n,): what a generation leaves out has none."""
@@ -193,28 +217,12 @@ class View:
                 raise damaged(piece.segment.path, fault) from None
 
 
-class _Best:
-    """The nearest so far, over segments."""
-
-    def __init__(self, queries: int, count: int) -> None:
-        self._queries, self._count = queries, count
-        self._distances: list[Any] = []
-        self._numbers: list[Numbers] = []
-
-    def add(self, distances: Any, numbers: Numbers, rows: Numbers) -> None:
-        """Take in rows of ascending numbers, -1 for none, and their distances, infinite there."""
-        self._distances.append(distances)
-        self._numbers.append(np.where(rows >= 0, numbers[rows], -1))
-
-    def numbers(self) -> list[Numbers]:
-        if not self._numbers:
-            return [np.empty(0, np.int64)] * self._queries
-        numbers = np.concatenate(self._numbers, axis=1)
-        if numbers.shape[1] > self._count:
-            distances = np.concatenate(self._distances, axis=1)
-            order = np.argpartition(distances, self._count - 1, axis=1)[:, : self._count]
-            numbers = np.take_along_axis(numbers, order, axis=1)
-        return [row[row >= 0] for row in numbers]
+def _numbers_of(numbers: Numbers, rows: Numbers) -> Numbers:
+    """Return the numbers of rows, of which -1 is none."""
+    found: Numbers = numbers.take(rows, mode="clip")
+    if (rows < 0).any():
+        found[rows < 0] = -1
+    return found
 
 
 def refreshed(

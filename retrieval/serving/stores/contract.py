@@ -70,13 +70,20 @@ class Item:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What a store proposes to one query: items in the order of their ids, and arrays (n, width) of them by name.
+    """What a store proposes to one query.
 
     A store may keep the items for other answers: whoever gives one away copies its metadata.
+
+    Attributes:
+        items: in the order of their ids; with `distances` the nearest first, and equally near ones in that order.
+        arrays: (n, width) of them, by name; they may be read when they are first asked for.
+        distances: (n,) Euclidean, in double precision, of the query to each item's vector within the only sub-space, as
+            `retrieval.serving.merging.merged` has them; None where the store measures others, or leaves it to the index.
     """
 
     items: Sequence[Item]
     arrays: Mapping[str, Floats]
+    distances: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True)

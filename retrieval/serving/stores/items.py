@@ -24,6 +24,7 @@ _EXACT = 1 << 53
 _SIZE = 1 << 63
 _SHOWN = 20  # fields
 _NOTHING = (None,) * 6
+_NESTED = (dict, list)
 _TOGETHER = 8192  # arrays that are looked at together
 
 
@@ -105,7 +106,11 @@ def _sound(items: Sequence[Item], name: str, width: int) -> bool:
 def own(value: Any) -> Any:
     """Return a JSON value as the caller's own: what is done to it reaches nobody else's."""
     if isinstance(value, dict):
-        return {name: own(one) if isinstance(one, dict | list) else one for name, one in value.items()}
+        copy = dict(value)  # most are flat
+        for name, one in value.items():
+            if isinstance(one, _NESTED):
+                copy[name] = own(one)
+        return copy
     return [own(one) for one in value] if isinstance(value, list) else value
 
 

@@ -1,0 +1,213 @@
+"""What a local store measures while it searches is the answer's distance: each answer is that of plain arithmetic, whatever lies where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index import collection
+from retrieval.serving.index.base import Hit
+from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.open import open_index
+from retrieval.serving.local import distances, exact, searches, structures
+from retrieval.serving.local.create import create_local
+from retrieval.serving.local.store import LocalStore
+from retrieval.serving.local.structures import Wanted
+from retrieval.serving.merging import merged
+from retrieval.serving.stores.contract import Candidates, Item, widths_of
+
+WIDTH = 16
+
+
+class Known:
+    """An index beside what is in it."""
+
+    def __init__(self, folder: Path, bundle: Path, wanted: Wanted | None = None) -> None:
+        opened = Bundle.open(bundle, threads=1)
+        create_local(folder, opened, widths_of(opened), structure=wanted or Wanted("flat"))
+        index = open_index(folder, threads=1)
+        assert isinstance(index, LivingIndex)
+        self.index, self.items = index, dict[str, tuple[Any, int]]()
+
+    def put(self, ids: Sequence[str], vectors: Any) -> None:
+        items = [
+            Item(id, metadata={"turn": at % 3, "tags": [at]}, arrays={"vector": vectors[at]})
+            for at, id in enumerate(ids)
+        ]
+        self.index.upsert(items)
+        self.items |= {id: (vectors[at], at % 3) for at, id in enumerate(ids)}
+
+    def delete(self, ids: Sequence[str]) -> None:
+        self.index.delete(ids)
+        for id in ids:
+            del self.items[id]
+
+    def nearest(self, query: Any, k: int, turn: int | None = None) -> list[tuple[str, float]]:
+        """The k nearest in double precision, equal distances by id."""
+        chosen = sorted(id for id, (_, own) in self.items.items() if turn is None or own == turn)
+        if not chosen:
+            return []
+        vectors = np.stack([self.items[id][0] for id in chosen])
+        far = merged(query, vectors, k, [], "min")
+        return [(chosen[at], float(far[at])) for at in np.argsort(far, kind="stable")[:k]]
+
+    def agrees(self, queries: Any, k: int = 10) -> None:
+        proposed = self.index.store.propose(queries, k, self.index.bundle.sha256)
+        assert {len(one.items) for one in proposed} == {
+            min(k, len(self.items))
+        }  # of a structure's more, the nearest
+        for turn in (None, 1):
+            found = self.index.search(queries, k, where=None if turn is None else f"turn = {turn}")
+            alone = [self.index.search(one, k, where=None if turn is None else f"turn = {turn}") for one in queries]  # fmt: skip
+            assert found == alone
+            for query, hits in zip(queries, found, strict=True):
+                assert [(hit.id, hit.distance) for hit in hits] == self.nearest(query, k, turn)
+                assert all(hit.metadata["turn"] == self.items[str(hit.id)][1] for hit in hits)
+
+
+def handed_over(store: LocalStore, *given: Any, **named: Any) -> list[Candidates]:
+    """Propose as a store does that measures nothing."""
+    answers = []
+    for found in store._searches.propose(*given, named["where"]):
+        order = sorted(range(len(found.items)), key=lambda at: found.items[at].id)
+        arrays = {name: array[order] for name, array in found.arrays.items()}
+        answers.append(Candidates([found.items[at] for at in order], arrays))
+    return answers
+
+
+def vectors(count: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).normal(size=(count, WIDTH)).astype(np.float32)
+
+
+def names(numbers: range, seed: int = 0) -> list[str]:
+    """Ids whose order is not that of the rows."""
+    return [f"id{(n * 7919 + seed) % 100_003:06}" for n in numbers]
+
+
+@pytest.mark.parametrize("wanted", ["flat", "hnsw"])
+@pytest.mark.parametrize("large", [False, True])
+def test_items_come_change_and_go(
+    wanted: str, large: bool, tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal vectors lie in a segment, in another, and among fresh items; some change places, some go."""
+    monkeypatch.setattr(structures, "LEAST", 500)
+    monkeypatch.setattr(exact, "_BLOCK_PAIRS", 5000 if large else 1 << 21)
+    monkeypatch.setattr(
+        searches, "_SMALL", 100 if large else 20_000
+    )  # a filter is tried on the nearest, or looked up
+    options = {"ef_search": 4096, "m": 64} if wanted == "hnsw" else {}
+    known = Known(tmp_path / "i", plain_bundle, Wanted(wanted, options))
+    base = vectors(300)
+    queries = np.concatenate([base[::60], vectors(4, seed=2)])
+    with known.index as index:
+        ids = names(range(1200))
+        known.put(ids, np.tile(base, (4, 1)))  # each vector four times
+        index.store.compact()
+        known.agrees(queries)
+        known.delete(ids[5:300:9])
+        known.agrees(queries)
+        known.put(names(range(1200, 1500)), base)  # and once more, fresh
+        known.agrees(queries, k=25)
+        known.put(ids[300:330], base[100:130])  # others take their places
+        known.delete(names(range(1200, 1500))[::4])
+        known.agrees(queries)
+        known.agrees(queries[:1], k=2000)
+        index.store.compact()
+        known.agrees(queries)
+
+
+def test_a_pair_has_one_distance_whoever_measures_it() -> None:
+    """The very same double, in whatever batch, and within a sub-space too."""
+    random = np.random.default_rng(0)
+    for width in (1, 2, 3, 7, 8, 16, 31, 128, 300):
+        some = random.normal(size=(50, width)).astype(np.float32)
+        query = random.normal(size=(3, width)).astype(np.float32)
+        pairs = np.repeat(np.arange(3), 50), np.tile(np.arange(50), 3)
+        own = np.sqrt(distances.measured(query.astype(np.float64), some, *pairs)).reshape(3, 50)
+        for at in range(3):
+            assert np.array_equal(merged(query[at], some, 5, [], "min"), own[at])
+            assert merged(query[at], some[7:8], 5, [], "min")[0] == own[at, 7]
+        assert np.array_equal(
+            merged(np.repeat(query, 50, 0), np.tile(some, (3, 1)), 5, [], "min"), own.ravel()
+        )
+        found, rows = exact.nearest(query, some, 50)
+        assert np.array_equal(np.sqrt(found), np.take_along_axis(own, rows, 1))
+        if width > 4:
+            span = slice(1, width - 2)
+            within = distances.measured(query.astype(np.float64)[:, span], some, *pairs, span)
+            assert np.array_equal(within, distances.measured(query.astype(np.float64)[:, span], some[:, span].copy(), *pairs))  # fmt: skip
+
+
+def test_what_the_store_measured_is_not_measured_again(
+    tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Known(tmp_path / "i", plain_bundle)
+    with known.index as index:
+        known.put(names(range(80)), vectors(80))
+        wanted = index.search(vectors(5, seed=1), 7)
+        with monkeypatch.context() as patch:
+            patch.setattr(collection, "measured", None)
+            patch.setattr("retrieval.serving.local.view.View.rows", None)  # nor are vectors read for it
+            assert index.search(vectors(5, seed=1), 7) == wanted
+        # a store that leaves it to the index has the same answers
+        monkeypatch.setattr(type(index.store), "propose", handed_over)
+        assert index.search(vectors(5, seed=1), 7) == wanted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rescorer": True}, {"subspaces": True}, {"inner": True}, {}],
+    ids=["rescorer", "sub-spaces", "inner", "plain"],
+)
+def test_whatever_a_bundle_measures(options: dict[str, Any], tmp_path: Path, makers: ModuleType) -> None:
+    """As where the store hands over items and the index measures: the same answers, ties by id."""
+    bundle = Bundle.open(makers.make_bundle(tmp_path / "b", kind="features", **options), threads=1)
+    features = np.random.default_rng(3).normal(size=(40, bundle.manifest.input.shape[0])).astype(np.float32)
+    encoded = bundle.encode(np.tile(features, (3, 1)))
+    create_local(tmp_path / "i", bundle, widths_of(bundle))
+    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+        index.upsert(
+            [
+                Item(
+                    id,
+                    arrays={"vector": encoded.vector[n]}
+                    | ({} if encoded.code is None else {"code": encoded.code[n]}),
+                )
+                for n, id in enumerate(names(range(120)))
+            ]
+        )
+        index.store.compact()
+        queries = features[:6] + np.float32(0.01)
+        found = [index.search(queries, k) for k in (1, 4, 50)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(index.store), "propose", handed_over)
+            assert [index.search(queries, k) for k in (1, 4, 50)] == found
+
+
+def test_candidates_are_as_the_contract_says(tmp_path: Path, plain_bundle: Path) -> None:
+    known = Known(tmp_path / "i", plain_bundle)
+    base = vectors(30)
+    with known.index as index:
+        known.put(names(range(90)), np.tile(base, (3, 1)))
+        for found in index.store.propose(base[:4], 9, index.bundle.sha256):
+            assert isinstance(found, Candidates) and found.distances is not None
+            keys = list(zip(found.distances.tolist(), [one.id for one in found.items], strict=True))
+            assert keys == sorted(keys) and len(found.items) == len(found.arrays["vector"]) == 9
+            assert set(found.arrays) == {"vector"} and len(found.arrays) == 1
+            for item, row in zip(found.items, found.arrays["vector"], strict=True):
+                assert np.array_equal(row, known.items[item.id][0])
+        for items in index.store.search(base[:4], 9, index.bundle.sha256):
+            assert [one.id for one in items] == sorted(one.id for one in items)
+
+
+def test_a_hit_is_a_plain_value() -> None:
+    one = Hit("a", "a", None, 0.5, {"b": 1})
+    assert one == Hit(id="a", key="a", label=None, distance=0.5, metadata={"b": 1}, path=None) != Hit("a", "a", "b", 0.5, {})  # fmt: skip
+    assert repr(one).startswith("Hit(id='a', key='a', label=None, distance=0.5, metadata={'b': 1}, path=None, keep='reference'")  # fmt: skip
+    with pytest.raises(AttributeError):
+        one.distance = 1.0  # type: ignore[misc]
