@@ -23,20 +23,21 @@ def multi_similarity(alpha: float, beta: float, base: float, sign: int) -> Fused
     """
 
     def fused(mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor) -> Tensor:
-        torch.sub(mat, base, out=slopes).mul_(beta * sign)
-        pairs.leave_negatives(slopes, rows, -torch.inf)
-        top = slopes.amax(1, keepdim=True).clamp_(min=0)  # with the 1 of log(1 + Σ exp)
-        exp_(slopes.sub_(top))
-        sums = slopes.sum(1, keepdim=True) + torch.exp(-top)
-        losses = ((top + sums.log()) / beta).squeeze(1)
-        slopes.mul_(sign / sums)
+        torch.mul(mat, beta * sign, out=slopes)
         row, column = pairs.positives(rows)
-        pull = (base - mat[row, column]).mul_(alpha * sign)
-        highest = mat.new_zeros(len(mat)).scatter_reduce_(0, row, pull, "amax")
-        pull.sub_(highest[row]).exp_()
+        place = row * mat.shape[1] + column  # lists of places are quicker than pairs of lists
+        pull = mat.reshape(-1).index_select(0, place).sub_(base).mul_(-alpha * sign)
+        pairs.leave_negatives(slopes, rows, torch.finfo(mat.dtype).min)
+        shares, every = _softmax(slopes)
+        every -= beta * base * sign
+        torch.hardshrink(shares.mul_((torch.sigmoid(every) * sign).unsqueeze(1)), LEAST, out=slopes)
+        highest = torch.zeros_like(every).scatter_reduce_(
+            0, row, pull, "amax"
+        )  # with the 1 of log(1 + Σ exp)
+        pull.sub_(highest.index_select(0, row)).exp_()
         total = torch.exp(-highest).index_add_(0, row, pull)
-        slopes[row, column] -= sign * pull / total[row]
-        return losses + (highest + total.log()) / alpha
+        slopes.view(-1).index_add_(0, place, pull.div_(total.index_select(0, row)), alpha=-sign)
+        return torch.logaddexp(every, torch.zeros_like(every)) / beta + (highest + total.log_()) / alpha
 
     return fused
 
@@ -55,25 +56,24 @@ def circle(op: float, on: float, delta_p: float, delta_n: float, gamma: float) -
     def fused(mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor) -> Tensor:
         weights = (mat - on).relu_().mul_(gamma)
         torch.sub(mat, delta_n, out=slopes).mul_(weights)
-        pairs.leave_negatives(slopes, rows, -torch.inf)
+        lowest = torch.finfo(mat.dtype).min
+        pairs.leave_negatives(slopes, rows, lowest)
         row, column = pairs.positives(rows)
-        top = slopes.amax(1, keepdim=True)
-        some = torch.zeros_like(top, dtype=torch.bool).squeeze(1).index_fill_(0, row, True)
-        some &= top.squeeze(1) != -torch.inf
-        top.masked_fill_(~some.unsqueeze(1), 0)
-        exp_(slopes.sub_(top))
-        sums = slopes.sum(1, keepdim=True).masked_fill_(~some.unsqueeze(1), 1)
-        near = mat[row, column]
+        place = row * mat.shape[1] + column
+        some = torch.zeros(len(mat), dtype=torch.bool, device=mat.device).index_fill_(0, row, True)
+        shares, every = _softmax(slopes)
+        some &= every > lowest / 2
+        near = mat.reshape(-1).index_select(0, place)
         weight = (op - near).relu_().mul_(-gamma)
-        pull = weight * (near - delta_p)
+        pull = weight * near.sub_(delta_p)
         highest = mat.new_full((len(mat),), -torch.inf).scatter_reduce_(0, row, pull, "amax")
         highest.masked_fill_(~some, 0)
-        pull.sub_(highest[row]).exp_()
+        pull.sub_(highest.index_select(0, row)).exp_()
         total = torch.zeros_like(highest).index_add_(0, row, pull).masked_fill_(~some, 1)
-        both = top.squeeze(1) + sums.log().squeeze(1) + highest + total.log()
+        both = every + highest + total.log()
         share = torch.sigmoid(both).masked_fill_(~some, 0)
-        slopes.mul_(weights).mul_(share.unsqueeze(1) / sums)
-        slopes[row, column] += weight * pull * (share / total)[row]
+        torch.hardshrink(shares.mul_(weights).mul_(share.unsqueeze(1)), LEAST, out=slopes)
+        slopes.view(-1).index_add_(0, place, weight.mul_(pull).mul_((share / total).index_select(0, row)))
         return torch.nn.functional.softplus(both).masked_fill_(~some, 0)
 
     return fused
@@ -96,9 +96,7 @@ def votes(rate: float) -> Fused:
         own = flat.index_select(0, place)
         if pairs.own is not None:
             slopes.diagonal(pairs.own + (rows.start or 0)).fill_(-torch.inf)
-        shares = torch.softmax(slopes, 1)
-        # log Σ exp: the largest exponent, and the logarithm of its share
-        every = slopes.amax(1) - shares.amax(1).log_()
+        shares, every = _softmax(slopes)
         highest = mat.new_full((len(mat),), -torch.inf).scatter_reduce_(0, row, own, "amax")
         own.sub_(highest.index_select(0, row)).exp_()
         total = torch.zeros_like(highest).index_add_(0, row, own)
@@ -108,6 +106,12 @@ def votes(rate: float) -> Fused:
         return (every - highest - total.log_()).masked_fill_(~some, 0), some
 
     return fused
+
+
+def _softmax(exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's softmax, and log Σ exp: the largest exponent, and the logarithm of its share."""
+    shares = torch.softmax(exponents, 1)
+    return shares, exponents.amax(1) - shares.amax(1).log_()
 
 
 def exp_(exponents: Tensor) -> Tensor:
