@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 _kept = local()
+_LONG = 256
+"""From this many numbers on, products cost more than copies of them."""
 _EPS = 1e-12
 _DIRECT = 25
 """Up to so many items torch subtracts one vector from the other, which is exact where they are almost the same."""
@@ -131,7 +133,7 @@ class _Gram(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, known: list[Tensor], power: float) -> Tensor:
         ctx.save_for_backward(x)
-        return known.pop() if known else x @ x.T
+        return known.pop() if known else _with_itself(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -159,6 +161,19 @@ class _Euclidean(torch.autograd.Function):
         slopes = gradient / mat.masked_fill(mat == 0, torch.inf) if ctx.power == 1 else 2 * gradient
         slopes = _with_transposed(slopes)
         return slopes.sum(1, keepdim=True) * x - slopes @ x, None, None
+
+
+def _with_itself(x: Tensor) -> Tensor:
+    """Return x xᵀ (N, N) of vectors (N, C); long ones in stripes, of which what lies below the diagonal is copied."""
+    if x.device.type != "cpu" or x.shape[1] < _LONG or len(x) < _LONG:
+        return x @ x.T
+    found = torch.empty(len(x), len(x), dtype=x.dtype)
+    step = -(-len(x) // 8)
+    for start in range(0, len(x), step):
+        stop = start + step
+        torch.mm(x[start:stop], x[start:].T, out=found[start:stop, start:])
+        found[stop:, start:stop] = found[start:stop, stop:].T
+    return found
 
 
 def _with_transposed(mat: Tensor) -> Tensor:
