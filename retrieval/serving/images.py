@@ -153,6 +153,8 @@ def _part_of_resized(
     """
     left, top, right, bottom = part
     width, height = image.size
+    if part == (0, 0, *size):
+        return image if size == image.size else image.resize(size, resample)
     if size == image.size or resample == Image.Resampling.NEAREST or height > 2 * width:
         return (image if size == image.size else image.resize(size, resample)).crop(part)
     step, first, last = height / size[1], 0, height
@@ -236,6 +238,7 @@ _UPRIGHT = {
 }
 _ORIENTATION = 0x0112
 _BAND = 1_000_000  # pixels
+_PIECE = 65_536  # bytes of a file that grew since it was looked at
 _THUMBNAIL = 256  # pixels of the longer side
 
 
@@ -311,23 +314,24 @@ def _orientation(image: Image.Image) -> int:
 
 
 def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes:
-    """Return a regular file's content; at most one byte more than the limit is read.
+    """Return a regular file's content; hardly more than the limit is read of one that grows meanwhile.
 
     Raises:
         DataError: it cannot be read, is no regular file, or is too large.
     """
-    path = Path(path)
     try:
-        there = path.stat()
+        there = Path(path).stat()
         if stat.S_ISDIR(there.st_mode):
             raise DataError(f"{name} is a folder, not an image.")
         if not stat.S_ISREG(there.st_mode):  # a pipe or a device could go on for ever
             raise DataError(f"{name} is not a regular file.")
         if (size := there.st_size) > limits.bytes:
             raise _too_many_bytes(name, size, limits)
-        with path.open("rb") as file:
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - half the time of a Path's, with a buffer
             content = file.read(size + 1)  # room for the limit would be taken and given back for every file
-            return content if len(content) <= size else content + file.read(limits.bytes - size)
+            while len(content) <= limits.bytes and (more := file.read(_PIECE)):
+                content += more
+            return content
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:  # a null character in the name

@@ -44,13 +44,15 @@ class Limits:
         Raises:
             DataError: too many pixels, or a side that is too long.
         """
+        longer, shorter = (width, height) if width > height else (height, width)
+        if width * height <= self.pixels and longer <= self.side and longer <= self.aspect * max(1, shorter):
+            return
         said = f"{name} has {width} × {height} pixels; the limit is"
         if width * height > self.pixels:
             raise DataError(f"{said} {self.pixels:,}. Save it smaller, or raise the limit.")
-        if max(width, height) > self.side:
+        if longer > self.side:
             raise DataError(f"{said} {self.side:,} on each side. Save it smaller.")
-        if max(width, height) > self.aspect * max(1, min(width, height)):
-            raise DataError(f"{said} one side of {self.aspect:,} times the other. Cut it.")
+        raise DataError(f"{said} one side of {self.aspect:,} times the other. Cut it.")
 
     def check_count(self, name: str, count: int, limit: int, of: str) -> None:
         """Refuse more than a limit of something.
