@@ -93,6 +93,7 @@ CASES = {
     "without a length": (answering(200, [KIND], BODY), asked(), 2),
     "in pieces": (answering(200, [LENGTH, KIND], BODY[:3], BODY[3:]), asked(), 3),
     "nothing said": (answering(200, [LENGTH, KIND], BODY, follows=False), asked(), 2),
+    "a length twice": (answering(200, [LENGTH, LENGTH], BODY), asked(), 2),
     "capitals": (answering(200, [LENGTH, (b"X-Own", b"1")], BODY), asked(), 2),
     "expecting": (answering(200, [LENGTH], BODY), asked(more="Expect: 100-continue\r\n"), 2),
 }

@@ -84,6 +84,15 @@ def test_limits_inside_limits_and_somebody_elses_cancelling(loop):
     loop.run_until_complete(scenario())
 
 
+def test_what_goes_on_after_its_limit_is_left_alone(loop):
+    async def scenario() -> None:
+        with Limit(0.05):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+
+    loop.run_until_complete(scenario())
+
+
 def test_each_event_loop_has_its_own():
     for _ in range(3):
         assert 0.05 <= asyncio.run(limited(0.05, 5.0)) < 0.5

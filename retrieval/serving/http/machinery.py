@@ -91,9 +91,8 @@ class Machinery:
                     job.trail.note("wait", job.queued, begun)
                     job.trail.note("decode", begun, time.perf_counter())
                 made = job.run()
-                future = (
-                    None  # it has this callback: a circle would keep the pixels until garbage is looked for
-                )
+                # it has this callback, and a circle would keep the pixels until Python looks for garbage
+                future = None
                 self._images.note(1, more=self.decoders.waiting > 0)
                 self.decoders.most_waiting = self._images.room
                 hand_over((job,), (made,))

@@ -136,6 +136,9 @@ class DeleteBody(Body):
     all: Annotated[Literal[True] | None, Field(description="true")] = None
 
 
+_NOTHING_SAID = Options()  # frozen, as all of these are
+
+
 def _said(model: type[Body], kind: str, place: tuple[int | str, ...]) -> str:
     """Return the sentence for one fault that pydantic found."""
     where = ""
@@ -226,7 +229,7 @@ def options_of(given: dict[str, str | None]) -> Options:
         "explain": truth,
     }
     content = {name: read[name](text) for name, text in given.items() if text is not None}
-    return Options.of(content)
+    return Options.of(content) if content else _NOTHING_SAID
 
 
 def dumps(content: object) -> str:

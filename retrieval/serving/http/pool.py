@@ -323,6 +323,8 @@ class Pool:
                 if job.trail is not None:
                     job.trail.note("wait", job.queued, now)
             done, made = jobs, made_of(jobs)
+            for job in done:
+                job.alike = job.given = None
             with self._lock:
                 self._idle += 1
                 self._throughput.note(len(done), more=self._count > 0)

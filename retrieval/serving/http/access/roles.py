@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from retrieval.serving.http.access.keys import Allowance
@@ -19,6 +20,7 @@ _SEARCHES = re.compile(r"/v1(?:/indexes/[^/]+)?/search(?:/batch)?")
 _ADMIN = re.compile(r"/metrics|/v1(?:/indexes/[^/]+)?/snapshots")
 _METRICS = "/metrics"
 _CALLER = "retrieval.caller"
+_REMEMBERED = 64  # addresses; most requests are for a few, and one is no longer than a header may be
 _DOES = {
     "read": "searching and looking",
     "write": "adding, changing and deleting",
@@ -33,6 +35,7 @@ def is_free(method: str, path: str) -> bool:
     return method in ("GET", "HEAD") and _FREE.fullmatch(path) is not None
 
 
+@lru_cache(_REMEMBERED)
 def needed(method: str, path: str, keyed: bool) -> Role:
     """Return the role that a request takes; figures are for all where there are no keys."""
     if path == _METRICS and not keyed:
