@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from pytorch_metric_learning import losses, reducers
-from pytorch_metric_learning.utils import common_functions
+from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from retrieval.model.rows import Rows, Sums, first_row, summed
 from torch import Tensor
 from torch.nn import functional as F
@@ -145,20 +145,25 @@ class Whole:
         """Return the loss, a scalar: upstream's steps, with `whole` in the place of `compute_loss` where it can."""
         this: Any = self
         common_functions.check_shapes(embeddings, labels)
-        parts = None
-        if (
-            labels is not None
-            and indices_tuple is None
-            and getattr(this, "triplets_per_anchor", "all") == "all"
-        ):
+        parts, classes = None, labels
+        if labels is not None:
             classes = common_functions.to_device(labels, embeddings)
             reference, theirs = common_functions.set_ref_emb(embeddings, classes, ref_emb, ref_labels)
-            parts = this.whole(embeddings, classes, reference, theirs)
+            if indices_tuple is not None:
+                parts = this.whole_of(indices_tuple, embeddings, classes, reference, theirs)
+            elif getattr(this, "triplets_per_anchor", "all") == "all":
+                parts = this.whole(embeddings, classes, reference, theirs)
         if parts is None:
             return super().measured(embeddings, labels, indices_tuple, ref_emb, ref_labels)  # type: ignore[misc]
         this.reset_stats()
         this.add_embedding_regularization_to_loss_dict(parts, embeddings)
         return this.reducer(parts, embeddings, classes)
+
+    def whole_of(
+        self, indices_tuple: Any, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
+    ) -> Any:
+        """Return the loss of a miner's pairs or triplets by name, reduced; None where it has to be made of single ones."""
+        return None
 
     def reducer_of(self, name: str) -> Any:
         """Return the reducer of one part of the loss."""
@@ -199,16 +204,76 @@ class TripletMarginLoss(Whole, corrected_triplets.TripletMarginLoss):
         limits = bounds(self.reducer_of("loss"))
         if self.swap or self.smooth_loss or limits is None:
             return None
-        low, high, mean = limits
+        low, high, _ = limits
         positive, negative = Pairs(labels, ref_labels).of(slice(None))
         if not bool((positive.any(1) & negative.any(1)).any()):
             return self.zero_losses()
         mat = similarities(self.distance, embeddings, ref_emb)
         near = -mat if self.distance.is_inverted else mat  # smaller is closer
-        total, counted = _AllTriplets.apply(near, positive, negative, self.margin, low, high)
+        return self._reduced(_AllTriplets.apply(near, positive, negative, self.margin, low, high), mat)
+
+    def whole_of(
+        self, indices_tuple: Any, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
+    ) -> Any:
+        """Return the loss of a miner's triplets by name, reduced; None where it has to be made of single ones."""
+        limits = bounds(self.reducer_of("loss"))
+        if self.swap or self.smooth_loss or limits is None:
+            return None
+        triplets = loss_and_miner_utils.convert_to_triplets(indices_tuple, labels, ref_labels)
+        if len(triplets[0]) == 0:
+            return self.zero_losses()
+        mat = similarities(self.distance, embeddings, ref_emb)
+        near = -mat if self.distance.is_inverted else mat
+        return self._reduced(_ListedTriplets.apply(near, triplets, self.margin, *limits[:2]), mat)
+
+    def _reduced(self, found: tuple[Tensor, Tensor], mat: Tensor) -> Any:
+        total, counted = found
         if isinstance(self.reducer, Sums):
             return {"loss": summed(total.to(mat.dtype), counted)}
-        return reduced((total / counted.clamp(min=1) if mean else total).to(mat.dtype))
+        limits = bounds(self.reducer_of("loss"))
+        assert limits is not None
+        return reduced((total / counted.clamp(min=1) if limits[2] else total).to(mat.dtype))
+
+
+class _ListedTriplets(torch.autograd.Function):
+    """The sum of max(0, d(a, p) − d(a, n) + margin) of some triplets, and how many are counted: some triplets at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        near: Tensor,
+        triplets: tuple[Tensor, Tensor, Tensor],
+        margin: float,
+        low: float | None,
+        high: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum (float64) of the losses above `low` and below `high`, and their number; see `_AllTriplets`."""
+        every = near.reshape(-1)
+        slope = torch.zeros_like(every)
+        total = near.new_zeros((), dtype=torch.float64)
+        counted = torch.zeros((), dtype=torch.int64, device=near.device)
+        for start in range(0, len(triplets[0]), _ENTRIES):
+            a, p, n = (each[start : start + _ENTRIES] for each in triplets)
+            row = a * near.shape[1]
+            p, n = row + p, row + n
+            loss = every.index_select(0, p).sub_(every.index_select(0, n)).add_(margin).relu_()
+            kept = torch.ones_like(loss, dtype=torch.bool) if low is None else loss > low
+            if high is not None:
+                kept &= loss < high
+            counted += kept.sum()
+            loss *= kept
+            total += loss.sum(dtype=torch.float64)
+            share = (loss > 0).to(near.dtype)
+            slope.index_add_(0, p, share).index_add_(0, n, share, alpha=-1)
+        ctx.save_for_backward(slope.view(near.shape))
+        ctx.mark_non_differentiable(counted)
+        return total, counted
+
+    @staticmethod
+    def backward(ctx: Any, total: Tensor, counted: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the distances; it is constant wherever the loss is differentiable."""
+        (slope,) = ctx.saved_tensors
+        return total.to(slope.dtype) * slope, None, None, None, None
 
 
 class _AllTriplets(torch.autograd.Function):

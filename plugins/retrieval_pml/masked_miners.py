@@ -108,15 +108,24 @@ class AngularMiner(PreciseMiner, miners.AngularMiner):
 
 def _triplets(chosen: Any, anchor: Tensor, positive: Tensor, labels: Tensor, ref_labels: Tensor) -> Triplets:
     """Return the triplets (T,) of positive pairs (P,) and those of their negatives that `chosen` says, of some pairs, as a mask (K, M)."""
-    found = []
+    found: list[tuple[slice, Tensor, Tensor]] = []
     for part in blocks(len(anchor), len(ref_labels)):
         a, p = anchor[part], positive[part]
         kept = chosen(a, p) & (labels[a].unsqueeze(1) != ref_labels.unsqueeze(0))
         pair, negative = torch.where(kept)
-        found.append((a[pair], p[pair], negative))
-    if not found:
-        return anchor, positive, anchor
-    a, p, n = (torch.cat(each) for each in zip(*found, strict=True))
+        found.append((part, pair.int(), negative.int()))
+    # they are the most of the memory: half of it while they are collected, and no copy of the whole
+    made = torch.empty(3, sum(len(pair) for _, pair, _ in found), dtype=torch.int64, device=labels.device)
+    start = 0
+    found.reverse()
+    while found:
+        part, pair, negative = found.pop()
+        of_part = made[:, start : start + len(pair)]
+        torch.index_select(anchor[part], 0, pair, out=of_part[0])
+        torch.index_select(positive[part], 0, pair, out=of_part[1])
+        of_part[2] = negative
+        start += len(pair)
+    a, p, n = made
     return a, p, n
 
 

@@ -81,6 +81,40 @@ def test_triplets_otherwise(options: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.parametrize("reduced_by", REDUCERS)
+@pytest.mark.parametrize("spread", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("distance", [distances.LpDistance, distances.CosineSimilarity])
+def test_a_miners_triplets(
+    distance: Any, reference: bool, spread: float, reduced_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masked, "_ENTRIES", 7)
+    x, ref = codes(12, 0, spread), codes(7, 1, spread) if reference else None
+    given = (x, Y) if ref is None else (x, Y, ref, REF_Y)
+    options = {"margin": 0.25, "distance": distance(), "reducer": REDUCERS[reduced_by]()}
+    for miner in (
+        miners.TripletMarginMiner(margin=0.5),
+        miners.MultiSimilarityMiner(),
+        miners.BatchHardMiner(),
+    ):
+        mined = miner(*given)
+        assert len(mined[0])
+        twice = tuple(torch.cat([each, each[:3]]) for each in mined)  # one that comes again counts again
+        for indices in (mined, twice):
+            made = masked.TripletMarginLoss(**options), losses.TripletMarginLoss(**options)
+            same(*made, x, Y, ref, mined=indices)
+
+
+def test_a_gradient_of_a_miners_triplets_gradient() -> None:
+    x = codes(12, 0, 1.0).requires_grad_()
+    mined = miners.TripletMarginMiner(margin=0.5)(x.detach(), Y)
+    found = []
+    for module in (masked, losses):
+        (gradient,) = torch.autograd.grad(module.TripletMarginLoss()(x, Y, mined), x, create_graph=True)
+        found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("labels", [[0] * 12, list(range(12))], ids=["one class", "no positives"])
 @pytest.mark.parametrize("name", ["TripletMarginLoss", "MarginLoss", "MultiSimilarityLoss", "CircleLoss"])
 def test_a_batch_without_pairs_of_either_kind(name: str, labels: list[int]) -> None:
@@ -194,3 +228,14 @@ def test_memory_is_that_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     with Largest() as seen:
         getattr(masked, name)()(x, y).backward()
     assert seen.entries <= 384 * 384
+
+
+def test_memory_of_mined_triplets_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss needs nothing as long as the list."""
+    monkeypatch.setattr(masked, "_ENTRIES", 2**12)
+    x, y = codes(96, 0, 1.0).requires_grad_(), torch.arange(96) % 4
+    mined = masked_miners.TripletMarginMiner(margin=0.5)(x.detach(), y)
+    assert len(mined[0]) > 4 * 96 * 96
+    with Largest() as seen:
+        masked.TripletMarginLoss()(x, y, mined).backward()
+    assert seen.entries <= 96 * 96
