@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.filters import parse_filter
 from retrieval.serving.index import collection
 from retrieval.serving.index.base import Hit
 from retrieval.serving.index.living import LivingIndex
@@ -61,6 +62,11 @@ class Known:
         assert {len(one.items) for one in proposed} == {
             min(k, len(self.items))
         }  # of a structure's more, the nearest
+        matching = sum(turn == 1 for _, turn in self.items.values())
+        proposed = self.index.store.propose(
+            queries, k, self.index.bundle.sha256, where=parse_filter("turn = 1")
+        )
+        assert {len(one.items) for one in proposed} == {min(k, matching)}
         for turn in (None, 1):
             found = self.index.search(queries, k, where=None if turn is None else f"turn = {turn}")
             alone = [self.index.search(one, k, where=None if turn is None else f"turn = {turn}") for one in queries]  # fmt: skip

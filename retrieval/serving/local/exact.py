@@ -170,6 +170,7 @@ class _Search:
         self.exact = queries.astype(np.float64)
         self.squared = np.full((len(queries), task.k), np.inf)
         self.rows = np.full((len(queries), task.k), -1, np.int64)
+        self.some = False  # whether rows were found
         self.compared = self.remained = 0
         self._scan(task.compact)
 
@@ -209,9 +210,10 @@ class _Search:
         self.shift = low * float(self.less) if self.flat else 0.0
         self.spare = 4 * self.gamma * self.own
         self.part = max(1, _PART_NUMBERS // width)
-        self.product = max(_SMALL_PRODUCT // (width * count), 1)
+        self.product = min(self.part, _SMALL_PRODUCT // (width * count))
         if self.product < _FEWEST_ROWS:  # many queries: the large products' way is the faster
             self.product = self.part
+        self.part -= self.part % self.product  # whole products
 
     def run(self) -> None:
         """Read the rows."""
@@ -266,9 +268,11 @@ class _Search:
         if dropped is not None:
             values[dropped] = np.inf
         lows, (count, k) = Lows(values, self.task.k), self.squared.shape
-        limits = known = self._limits(self.squared[:, -1])
-        near = lows.near(known)
-        if np.count_nonzero(near) > _MANY * k * count:
+        limits = known = (
+            self._limits(self.squared[:, -1]) if self.some else np.full(count, np.inf, np.float32)
+        )
+        near = lows.near(known) if self.some else None
+        if near is None or np.count_nonzero(near) > _MANY * k * count:
             # k rows are not above this, and what float32 may have made of the k-th: most often all that is to be measured
             limits = lows.kth()
             if self.one:
@@ -365,15 +369,15 @@ class _Search:
     def _enter(self, query: Rows, row: Rows, squared: Doubles) -> None:
         """Put measured rows among the nearest, each once."""
         k = self.task.k
-        there = self.rows[:, 0] >= 0
-        if there.any():
+        if self.some:
             query, row, squared = _chosen(squared <= self.squared[query, -1], query, row, squared)
-            touched = np.flatnonzero(np.bincount(query, minlength=len(there)).astype(bool) & there)
+            touched = np.flatnonzero(np.bincount(query, minlength=len(self.rows)))
             query = np.concatenate([query, np.repeat(touched, k)])
             row = np.concatenate([row, self.rows[touched].ravel()])
             squared = np.concatenate([squared, self.squared[touched].ravel()])
+        self.some = True
         order = np.lexsort((row, squared, query))
-        counts = np.bincount(query, minlength=len(there))
+        counts = np.bincount(query, minlength=len(self.rows))
         place = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
         order, place = order[place < k], place[place < k]
         query = query[order]

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from retrieval.serving.index.contract import Floats, Rows
 
-_GROUP = 16  # rows at most
+_GROUP = 32  # rows at most
 _SPARE = 4  # groups for each value that is asked for, so that few of those share one
 _CROWDED = 1 / 8  # part of the groups from which to compare every value is the faster
 
@@ -26,10 +26,10 @@ class Lows:
         self.values, self.count = values, count
         rows, queries = values.shape
         size = max(1, min(_GROUP, rows // (_SPARE * count)))
-        self._groups = groups = rows // size
-        whole = size * groups
-        self._lowest: Floats = values[:whole].reshape(size, groups, queries).min(0) if size > 1 else values
-        if whole < rows:  # fewer than groups: rows are at least `size` times as many as what is left
+        self._groups = groups = -(-rows // size)
+        whole = rows // groups * groups  # what is left is fewer than groups
+        self._lowest: Floats = values[:whole].reshape(-1, groups, queries).min(0) if size > 1 else values
+        if whole < rows:
             np.minimum(self._lowest[: rows - whole], values[whole:], out=self._lowest[: rows - whole])
 
     def near(self, limits: Floats) -> NDArray[np.bool_]:

@@ -74,7 +74,7 @@ class Searches:
     ) -> list[Candidates] | None:
         """Return items by their numbers, and their arrays; None where one is not in memory and there is no record to ask."""
         there = found.numbers >= 0
-        numbers = found.numbers[there]
+        numbers = found.numbers.ravel() if there.all() else found.numbers[there]
         with stage("items", len(numbers)):
             items = self._items(numbers.tolist(), connection)
         if items is None:
