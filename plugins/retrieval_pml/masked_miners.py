@@ -220,15 +220,16 @@ class HDCMiner(PreciseMiner, miners.HDCMiner):
         mat = similarities(self.distance, embeddings, ref_emb)
         found: list[Tensor] = []
         for name, mask in zip(("pos", "neg"), Pairs(labels, ref_labels).of(slice(None)), strict=True):
-            near = mat[mask]
+            at = mask.flatten().nonzero().squeeze(1)
+            near = mat.reshape(-1).index_select(0, at)
             count = math.ceil(self.filter_percentage * len(near))
             place = near.topk(count, largest=self.should_select_largest(name))[1]
-            found += _pairs_at(mask, place)
+            found += _pairs_at(at.index_select(0, place), mat.shape[1])
         return tuple(found)
 
 
 class UniformHistogramMiner(PreciseMiner, miners.UniformHistogramMiner):
-    """Upstream's pairs, found by masks: each pair's bin is looked up once."""
+    """Upstream's pairs, found by masks: each pair's bin is looked up once, and bins are sorted."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return pairs; see `retrieval.Miner`."""
@@ -236,9 +237,11 @@ class UniformHistogramMiner(PreciseMiner, miners.UniformHistogramMiner):
         found: list[Tensor] = []
         masks = Pairs(labels, ref_labels).of(slice(None))
         for mask, wanted in zip(masks, (self.pos_per_bin, self.neg_per_bin), strict=True):
-            near = mat[mask]
-            place = self.filter_by_bin(near, self.get_bins(near), wanted) if len(near) else None
-            found += torch.where(mask) if place is None else _pairs_at(mask, place)
+            at = mask.flatten().nonzero().squeeze(1)
+            if len(at):
+                near = mat.reshape(-1).index_select(0, at)
+                at = at.index_select(0, self.filter_by_bin(near, self.get_bins(near), wanted))
+            found += _pairs_at(at, mat.shape[1])
         return tuple(found)
 
     def filter_by_bin(self, distances: Tensor, bins: Tensor, num_pairs: int) -> Tensor:
@@ -246,19 +249,21 @@ class UniformHistogramMiner(PreciseMiner, miners.UniformHistogramMiner):
         last = len(bins) - 2
         which = torch.bucketize(distances, bins, right=True, out_int32=True).sub_(1).clamp_(0, last)
         which = which.to(torch.uint8) if last < 256 else which
-        drawn = []
-        for each in range(last + 1):
-            members = torch.where(which == each)[0]
-            if len(members):
-                even = torch.ones(len(members), device=members.device)
-                drawn.append(members[torch.multinomial(even, num_pairs, replacement=True)])
-        return torch.cat(drawn)
+        # small whole numbers are sorted by counting, in one pass where each bin would take one
+        order = which.sort(stable=True)[1]
+        drawn, start = [], 0
+        for count in torch.bincount(which, minlength=last + 1).tolist():
+            if count:
+                even = torch.ones(count, device=order.device)
+                drawn.append(torch.multinomial(even, num_pairs, replacement=True).add_(start))
+            start += count
+        return order.index_select(0, torch.cat(drawn))
 
 
-def _pairs_at(mask: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows and columns of some of a mask's pairs, by their places among all of them."""
-    at = mask.flatten().nonzero().squeeze(1)[place]
-    return at // mask.shape[1], at % mask.shape[1]
+def _pairs_at(at: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Return rows and columns of places in a matrix, counted row by row."""
+    row = at.div(columns, rounding_mode="floor")
+    return row, at - row * columns
 
 
 class DistanceWeightedMiner(PreciseMiner, miners.DistanceWeightedMiner):

@@ -193,6 +193,7 @@ MINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "hdc": (masked_miners.HDCMiner, miners.HDCMiner, {"filter_percentage": 0.3}),
     "pair_margin": (masked_miners.PairMarginMiner, miners.PairMarginMiner, {"pos_margin": 0.4}),
     "uniform_histogram": (masked_miners.UniformHistogramMiner, miners.UniformHistogramMiner, {"num_bins": 7}),
+    "many bins": (masked_miners.UniformHistogramMiner, miners.UniformHistogramMiner, {"num_bins": 300}),
     **{
         f"triplets {kind}": (
             masked_miners.TripletMarginMiner,
