@@ -40,17 +40,17 @@ def similarities(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
         return mat
     function = _Gram if kind[0] == "gram" else _Euclidean
     if not torch.is_grad_enabled():
-        mat = function.apply(_normalized(distance, embeddings), [], distance.power)
+        mat = function.apply(*_vectors(distance, embeddings), [], distance.power)
         _kept.made = weakref.ref(embeddings, _forget), embeddings._version, kind, mat
         return mat
-    return function.apply(_normalized(distance, embeddings), _taken(embeddings, kind), distance.power)  # type: ignore[no-any-return]
+    return function.apply(*_vectors(distance, embeddings), _taken(embeddings, kind), distance.power)  # type: ignore[no-any-return]
 
 
-def _normalized(distance: Any, embeddings: Tensor) -> Tensor:
-    if distance.normalize_embeddings and distance.p == 2:
-        return unit(embeddings, 1)
-    normalized: Tensor = distance.maybe_normalize(embeddings)
-    return normalized
+def _vectors(distance: Any, embeddings: Tensor) -> tuple[Tensor, bool]:
+    """Return vectors, and whether they are multiplied at length 1."""
+    if distance.p == 2:
+        return embeddings, distance.normalize_embeddings
+    return distance.maybe_normalize(embeddings), False
 
 
 def unit(vectors: Tensor, dim: int, scale: float = 1.0) -> Tensor:
@@ -75,8 +75,7 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, dim: int, scale: float) -> Tensor:
-        lengths = lengths_of(vectors, dim).unsqueeze(dim)
-        found = vectors / lengths.clamp(min=_EPS)  # as torch's, to the last bit
+        found, lengths = _at_length_1(vectors, dim)
         ctx.save_for_backward(vectors, found, lengths)
         ctx.made = dim, scale
         return found if scale == 1 else found * scale
@@ -88,15 +87,27 @@ class _Unit(torch.autograd.Function):
         gradient = gradient if scale == 1 else gradient * scale
         if torch.is_grad_enabled():  # the gradient will be differentiated
             found = functional.normalize(vectors, dim=dim, eps=_EPS)
-            return *torch.autograd.grad(found, vectors, gradient, create_graph=True), None, None
-        # a vector that is too short to have a direction is only divided
-        inner = (gradient * found).sum(dim, keepdim=True).masked_fill_(lengths < _EPS, 0)
-        return torch.addcmul(gradient, found, inner, value=-1).div_(lengths.clamp(min=_EPS)), None, None
+        return _through(gradient, vectors, found, lengths, dim), None, None
+
+
+def _at_length_1(vectors: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return vectors at length 1, and their lengths; both of two dimensions."""
+    lengths = lengths_of(vectors, dim).unsqueeze(dim)
+    return vectors / lengths.clamp(min=_EPS), lengths  # as torch's, to the last bit
+
+
+def _through(gradient: Tensor, vectors: Tensor, found: Tensor, lengths: Tensor, dim: int) -> Tensor:
+    """Return the gradient to vectors of one to `found`, these at length 1; where it will be differentiated, `found` is made of them."""
+    if torch.is_grad_enabled():
+        return torch.autograd.grad(found, vectors, gradient, create_graph=True)[0]
+    # a vector that is too short to have a direction is only divided
+    inner = (gradient * found).sum(dim, keepdim=True).masked_fill_(lengths < _EPS, 0)
+    return torch.addcmul(gradient, found, inner, value=-1).div_(lengths.clamp(min=_EPS))
 
 
 def products(x: Tensor) -> Tensor:
     """Return x xᵀ (N, N) of vectors x (N, C); its gradient takes one product."""
-    found: Tensor = _Gram.apply(x, [], 1)
+    found: Tensor = _Gram.apply(x, False, [], 1)
     return found
 
 
@@ -128,39 +139,48 @@ def _forget(gone: Any) -> None:
 
 
 class _Gram(torch.autograd.Function):
-    """x xᵀ."""
+    """x xᵀ, of vectors at length 1 (`scaled`) or as they are."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, known: list[Tensor], power: float) -> Tensor:
-        ctx.save_for_backward(x)
-        return known.pop() if known else _with_itself(x)
+    def forward(ctx: Any, x: Tensor, scaled: bool, known: list[Tensor], power: float) -> Tensor:
+        found, lengths = _at_length_1(x, 1) if scaled else (x, None)
+        ctx.save_for_backward(x, found, lengths)
+        return known.pop() if known else _with_itself(found)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        return _with_transposed(gradient) @ x, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        x, found, lengths = ctx.saved_tensors
+        if lengths is None:
+            return _with_transposed(gradient) @ found, None, None, None
+        if torch.is_grad_enabled():  # the gradient will be differentiated
+            found = functional.normalize(x, dim=1, eps=_EPS)
+        return _through(_with_transposed(gradient) @ found, x, found, lengths, 1), None, None, None
 
 
 class _Euclidean(torch.autograd.Function):
-    """‖xᵢ − xⱼ‖ or its square."""
+    """‖xᵢ − xⱼ‖ or its square, of vectors at length 1 (`scaled`) or as they are."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, known: list[Tensor], power: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scaled: bool, known: list[Tensor], power: float) -> Tensor:
+        found, lengths = _at_length_1(x, 1) if scaled else (x, None)
         if known:
             mat = known.pop()
         else:
-            mat = torch.cdist(x, x)
+            mat = torch.cdist(found, found)
             mat = mat if power == 1 else mat.square_()
-        ctx.save_for_backward(x, mat)
+        ctx.save_for_backward(x, found, lengths, mat)
         ctx.power = power
         return mat
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        x, mat = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        x, found, lengths, mat = ctx.saved_tensors
+        if lengths is not None and torch.is_grad_enabled():  # the gradient will be differentiated
+            found = functional.normalize(x, dim=1, eps=_EPS)
         slopes = gradient / mat.masked_fill(mat == 0, torch.inf) if ctx.power == 1 else 2 * gradient
         slopes = _with_transposed(slopes)
-        return slopes.sum(1, keepdim=True) * x - slopes @ x, None, None
+        back = slopes.sum(1, keepdim=True) * found - slopes @ found
+        return (back if lengths is None else _through(back, x, found, lengths, 1)), None, None, None
 
 
 def _with_itself(x: Tensor) -> Tensor:
