@@ -19,7 +19,6 @@ Where the queries are the gallery, a block of pairs serves both its rows and its
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retrieval.evaluation.candidate_keys import grouped, parts, true_places
 from retrieval.evaluation.selection import direct, make_keys
 
 Ints = NDArray[np.int64]
@@ -111,7 +111,10 @@ class Ranking:
         self._centre = _mean(gallery, self._scale)
         self._factors, self._norms = self._factored(gallery, self._order)
         self._largest = float(self._norms.max())
-        self._classes = item_class[self._order]
+        kind = np.min_scalar_type(
+            int(item_class.max(initial=0))
+        )  # as few bytes as it takes are sooner looked up
+        self._classes = item_class[self._order].astype(kind)
         self._sample_factors = self._factors[self._column[self._sample]]
         room = -(-self._panel * max(self._panel, self._sampled, _PAIRS // self._panel) // 8) * 8
         self._product, self._mask = np.empty(room, self._type), np.empty(room, np.bool_)
@@ -281,7 +284,7 @@ class Ranking:
         mask = self._mask[: halves.size]
         np.less_equal(halves, panel.reach if across else panel.reach[:, None], out=mask.reshape(halves.shape))
         dense = panel.depth * _DENSE > self._size
-        found = np.flatnonzero(mask) if dense else _places(self._mask, halves.size)
+        found = np.flatnonzero(mask) if dense else true_places(self._mask, halves.size)
         first = np.arange(rows + 1) * width
         counts = np.diff(np.searchsorted(found, first))
         item = found - np.repeat(first[:-1], counts)  # the column, of each row in turn
@@ -290,7 +293,7 @@ class Ranking:
             item, counts = np.repeat(np.arange(rows), counts)[order], np.bincount(item, minlength=width)
             found = found[order]
         keys = np.empty(len(found), np.int64)
-        near, items = _parts(keys)
+        near, items = parts(keys)
         np.maximum(halves.ravel()[found], 0, out=near)
         np.add(item, start, out=items, casting="same_kind")
         panel.found.append((counts, keys))
@@ -302,7 +305,7 @@ class Ranking:
         matches, failed = np.zeros((len(counts), panel.depth), np.bool_), counts < panel.depth
         if ends[-1] > _MOST:
             return matches, np.ones_like(failed)
-        keys = _grouped(panel.found, ends - counts)
+        keys = grouped(panel.found, ends - counts)
         for stop, count, left in zip(ends.tolist(), counts.tolist(), failed.tolist(), strict=True):
             if not left:
                 keys[stop - count : stop].sort()
@@ -314,7 +317,7 @@ class Ranking:
             step = max(1, _RANKS // width)
             for some in (rest[at : at + step] for at in range(0, len(rest), step)):
                 ranked = np.empty((len(some), width), np.int64)
-                near, item = _parts(ranked)
+                near, item = parts(ranked)
                 near[:], item[:] = panel.reach[some, None], 0
                 for row, stop, count in zip(ranked, ends[some].tolist(), counts[some].tolist(), strict=True):
                     row[:count] = keys[stop - count : stop][:width]
@@ -338,25 +341,36 @@ class Ranking:
         asked, item = panel.rows[chosen], item[:, :-1]
         joined = near[:, 1:] - near[:, :-1] <= panel.error[chosen, None]
         open_end = joined[:, panel.depth - 1 :].all(axis=1)
-        match = self._classes[item] == self._query_class[asked, None]
-        mixed = joined[:, :-1] & (match[:, 1:] != match[:, :-1])
-        some = np.flatnonzero(mixed.any(axis=1) & ~open_end)
-        if len(some):
-            run = np.zeros((len(some), item.shape[1]), np.int64)
-            np.cumsum(~joined[some, :-1], axis=1, out=run[:, 1:])
-            mixed = mixed[some] & (run[:, :-1] <= run[:, panel.depth - 1 : panel.depth])
-            run += np.arange(len(some))[:, None] * item.shape[1]
-            doubtful = np.zeros(run.size, np.bool_)
-            doubtful[run[:, :-1][mixed]] = True
-            row, rank = np.nonzero(doubtful[run])
-            column = self._order[item[some[row], rank]]
-            keys = make_keys(
-                direct(self._queries, self._gallery, asked[some[row]], column, self._scale), column
-            )
-            order = np.lexsort((keys, run[row, rank]))
-            match[some[row], rank] = match[some[row[order]], rank[order]]
-            self.measured += len(row)
+        match = self._classes.take(item) == self._query_class[asked, None]
+        joined[open_end], joined[:, -1] = False, False
+        row, rank, run = _in_doubt(joined, match, panel.depth)
+        column = self._order[item[row, rank]]
+        apart = direct(self._queries, self._gallery, asked[row], column, self._scale)
+        order = np.lexsort((make_keys(apart, column), run))
+        match[row, rank] = match[row[order], rank[order]]
+        self.measured += len(row)
         return np.asarray(match[:, : panel.depth]), np.asarray(open_end)
+
+
+def _in_doubt(joined: Bools, match: Bools, depth: int) -> tuple[Ints, Ints, Ints]:
+    """Return query, rank and number (M,) of the items of each run that holds matches and others and begins among the first `depth` ranks.
+
+    Args:
+        joined: (B, W) whether an item and the next one are of one run; no row's last one is.
+        match: (B, W) whether the items match.
+        depth: how many ranks are asked for.
+    """
+    width = joined.shape[1]
+    place = np.flatnonzero(joined)
+    first = np.diff(place, prepend=-2) != 1
+    run, begins = np.cumsum(first) - 1, place[first]
+    mixed = np.zeros(len(begins), np.bool_)
+    mixed[run[match.ravel()[place] != match.ravel()[place + 1]]] = True
+    mixed &= begins % width < depth
+    sizes = np.bincount(run, minlength=len(begins))[mixed] + 1
+    run = np.repeat(np.arange(len(sizes)), sizes)
+    place = np.arange(len(run)) + (begins[mixed] - (np.cumsum(sizes) - sizes))[run]
+    return place // width, place % width, run
 
 
 def _turned(factors: Factors) -> Factors:
@@ -364,32 +378,6 @@ def _turned(factors: Factors) -> Factors:
     out = -factors
     out[:, -2], out[:, -1] = 1, factors[:, -2]
     return out
-
-
-def _parts(keys: Ints) -> tuple[Floats, NDArray[np.int32]]:
-    """Return the half squared distances and the items of which keys (..., n) are made, as views of them."""
-    near, item = (1, 0) if sys.byteorder == "little" else (0, 1)
-    return keys.view(np.float32)[..., near::2], keys.view(np.int32)[..., item::2]
-
-
-def _grouped(found: Found, first: Ints) -> Ints:
-    """Return the keys of all pieces, query by query; `first` (B,) is where each query's begin."""
-    out, free = np.empty(sum(len(keys) for _, keys in found), np.int64), first.copy()
-    for counts, keys in found:
-        before = np.cumsum(counts) - counts
-        out[np.repeat(free - before, counts) + np.arange(len(keys))] = keys
-        free += counts
-    return out
-
-
-def _places(mask: Bools, size: int) -> Ints:
-    """Return where the first entries of a mask are true; few are. The mask's length is a multiple of 8."""
-    whole = -(-size // 8) * 8
-    mask[size:whole] = False
-    words = mask[:whole].view(np.uint64)
-    some = np.flatnonzero(words != 0)
-    inside = np.flatnonzero(words[some].view(np.bool_))
-    return np.asarray(8 * some[inside >> 3] + (inside & 7))
 
 
 def _mean(codes: Tensor, scale: float) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from retrieval.evaluation import matching, ranking
 from retrieval.evaluation.matching import Matching
 from retrieval.evaluation.neighbors import exact_neighbors
+from retrieval.evaluation.candidate_keys import true_places
 from retrieval.evaluation.ranking import Ranking
 from sklearn.datasets import load_digits
 
@@ -219,4 +220,4 @@ def test_places_of_a_mask_of_any_length():
     for size in (1, 7, 8, 9, 64, 1001):
         mask = np.full(-(-size // 8) * 8, True)
         mask[:size] = GENERATOR.random(size) < 0.1
-        assert np.array_equal(ranking._places(mask, size), np.flatnonzero(mask[:size]))
+        assert np.array_equal(true_places(mask, size), np.flatnonzero(mask[:size]))
