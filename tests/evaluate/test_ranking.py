@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from retrieval.evaluation import matching, ranking
+from retrieval.evaluation.candidate_keys import true_places
 from retrieval.evaluation.matching import Matching
 from retrieval.evaluation.neighbors import exact_neighbors
-from retrieval.evaluation.candidate_keys import true_places
 from retrieval.evaluation.ranking import Ranking
 from sklearn.datasets import load_digits
 
