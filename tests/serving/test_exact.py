@@ -198,16 +198,16 @@ def test_memory_is_bounded(count: int) -> None:
     assert most < 20_000_000 < vectors.nbytes  # (300, N) would be 240 MB
 
 
-@pytest.mark.parametrize("count", [1, 40])
-def test_even_where_all_are_equal_memory_is_bounded(count: int) -> None:
-    vectors = np.ones((400_000 // count, 32), np.float32)
+@pytest.mark.parametrize(("count", "rows"), [(1, 400_000), (40, 10_000), (256, 16_000)])
+def test_even_where_all_are_equal_memory_is_bounded(count: int, rows: int) -> None:
+    vectors = np.ones((rows, 32), np.float32)
     tracemalloc.start()
     try:
-        exact.nearest(vectors[:count], vectors, 10)
+        found = exact.nearest(vectors[:count], vectors, 10)[1]
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert most < 100_000_000
+    assert (found == np.arange(10)).all() and most < 100_000_000
 
 
 def test_from_many_threads_at_a_time() -> None:

@@ -1,16 +1,16 @@
 """Exact nearest neighbours in a matrix of float32 rows, read where it lies: in memory or mapped from a file.
 
-Rows pass once, in blocks that fit a core's cache. Of each block a fast product in float32 gives every row's distance
-with a bound of its error; only rows that can still be among the nearest are measured again, in double precision from
-the row itself. So the answer is that of a search in double precision, whatever the vectors' offset or scale, at the
-cost of a search in float32. A few more than k rows are kept by their float32 distance; where the last of them cannot be
-told from the k-th nearest, as among many equal vectors, that query's rows pass once more.
+Rows pass once, in parts that fit a core's cache. A fast product in float32 gives every row's distance to every query,
+with a bound of its error; of each block only rows that can still be among the nearest are measured again, in double
+precision from the row itself. Which those are, the k-th smallest bound says first, and then the k-th distance that was
+measured (`lows`). So the answer is that of a search in double precision, whatever the vectors' offset or scale, at the
+cost of a search in float32.
 
 **The bound.** Let u = 2⁻²⁴ and γ = nu / (1 − nu) for n a little above P (N. Higham, Accuracy and Stability of Numerical
 Algorithms, 2002, §3.1: an inner product of P terms, summed in any order, is off by at most γ |q| |x|).
 With 2 |q| |x| ≤ |q|² + |x|², what float32 makes of |x|² (1 − 2γ) − 2 q·x is never above |q − x|² − (1 − γ) |q|². A row
 for which it is above τ − (1 − γ) |q|² is therefore farther than τ, the distance of the k-th nearest so far.
-Few queries are compared one by one as Σ (q − x)², which is off by a part γ of itself; one alone in a single pass (`few`).
+One query is compared as Σ (q − x)², which is off by a part γ of itself; of all rows in a single pass (`few`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _WIDEST = 1 << 20
 _MOST_QUERIES = 256  # at a time
 _PART_NUMBERS = 1 << 17  # 512 KB of vectors are in a core's own cache when they are multiplied
 _BLOCK_PAIRS = 1 << 21  # 8 MB of values
+_PAIRS = 1 << 17  # measured before they are entered
 _WINDOW = 1 << 18
 _CACHED = 1 << 23  # bytes of vectors that stay in the caches from one search to the next
 # OpenBLAS multiplies small matrices as they lie: up to so many products at once. It repacks larger ones, which for few
@@ -64,7 +65,7 @@ def nearest(
 ) -> tuple[Doubles, Rows]:
     """Return the k nearest rows of each query by Euclidean distance, exactly; equal distances by row.
 
-    Thread-safe. Memory is bounded: some MB a thread and query group, and (Q, k), never (Q, N) nor a copy of the matrix.
+    Thread-safe. Memory is bounded: some 10 MB a thread, some 100 MB where most rows are equal, and (Q, k); never (Q, N) nor a copy of the matrix.
 
     Args:
         queries: (Q, P), finite.
@@ -72,7 +73,7 @@ def nearest(
         k: how many, at least 1.
         keep: (N,), which rows may be found; None is all.
         span: first column and the one past the last to compare; None is all.
-        norms: (N,) what `distances.squared_norms` gave for these rows, within the span if there is one; saves a tenth of the time of many queries.
+        norms: (N,) what `distances.squared_norms` gave for these rows, within the span if there is one; saves time where caches hold the vectors.
         compact: the companion of these vectors, which is read in their place where that is faster; not with a span.
         threads: how many threads read ranges of the rows.
 
@@ -281,10 +282,11 @@ class _Search:
                 limits += np.minimum(self.spare + 4 * self.gamma * norm, _LARGEST).astype(np.float32)
             limits = np.minimum(known, limits)
             near = lows.near(limits)
-        row, query = lows.within(near, limits)
-        if self._refused(values.size, len(row)):
+        found = lows.within(near, limits)
+        if self._refused(values.size, len(found[0])):
             return False
-        self._measure(rows, row, query, dropped)
+        self._measure(rows, *found, dropped)
+        del found  # of equal vectors it is large
         if limits is known:
             return True
         reach = np.minimum(known, self._limits(self.squared[:, -1]))
@@ -311,10 +313,10 @@ class _Search:
         if dropped is not None:
             there = ~dropped[row]
             row, query = row[there], query[there]
-        if len(row):
-            number = _numbers(rows, row)
-            squared = measured(self.exact, self.task.vectors, query, number, self.task.columns)
-            self._enter(query, number, squared)
+        number = _numbers(rows, row)
+        for start in range(0, len(row), _PAIRS):  # of many equal vectors all are as near as the k-th
+            pairs = query[start : start + _PAIRS], number[start : start + _PAIRS]
+            self._enter(*pairs, measured(self.exact, self.task.vectors, *pairs, self.task.columns))
 
     def _values(self, rows: slice | Rows) -> tuple[Floats, float]:
         """Return in float32 (B, Q) |x|² (1 − 2γ) − 2 q·x, or of one query Σ (q − x)²; and the mean of |x|²."""
