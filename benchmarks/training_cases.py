@@ -6,6 +6,7 @@ torchvision and Pillow. Pictures on the disk are Fashion-MNIST's, enlarged to 64
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 from PIL import Image
 from pytorch_metric_learning import samplers
 from retrieval.data.augment import built_transforms
+from retrieval.data.encode import encode
 from retrieval.data.loading import TrainBatches
 from retrieval.data.raw import RawInputs
 from retrieval.recipe.read import check_recipe
@@ -148,36 +150,49 @@ def write_pictures(folder: Path) -> None:
         large.save(place / f"{number}.jpg", quality=90)
 
 
-def validation(folder: Path) -> dict[str, list[float]]:
-    """Return the CPU seconds of whole epochs on Fashion-MNIST, and of validating after each."""
-    made = check_recipe(
-        {
-            "data": {"name": "core.fashion_mnist"},
-            "sampler": {"classes": CLASSES, "items": ITEMS},
-            "backbone": NET,
-            "loss": {"name": CASES[0].loss},
-            "miner": {"name": "pml.multi_similarity"},
-            "train": {"epochs": 1},
+VALIDATED = {
+    "the small net": (NET, 1),
+    "`core.convnet` as it comes": ({"name": "core.convnet", "size": SIZE}, 5),
+}
+"""Nets that validation is measured with, and of how many parts of an epoch one is trained and counted so many times."""
+
+
+def validation(folder: Path) -> dict[str, dict[str, float]]:
+    """Return, for each net, the CPU seconds of a whole epoch on Fashion-MNIST, of validating after it, and of the encoding in that: the median of three."""
+    found = {}
+    for title, (net, parts) in VALIDATED.items():
+        sampler = {"classes": CLASSES, "items": ITEMS, "batches": 48_000 // (CLASSES * ITEMS * parts)}
+        made = check_recipe(
+            {
+                "data": {"name": "core.fashion_mnist"},
+                "sampler": sampler,
+                "backbone": net,
+                "loss": {"name": CASES[0].loss},
+                "miner": {"name": "pml.multi_similarity"},
+                "train": {"epochs": 1},
+            }
+        )
+        checkpoint.seed_everything(0)
+        run = build_run(folder, made)
+        trainer = Trainer(run, make_accelerator(made))
+        seconds: dict[str, list[float]] = {"epoch": [], "validate": [], "encode": []}
+        for _ in range(3):
+            start = time.process_time()
+            trainer._epoch(Meter("training", 0, "batches", show=False))
+            trainer.progress.step, trainer.progress.sums, trainer.progress.counts = 0, {}, {}
+            seconds["epoch"].append((time.process_time() - start) * parts)
+            start = time.process_time()
+            validate(run, trainer.dataset, False, trainer.raw)
+            seconds["validate"].append(time.process_time() - start)
+            start = time.process_time()
+            encode(run.model, trainer.dataset, run.splits.validation, device=run.device, raw=trainer.raw)
+            seconds["encode"].append(time.process_time() - start)
+            trainer.progress.epoch += 1
+        found[title] = {name: statistics.median(values) for name, values in seconds.items()} | {
+            "trained": len(trainer.batches) * trainer.batches.batch_size * parts,
+            "validated": len(run.splits.validation),
         }
-    )
-    checkpoint.seed_everything(0)
-    run = build_run(folder, made)
-    trainer = Trainer(run, make_accelerator(made))
-    found: dict[str, list[float]] = {"epoch": [], "validate": []}
-    for _ in range(1):
-        start = time.process_time()
-        trainer._epoch(Meter("training", 0, "batches", show=False))
-        trainer.progress.step, trainer.progress.sums, trainer.progress.counts = 0, {}, {}
-        middle = time.process_time()
-        validate(run, trainer.dataset, False, trainer.raw)
-        found["epoch"].append(middle - start)
-        found["validate"].append(time.process_time() - middle)
-        trainer.progress.epoch += 1
-    items = {
-        "trained": len(trainer.batches) * trainer.batches.batch_size,
-        "validated": len(run.splits.validation),
-    }
-    return found | {name: [float(count)] for name, count in items.items()}
+    return found
 
 
 def framework(case: Case, folder: Path, pictures: Path) -> Epoch:
