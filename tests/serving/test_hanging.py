@@ -245,8 +245,7 @@ def test_what_is_used_of_uvicorn_is_there():
 
     overridden = (
         "connection_made connection_lost data_received on_message_begin on_url on_header on_headers_complete on_body "
-        "on_message_complete on_response_complete pause_writing resume_writing send_400_response "
-        "_start_asgi_task"
+        "on_message_complete on_response_complete pause_writing resume_writing send_400_response"
     )
     for name in overridden.split():
         assert callable(getattr(HttpToolsProtocol, name)), name

@@ -80,7 +80,7 @@ class Cycle(RequestResponseCycle):
         self.on_response = on_response
         self.disconnected, self.keep_alive = False, keep_alive
         self.waiting_for_100_continue = protocol.expect_100_continue
-        self.body, self.more_body = bytearray(), True
+        self.body, self.more_body = b"", True  # type: ignore[assignment]  # bytes to older versions, which pass them on
         self.response_started = self.response_complete = False
         self.chunked_encoding: bool | None = None
         self.expected_content_length = 0
@@ -160,7 +160,7 @@ class Cycles(HttpToolsProtocol):
             on_response=self.on_response_complete,
         )
         if before is None or before.response_complete:
-            self._start_asgi_task(self.cycle, self.app)
+            self._begin(self.cycle, self.app)
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
@@ -173,4 +173,9 @@ class Cycles(HttpToolsProtocol):
         self.flow.resume_reading()
         if self.pipeline:
             cycle, app = self.pipeline.pop()
-            self._start_asgi_task(cycle, app)
+            self._begin(cycle, app)
+
+    def _begin(self, cycle: RequestResponseCycle, app: Any) -> None:
+        task = self.loop.create_task(cycle.run_asgi(app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
