@@ -208,7 +208,8 @@ class Ranking:
         """Decide how far each query of a panel looks, by its ĥ to the sample (B, S)."""
         last = self._sample_rank(panel.depth) - 1
         near, width = halves, halves.shape[1] // _GROUP
-        if last < width // 4:  # few: the nearest of each group tell nearly as well, and are sooner selected from
+        # of few, the nearest of each group tell nearly as well, and are sooner selected from
+        if last < width // 4:
             near = halves[:, : width * _GROUP].reshape(-1, _GROUP, width).min(axis=1)
         reach = np.partition(near, last, axis=1)[:, last] + panel.error
         crowded = np.count_nonzero(halves <= reach[:, None], axis=1) > 4 * (last + 1)
