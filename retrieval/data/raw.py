@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -145,7 +146,7 @@ class RawInputs:
                 start = time.perf_counter()
                 done.append(function(job))
                 spent.append(time.perf_counter() - start)
-            self._quick[work] = min(spent) < _WORTH
+            self._quick[work] = median(spent[1:]) < _WORTH  # the first one loads code
         rest = jobs[len(done) :]
         if self._quick[work]:
             return done + [function(job) for job in rest]
