@@ -71,7 +71,7 @@ def batch():
 for _ in range(5):
     batch()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(5):
+for _ in range(20):
     batch()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -84,9 +84,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         )
         for way in ("placed", "as it comes")
     }
-    if faults["as it comes"] < 10_000:
+    if faults["as it comes"] < 100_000:
         pytest.skip("the system here gives large blocks in few pages, or the C library keeps them by itself")
-    assert faults["placed"] < 1000, faults
+    assert faults["placed"] < faults["as it comes"] / 4, faults
 
 
 def test_precision_and_memory_format_train_nearly_the_same(make: Make, tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ class _Search:
             if not self._read(rows, masked):
                 self.squared, self.rows = before  # the block is read again, and a row is entered once
                 self._scan(None)
-                return int(_first(rows))
+                return int(rows.start if isinstance(rows, slice) else rows[0])
         return None
 
     def join(self, other: _Search) -> None:
@@ -384,11 +384,6 @@ class _Search:
         order, place = order[place < k], place[place < k]
         query = query[order]
         self.rows[query, place], self.squared[query, place] = row[order], squared[order]
-
-
-def _first(rows: slice | Rows) -> Any:
-    """Return a block's first row."""
-    return rows.start if isinstance(rows, slice) else rows[0]
 
 
 def _numbers(rows: slice | Rows, row: Rows) -> Rows:

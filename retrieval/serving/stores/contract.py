@@ -45,8 +45,7 @@ class Item:
         width: of the original image, in pixels, upright.
         height: see `width`.
         arrays: float32, by name: "vector" (P,), "code" (C,) where the bundle rescores, "features" (F,) where they are kept.
-        source: where its original is that is no local file of its own, such as `/data/table.parquet#12`. Only whoever owns the index
-            opens it, to embed again: never what a client sends.
+        source: where its original is that is no local file of its own, such as `/data/table.parquet#12`. Only the index's owner opens it, to embed again: never what a client sends.
     """
 
     id: str
@@ -70,15 +69,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What a store proposes to one query.
-
-    A store may keep the items for other answers: whoever gives one away copies its metadata.
+    """What a store proposes to one query. A store may keep the items for other answers: whoever gives one away copies its metadata.
 
     Attributes:
         items: in the order of their ids; with `distances` the nearest first, and equally near ones in that order.
         arrays: (n, width) of them, by name; they may be read when they are first asked for.
-        distances: (n,) Euclidean, in double precision, of the query to each item's vector within the only sub-space, as
-            `retrieval.serving.merging.merged` has them; None where the store measures others, or leaves it to the index.
+        distances: (n,) Euclidean, in double precision, to each item's vector within the only sub-space, as `serving.merging.merged` has them; None: the store has not measured these.
     """
 
     items: Sequence[Item]
@@ -145,11 +141,10 @@ def spans_of(bundle: Bundle) -> tuple[tuple[int, int], ...]:
 class Store(ABC):
     """Keeps items and their arrays, and proposes the nearest ones.
 
-    All methods may be called from several threads at a time; writes take
-    turns. **When a method that writes returns, what it wrote survives a power cut, and every search that begins afterwards sees it.**
-    One call is one transaction: all of it is visible, or nothing. What is refused changes nothing. A store that is closed refuses every call
-    with a `StoreError` but `close`. One that cannot be reached raises `StoreUnavailable`, from any call, and answers again when it can be: whoever
-    has it open need not open it anew.
+    All methods may be called from several threads at a time; writes take turns. **When a method that writes returns, what it wrote survives a power cut,
+    and every search that begins afterwards sees it.** One call is one transaction: all of it is visible, or nothing. What is refused changes nothing. A store that is
+    closed refuses every call with a `StoreError` but `close`. One that cannot be reached raises `StoreUnavailable`, from any call, and answers again when it can be:
+    whoever has it open need not open it anew.
     """
 
     # Writing
@@ -257,8 +252,7 @@ class Store(ABC):
     def bundle(self, generation: Generation) -> Path:
         """Return a folder of this machine that holds a generation's bundle.
 
-        The store keeps the bundle's files, as it keeps items: who opens the index needs nothing besides. One that lies elsewhere fetches
-        them into the user's cache (`retrieval.stores.kept_bundle`).
+        The store keeps the bundle's files, as it keeps items: who opens the index needs nothing besides. One that lies elsewhere fetches them into the user's cache (`retrieval.stores.kept_bundle`).
 
         Raises:
             StoreError: the generation was dropped.
