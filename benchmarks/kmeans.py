@@ -120,6 +120,8 @@ def render(rows: list[dict[str, Any]]) -> str:
                 ["items × width / clusters", "", "CPU s", "of ours", "added MB", "spread", "NMI"], table
             ),
             "",
+            "Up to 100 clusters FAISS is quicker, by some hundredths of a second: there k-means++ is half of our time, and the rest some fifteen calls of Python a round.",
+            "",
         ]
     )
 
