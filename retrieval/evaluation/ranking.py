@@ -43,7 +43,7 @@ SMALLEST = 2048
 _SIGMAS = 3.0
 _PANEL = 1024
 _PAIRS = 2**20
-_GROUP = 8
+_GROUP = 8  # items of the sample of which the nearest stands for all
 _DENSE = 64  # where one item of so many is a candidate, to look at each place of a mask is quicker than at words of it
 _RANKS = 2**17  # settled at a time: what is made of them stays in a core's cache
 _MOST = 2**22  # candidates of a panel
@@ -112,9 +112,8 @@ class Ranking:
         self._centre = _mean(gallery, self._scale)
         self._factors, self._norms = self._factored(gallery, self._order)
         self._largest = float(self._norms.max())
-        kind = np.min_scalar_type(
-            int(item_class.max(initial=0))
-        )  # as few bytes as it takes are sooner looked up
+        # as few bytes as it takes: they are sooner looked up
+        kind = np.min_scalar_type(int(item_class.max(initial=0)))
         self._classes = item_class[self._order].astype(kind)
         self._sample_factors = self._factors[self._column[self._sample]]
         room = -(-self._panel * max(self._panel, self._sampled, _PAIRS // self._panel) // 8) * 8

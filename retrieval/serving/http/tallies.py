@@ -76,7 +76,8 @@ class _Family(Collector, Generic[Child]):
         registry.register(self)
 
     def _made(self) -> Child:
-        raise NotImplementedError
+        """Return a figure of labels that were not seen before."""
+        raise NotImplementedError(f"{type(self).__name__} must define _made()")
 
     def labels(self, *values: str) -> Child:
         """Return the figure of some labels; the same one each time."""
