@@ -1,0 +1,132 @@
+"""The bundles of an index whose store lies elsewhere: the store keeps them in pieces, and whoever opens the index fetches them."""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+from retrieval.errors import RetrievalError, StoreError
+from retrieval.host.files import cache_folder, whole_folder
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.files.snapshot import Snapshot, close_all, is_plain
+from retrieval.serving.manifest import FILE, hold_files, manifest_text, opened_whole, parse_manifest
+
+PIECE = 1 << 20
+BUNDLE_BYTES = 8 << 30
+"""The largest bundle that is fetched from a store."""
+_FILES = 1000
+_IN_MEMORY = 64 << 20
+
+
+def bundle_pieces(bundle: Bundle, size: int = PIECE) -> Iterator[bytes]:
+    """Give a bundle's files as pieces of bytes, for a store to keep in this order; `kept_bundle` makes a folder of them again.
+
+    Args:
+        bundle: opened.
+        size: the largest piece, in bytes.
+
+    Raises:
+        BundleError: it was changed since it was opened.
+        OSError: there is no room for a temporary copy.
+    """
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as packed:
+        copy = Path(folder) / "bundle"
+        bundle.copy(copy)
+        with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for path in sorted(copy.iterdir()):
+                tar.add(path, path.name, recursive=False, filter=_plain)
+        packed.seek(0)
+        while piece := packed.read(size):
+            yield piece
+
+
+def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
+    """Return the folder of a bundle that a store keeps: the user's cache, filled from the store where it lacks the bundle.
+
+    Every file is compared with its checksum, in the cache too: what was altered there is fetched again.
+
+    Args:
+        sha256: of the bundle's manifest: `Generation.bundle`.
+        pieces: gives what `bundle_pieces` gave; called where the cache lacks the bundle.
+
+    Raises:
+        StoreError: what the store gives is not this bundle, or the cache cannot be written.
+    """
+    folder = cache_folder() / "bundles" / sha256
+    if _is(folder, sha256):
+        return folder
+    taken = StoreError(f"{folder} is there.")
+    try:
+        with (
+            whole_folder(folder, replace=True, taken=taken) as fresh,
+            tempfile.SpooledTemporaryFile(_IN_MEMORY) as packed,
+        ):
+            _fetch(pieces(), packed)
+            _unpack(packed, fresh, sha256)
+            if not _is(fresh, sha256):
+                raise _damaged(sha256)
+    except OSError as fault:
+        raise StoreError(
+            f"The bundle of the index cannot be kept in {folder.parent}: {fault.strerror or fault}. RETRIEVAL_CACHE names another folder."
+        ) from None
+    return folder
+
+
+def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Leave out whose file it was, and when."""
+    return info.replace(mtime=0, mode=0o644, uid=0, gid=0, uname="", gname="", deep=False)
+
+
+def _fetch(pieces: Iterable[bytes], packed: IO[bytes]) -> None:
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > BUNDLE_BYTES:
+            raise StoreError(
+                f"The store gives a bundle of more than {BUNDLE_BYTES / 1e9:.1f} GB, which is not fetched."
+            )
+        packed.write(piece)
+    packed.seek(0)
+
+
+def _unpack(packed: IO[bytes], folder: Path, sha256: str) -> None:
+    """Write regular files with plain names, and nothing else: what a store gives may be a stranger's."""
+    try:
+        with tarfile.open(fileobj=packed, mode="r:") as tar:
+            for count, info in enumerate(tar):
+                content = tar.extractfile(info) if info.isreg() and not info.issparse() else None
+                if content is None or count >= _FILES or not is_plain(info.name):
+                    raise _damaged(sha256)
+                with (folder / info.name).open("xb") as file:
+                    while piece := content.read(PIECE):
+                        file.write(piece)
+    except (tarfile.TarError, ValueError, EOFError, FileExistsError):
+        raise _damaged(sha256) from None
+
+
+def _is(folder: Path, sha256: str) -> bool:
+    """Whether a folder holds a bundle, all of whose files have their checksums."""
+    if not folder.is_dir():
+        return False
+
+    def whole(opened: Snapshot) -> bool:
+        text = manifest_text(opened)
+        if hashlib.sha256(text).hexdigest() != sha256:
+            return False
+        close_all(hold_files(opened, parse_manifest(folder / FILE, text).files))
+        return True
+
+    try:
+        return opened_whole(folder, whole)
+    except RetrievalError:
+        return False
+
+
+def _damaged(sha256: str) -> StoreError:
+    return StoreError(
+        f"What the store gives for the bundle {sha256[:16]}… is another bundle, or none: it is damaged."
+    )
