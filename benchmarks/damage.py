@@ -30,11 +30,11 @@ from retrieval.serving.filters import as_filter
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
 from retrieval.serving.local import record
-from retrieval.serving.local.create import create_local
 from retrieval.serving.local.home import identity
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
-from retrieval.serving.stores.contract import widths_of
+from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 from kills import forked
 from living_model import WIDTH, State, differences, item_of, make_bundles, small

@@ -32,9 +32,9 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
 from retrieval.serving.local import searches, upkeep, writer
-from retrieval.serving.local.create import create_local
-from retrieval.serving.stores.contract import FEATURES, VECTOR, Item, widths_of
-from retrieval.serving.testing import make_bundle
+from retrieval.serving.store.contract import FEATURES, VECTOR, Item, widths_of
+from retrieval.serving.store.testing import make_bundle
+from retrieval.serving.store.writing import create_local
 
 RESULTS = Path(__file__).parent / "results"
 IDS, NUMBERS, K = 400, 8, 10

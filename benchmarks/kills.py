@@ -33,8 +33,8 @@ from types import FrameType
 from typing import Any
 
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.local.create import create_local
-from retrieval.serving.stores.contract import widths_of
+from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.writing import create_local
 
 from living_model import WIDTH, Call, State, Writing, check, make_bundles, small
 

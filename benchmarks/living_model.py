@@ -18,9 +18,9 @@ from retrieval.serving.filters import as_filter
 from retrieval.serving.local import record, structures, upkeep, writer
 from retrieval.serving.local.piece import SEGMENTS
 from retrieval.serving.local.segment import features_file
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
-from retrieval.serving.stores.contract import Generation, Item, widths_of
+from retrieval.serving.store.contract import Generation, Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
 
 from opening import make_bundle
 

@@ -15,8 +15,8 @@ from retrieval import stores
 from retrieval.serving.filters import parse_filter
 from retrieval.serving.rows.conditions import condition
 from retrieval.serving.rows.terms import part_of
-from retrieval.serving.testing.bench import item, normal
-from retrieval.serving.testing.bundles import opened
+from retrieval.serving.store.testing.bench import item, normal
+from retrieval.serving.store.testing.bundles import opened
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 from retrieval_milvus.expressions import partition_of, partitions

@@ -13,7 +13,7 @@ import numpy as np
 
 from retrieval.serving.rows.engine import ALIVE, PIECE, Row
 from retrieval.serving.rows.terms import digest_of
-from retrieval.serving.stores.contract import VECTOR, Generation, Item
+from retrieval.serving.store.contract import VECTOR, Generation, Item
 
 PIECE_BYTES = 45_000  # as base64, 60,000 characters
 _PLAIN = ("id", "label", "stamp", "keep", "bytes", "width", "height", "source")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from retrieval.serving.stores.contract import Floats
+from retrieval.serving.store.contract import Floats
 
 RECORDS = "records"
 """The table of items, whatever generations there are; the others are called by `table_of`."""

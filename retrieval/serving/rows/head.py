@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from retrieval.errors import StoreError
-from retrieval.serving.stores.contract import Generation
+from retrieval.serving.store.contract import Generation
 
 FORMAT = 1
 _TIMES = 32

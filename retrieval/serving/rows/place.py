@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.rows.engine import Engine
 from retrieval.serving.rows.store import RowStore
-from retrieval.serving.stores.place import StorePlace
+from retrieval.serving.store.place import StorePlace
 
 
 class RowPlace(StorePlace):

@@ -34,7 +34,7 @@ from retrieval.serving.rows.engine import (
 )
 from retrieval.serving.rows.head import Head
 from retrieval.serving.rows.terms import LOOSE, digest_of, key_of
-from retrieval.serving.stores.contract import (
+from retrieval.serving.store.contract import (
     Floats,
     Generation,
     Item,
@@ -44,7 +44,7 @@ from retrieval.serving.stores.contract import (
     TooSlow,
     stop_at,
 )
-from retrieval.serving.stores.items import check_queries, no_field, usable
+from retrieval.serving.store.items import check_queries, no_field, usable
 
 T = TypeVar("T")
 

@@ -12,15 +12,15 @@ import numpy as np
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.local.copying import write_copy
 from retrieval.serving.rows.bodies import widths
 from retrieval.serving.rows.engine import ITEM, OUT, RECORDS, Between, Engine, Every, OneOf, Row, table_of
 from retrieval.serving.rows.head import Head
 from retrieval.serving.rows.terms import digest_of
 from retrieval.serving.rows.writing import SWEPT_AFTER, WINDOW, Change, RowWriter
-from retrieval.serving.stores.bundles import kept_bundle
-from retrieval.serving.stores.contract import FEATURES, Generation, Item, Stats
-from retrieval.serving.stores.items import checked
+from retrieval.serving.store.bundles import kept_bundle
+from retrieval.serving.store.contract import FEATURES, Generation, Item, Stats
+from retrieval.serving.store.items import checked
+from retrieval.serving.store.local import write_copy
 
 
 class RowStore(RowWriter):

@@ -31,9 +31,9 @@ from retrieval.serving.rows.head import Head
 from retrieval.serving.rows.lease import Lease
 from retrieval.serving.rows.reading import RowReader
 from retrieval.serving.rows.terms import LOOSE, digest_of, indexed, key_of, part_of
-from retrieval.serving.stores.bundles import bundle_pieces
-from retrieval.serving.stores.contract import Generation, Item, spans_of
-from retrieval.serving.stores.items import checked, usable
+from retrieval.serving.store.bundles import bundle_pieces
+from retrieval.serving.store.contract import Generation, Item, spans_of
+from retrieval.serving.store.items import checked, usable
 
 SWEPT_AFTER = 300.0
 """Seconds for which dead rows stay, for readers that began before they died; `compact` waits for a fifth of that."""
