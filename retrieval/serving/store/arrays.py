@@ -82,36 +82,32 @@ class Array:
     Args:
         path: the file.
         width: numbers of a row.
-
-    Raises:
-        FileNotFoundError: it is gone: another process has compacted the generation.
-        StoreError: it is no regular file.
     """
 
     def __init__(self, path: Path, width: int) -> None:
         self.path, self.width = path, width
         self._mapped: Floats = np.empty((0, width), np.float32)
         self._verified = np.zeros(0, bool)
-        try:
-            self._file = open_plain(path)
-        except FileNotFoundError:
-            raise
-        except OSError as fault:
-            raise damaged(path, f"cannot be read: {fault.strerror or fault}") from None
 
     def rows(self, count: int) -> Floats:
         """Return the first `count` rows, (count, width), mapped from the file.
 
         Raises:
-            StoreError: the file is shorter.
+            FileNotFoundError: it is gone: another process has compacted the generation.
+            StoreError: it is shorter, or no regular file.
         """
         if count > len(self._mapped):
-            capacity = os.fstat(self._file.fileno()).st_size // (4 * self.width)
-            if capacity < count:
-                raise damaged(self.path, "was cut short")
-            # A plain array: slices of a memmap cost more.
-            mapped = np.memmap(self._file, "<f4", "r", shape=(capacity, self.width))
-            self._mapped = np.asarray(mapped)
+            try:
+                with open_plain(self.path) as file:
+                    capacity = os.fstat(file.fileno()).st_size // (4 * self.width)
+                    if capacity < count:
+                        raise damaged(self.path, "was cut short")
+                    mapped = np.memmap(file, "<f4", "r", shape=(capacity, self.width))
+            except FileNotFoundError:
+                raise
+            except OSError as fault:
+                raise damaged(self.path, f"cannot be read: {fault.strerror or fault}") from None
+            self._mapped = np.asarray(mapped)  # slices of a memmap cost more
         return self._mapped[:count]
 
     def verify(self, count: int, sums: Mapping[int, int], rows: np.ndarray | None = None) -> None:

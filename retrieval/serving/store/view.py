@@ -334,13 +334,13 @@ class Views:
             FileNotFoundError: a file is gone: another process compacts.
             StoreError: a file was altered.
         """
-        ((stem, rows, said),) = ask(
-            connection,
-            "select stem, rows, structure from generations where g = ?",
-            (generation.number,),
-        )
+        sql = "select stem, rows, structure from generations where g = ?"
+        known = ask(connection, sql, (generation.number,))
+        if not known:
+            raise StoreError("This generation is not there any more.")
+        ((stem, rows, said),) = known
         sql = "select row, n, count from runs where g = ? and row >= ? order by row"
-        if old is not None and old.stem == stem:
+        if old is not None and old.stem == stem:  # it has grown, at most
             last = int(old.runs.rows[-1]) if old.rows else 0
             runs = old.runs
             if rows > old.rows:
