@@ -62,7 +62,7 @@ def forked(work: Callable[[int], None]) -> tuple[int, int]:
 def kill_at_line(count: int) -> None:
     """Have this process kill itself when it has executed so many lines of the store."""
     left = [count]
-    here = (f"{os.sep}serving{os.sep}local{os.sep}", f"host{os.sep}files.py")
+    here = (f"{os.sep}serving{os.sep}store{os.sep}", f"host{os.sep}files.py")
 
     def line(frame: FrameType, event: str, _: object) -> Any:
         if event == "line":

@@ -113,7 +113,7 @@ def live(folder: Path, seed: int, life: int, fault: str | None) -> None:
         )
         writing.state = states[which]
         writing.first = known["running"] if which == 0 and known["again"] else None
-        writing.store.writer.hold()
+        writing.store._begin_to_write()
         tell("is", which)
     try:
         writing.run()

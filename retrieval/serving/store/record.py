@@ -240,9 +240,14 @@ class Record:
 
         Costs some microseconds, and no look at the disk.
         """
+        with self._watch:
+            self.require_open()
+            if self._watching is not None and not self.read_only:
+                connection = self._watching[0]
+                return connection, connection.execute("pragma data_version").get
         with self.faults("read"), self._watch:
             self.require_open()
-            moment = self._moment() if self.read_only else None
+            moment = self._moment()
             if self._watching is not None and self._watching[1] != moment:
                 self._watching[0].close()
                 self._watching = None

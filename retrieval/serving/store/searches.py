@@ -114,19 +114,20 @@ class Searches:
         self, view: View, found: Near, connection: apsw.Connection | None
     ) -> list[Candidates] | None:
         """Return items and their arrays; None where one is not in memory and nothing can be read."""
-        there = found.numbers >= 0
-        whole = there.all()
-        numbers = found.numbers.ravel() if whole else found.numbers[there]
+        squared, shape = found.squared, found.numbers.shape
+        if found.numbers.min(initial=0) < 0:
+            there = found.numbers >= 0
+            numbers = found.numbers[there]
+            squared = None if squared is None else squared[there]
+            ends = np.cumsum(there.sum(1)).tolist()
+        else:
+            numbers = found.numbers.ravel()
+            ends = [shape[1] * (answer + 1) for answer in range(shape[0])]
         with stage("items", len(numbers)):
             items = self._of(numbers.tolist(), connection)
         if items is None:
             return None
-        squared = found.squared
-        if squared is None:
-            distances = None
-        else:
-            distances = np.sqrt(squared.ravel() if whole else squared[there])
-        ends = np.cumsum(there.sum(1)).tolist()
+        distances = None if squared is None else np.sqrt(squared.ravel())
         order = _order(items, distances, ends)
         if order is not None:
             items, numbers = [items[at] for at in order], numbers[order]

@@ -166,8 +166,7 @@ class View:
         if len(parts) == 1:
             return parts[0]
         squared, rows = (np.hstack(both) for both in zip(*parts, strict=True))
-        order = np.argsort(squared, axis=1, kind="stable")[:, :count]
-        return np.take_along_axis(squared, order, 1), np.take_along_axis(rows, order, 1)
+        return _nearest_first(squared, rows, count)
 
     def read(
         self, connection: apsw.Connection, numbers: Numbers, names: Sequence[str]
@@ -233,14 +232,23 @@ def _measured(
     They are measured as `serving.merging.merged` does: in float64, from the vectors themselves.
     """
     columns = slice(*span)
-    there = rows >= 0
-    near = vectors[np.where(there, rows, 0).ravel(), columns]
-    apart = near.astype(np.float64) - np.repeat(queries[:, columns], rows.shape[1], axis=0)
+    start, stop = span
+    near = vectors[rows.ravel()]  # row -1, for none, is masked below
+    exact = np.repeat(queries.astype(np.float64), rows.shape[1], axis=0)
+    apart = near[:, start:stop] - exact[:, start:stop]
     squared = np.einsum("ij,ij->i", apart, apart).reshape(rows.shape)
-    if not there.all():
-        squared[~there] = np.inf
-    order = np.argsort(squared, axis=1, kind="stable")[:, :count]
-    return np.take_along_axis(squared, order, 1), np.take_along_axis(rows, order, 1)
+    if rows.min(initial=0) < 0:
+        squared[rows < 0] = np.inf
+    return _nearest_first(squared, rows, count)
+
+
+def _nearest_first(
+    squared: NDArray[np.float64], rows: Numbers, count: int
+) -> tuple[NDArray[np.float64], Numbers]:
+    """Return the `count` smallest of each line, ascending, and their rows."""
+    order = squared.argsort(axis=1, kind="stable")[:, :count]
+    line = np.arange(len(rows))[:, None]
+    return squared[line, order], rows[line, order]
 
 
 class Views:
