@@ -233,7 +233,7 @@ class Upkeep:
                 connection, "select stem, rows from generations where g = ?", (known.number,)
             ) or [(None, 0)]
             if old != view.stem or not is_mine(connection, stem):
-                return seq  # dropped meanwhile, or another process took the work over
+                return 0  # dropped meanwhile, or another process took the work over
             tail = _tail(connection, known, view, now)
             self._swap(connection, known, stem, new, structure, view, rows, tail)
         tidy(self.record)
