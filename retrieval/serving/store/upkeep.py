@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
 import apsw
 import numpy as np
@@ -152,7 +153,7 @@ class Upkeep:
     def _is_due(self, view: View) -> bool:
         if view.dead > max(_LEAST_DEAD, view.rows // _DEAD):
             return True
-        wanted = self._wanted(view.count, view.generation.widths[VECTOR])
+        wanted = self._wanted(view.generation, view.count)
         structure = Structure.parse(view.said)
         if wanted is None:
             return False
@@ -162,13 +163,12 @@ class Upkeep:
             return True
         return (view.rows - structure.rows) * GROWTH > max(LEAST, structure.rows)
 
-    def _wanted(self, count: int, width: int) -> tuple[str, Mapping[str, object]] | None:
-        """Return the back end and options that so many vectors are to have."""
+    def _wanted(self, generation: Generation, count: int) -> tuple[str, dict[str, Any]] | None:
+        """Return the back end and options that so many vectors of a generation are to have."""
         with self.record.reading() as connection:
             sql = "select value from state where key = 'structure'"
             wanted = Wanted.parse(value(connection, sql))
-        name = wanted.of(count, width)
-        return None if name is None else (name, dict(wanted.options))
+        return wanted.of(count, generation.widths[VECTOR], len(generation.spans))
 
     # For who waits
 
@@ -276,7 +276,7 @@ class Upkeep:
         if view is None:
             return
         present = Structure.parse(view.said)
-        wanted = self._wanted(view.count, view.generation.widths[VECTOR])
+        wanted = self._wanted(view.generation, view.count)
         if wanted is None and present is None:
             return
         if present is not None and wanted is not None and present.rows == view.rows:
@@ -302,7 +302,7 @@ class Upkeep:
     ) -> Structure | None:
         """Build a structure over the first rows of a file, with files of a stem, and load it."""
         width = generation.widths[VECTOR]
-        wanted = self._wanted(rows, width)
+        wanted = self._wanted(generation, rows)
         if wanted is None or not rows:
             return None
         folder, plugins = self.record.folder, self.views.plugins
