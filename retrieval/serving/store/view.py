@@ -236,7 +236,6 @@ def _measured(
 
     They are measured as `serving.merging.merged` does: in float64, from the vectors themselves.
     """
-    columns = slice(*span)
     start, stop = span
     near = vectors[rows.ravel()]  # row -1, for none, is masked below
     exact = np.repeat(queries.astype(np.float64), rows.shape[1], axis=0)
