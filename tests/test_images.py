@@ -259,9 +259,12 @@ def test_of_a_resized_image_only_a_part_is_made_and_that_to_the_last_bit(interpo
     for number, (width, height) in enumerate(sides):
         image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
         size = tuple(rng.integers(1, resize * 5 // 4, 2).tolist()) if number % 2 else (resize * 7 // 8,) * 2
-        scale = resize / min(image.size)
-        whole = image.resize((round(width * scale), round(height * scale)), resample)
-        left, top = (whole.width - size[1]) // 2, (whole.height - size[0]) // 2
+        longer = int(resize * max(image.size) / min(image.size))
+        whole = image.resize((resize, longer) if width <= height else (longer, resize), resample)
+        left, top = (
+            round((long - crop) / 2) if long >= crop else -((crop - long) // 2)
+            for long, crop in ((whole.width, size[1]), (whole.height, size[0]))
+        )
         expected = np.asarray(whole.crop((left, top, left + size[1], top + size[0]))).transpose(2, 0, 1)
         found = Preprocessing(size, interpolation=interpolation, resize=resize)(image)
         assert np.array_equal(found, expected), (image.size, size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import os
 import stat
 import warnings
@@ -75,6 +76,8 @@ class Preprocessing:
     """What an image goes through before the encoder: resize the shorter side, crop the centre, normalise.
 
     Resizing and cropping happen on uint8 pixels, here; `mean` and `std` are applied inside the encoder.
+    Pixels equal those of torchvision's `Resize` and `CenterCrop` on a Pillow image, to the last bit,
+    unless the resized image would have more than 4 million pixels: then its far ends are cut off first.
 
     Attributes:
         size: height and width of the encoder's input, in pixels.
@@ -132,14 +135,31 @@ class Preprocessing:
             if image.size != (width, height):
                 image = image.resize((width, height), resample)
         else:
-            image = _trim(image, self.resize, max(self.size))
-            scale = self.resize / min(image.size)
-            new = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-            left, top = (new[0] - width) // 2, (new[1] - height) // 2
+            if math.prod(_resized(image.size, self.resize)) > _MAX_PIXELS_RESIZED_WHOLE:
+                image = _trim(image, self.resize, max(self.size))
+            new = _resized(image.size, self.resize)
+            left, top = _centred(new[0], width), _centred(new[1], height)
             image = _part_of_resized(image, new, (left, top, left + width, top + height), resample)
         # of its bytes: the array interface of Pillow's images takes twice as long
         pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, self.channels)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def _resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
+    """Return the size of an image whose shorter side becomes `shorter`.
+
+    The longer side is cut off to whole pixels, not rounded, as torchvision and timm do it.
+    """
+    longer = int(shorter * max(size) / min(size))
+    return (shorter, longer) if size[0] <= size[1] else (longer, shorter)
+
+
+def _centred(length: int, crop: int) -> int:
+    """Return where a centre crop begins, as torchvision's `CenterCrop` has it; below 0 where it pads.
+
+    Half a pixel goes to the even neighbour; of an odd number of padded pixels the end has one more.
+    """
+    return round((length - crop) / 2) if crop <= length else -((crop - length) // 2)
 
 
 def _part_of_resized(
@@ -173,7 +193,8 @@ def _part_of_resized(
 def _trim(image: Image.Image, shorter: int, crop: int) -> Image.Image:
     """Cut off the far ends of a very long image, which the centre crop would drop anyway.
 
-    Resizing the shorter side of a 1 × 20,000,000 image to 256 would otherwise make five thousand million pixels.
+    Resizing the shorter side of a 1 × 20,000,000 image to 256 would otherwise make five thousand
+    million pixels.
     """
     side = min(image.size)
     keep = max(side, -(-4 * side * max(crop, shorter) // shorter))
@@ -238,6 +259,7 @@ _UPRIGHT = {
 }
 _ORIENTATION = 0x0112
 _BAND = 1_000_000  # pixels
+_MAX_PIXELS_RESIZED_WHOLE = 4_000_000
 _PIECE = 65_536  # bytes of a file that grew since it was looked at
 _THUMBNAIL = 256  # pixels of the longer side
 
