@@ -57,6 +57,7 @@ class Findings:
         spelt: labels that differ in case, spaces or Unicode form alone.
         complete: False where there were so many pairs that the search was ended.
         notes: what else the user should know, a sentence each.
+        flat: 16-bit images of which few levels are left in 8 bits: number, and why.
     """
 
     checked: str
@@ -69,11 +70,12 @@ class Findings:
     spelt: Sequence[tuple[str, ...]]
     complete: bool = True
     notes: Sequence[str] = ()
+    flat: Sequence[tuple[int, str]] = ()
 
     @property
     def clean(self) -> bool:
         """Whether nothing was found."""
-        return not (self.broken or self.same or self.near or self.lone or self.spelt)
+        return not (self.broken or self.flat or self.same or self.near or self.lone or self.spelt)
 
     def leaks(self, found: Alike) -> bool:
         """Return whether items lie on different sides of the split; query and gallery are one."""
@@ -107,6 +109,7 @@ class Findings:
             "counts": self.counts(),
             "notes": list(self.notes),
             "broken": [{**self._item(i), "why": why} for i, why in self.broken],
+            "few_levels": [{**self._item(i), "why": why} for i, why in self.flat],
             "same": [self._alike(each) for each in self.same],
             "near": [{**self._alike(each), "distance": each.distance} for each in self.near],
             "labels_of_one_item": list(self.lone),
@@ -118,6 +121,7 @@ class Findings:
         every = [*self.same, *self.near]
         return {
             "broken": len(self.broken),
+            "few_levels": len(self.flat),
             "same": len(self.same),
             "items_too_many": sum(len(each.items) - 1 for each in self.same),
             "near": len(self.near),
@@ -131,6 +135,7 @@ class Findings:
         """Return what was found, `shown` lines of each kind; leaks and different labels come first."""
         lines = [self._head(), *(f"note: {note}" for note in self.notes)]
         lines += _part(_BROKEN, [why for _, why in self.broken], shown)
+        lines += _part(_FLAT, [why for _, why in self.flat], shown)
         for by, title in _TITLES.items():
             found = [each for each in (*self.same, *self.near) if each.by == by]
             far = f" (within {self.within[by]:.3g})" if by in self.within else ""
@@ -198,6 +203,7 @@ _NAMED = 6
 """Items of a group that a line names."""
 _Title = tuple[str, str]  # of one, and of several
 _BROKEN = ("item cannot be read", "items cannot be read")
+_FLAT = ("16-bit image loses most of its levels", "16-bit images lose most of their levels")
 _TITLES: dict[By, _Title] = {
     "bytes": ("group of files is the same", "groups of files are the same"),
     "pixels": (

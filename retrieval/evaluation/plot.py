@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from PIL import Image
 
 from retrieval.errors import DataError
-from retrieval.serving.images import decode, from_array
+from retrieval.serving.images import decode, from_array, to_mode
 
 if TYPE_CHECKING:
     from retrieval.run.open import Run
@@ -130,9 +130,10 @@ def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
     if isinstance(image, np.ndarray):
         opened = from_array(image)
     else:
-        opened = image.copy() if isinstance(image, Image.Image) else decode(image)
-    opened.thumbnail((LARGEST, LARGEST))
-    return np.asarray(opened if opened.mode in ("L", "RGB") else opened.convert("RGB"))
+        opened = image if isinstance(image, Image.Image) else decode(image)
+    small = to_mode(opened, "L" if opened.mode == "L" else "RGB").copy()
+    small.thumbnail((LARGEST, LARGEST))
+    return np.asarray(small)
 
 
 def curves(run: Run | str | os.PathLike[str]) -> Figure:

@@ -24,7 +24,7 @@ from retrieval.errors import DataError
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import decode, to_mode
+from retrieval.serving.images import decode, few_levels, to_mode
 from retrieval.serving.index.base import measured
 from retrieval.serving.index.sources import collect
 from retrieval.serving.progress import Meter, Progress, shown
@@ -100,6 +100,7 @@ def check_data(
     return Findings(
         checked, subjects.items, sorted(seen.faults.items()), same, near, limits,
         lone_labels(subjects.items), spelt_alike(subjects.items), complete, subjects.notes,
+        sorted(seen.flat.items()),
     )  # fmt: skip
 
 
@@ -141,6 +142,7 @@ class _Seen:
 
     Attributes:
         faults: why an item cannot be read, by its number.
+        flat: why few levels of a 16-bit image are left in 8 bits, by its number.
         contents: (N,) numbers of the bytes; −1 of what has no file of its own.
         numbers: (N,) numbers of the pixels, or of a vector's numbers; −1 of what cannot be read.
         pictures: (N, WIDTH); of images.
@@ -149,6 +151,7 @@ class _Seen:
     """
 
     faults: dict[int, str]
+    flat: dict[int, str]
     contents: Rows
     numbers: Rows
     pictures: NDArray[np.float32]
@@ -164,6 +167,7 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
     """
     size, image = len(subjects.items), subjects.kind == "image"
     seen = _Seen(
+        {},
         {},
         np.full(size, -1, np.int64),
         np.full(size, -1, np.int64),
@@ -182,7 +186,9 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
             if isinstance(found, DataError):
                 seen.faults[row] = str(found)
                 continue
-            own, taken, pixels = found
+            own, taken, pixels, flat = found
+            if flat is not None:
+                seen.flat[row] = flat
             if own is not None:
                 seen.contents[row] = contents.setdefault(own, row)
             seen.numbers[row] = numbers.setdefault(taken.values, row)
@@ -201,15 +207,21 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
 
 def _opened(
     subjects: Subjects, bundle: Bundle | None, given: tuple[int, bytes | DataError | None]
-) -> tuple[int, tuple[bytes | None, Fingerprint, NDArray[Any] | None] | DataError]:
-    """Return an item's number with the hash of its file, its fingerprint and what the model takes of it, or why not."""
+) -> tuple[int, tuple[bytes | None, Fingerprint, NDArray[Any] | None, str | None] | DataError]:
+    """Return an item's number with what is seen of it, or why it cannot be read.
+
+    Seen are the hash of its file, its fingerprint, what the model takes of it, and why it has few levels.
+    """
     row, content = given
+    name = subjects.items[row].name
     try:
         own, item = subjects.open(row, content)
         try:
-            return row, (own, fingerprint(item), None if bundle is None else _input(bundle, item))
+            flat = few_levels(item) if isinstance(item, Image.Image) else None
+            flat = flat and f"{name} {flat}."
+            return row, (own, fingerprint(item), None if bundle is None else _input(bundle, item), flat)
         except DataError as fault:
-            raise DataError(f"{subjects.items[row].name}: {fault}") from fault
+            raise DataError(f"{name}: {fault}") from fault
     except DataError as fault:
         return row, fault
 
