@@ -132,8 +132,6 @@ def pairwise(
     if (gallery is None) != (gallery_labels is None):
         raise DataError("gallery and gallery_labels come together: one of them is missing.")
     searched, itself = codes if gallery is None else gallery, gallery is None
-    if not len(searched):
-        raise DataError("The gallery is empty: there is nothing to search.")
     query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
     counts = np.bincount(item_class, minlength=int(query_class.max(initial=-1)) + 1)
     relevant = counts[query_class] - int(itself)

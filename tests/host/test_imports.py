@@ -49,6 +49,7 @@ INNER = {
     "retrieval.host.files": {"whole_file", "write_bytes"},
     "retrieval.host.hookspecs": {"Factories"},
     "retrieval.host.lazy": {"lazy"},
+    "retrieval.model.labels": {"learner_labels", "read_labels"},
     "retrieval.model.linear": {"class_codes", "deviations"},
     "retrieval.model.loss": {"Distance", "Pairs", "Reducer", "listed_pairs", "nothing"},
     "retrieval.model.metric_learner": {"MetricLearner"},
