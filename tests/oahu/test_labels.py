@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from retrieval_oahu.streams import from_labels
 from retrieval_oahu.uses import Spaces
 
 
 @pytest.mark.parametrize("labels", [["a", "a", float("nan"), "b"], [1, 1, None, 2]])
 def test_a_missing_label_is_refused(labels: Any) -> None:
-    with pytest.raises(ValueError, match="1 of 4 labels is missing .* row 2"):
+    with pytest.raises(ValueError, match=r"1 of 4 labels is missing .* row 2"):
         next(from_labels(labels))
     references = Spaces(np.ones((2, 4, 3)), np.full(2, 0.5))
-    with pytest.raises(ValueError, match="1 of 4 labels is missing .* row 2"):
+    with pytest.raises(ValueError, match=r"1 of 4 labels is missing .* row 2"):
         references.classify(references, labels, 1)
