@@ -24,9 +24,9 @@ from retrieval.evaluation.clusters import cluster_figures
 from retrieval.evaluation.evaluation import DEFAULT_METRICS, Evaluation, class_numbers
 from retrieval.evaluation.neighbors import Codes, DistanceBlock, Neighbors
 from retrieval.evaluation.selection import direct
+from retrieval.host.cores import cores
 from retrieval.model.built_in import metric
 from retrieval.serving.embedding.runners import Runner, here
-from retrieval.serving.embedding.work import cores
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.index.embedded_rows import VectorRows
 from retrieval.serving.progress import Meter, Progress, shown
