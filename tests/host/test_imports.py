@@ -207,6 +207,7 @@ def test_import_retrieval_is_light(process: Callable[..., Any]) -> None:
     assert not found & HEAVY
     assert {m for m in found if m.startswith("retrieval.")} == {
         "retrieval.host",
+        "retrieval.host.cores",
         "retrieval.host.hookspecs",
         "retrieval.host.lazy",
     }
