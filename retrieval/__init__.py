@@ -14,8 +14,10 @@ function is told what is being done, how much of it is done, and how much there 
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
+from retrieval.host.cores import limit_threads
 from retrieval.host.hookspecs import hookimpl
 from retrieval.host.lazy import lazy
 
@@ -136,6 +138,11 @@ __all__ = [
     "traits",
     "verify_run",
 ]
+
+# Both count only before the libraries that read them are loaded: the first use of a name below loads them.
+# Without the first, ONNX Runtime looks up its maker's host at the first search and writes to the home folder.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+limit_threads()
 
 _load, _ = lazy(
     __name__,

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 from retrieval import LinearMap
+from retrieval.model.labels import learner_labels
 from sklearn.decomposition import PCA as SklearnPCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
@@ -83,7 +84,7 @@ class LDA(LinearMap):
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,)."""
-        x, labels = validate_data(self, X, y, dtype=np.float64)
+        x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64)
         fitted = LinearDiscriminantAnalysis(
             "eigen", n_components=self.n_components, shrinkage=self.shrinkage
         ).fit(x, labels)
@@ -128,7 +129,7 @@ class NCA(LinearMap):
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,)."""
-        x, labels = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2)
         fitted = NeighborhoodComponentsAnalysis(
             self.n_components,
             init=self.init,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import click
 from retrieval.cli import say, say_json
 from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.cli.types import Bytes, Choice, IndexArgument, Number, Pixels
+from retrieval.host.cores import cores
 from retrieval.serving.http.settings import Settings
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def serve_command(
     if settings["private_key"] is not None and settings["certificate"] is None:
         raise click.UsageError("--private-key needs --certificate.")
     made = Settings(
-        workers=workers or os.cpu_count() or 1,
+        workers=workers or cores(),
         hosts=tuple(name.lower() for name in hosts),
         health_port=health_port,
         images=images,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from retrieval.data.cache import cache_folder
 from retrieval.data.identity import files_identity
 from retrieval.errors import DataError
+from retrieval.host.cores import cores
 from retrieval.host.files import write_bytes
 from retrieval.serving.image_files import Found
 from retrieval.serving.images import decode
@@ -78,7 +78,7 @@ def _unreadable(files: Sequence[Path]) -> dict[int, str]:
     found: dict[int, str] = {}
     # each thread holds a decoded image: more of them would only cost memory
     with (
-        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads,
+        ThreadPoolExecutor(min(8, cores())) as threads,
         Meter("checking images", len(files), "images") as meter,
     ):
         for i, text in enumerate(threads.map(fault, files)):

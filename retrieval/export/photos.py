@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
+from retrieval.host.cores import cores
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.image_files import find_images
 from retrieval.serving.images import Preprocessing, decode, from_array
@@ -64,7 +65,7 @@ class Photos:
         """
         bad: list[str] = []
         waiting: list[Pixels] = []
-        files, workers = self.files[:most], os.cpu_count() or 1
+        files, workers = self.files[:most], cores()
 
         def read(file: Path) -> Pixels | DataError:
             try:

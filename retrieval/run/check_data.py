@@ -21,6 +21,7 @@ from retrieval.data.near import Measure, Near, Rows, near_pairs
 from retrieval.data.splits import make_splits
 from retrieval.data.subjects import OfDataset, OfSources, Subjects
 from retrieval.errors import DataError
+from retrieval.host.cores import cores
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
@@ -181,7 +182,7 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
     work = partial(_opened, subjects, bundle)
     with Meter("checking", size, "items") as meter:
         given = subjects.given(range(size))
-        for row, found in ahead(work, given, workers=min(8, os.cpu_count() or 1), most=2 * _BATCH):
+        for row, found in ahead(work, given, workers=min(8, cores()), most=2 * _BATCH):
             meter.update()
             if isinstance(found, DataError):
                 seen.faults[row] = str(found)
@@ -323,7 +324,7 @@ def _copied(subjects: Subjects, seen: _Seen, bundle: Bundle, rows: Rows) -> floa
     given = subjects.given(chosen.tolist())
     apart = []
     with Meter("measuring copies", len(chosen), "items") as meter:
-        for row, pixels in ahead(work, given, workers=min(8, os.cpu_count() or 1), most=_BATCH):
+        for row, pixels in ahead(work, given, workers=min(8, cores()), most=_BATCH):
             copy = bundle.encode(pixels[None])
             apart.append(float(_distances(bundle, copy, 0, seen.encoded, np.array([row]))[0]))
             meter.update()

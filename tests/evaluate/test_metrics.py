@@ -285,7 +285,7 @@ def test_table(digits):
     [
         ({"labels": [1, 2]}, "one label per item"),
         ({"labels": [1.5, 2, 3]}, "whole numbers or text"),
-        ({"labels": [None, 2, 3]}, "whole numbers or text"),
+        ({"labels": [None, 2, 3]}, "1 of 3 labels is missing"),
         ({"gallery": np.ones((2, 2))}, "come together"),
         ({"gallery": np.ones((2, 2)), "gallery_labels": ["a", "b"]}, "two kinds"),
         ({"gallery": np.ones((2, 3)), "gallery_labels": [1, 2]}, "2 columns"),

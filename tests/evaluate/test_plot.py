@@ -142,6 +142,10 @@ def test_neighbours_says_what_it_cannot_draw(
         retrieval.plot.neighbours(index, [image] * 51)
     with pytest.raises(DataError, match="2 labels for 1 queries"):
         retrieval.plot.neighbours(index, image, labels=["3", "4"])
+    with pytest.raises(DataError, match="1 of 1 labels is missing"):
+        retrieval.plot.neighbours(index, image, labels=[float("nan")])
+    with pytest.raises(DataError, match="give the queries' labels as text"):
+        retrieval.plot.neighbours(index, image, labels=[3])
     with pytest.raises(DataError, match="k must be at least 1"):
         retrieval.plot.neighbours(index, image, 0)
     (tmp_path / "text.png").write_text("no image")

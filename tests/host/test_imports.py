@@ -49,6 +49,7 @@ INNER = {
     "retrieval.host.files": {"whole_file", "write_bytes"},
     "retrieval.host.hookspecs": {"Factories"},
     "retrieval.host.lazy": {"lazy"},
+    "retrieval.model.labels": {"learner_labels", "read_labels"},
     "retrieval.model.linear": {"class_codes", "deviations"},
     "retrieval.model.loss": {"Distance", "Pairs", "Reducer", "listed_pairs", "nothing"},
     "retrieval.model.metric_learner": {"MetricLearner"},
@@ -206,6 +207,7 @@ def test_import_retrieval_is_light(process: Callable[..., Any]) -> None:
     assert not found & HEAVY
     assert {m for m in found if m.startswith("retrieval.")} == {
         "retrieval.host",
+        "retrieval.host.cores",
         "retrieval.host.hookspecs",
         "retrieval.host.lazy",
     }

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from retrieval.errors import DataError, at_least_one
+from retrieval.host.cores import cores
 from retrieval.host.files import whole_file, write_text
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.embedding.parts import arrow, bad_line, finished_part, write_part
 from retrieval.serving.embedding.runners import Runner, here
-from retrieval.serving.embedding.work import Made, Part, Settings, Shipped, cores, embedder, look, measurer
+from retrieval.serving.embedding.work import Made, Part, Settings, Shipped, embedder, look, measurer
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import tempfile
 import time
@@ -231,8 +230,3 @@ def measurer(bundle: Bundle | Shipped) -> Callable[[None], int]:
     """Return what measures the batch size."""
     opened = bundle.open() if isinstance(bundle, Shipped) else bundle
     return lambda _: measured_batch(opened)
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

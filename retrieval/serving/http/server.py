@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
 import socket
 import sys
 import threading
@@ -16,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from retrieval.errors import BundleError, MissingDependency, StoreError
+from retrieval.host.cores import cores, default_threads
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.http.listening import allow_files, check_proxies, listen, require_keys
 from retrieval.serving.http.naming import check_name, default_name
@@ -100,7 +100,7 @@ def serve(
             reach a server without keys.
         RetrievalError: the keys or the certificate cannot be used, or a setting is wrong.
     """
-    settings = settings or Settings(workers=os.cpu_count() or 1)
+    settings = settings or Settings(workers=cores())
     beside = _in_event_loop() if wait is None else not wait
     given = index if isinstance(index, Mapping) else {_name_of(index): index}
     if settings.processes > 1:
@@ -160,7 +160,7 @@ class Starting:
 
         return_large_blocks()
         self.settings = settings
-        self.threads = max(1, (os.cpu_count() or 1) // (searches or settings.workers))
+        self.threads = max(1, min(default_threads(), cores() // (searches or settings.workers)))
         self._admission = Admission.of(settings)
         require_keys(host, settings, self._admission.keys is not None)
         # a handshake takes a file as a connection does

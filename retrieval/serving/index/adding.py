@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from retrieval.errors import DataError, at_least_one, listed
+from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits, thumbnail
@@ -89,7 +90,7 @@ def add_sources(
                 index.bundle,
                 work,
                 batch,
-                workers or os.cpu_count() or 1,
+                workers or cores(),
                 limits or Limits(),
                 skip_bad or not whole,
                 _KEPT.get(keep),

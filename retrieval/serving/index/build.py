@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from retrieval.errors import DataError, StoreError, at_least_one
+from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
@@ -70,7 +71,7 @@ def write_index(
     )
     named = [sources] if isinstance(sources, str | os.PathLike) else sources
     found = collect(named, opened.manifest.input.kind)
-    work = Encoding(opened, found, batch, workers or os.cpu_count() or 1, limits or Limits(), skip_bad)
+    work = Encoding(opened, found, batch, workers or cores(), limits or Limits(), skip_bad)
     with hold(target, "building this index", StoreError), storage_errors(target):
         refuse_existing(target, replace)  # again: who held it until now may have made it
         journal = work.journal(target.with_name(f"{target.name}.partial"))

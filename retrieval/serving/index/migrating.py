@@ -3,7 +3,6 @@ are kept of them, beside the old generation; then one switch."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections import Counter
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import BundleError, DataError, StoreError, listed
+from retrieval.host.cores import cores
 from retrieval.host.files import rename_whole, sync_below
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
@@ -237,7 +237,7 @@ def _pixels(
         except OSError as fault:
             return item, f"{item.id} cannot be read: {fault.strerror or fault}."
 
-    workers = os.cpu_count() or 1
+    workers = cores()
     yield from ahead(one, originals(index, items, limits.bytes), workers=workers, most=4 * workers)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from retrieval.host.cores import cores
 from retrieval.serving.runtime import load_faiss
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ def aside(work: Callable[[], T]) -> T:
     aside every other thread of Python.
     """
     faiss = load_faiss()
-    threads = max(1, min(faiss.omp_get_max_threads(), _cores() - 1))
+    threads = max(1, min(faiss.omp_get_max_threads(), cores() - 1))
     done: list[T] = []
     failed: list[BaseException] = []
 
@@ -45,10 +46,3 @@ def aside(work: Callable[[], T]) -> T:
     if failed:
         raise failed[0]
     return done[0]
-
-
-def _cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
