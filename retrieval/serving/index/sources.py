@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from retrieval.errors import DataError, did_you_mean, listed
 from retrieval.host.walk import own_name
-from retrieval.serving.files.columns import typed
+from retrieval.serving.files.columns import is_missing_text, typed
 from retrieval.serving.image_files import find_images
 from retrieval.serving.index import remote
 from retrieval.serving.index.locations import Location, shown
@@ -308,7 +308,7 @@ def _features(paths: list[Path]) -> Sources:
         items += [
             Source(
                 keys[row] if keys else f"{path.stem}/{row}",
-                labels[row] if labels else None,
+                None if not labels or is_missing_text(labels[row]) else labels[row],
                 whole,
                 row=start + row,
             )
