@@ -59,9 +59,21 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
     return [i for i in range(len(files)) if i not in bad], [f"left out: {text}" for text in bad.values()]
 
 
-def report_left_out(found: Found, folder: Path) -> list[str]:
-    """Return what a folder holds besides images, a sentence for each reason, and say it on stderr."""
-    notes = found.notes(folder)
+def report_left_out(found: Found, folder: Path, skip_bad: bool) -> list[str]:
+    """Return what a folder holds besides images, a sentence for each reason, and say it on stderr.
+
+    Args:
+        found: what the folder holds.
+        folder: the folder.
+        skip_bad: whether links that lead nowhere are left out too.
+
+    Raises:
+        DataError: a link leads nowhere.
+    """
+    dangling = found.dangling(folder)
+    if dangling and not skip_bad:
+        raise DataError(f"{dangling} {ADVICE}")
+    notes = [*found.notes(folder), *([dangling] if dangling else [])]
     for note in notes:
         log.warning("%s", note)
     return notes

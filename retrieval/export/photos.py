@@ -45,7 +45,12 @@ class Photos:
         for place in map(Path, places):
             if not place.exists():
                 raise DataError(f"{place} does not exist. Name files or folders of photos.")
-            inside = find_images(place).images if place.is_dir() else [place]
+            inside = [place]
+            if place.is_dir():
+                below = find_images(place)
+                inside = below.images
+                if dangling := below.dangling(place):
+                    log.warning("%s", dangling)
             found.update((Path(os.path.realpath(file)), None) for file in inside)
         if not found:
             raise DataError("There are no photos: name files or folders of them.")

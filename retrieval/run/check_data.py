@@ -6,7 +6,7 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,13 @@ from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode, few_levels, to_mode
 from retrieval.serving.index.base import measured
+from retrieval.serving.index.embedded import is_embedding
+from retrieval.serving.index.embedded_rows import in_memory
+from retrieval.serving.index.locations import Location
+from retrieval.serving.index.origins import Sources
+from retrieval.serving.index.remote import is_address
 from retrieval.serving.index.sources import collect
+from retrieval.serving.index.tables import holds_vectors, is_table
 from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.serving.threads import ahead
 
@@ -125,9 +131,25 @@ def _subjects(
         raise DataError("Only a recipe has values to change: name its .toml file.")
     if not named:
         raise DataError("There is nothing to check: name a folder, a CSV file, a table or a recipe.")
-    vectors = all(name.lower().endswith(".npz") for name in named)
-    kind = "features" if vectors else "image" if bundle is None else bundle.manifest.input.kind
-    return ", ".join(named), OfSources([collect([name], kind) for name in named], named)
+    found = [_collected(name, bundle) for name in named]
+    if len({each.features is None for each in found}) > 1:
+        raise DataError("Images and vectors are checked by themselves: name one kind at a time.")
+    return ", ".join(named), OfSources(found, named)
+
+
+def _collected(name: str, bundle: Bundle | None) -> Sources:
+    """Return the items of a source: vectors where it holds nothing else, or where the bundle takes them."""
+    if is_embedding(name):
+        items, vectors = in_memory(Path(name))
+        return Sources([replace(item, row=row) for row, item in enumerate(items)], vectors)
+    if name.lower().endswith(".npz"):
+        return collect([name], "features")
+    if bundle is not None:
+        return collect([name], bundle.manifest.input.kind)
+    if is_table(name) and (is_address(name) or Path(name).exists()):
+        place = Location(name if is_address(name) else os.path.abspath(name))  # noqa: PTH100
+        return collect([name], "features" if holds_vectors(place) else "image")
+    return collect([name], "image")
 
 
 def _of_recipe(recipe: Recipe) -> OfDataset:

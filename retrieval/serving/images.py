@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from retrieval.errors import DataError
+from retrieval.host.walk import leads_nowhere
 from retrieval.serving.screening import Limits as Limits
 from retrieval.serving.screening import format_of, screen
 
@@ -438,6 +439,8 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
                 content += more
             return content
     except OSError as error:
+        if leads_nowhere(Path(path)):
+            raise DataError(f"{name} is a link that leads nowhere.") from error
         raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:  # a null character in the name
         raise DataError(f"{name!r} cannot be read: {error}.") from error

@@ -398,7 +398,7 @@ def test_parquet_reads_tables_and_folders_of_embeddings(plugins, tmp_path):
     assert (np.stack([data[at] for at in range(6)]) == values).all()
     del columns["label"]
     pq.write_table(pa.table(columns), tmp_path / "u.parquet")
-    with pytest.raises(DataError, match="6 of 6 rows have no label"):
+    with pytest.raises(DataError, match="6 of 6 items have no label"):
         build(plugins, "parquet", path=tmp_path / "u.parquet")
     with pytest.raises(DataError, match="is no folder of embeddings"):
         build(plugins, "parquet", path=tmp_path)

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError, did_you_mean, listed
-from retrieval.serving.files.columns import typed
+from retrieval.host.walk import own_name
+from retrieval.serving.files.columns import is_missing_text, typed
 from retrieval.serving.image_files import find_images
 from retrieval.serving.index import remote
 from retrieval.serving.index.locations import Location, shown
@@ -145,7 +146,9 @@ def _folder(folder: Path | Location, prefix: bool) -> tuple[list[Source], list[s
     """Return the images of a folder as items, and notes on other files."""
     if isinstance(folder, Path):
         found = find_images(folder)
-        return _local_folder(folder, found.images, prefix), found.notes(folder)
+        # a link that leads nowhere is an item that cannot be read: the reader names it, or skips it
+        files = sorted([*found.images, *found.nowhere])
+        return _local_folder(folder, files, prefix), found.notes(folder)
     images, notes = remote.find_images(folder.text)
     own = remote.file_name(folder.text.rstrip("/")) or "images"
     items = []
@@ -157,12 +160,12 @@ def _folder(folder: Path | Location, prefix: bool) -> tuple[list[Source], list[s
 
 
 def _local_folder(folder: Path, images: list[Path], prefix: bool) -> list[Source]:
-    own = folder.resolve()
+    own = own_name(folder)
     items = []
     for path in images:
         inside = path.relative_to(folder)
-        label = inside.parts[0] if len(inside.parts) > 1 else own.name
-        key = shown(Path(own.name) / inside if prefix else inside)
+        label = inside.parts[0] if len(inside.parts) > 1 else own
+        key = shown(Path(own) / inside if prefix else inside)
         items.append(Source(key, shown(Path(label)), path.absolute()))
     return items
 
@@ -305,7 +308,7 @@ def _features(paths: list[Path]) -> Sources:
         items += [
             Source(
                 keys[row] if keys else f"{path.stem}/{row}",
-                labels[row] if labels else None,
+                None if not labels or is_missing_text(labels[row]) else labels[row],
                 whole,
                 row=start + row,
             )
