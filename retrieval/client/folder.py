@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from retrieval.client.answers import AddAnswer, IndexAnswer, ItemAnswer
-from retrieval.client.images import file_bytes
-from retrieval.client.requests import NewItem
+from retrieval.client.requests import NewItem, file_bytes
 from retrieval.errors import DataError, ServerError, at_least_one
 from retrieval.host.walk import files_below, leads_nowhere, own_name
 
