@@ -25,7 +25,7 @@ from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode, to_mode
-from retrieval.serving.index.base import measured
+from retrieval.serving.index.measuring import measured
 from retrieval.serving.index.sources import collect
 from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.serving.threads import ahead

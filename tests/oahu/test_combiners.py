@@ -16,9 +16,8 @@ from retrieval.host.plugins import load_plugins
 from retrieval.model.model import Model
 from retrieval.run.open import load_run
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.build import write_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.manifest import checksum_of
 from retrieval.serving.merging import best_score
 from sklearn.datasets import load_digits
@@ -143,7 +142,7 @@ def exported(learner: Any, folder: Path) -> Bundle:
 
 def indexed(bundle: Bundle, folder: Path) -> Index:
     np.savez(folder / "items.npz", features=X, labels=Y.astype(str))
-    write_index(bundle, [folder / "items.npz"], folder / "index", backend="flat", progress=False)
+    create_index(folder / "index", bundle, [folder / "items.npz"], backend="flat", progress=False)
     return open_index(folder / "index", threads=1)
 
 
@@ -341,7 +340,7 @@ def test_from_recipe_to_answers(part: str, cli: Callable[..., Any], tmp_path: Pa
     if manifest["subspaces"]:
         assert [s["weight"] for s in manifest["subspaces"]] == pytest.approx(alpha.tolist())
     np.savez(tmp_path / "queries.npz", features=X[:30] / 16)
-    run("index", tmp_path / "bundle", tmp_path / "digits.npz", "-o", tmp_path / "index")
+    run("index", "create", tmp_path / "index", tmp_path / "digits.npz", "--bundle", tmp_path / "bundle")
     answers = json.loads(run("search", tmp_path / "index", tmp_path / "queries.npz", "-k", "3", "--json"))
     labels = np.array([[r["label"] for r in answer["results"]] for answer in answers])
     assert (labels[:, 0] == Y[:30].astype(str)).all()  # each finds itself

@@ -8,8 +8,8 @@ from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving import bundle as bundle_module
 from retrieval.serving.bundle import Bundle, Encoded
-from retrieval.serving.index.build import build_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.creating import build_index
+from retrieval.serving.index.index import open_index
 
 
 @pytest.fixture
