@@ -87,7 +87,7 @@ def test_a_migration_embeds_from_the_table_again(keep, images, makers, bundle_pa
         fresh = create_index(tmp_path / "f", other, [images], progress=False) if keep != "copy" else None
         if fresh:
             with open_index(tmp_path / "f", threads=1) as frozen:
-                assert index.vector("item 40") == pytest.approx(frozen.vector(40))
+                assert index.vector("item 40") == pytest.approx(frozen.vector("item 40"))
 
 
 def test_a_table_that_has_changed_is_not_embedded_from(images, makers, bundle_path, tmp_path):
