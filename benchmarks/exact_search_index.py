@@ -89,7 +89,7 @@ def opened(folder: Path, query: Any) -> dict[str, float]:
     """Open the index and search once."""
     import faiss  # noqa: F401
     import onnxruntime  # noqa: F401
-    from retrieval.serving.index.open import open_index
+    from retrieval.serving.index.index import open_index
 
     def work() -> Any:
         index = open_index(folder / "index", threads=1)
@@ -114,7 +114,7 @@ def opened_faiss(folder: Path, query: Any, flags: int) -> dict[str, float]:
 def searched(folder: Path, data: Any, rounds: int) -> list[dict[str, Any]]:
     """Search the opened index as the server does, and FAISS's, in turns."""
     import faiss
-    from retrieval.serving.index.open import open_index
+    from retrieval.serving.index.index import open_index
 
     from exact_search_turns import BATCHES, K, drawn, measured
 

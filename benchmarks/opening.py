@@ -24,15 +24,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-from retrieval.serving.index.build import write_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import open_index
 from retrieval.serving.manifest import DistanceEntry, Input, Manifest, Verified, write_manifest
 
 RESULT = Path(__file__).parent / "results" / "opening.md"
 OPEN = """
 import json, sys, time
 import faiss, onnxruntime
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import open_index
 import numpy as np
 def memory(name):
     text = open("/proc/self/status").read()
@@ -45,7 +45,7 @@ print(json.dumps({"wall": wall, "cpu": cpu, "before": before, "after": memory("V
 """
 REPLACE = """
 import itertools, sys
-from retrieval.serving.index.build import write_index
+from retrieval.serving.index.creating import create_index
 for turn in itertools.count():
     name = f"{sys.argv[1]}/{turn % 2 + 1}"
     write_index(f"{name}.bundle", [f"{name}.npz"], f"{sys.argv[1]}/out", replace=True, progress=False)
@@ -85,7 +85,9 @@ def make_index(root: Path, count: int, width: int) -> Path:
     make_bundle(root / "bundle", width, 1.0)
     features = np.random.default_rng(0).normal(size=(count, width)).astype(np.float32)
     np.savez(root / "x.npz", features=features)
-    write_index(root / "bundle", [root / "x.npz"], root / "index", backend="flat", batch=4096, progress=False)
+    create_index(
+        root / "index", root / "bundle", [root / "x.npz"], backend="flat", batch=4096, progress=False
+    )
     return root / "index"
 
 
@@ -107,8 +109,8 @@ def generations(root: Path, opens: int) -> tuple[int, int, int]:
     for number, rows in ((1, 20), (2, 50)):
         make_bundle(root / f"{number}.bundle", 8, float(number))
         np.savez(root / f"{number}.npz", features=vectors[:rows])
-        write_index(
-            root / f"{number}.bundle", [root / f"{number}.npz"], root / "out", replace=True, progress=False
+        create_index(
+            root / "out", root / f"{number}.bundle", [root / f"{number}.npz"], replace=True, progress=False
         )
         with open_index(root / "out", threads=1) as index:
             made[index.bundle.sha256] = number, rows

@@ -29,8 +29,7 @@ from retrieval.serving.http.app import create_app
 from retrieval.serving.http.pool import Job
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Settings
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.local.exact import nearest
 
 from serve_contestants import Searcher as ByHand

@@ -65,8 +65,8 @@ def prepare(sources: Path, folder: Path) -> None:
         "spec = u.spec_from_file_location('makers', sources / 'tests' / 'serving' / 'makers.py')\n"
         "makers = u.module_from_spec(spec); spec.loader.exec_module(makers)\n"
         # a checkout of before the floors has it elsewhere
-        "try:\n    from retrieval.serving.index.build import write_index\n"
-        "except ImportError:\n    from retrieval.index.build import build_index as write_index\n"
+        "try:\n    from retrieval.serving.index.creating import create_index\n"
+        "except ImportError:\n    from retrieval.index.creating import build_index as write_index\n"
         "makers.write_digits(folder / 'photos', 200)\n"
         "write_index(makers.make_bundle(folder / 'bundle'), [folder / 'photos'], folder / 'i', progress=False)\n"
     )

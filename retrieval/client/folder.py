@@ -130,8 +130,6 @@ class _Push:
         index = await self._client.index()
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")
-        if index.format == 1:
-            raise DataError("This index cannot be changed: it is a folder of format 1.")
         limits = index.limits
         self._batch, self._largest = min(self._batch, limits.batch), min(limits.bytes, limits.batch_bytes)
         self._most_bytes = min(limits.batch_bytes, _BYTES)
@@ -206,7 +204,7 @@ class _Push:
         """Return the hashes of the items that are there."""
         where = {"id": {"in": [file.id for file in files]}}
         found = self._client.items(where, fields=[HASH], page=len(files))
-        return {str(item.id): item.metadata.get(HASH) async for item in found}
+        return {item.id: item.metadata.get(HASH) async for item in found}
 
     def _read(self, files: Sequence[_File], known: dict[str, object]) -> tuple[list[NewItem], int]:
         """Return the items to send, and their bytes; for a thread."""

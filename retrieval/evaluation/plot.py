@@ -28,7 +28,7 @@ from retrieval.serving.images import decode, from_array, to_mode
 if TYPE_CHECKING:
     from retrieval.run.open import Run
     from retrieval.serving.bundle import ImageLike
-    from retrieval.serving.index.base import Hit, Index
+    from retrieval.serving.index.index import Hit, Index
 
 __all__ = ["curves", "map", "neighbours"]
 
@@ -71,7 +71,7 @@ def neighbours(
         DataError: there is no query, or more than 50; a query is not an image; a query has no label, or one that is no text; the
             index holds vectors, not images.
     """
-    from retrieval.serving.index.base import Index
+    from retrieval.serving.index.index import Index
 
     if not isinstance(index, Index):
         raise DataError(
@@ -111,14 +111,14 @@ def _answer(cell: Axes, hit: Hit, label: str | None) -> None:
     """Draw one answer; a file that is gone is an empty cell with its name."""
     right = hit.label == label
     mark, colour = ("", "0.4") if label is None else (" ✓", "tab:blue") if right else (" ✗", "tab:orange")
-    title = f"{hit.key if hit.label is None else hit.label}{mark} {hit.distance:.2f}"
+    title = f"{hit.id if hit.label is None else hit.label}{mark} {hit.distance:.2f}"
     try:
         pixels = None if hit.path is None else _pixels(hit.path)
     except DataError:
         pixels = None
     _cell(cell, pixels, title, colour, 2.5)
     if pixels is None:
-        cell.text(0.5, 0.5, f"cannot read\n{Path(hit.key).name}", ha="center", va="center", fontsize=6)
+        cell.text(0.5, 0.5, f"cannot read\n{Path(hit.id).name}", ha="center", va="center", fontsize=6)
 
 
 def _cell(cell: Axes, pixels: np.ndarray[Any, Any] | None, title: str, colour: str, width: float) -> None:

@@ -17,9 +17,8 @@ import retrieval
 from matplotlib.figure import Figure
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.build import build_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.creating import build_index
+from retrieval.serving.index.index import Index, open_index
 from sklearn.datasets import load_iris
 
 EPOCHS = [

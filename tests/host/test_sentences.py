@@ -85,7 +85,7 @@ def test_another_component_drops_the_parameters_of_the_one_before(
 
 def test_an_output_that_is_a_file(recipe: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
     from retrieval.export.output import refuse_existing as refuse_bundle
-    from retrieval.serving.index.files import refuse_existing as refuse_index
+    from retrieval.serving.index.creating import refuse_existing as refuse_index
 
     file = tmp_path / "file"
     file.touch()

@@ -17,8 +17,8 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.serving.index.build import write_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import open_index
 
 EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]
 
@@ -42,7 +42,7 @@ def test_search_answers_as_the_index_does(server, index_path, photos):
             content = answer.json()
             hits = index.search(index.bundle.encode_image(path), 4)[0]
             assert [(r["id"], r["key"], r["label"]) for r in content["results"]] == [
-                (hit.id, hit.key, hit.label) for hit in hits
+                (hit.id, hit.id, hit.label) for hit in hits
             ]
             distances = [r["distance"] for r in content["results"]]
             assert distances == pytest.approx([hit.distance for hit in hits], abs=1e-6)
@@ -178,7 +178,7 @@ def test_an_image_that_changed_or_went_is_not_given_out(makers, bundle_path, ser
     folder = tmp_path / "photos"
     paths = makers.write_digits(folder, 4)
     Image.fromarray(makers.digits()[0][9]).save(folder / "x.tiff")
-    write_index(bundle_path, [folder], tmp_path / "i", progress=False)
+    create_index(tmp_path / "i", bundle_path, [folder], progress=False)
     server = served(tmp_path / "i")
     keys = {
         row: server.client.post("/v1/search", json={"vector": [0.0] * 16}).json()["results"][row]
@@ -201,7 +201,7 @@ def test_features_and_rescorer(makers, served, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False, rescorer=True)
     features = np.random.default_rng(0).normal(size=(50, 64))
     np.savez(tmp_path / "f.npz", features=features)
-    write_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    create_index(tmp_path / "i", bundle, [tmp_path / "f.npz"], progress=False)
     server = served(tmp_path / "i")
     answer = server.client.post("/v1/search", json={"vector": features[7].tolist(), "k": 2}).json()
     assert answer["results"][0]["id"] == 7

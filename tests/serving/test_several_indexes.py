@@ -19,10 +19,10 @@ def living(bundle_path: Path, photos: Path, tmp_path: Path) -> Path:
 
 def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_path):
     """Each by its name; one that is not named is refused with the names; what is written to one is not in the other."""
-    from retrieval.serving.index.build import write_index
+    from retrieval.serving.index.creating import create_index
 
     other = makers.make_bundle(tmp_path / "b", seed=3)
-    write_index(other, [photos / "1"], tmp_path / "frozen.index", progress=False)
+    create_index(tmp_path / "frozen.index", other, [photos / "1"], progress=False)
     create_index(tmp_path / "j", other, progress=False)
     server = served(living, str(tmp_path / "frozen.index"), f"third={tmp_path / 'j'}", "--open", "admin")
     assert server.client.get("/v1/indexes").json() == {"indexes": ["frozen", "i", "third"]}

@@ -22,7 +22,7 @@ from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.together import Pace
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import open_index
 from retrieval.serving.stages import Trail, following
 
 QUERIES = np.random.default_rng(5).normal(size=(24, 16))

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.local.create import create_local
 from retrieval.serving.local.record import Record
 from retrieval.serving.local.remembered import Remembered
@@ -32,17 +30,16 @@ def item(number: int, turn: int = 0) -> Item:
 
 
 @pytest.fixture
-def living(tmp_path: Path, plain_bundle: Path) -> Iterator[LivingIndex]:
+def living(tmp_path: Path, plain_bundle: Path) -> Iterator[Index]:
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "index", bundle, widths_of(bundle))
     with open_index(tmp_path / "index", threads=1) as index:
-        assert isinstance(index, LivingIndex)
         index.upsert([item(number) for number in range(40)])
         yield index
 
 
 def seen(index: Index, number: int = 3, k: int = 5, where: str | None = None) -> list[tuple[str, Any]]:
-    return [(hit.key, hit.metadata) for hit in index.search(VECTORS[number], k, where=where)]
+    return [(hit.id, hit.metadata) for hit in index.search(VECTORS[number], k, where=where)]
 
 
 @contextmanager
@@ -60,7 +57,7 @@ def without_record(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_what_was_found_is_found_again_without_the_record(
-    living: LivingIndex, monkeypatch: pytest.MonkeyPatch
+    living: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = seen(living), seen(living, where="turn = 0")
     with without_record(monkeypatch):
@@ -72,7 +69,7 @@ def test_what_was_found_is_found_again_without_the_record(
 
 
 @pytest.mark.parametrize("compacted", [False, True])
-def test_a_change_of_this_process_is_seen_at_once(living: LivingIndex, compacted: bool) -> None:
+def test_a_change_of_this_process_is_seen_at_once(living: Index, compacted: bool) -> None:
     for turn in range(1, 6):
         assert seen(living)[0] == ("id03", {"turn": turn - 1, "tags": ["a"]})
         living.upsert([item(3, turn)])
@@ -107,9 +104,7 @@ with LocalStore(Path(sys.argv[1])) as store:
 """
 
 
-def test_a_change_of_another_process_is_seen_once_it_is_acknowledged(
-    tmp_path: Path, living: LivingIndex
-) -> None:
+def test_a_change_of_another_process_is_seen_once_it_is_acknowledged(tmp_path: Path, living: Index) -> None:
     living.close()  # another may write now
     line = [sys.executable, "-c", WRITER, str(tmp_path / "index")]
     with (
@@ -134,7 +129,7 @@ def test_a_change_of_another_process_is_seen_once_it_is_acknowledged(
         writer.stdin.close()
 
 
-def test_what_is_done_to_an_answer_reaches_no_other(living: LivingIndex) -> None:
+def test_what_is_done_to_an_answer_reaches_no_other(living: Index) -> None:
     first = living.search(VECTORS[3], 1)[0]
     first.metadata["tags"].append("b")
     first.metadata["turn"] = 7  # type: ignore[index]
@@ -144,7 +139,7 @@ def test_what_is_done_to_an_answer_reaches_no_other(living: LivingIndex) -> None
 
 
 def test_answers_are_the_same_where_little_or_nothing_is_remembered(
-    living: LivingIndex, monkeypatch: pytest.MonkeyPatch
+    living: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(living.store, LocalStore)
     wanted = [seen(living, number) for number in range(40)]

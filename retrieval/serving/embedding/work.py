@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.images import Limits
-from retrieval.serving.index.encoding import Encoding
-from retrieval.serving.index.journal import Done
+from retrieval.serving.index.encoding import Done, Encoding
 from retrieval.serving.index.origins import Source, Sources
 from retrieval.serving.progress import showing
 from retrieval.serving.providers import Device
@@ -83,9 +82,8 @@ class Settings:
 
 @dataclass
 class _Kept:
-    """Takes what was encoded, and keeps it; stands where a journal does."""
+    """Takes what was encoded, and keeps it."""
 
-    done: list[Done] = field(default_factory=list)
     entries: list[Done] = field(default_factory=list)
     arrays: dict[str, list[Floats]] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Look through a whole living index: every page, every segment, every structure, every bundle; elsewhere every item."""
+"""Look through a whole index: every page, every segment, every structure, every bundle; elsewhere every item."""
 
 from __future__ import annotations
 

@@ -104,10 +104,6 @@ def search_piece(
 ) -> tuple[Any, Numbers]:
     """Return squared distances and rows (Q, k) of a piece's nearest, nearest first and equally near ones by row; infinity and -1 where there are fewer."""
     segment = piece.segment
-    if piece.structure is None and segment.placing and span == (0, segment.arrays[VECTOR].shape[1]):
-        found = segment.placing.nearest(queries, count, keep)
-        if found is not None:
-            return found
     rows = None if piece.structure is None else _proposed(piece, space, queries, span, count, keep, filtered)
     if rows is not None:
         distances = _measured(segment.arrays[VECTOR], queries, span, rows)

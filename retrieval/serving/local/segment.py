@@ -20,7 +20,6 @@ from retrieval.errors import StoreError
 from retrieval.host.files import sync, whole_file
 from retrieval.serving.files.plain import open_plain
 from retrieval.serving.local.distances import squared_norms
-from retrieval.serving.local.placing import Placing
 from retrieval.serving.stores.contract import FEATURES, VECTOR, Floats
 
 Numbers = NDArray[np.int64]
@@ -60,7 +59,6 @@ class Segment:
         head_sum: SHA-256 of its head.
         numbers: (N,), int64, ascending.
         arrays: (N, width), float32, by name.
-        placing: its vectors as a GPU may search them; None where it holds none.
         beside: the segment that holds the features; None where none are kept.
     """
 
@@ -86,7 +84,6 @@ class Segment:
             name: np.frombuffer(self._map, "<f4", count * width, start).reshape(count, width)
             for name, (width, start) in said["arrays"].items()
         }
-        self.placing = Placing(self.arrays[VECTOR]) if VECTOR in self.arrays else None
         self.head_sum = expected
         self.beside: Segment | None = None
         if sum_ := said.get("features"):

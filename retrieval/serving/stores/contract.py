@@ -38,7 +38,7 @@ class Item:
         label: None when it has none.
         metadata: a JSON object.
         path: its original file, absolute; None for what came as bytes or features, or has a `source`.
-        stamp: what changes when that file does, and the seal of the user who named it: see `retrieval.serving.index.seals`.
+        stamp: what changes when that file does.
         keep: what the index keeps of the original.
         original: the bytes that are kept, when an item is written; `Store.original` reads them.
         bytes: size of the original.
