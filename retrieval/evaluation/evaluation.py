@@ -107,6 +107,9 @@ def evaluate(
     if (gallery is None) != (gallery_labels is None):
         raise DataError("gallery and gallery_labels come together: one of them is missing.")
     searched = codes if gallery is None else gallery
+    for what, rows in (("codes", codes), ("gallery codes", searched)):
+        if len(shape := tuple(getattr(rows, "shape", (0, 0)))) != 2:  # the code of one item, most often
+            raise DataError(f"The {what} have shape {shape}: codes must be a matrix, one row per item.")
     query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
     hidden = None if exclude is None else exclude.hidden(query_class, item_class)
     if by is not None:

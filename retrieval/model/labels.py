@@ -118,7 +118,9 @@ def is_missing(value: Any) -> bool:
 def _unchanged(labels: Any) -> NDArray[Any]:
     """Return labels as an array in which each value is what it was: NumPy makes text of NaN and numbers beside text."""
     if isinstance(labels, np.ma.MaskedArray):
-        return np.where(np.ma.getmaskarray(labels), None, labels.data.astype(object))
+        shown: NDArray[Any] = labels.data.astype(object)
+        shown[np.ma.getmaskarray(labels)] = None
+        return shown
     if callable(detach := getattr(labels, "detach", None)):
         labels = detach().cpu()
     if isinstance(labels, str | bytes) or not isinstance(labels, Iterable) or hasattr(labels, "__array__"):
@@ -151,7 +153,8 @@ def _plain(value: Any) -> Any:
 
 def _is_whole(value: Any) -> bool:
     if isinstance(value, float | np.floating):
-        return bool(abs(value) <= EXACT) and float(value).is_integer()
+        number = float(value)
+        return abs(number) <= EXACT and number.is_integer()
     return isinstance(value, int | np.integer | np.bool_)
 
 

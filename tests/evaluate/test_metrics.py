@@ -290,6 +290,10 @@ def test_table(digits):
         ({"gallery": np.ones((2, 2)), "gallery_labels": ["a", "b"]}, "two kinds"),
         ({"gallery": np.ones((2, 3)), "gallery_labels": [1, 2]}, "2 columns"),
         ({"codes": np.full((3, 2), np.nan)}, "diverged"),
+        ({"codes": np.ones(3)}, r"codes have shape \(3,\): codes must be a matrix"),
+        ({"codes": np.ones(5), "labels": [1]}, r"codes have shape \(5,\): codes must be a matrix"),
+        ({"codes": torch.ones(5), "labels": [1]}, r"codes have shape \(5,\): codes must be a matrix"),
+        ({"gallery": np.ones(2), "gallery_labels": [1]}, r"gallery codes have shape \(2,\)"),
     ],
 )
 def test_what_cannot_be_evaluated_is_said(change, says):
