@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.client.requests import image_bytes
+from retrieval.client.images import image_bytes
 from retrieval.errors import DataError
 from retrieval.serving.image_files import find_images
 from retrieval.serving.images import Limits, Preprocessing, decode, from_array, thumbnail, to_mode, to_png

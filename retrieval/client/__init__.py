@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from retrieval.client.folder import PushProgress as PushProgress
     from retrieval.client.folder import PushReport as PushReport
     from retrieval.client.requests import NewItem as NewItem
+    from retrieval.client.retrying import Retries as Retries
     from retrieval.client.synchronous import Client as Client
-    from retrieval.client.transport import Retries as Retries
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -36,7 +36,7 @@ __getattr__, __dir__ = lazy(
         "retrieval.client.asynchronous": ["AsyncClient"],
         "retrieval.client.folder": ["PushProgress", "PushReport"],
         "retrieval.client.requests": ["NewItem"],
+        "retrieval.client.retrying": ["Retries"],
         "retrieval.client.synchronous": ["Client"],
-        "retrieval.client.transport": ["Retries"],
     },
 )

@@ -17,9 +17,9 @@ class NotUnderstood(Exception):
 
 @dataclass(frozen=True)
 class Hit:
-    """An item that was found; smaller distance is closer."""
+    """An item that was found; smaller distance is closer. `id` is a number in an index of format 1."""
 
-    id: str
+    id: str | int
     key: str
     label: str | None
     distance: float
@@ -57,7 +57,7 @@ class BatchAnswer:
 class ItemAnswer:
     """An item: its original's size in bytes and pixels, what the index keeps of it, and its vector (P numbers) when asked for."""
 
-    id: str
+    id: str | int
     key: str
     label: str | None
     metadata: dict[str, Any]
@@ -128,7 +128,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class IndexAnswer:
-    """An index."""
+    """An index. What only a living index has is None or empty of a folder of format 1."""
 
     index: str
     name: str

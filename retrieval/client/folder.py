@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from retrieval.client.answers import AddAnswer, IndexAnswer, ItemAnswer
-from retrieval.client.requests import NewItem, file_bytes
+from retrieval.client.images import file_bytes
+from retrieval.client.requests import NewItem
 from retrieval.errors import DataError, ServerError, at_least_one
 from retrieval.host.walk import files_below, leads_nowhere, own_name
 
@@ -130,6 +131,8 @@ class _Push:
         index = await self._client.index()
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")
+        if index.format == 1:
+            raise DataError("This index cannot be changed: it is a folder of format 1.")
         limits = index.limits
         self._batch, self._largest = min(self._batch, limits.batch), min(limits.bytes, limits.batch_bytes)
         self._most_bytes = min(limits.batch_bytes, _BYTES)
@@ -204,7 +207,7 @@ class _Push:
         """Return the hashes of the items that are there."""
         where = {"id": {"in": [file.id for file in files]}}
         found = self._client.items(where, fields=[HASH], page=len(files))
-        return {item.id: item.metadata.get(HASH) async for item in found}
+        return {str(item.id): item.metadata.get(HASH) async for item in found}
 
     def _read(self, files: Sequence[_File], known: dict[str, object]) -> tuple[list[NewItem], int]:
         """Return the items to send, and their bytes; for a thread."""

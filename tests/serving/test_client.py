@@ -20,7 +20,7 @@ from retrieval.client.folder import EXTENSIONS
 from retrieval.errors import DataError, ServerError
 from retrieval.serving.images import EXTENSIONS as TAKEN
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.open import open_index
 
 WRITE = "--open=admin"
 IDS = ["plain", "a/b/image", "100% sure?#&=+", "日本語 🐟", "line\nbreak", ".."]
@@ -67,8 +67,7 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
                 None,
             )
         assert client.put(IDS[0], paths[0], keep="thumbnail").replaced is True
-        assert client.update(IDS[0], label="other").replaced is True
-        assert (item := client.get(IDS[0])).label == "other" and item.metadata == {}
+        assert client.put(IDS[0], label="other", metadata={"length": 5}).replaced is True
         vector = client.get(IDS[1], vector=True).vector
         with Image.open(paths[1]) as picture:
             given = [paths[1], str(paths[1]), paths[1].read_bytes(), picture.copy(), np.asarray(picture)]
@@ -89,7 +88,8 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
         assert (about.items, about.input.kind, about.format) == (len(IDS), "image", 2)
         added = client.add([NewItem("x", paths[0]), NewItem(IDS[1], paths[1])])
         assert (added.added, added.replaced) == (1, 1)
-        assert client.add([NewItem("y", paths[0])]).added == 1
+        twice = [client.add([NewItem("y", paths[0])], idempotency_key="same") for _ in range(2)]
+        assert twice[0] == twice[1] and twice[0].added == 1
         with open_index(tmp_path / client.snapshot(), threads=1) as copy:
             assert len(copy) == len(IDS) + 2
         assert client.delete_where("id in ('x', 'y')") == 2
@@ -146,8 +146,7 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(tmp_path):
             (lambda: client.put("", b"x"), "one character"),
             (lambda: client.put("a", b"x", vector=[1.0]), "not both"),
             (lambda: client.put("a", b"x", metadata={"a": object()}), "a object"),
-            (lambda: client.put("a", label="b"), "`update` changes"),
-            (lambda: client.put("a", vector=[1.0], keep="copy"), "keep"),
+            (lambda: client.put("a", keep="copy"), "keep"),
             (lambda: client.add([]), "one item"),
             (lambda: client.push(tmp_path, connections=0), "connections"),
         ):
@@ -233,12 +232,6 @@ def test_a_push_that_cannot_be_says_so(served, empty, index_path, folder, tmp_pa
             client.push(folder)
 
     asyncio.run(inside())
-
-
-def test_without_httpx_the_extra_is_named():
-    code = "import sys; sys.modules['httpx'] = None; import retrieval; retrieval.Client"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "MissingDependency" in done.stderr and "embedding-retrieval[client]" in done.stderr
 
 
 def test_the_names_are_of_the_face_and_light():
