@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 By = Literal["bytes", "pixels", "numbers", "picture", "model"]
@@ -54,7 +56,7 @@ class Findings:
         near: pairs of items that are nearly the same, each of which differs from the other.
         within: the largest distance of a pair, by what is compared.
         lone: labels with one item.
-        spelt: labels that differ in case, spaces or Unicode form alone.
+        spelt: labels that differ in case, spaces, Unicode form or a number's form (1, 1.0, 01) alone.
         complete: False where there were so many pairs that the search was ended.
         notes: what else the user should know, a sentence each.
         flat: 16-bit images of which few levels are left in 8 bits: number, and why.
@@ -216,8 +218,8 @@ _TITLES: dict[By, _Title] = {
 }
 _LONE = ("label has one item", "labels have one item")
 _SPELT = (
-    "group of labels differs in case, spaces or Unicode form alone",
-    "groups of labels differ in case, spaces or Unicode form alone",
+    "group of labels is likely one class: it differs in case, spaces, Unicode form or a number's form alone",
+    "groups of labels are likely one class each: they differ in case, spaces, Unicode form or a number's form alone",
 )
 
 
@@ -238,8 +240,13 @@ def lone_labels(subjects: Sequence[Subject]) -> list[str]:
 
 
 def spelt_alike(subjects: Sequence[Subject]) -> list[tuple[str, ...]]:
-    """Return labels that differ in case, spaces or Unicode form alone: most likely one class, written in several ways."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    """Return labels that differ in case, spaces, Unicode form or as numbers are written (1, 1.0, 01) alone.
+
+    Most likely each group is one class, written in several ways.
+    """
+    found: defaultdict[str | Decimal, list[str]] = defaultdict(list)
     for label in dict.fromkeys(each.label for each in subjects if each.label is not None):
-        found[" ".join(unicodedata.normalize("NFKC", label).casefold().split())].append(label)
+        text = " ".join(unicodedata.normalize("NFKC", label).casefold().split())
+        number = text.isascii() and re.fullmatch(r"[+-]?[0-9]+(\.[0-9]+)?", text)
+        found[Decimal(text) if number else text].append(label)
     return [tuple(labels) for labels in found.values() if len(labels) > 1]

@@ -71,6 +71,7 @@ INNER = {
     "retrieval.serving.index.sources": {"collect"},
     "retrieval.serving.stores.built_in": {"retrieval_stores"},
     "retrieval.serving.image_files": {"NO_IMAGE", "find_images"},
+    "retrieval.serving.files.csv_table": {"CsvTable", "Row"},
     "retrieval.serving.files.strict_json": {"strict_loads"},
     "retrieval.serving.images": {"Interpolation", "decode"},
     "retrieval.serving.runtime": {"quiet_threads"},

@@ -123,10 +123,10 @@ def test_every_fault_of_a_csv_is_listed_at_once(retrieval, makers, bundle_path, 
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.splitlines() == [
         "Error: bad.csv has 12 problems:",
-        "  - line 3: has more or fewer fields than the header.",
+        "  - line 3: it has 3 values; the header names 2 columns.",
         "  - line 4: 'path' is empty or is not a path.",
         f"  - line 5: {tmp_path / 'gone.png'} does not exist.",
-        *(f"  - line {line}: has more or fewer fields than the header." for line in range(6, 13)),
+        *(f"  - line {line}: it has 1 value; the header names 2 columns." for line in range(6, 13)),
         "  - … and 2 more.",
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.csv", "photos"]
