@@ -100,7 +100,7 @@ def hold_listed(folder: Snapshot, sums: Mapping[str, str]) -> dict[str, Held]:
 def damaged(folder: Path, problems: Iterable[str]) -> StoreError:
     """Return the error for an index whose files are not what was written."""
     return StoreError(
-        f"The index {folder} is damaged: {'; '.join(problems)}. Build it again with 'retrieval index --replace'."
+        f"The index {folder} is damaged: {'; '.join(problems)}. Build it again with 'retrieval index create --replace'."
     )
 
 

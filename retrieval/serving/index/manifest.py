@@ -106,7 +106,7 @@ class IndexManifest(Entry):
 def contradictory(path: Path, how: str) -> StoreError:
     """Return the error for an index whose files are whole, but do not belong together."""
     return StoreError(
-        f"The index {path} contradicts itself: {how}. Build it again with 'retrieval index --replace'."
+        f"The index {path} contradicts itself: {how}. Build it again with 'retrieval index create --replace'."
     )
 
 
