@@ -12,13 +12,13 @@ from retrieval.data.gate import usable
 from retrieval.errors import PluginError, RecipeError
 from retrieval.host.objects import is_object
 from retrieval.host.plugin_calls import calling
+from retrieval.model.checked_dataset import check_dataset
 from retrieval.model.contracts import Backbone, Dataset, Generator
 from retrieval.model.model import Model, build_head
 from retrieval.model.module_backbone import as_backbone
 from retrieval.model.products import (
     check_backbone,
     check_combiner,
-    check_dataset,
     check_distances,
     check_generator,
     check_head,

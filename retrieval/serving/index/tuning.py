@@ -121,7 +121,7 @@ class _Sample:
 
     Attributes:
         vectors: (N, P).
-        spans: first and last-but-one column of each sub-space; one for all columns where there are none.
+        spans: half-open column range `(start, stop)` of each sub-space; one of all columns without any.
         manifest: of the bundle.
     """
 

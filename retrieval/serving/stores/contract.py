@@ -91,7 +91,7 @@ class Generation:
         bundle: SHA-256 of the bundle's manifest.
         variant: which variant of its encoder ran.
         widths: numbers of each array of an item, by name.
-        spans: first and last-but-one column of each sub-space of the vector.
+        spans: half-open column range `(start, stop)` of each sub-space of the vector.
         state: "served" (searched and written to), "building" (items are still being embedded) or "kept" (for `rollback`).
     """
 
