@@ -207,7 +207,9 @@ def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_
             got = [row[int(hit.id)] for hit in hits]
             assert got == pytest.approx(np.sort(row)[:5].tolist(), abs=1e-4)
             # what is served is the root of the sum, of the weights that the query came with
-            assert [hit.distance**2 for hit in hits] == pytest.approx([row[int(hit.id)] for hit in hits], abs=1e-5)
+            assert [hit.distance**2 for hit in hits] == pytest.approx(
+                [row[int(hit.id)] for hit in hits], abs=1e-5
+            )
         for number, hits in enumerate(index.search(other.encode(X[:20]), 1)):
             assert (int(hits[0].id), hits[0].distance) == (number, 0.0)
 
