@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.plugins import PLUGIN_OPTION, named, plugin_option
+from retrieval.cli.plugins import PLUGIN_OPTION, plugin_option
 from retrieval.cli.types import Bytes, Choice, IndexArgument, Pixels
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ def INDEX(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the argument INDEX, a folder or an address, and the option that brings the plugin of its store."""
 
     def keep(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> None:
-        ctx.meta[_PLUGINS] = named(ctx, param, items)
+        ctx.meta[_PLUGINS] = items
 
-    option: Callable[..., Any] = plugin_option(keep, expose_value=False)(command)
+    option: Callable[..., Any] = plugin_option(callback=keep, expose_value=False)(command)
     return PLACE(option)
 
 

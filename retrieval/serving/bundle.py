@@ -16,7 +16,7 @@ from PIL.Image import Image
 
 from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.files.snapshot import Held, Snapshot, Watch, close_all
+from retrieval.serving.files.snapshot import Held, Snapshot, Watch
 from retrieval.serving.images import decode, from_array
 from retrieval.serving.manifest import (
     FILE,
@@ -120,10 +120,7 @@ class Bundle:
             text = manifest_text(opened)
             manifest = parse_manifest(folder / FILE, text)
             held = hold_files(opened, manifest.files)
-            try:
-                return cls.load(folder, manifest, text, held, Watch(opened), variant, threads, device)
-            finally:
-                close_all(held)
+            return cls.load(folder, manifest, text, held, Watch(opened), variant, threads, device)
 
         return opened_whole(folder, load)
 
@@ -181,8 +178,7 @@ class Bundle:
             target.mkdir()
             (target / FILE).write_bytes(self._text)
             for name, one in held.items():
-                (target / name).write_bytes(one.view())
-                one.close()
+                (target / name).write_bytes(one.content)
 
         opened_whole(self.path, write)
 

@@ -203,8 +203,8 @@ class Sessions:
 
         def load(name: str, shapes: Mapping[str, Sequence[int]], on: Sequence[str] = devices) -> Graph:
             try:
-                check_graph(held[name].view())
-                started = start(runtime, held[name].bytes(), options, on, shapes)
+                check_graph(held[name].content)
+                started = start(runtime, held[name].content, options, on, shapes)
             except Exception as fault:  # see above
                 reason = fault if isinstance(fault, GraphError) else _reason(fault)
                 raise BundleError(

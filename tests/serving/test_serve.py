@@ -24,8 +24,8 @@ EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]
 
 
 @pytest.fixture
-def server(served, index_path):
-    return served(index_path, "--max-bytes", "100000", "--max-pixels", "1000000")
+def server(served, index_path, photos):
+    return served(index_path, "--max-bytes", "100000", "--max-pixels", "1000000", "--images", str(photos))
 
 
 def post(server, content, k=None, name="query.png"):
@@ -52,9 +52,9 @@ def test_search_answers_as_the_index_does(server, index_path, photos):
             assert picture.content == path.read_bytes()
             assert picture.headers["content-type"] == "image/png"
         assert len(post(server, path.read_bytes()).json()["results"]) == 10
-        vector = index.vector(17).tolist()
+        vector = index.vector("1/0001.png").tolist()
         found = server.client.post("/v1/search", json={"vector": vector, "k": 1}).json()["results"]
-        assert found[0]["id"] == 17
+        assert found[0]["id"] == "1/0001.png"
 
 
 def test_pages_and_health(server, index_path):
@@ -65,15 +65,17 @@ def test_pages_and_health(server, index_path):
         assert answer.headers["x-content-type-options"] == "nosniff"
     ready = server.client.get("/readyz").json()
     assert set(ready.pop("checks").values()) == {"ok"}
-    assert ready == {"status": "ready", "items": 200}
+    assert (ready["status"], ready["items"]) == ("ready", 200)
     about = server.client.get("/v1/index").json()
     assert about["items"] == 200
     assert about["limits"] == {"bytes": 100_000, "pixels": 1_000_000, "batch": 100, "batch_bytes": 64_000_000}
     page = server.client.get("/").text
     assert "http://" not in page
     assert "https://" not in page
-    first = server.client.get("/v1/items/0/image")
-    again = server.client.get("/v1/items/0/image", headers={"If-None-Match": first.headers["etag"]})
+    first = server.client.get("/v1/items/1%2F0001.png/image")
+    again = server.client.get(
+        "/v1/items/1%2F0001.png/image", headers={"If-None-Match": first.headers["etag"]}
+    )
     assert again.status_code == 304
 
 
@@ -179,7 +181,7 @@ def test_an_image_that_changed_or_went_is_not_given_out(makers, bundle_path, ser
     paths = makers.write_digits(folder, 4)
     Image.fromarray(makers.digits()[0][9]).save(folder / "x.tiff")
     create_index(tmp_path / "i", bundle_path, [folder], progress=False)
-    server = served(tmp_path / "i")
+    server = served(tmp_path / "i", "--images", str(folder))
     keys = {
         row: server.client.post("/v1/search", json={"vector": [0.0] * 16}).json()["results"][row]
         for row in range(5)
@@ -204,20 +206,20 @@ def test_features_and_rescorer(makers, served, tmp_path):
     create_index(tmp_path / "i", bundle, [tmp_path / "f.npz"], progress=False)
     server = served(tmp_path / "i")
     answer = server.client.post("/v1/search", json={"vector": features[7].tolist(), "k": 2}).json()
-    assert answer["results"][0]["id"] == 7
+    assert answer["results"][0]["id"] == "f/7"
     assert answer["results"][0]["image_url"] is None
     codes = features @ makers.weights().astype(np.float64)
     second = sorted(
         (sum(abs(a - b) for a, b in zip(codes[7], code, strict=True)), row) for row, code in enumerate(codes)
     )[1]
-    assert answer["results"][1]["id"] == second[1]
+    assert answer["results"][1]["id"] == f"f/{second[1]}"
     assert answer["results"][1]["distance"] == pytest.approx(second[0], rel=1e-5)
     assert "not images" in post(server, b"x").json()["detail"] or post(server, b"x").status_code == 422
     assert (
         "64 features, not 63"
         in server.client.post("/v1/search", json={"vector": [1.0] * 63}).json()["detail"]
     )
-    assert server.client.get("/v1/items/3/image").status_code == 404
+    assert server.client.get("/v1/items/f%2F3/image").status_code == 404
 
 
 def test_many_at_once(server, photos):

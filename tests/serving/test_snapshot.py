@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from retrieval.errors import BundleError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.files.snapshot import Held
 from retrieval.serving.index.creating import create_index
 
 
@@ -42,22 +39,3 @@ def test_the_copy_in_an_index_is_the_bundle_that_made_it(makers, photos, tmp_pat
     with pytest.raises(BundleError, match="was changed while it was in use"):
         create_index(tmp_path / "i", bundle, [photos / "1"], progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b"]
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory files are Linux's")
-def test_what_is_held_cannot_be_written(tmp_path):
-    (tmp_path / "a").write_bytes(b"abc" * 1000)
-    handle = os.open(tmp_path / "a", os.O_RDONLY)
-    held = Held(handle, 3000)
-    os.close(handle)
-    file = os.open(held.path(), os.O_RDWR)
-    for change in (
-        lambda: os.write(file, b"x"),
-        lambda: os.truncate(file, 1),
-        lambda: os.truncate(file, 9999),
-    ):
-        with pytest.raises(PermissionError):
-            change()
-    os.close(file)
-    assert held.bytes() == b"abc" * 1000
-    held.close()
