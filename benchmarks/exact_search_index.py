@@ -46,7 +46,7 @@ def spent(work: Any) -> dict[str, float]:
 
 def prepare(folder: Path, vectors: Any) -> None:
     """Write the features and the bundle that an index is made of."""
-    from opening import make_bundle
+    from scaled_bundle import make_bundle
 
     make_bundle(folder / "bundle", vectors.shape[1], 1.0)
     np.savez(folder / "x.npz", features=vectors)

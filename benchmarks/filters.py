@@ -29,7 +29,7 @@ from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.stores.contract import Item
 
-from opening import make_bundle
+from scaled_bundle import make_bundle
 from store_verbs import shares
 
 RESULTS = Path(__file__).parent / "results"

@@ -22,7 +22,7 @@ from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.structures import Wanted
 from retrieval.serving.stores.contract import Generation, Item, widths_of
 
-from opening import make_bundle
+from scaled_bundle import make_bundle
 
 WIDTH, BUNDLES, FLUSH, LEAST = 8, 3, 32, 48
 IDS = 400

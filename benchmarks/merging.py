@@ -37,7 +37,7 @@ from retrieval.serving.local.structures import Wanted
 from retrieval.serving.local.upkeep import Upkeep
 from retrieval.serving.stores.contract import Item
 
-from opening import make_bundle
+from scaled_bundle import make_bundle
 
 RESULTS = Path(__file__).parent / "results"
 CONDITIONS = {

@@ -27,7 +27,7 @@ class Local(System):
         from retrieval.serving.local.structures import Wanted
         from retrieval.serving.stores.contract import Item
 
-        from opening import make_bundle
+        from scaled_bundle import make_bundle
 
         make_bundle(folder / "bundle", vectors.shape[1], 1.0)
         wanted = Wanted(self.backend, self.options(len(vectors)))
