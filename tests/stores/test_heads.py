@@ -20,7 +20,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index import migrating
 from retrieval.serving.index.checking import check_index
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from retrieval.serving.local import derive as derived
 from retrieval.serving.manifest import read_manifest
 from retrieval.serving.store.contract import Item
@@ -54,11 +54,11 @@ def path(split: Callable[..., Path], photos: Path, tmp_path: Path) -> Path:
     return tmp_path / "i"
 
 
-def opened(path: Path) -> LivingIndex:
-    return LivingIndex.open(path, threads=1)
+def opened(path: Path) -> Index:
+    return Index.open(path, threads=1)
 
 
-def is_of(index: LivingIndex, bundle: Path, photos: Path, without: set[str] = frozenset()) -> None:
+def is_of(index: Index, bundle: Path, photos: Path, without: set[str] = frozenset()) -> None:
     """Compare every vector, code and kept feature with those that a bundle gives of the originals."""
     encoder = Bundle.open(bundle, threads=1)
     items = index.get([item.id for item in index.scan()], arrays=True)
@@ -328,7 +328,7 @@ def test_altered_features_are_not_taken(path: Path, split: Callable[..., Path], 
 
 KILLED = """
 import os, signal, sys
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from retrieval.serving.local import derive, segment
 point = sys.argv[3]
 def die(*given, **more):
@@ -340,7 +340,7 @@ elif point == "written":
 else:
     from retrieval.serving.store.local import LocalStore
     LocalStore.switch = die
-with LivingIndex.open(sys.argv[1], threads=1) as index:
+with Index.open(sys.argv[1], threads=1) as index:
     index.migrate(sys.argv[2], progress=False)
 """
 

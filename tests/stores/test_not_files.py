@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from retrieval.errors import BundleError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import open_index
 from retrieval.serving.local import structures
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.local import LocalStore
@@ -58,7 +57,6 @@ def index(tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_no_file_is_not_read(kind: Callable[[Path], None], index: Path, tmp_path: Path) -> None:
     def answers() -> list[str]:
         with open_index(index, threads=1) as opened:
-            assert isinstance(opened, LivingIndex)
             query = opened.store.get(["id7"], arrays=True)["id7"].vector
             return [hit.id for hit in opened.search(query, 5)]
 

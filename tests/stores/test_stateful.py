@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import matches, parse_filter
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from retrieval.serving.store import searches, upkeep
 from retrieval.serving.store.contract import FEATURES, VECTOR, Generation, Item, Superseded, widths_of
 from retrieval.serving.store.local import LocalStore
@@ -56,7 +56,7 @@ class Machine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.store = LocalStore(self.folder / "index", upkeep=False)
-        self.index = LivingIndex(self.folder / "index", self.store, threads=1)
+        self.index = Index(self.folder / "index", self.store, threads=1)
 
     def teardown(self) -> None:
         self.same(self.index)
@@ -115,7 +115,7 @@ class Machine(RuleBasedStateMachine):
     def snapshot(self) -> None:
         self.copies += 1
         target = self.index.snapshot(self.folder / f"copy {self.copies}")
-        with LivingIndex.open(target, threads=1) as copy:
+        with Index.open(target, threads=1) as copy:
             self.same(copy)
             for where in FILTERS:
                 self.same(copy, where)
@@ -188,7 +188,7 @@ class Machine(RuleBasedStateMachine):
     def all_is_there(self) -> None:
         self.same(self.index)
 
-    def same(self, index: LivingIndex, where: str | None = None) -> None:
+    def same(self, index: Index, where: str | None = None) -> None:
         if where is not None and not self.items:
             return
         assert [one.id for one in index.scan(where)] == sorted(self.matching(where))

@@ -12,8 +12,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.faiss_backends import Hnsw
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.local import piece, searches, structures, view
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.structure import Wanted
@@ -36,11 +35,10 @@ def vectors() -> np.ndarray:
     return (low + 0.05 * rng.normal(size=(COUNT, 16))).astype(np.float32)
 
 
-def made(folder: Path, bundle: Path, vectors: np.ndarray, wanted: Wanted) -> LivingIndex:
+def made(folder: Path, bundle: Path, vectors: np.ndarray, wanted: Wanted) -> Index:
     opened = Bundle.open(bundle, threads=1)
     create_local(folder, opened, widths_of(opened), structure=wanted)
     index = open_index(folder, threads=1)
-    assert isinstance(index, LivingIndex)
     index.upsert(
         [
             Item(str(n), str(n % 10), {"price": n % 100}, arrays={"vector": vectors[n]})
@@ -52,7 +50,7 @@ def made(folder: Path, bundle: Path, vectors: np.ndarray, wanted: Wanted) -> Liv
     return index
 
 
-def recall(index: LivingIndex, vectors: np.ndarray, where: str | None, keep: np.ndarray) -> float:
+def recall(index: Index, vectors: np.ndarray, where: str | None, keep: np.ndarray) -> float:
     ids = np.flatnonzero(keep & (np.arange(COUNT) % 7 > 0))
     found = 0
     for query in vectors[1::300]:

@@ -8,21 +8,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.index.alike import pages
 from retrieval.serving.index.backends import make_backend
-from retrieval.serving.index.base import MARGIN
-from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.contract import Floats, IndexBackend, Rows, checked_search
+from retrieval.serving.index.measuring import MARGIN
 from retrieval.serving.manifest import Manifest
 from retrieval.serving.merging import merged
 from retrieval.serving.progress import Meter
 from retrieval.serving.runtime import load_faiss
 from retrieval.serving.store.search import Companion, nearest
+
+if TYPE_CHECKING:
+    from retrieval.serving.index.index import Index
 
 _QUERIES = 200
 _LEAST = 1000
@@ -117,7 +119,7 @@ class _Sample:
 
     Attributes:
         vectors: (N, P).
-        spans: first and last-but-one column of each sub-space; one for all columns where there are none.
+        spans: half-open column range `(start, stop)` of each sub-space; one of all columns without any.
         manifest: of the bundle.
     """
 
@@ -150,8 +152,8 @@ class _Sample:
         return out
 
 
-def tune(index: Collection, *, recall: float = 0.95, memory: int | None = None, most: int = 200_000) -> Tuned:
-    """Measure structures on an index's own vectors; see `LivingIndex.tune`."""
+def tune(index: Index, *, recall: float = 0.95, memory: int | None = None, most: int = 200_000) -> Tuned:
+    """Measure structures on an index's own vectors; see `Index.tune`."""
     if not 0 < recall <= 1:
         raise DataError(f"Recall is a share above 0 and at most 1, not {recall}.")
     vectors, total = _drawn(index, most + _QUERIES)
@@ -181,7 +183,7 @@ def tune(index: Collection, *, recall: float = 0.95, memory: int | None = None, 
     return Tuned(tuple(trials), chosen, len(held), recall, memory, when)
 
 
-def _drawn(index: Collection, most: int) -> tuple[Floats, int]:
+def _drawn(index: Index, most: int) -> tuple[Floats, int]:
     """Return vectors of items, at most so many, chosen at random but repeatably; and how many items there are."""
     total = index.store.count()
     chance = min(1.0, 1.05 * most / max(1, total))
