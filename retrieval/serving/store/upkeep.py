@@ -6,6 +6,7 @@ transaction at the end has the record name them.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -347,8 +348,11 @@ class Upkeep:
                 if not len(rows) and value(connection, held, (source.number,)) == view.rows:
                     newest = "select seq from sqlite_sequence where name = 'items'"
                     last = max(upto, int(value(connection, newest) or 0))
-                chunks = {name: [made[name]] for name in target.widths} if made else {}
-                keep_rows(connection, self.record.folder, target, numbers[rows], chunks)
+                text = json.dumps(numbers[rows].tolist())
+                alive = "select n from items where n in (select value from json_each(?))"
+                left = np.isin(numbers[rows], [n for (n,) in ask(connection, alive, (text,))])
+                chunks = {name: [array[left]] for name, array in made.items()}
+                keep_rows(connection, self.record.folder, target, numbers[rows][left], chunks)
                 connection.execute(
                     "insert or ignore into left_out select ?, n from left_out"
                     " where g = ? and n > ? and n <= ?",
