@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import apsw
 import numpy as np
@@ -48,6 +48,8 @@ from retrieval.serving.store.writing import (
 log = logging.getLogger("retrieval.serving.store")
 
 Report = Callable[[int, int], object]
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 _DEAD = 4  # a generation is compacted when more than one in so many of its rows is dead
 _LEAST_DEAD = 1000
@@ -57,11 +59,11 @@ _WAIT = 600.0  # seconds that a command waits for another process's work
 _RENEW = 30.0  # seconds
 
 
-def _told(work: Callable[..., Any]) -> Callable[..., Any]:
+def _told(work: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     """Have work say which file is missing: nobody else removes files of what it has claimed."""
 
     @wraps(work)
-    def wrapped(*given: Any, **named: Any) -> Any:
+    def wrapped(*given: _Given.args, **named: _Given.kwargs) -> _Made:
         try:
             return work(*given, **named)
         except FileNotFoundError as fault:
