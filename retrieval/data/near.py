@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.serving.local.exact import nearest
 from retrieval.serving.progress import Meter
+from retrieval.serving.store.search import nearest
 
 Rows = NDArray[np.int64]
 Doubles = NDArray[np.float64]
