@@ -12,7 +12,7 @@ from typing import Any
 from retrieval.errors import DataError, MissingDependency
 from retrieval.host.files import whole_file
 from retrieval.serving.embedding.work import Made
-from retrieval.serving.filters.metadata import metadata_text
+from retrieval.serving.filters import metadata_text
 from retrieval.serving.index.embedded import Plan, part_file
 from retrieval.serving.index.locations import shown
 from retrieval.serving.index.origins import Source
