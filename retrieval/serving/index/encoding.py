@@ -15,7 +15,7 @@ from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.images import Limits, decode, read_image
 from retrieval.serving.index.origins import Source, Sources
-from retrieval.serving.index.readers import contents
+from retrieval.serving.index.sources import contents
 from retrieval.serving.progress import Meter
 from retrieval.serving.threads import ahead
 

@@ -1,11 +1,89 @@
-"""A filter as a condition of SQLite's, 3.40 or newer. What a user wrote is a parameter, never a part of the text."""
+"""Which items a filter is true of: decided in Python (`matches`) and in SQLite (`to_sql`), with one answer.
+
+Both agree on metadata that `metadata_text` has written.
+"""
 
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+import json
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from retrieval.serving.filters.tree import And, Compare, Exists, Filter, In, Not, Or, Value, type_of
+from retrieval.errors import DataError
+from retrieval.serving.filters.tree import (
+    And,
+    Compare,
+    Exists,
+    Field,
+    Filter,
+    In,
+    Not,
+    Or,
+    Value,
+    number,
+    type_of,
+)
+
+_DEPTH = 64  # as `serving.files.strict_json` reads
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    "=": operator.eq,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_ABSENT = object()
+
+
+def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, Any]) -> bool:
+    """Return whether a filter is true of an item; `retrieval.serving.filters` says when it is.
+
+    Args:
+        filter: the filter.
+        id: the item's.
+        label: the item's, or None.
+        metadata: the item's, as `json.loads` gives them.
+    """
+    if isinstance(filter, And):
+        return all(matches(part, id, label, metadata) for part in filter.parts)
+    if isinstance(filter, Or):
+        return any(matches(part, id, label, metadata) for part in filter.parts)
+    if isinstance(filter, Not):
+        return not matches(filter.part, id, label, metadata)
+    found = _find(filter.field, id, label, metadata)
+    if found is _ABSENT:
+        return False
+    if isinstance(filter, Exists):
+        return True
+    candidates = found if isinstance(found, list | tuple) else [found]
+    if isinstance(filter, Compare):
+        if filter.op == "!=":
+            return not all(_holds("=", each, filter.value) for each in candidates)
+        return any(_holds(filter.op, each, filter.value) for each in candidates)
+    return any(_holds("=", each, value) for each in candidates for value in filter.values)
+
+
+def _find(field: Field, id: str, label: str | None, metadata: Mapping[str, Any]) -> Any:
+    if isinstance(field, str):
+        return id if field == "id" else _ABSENT if label is None else label
+    found: Any = metadata
+    for name in field:
+        if not isinstance(found, Mapping) or name not in found:
+            return _ABSENT
+        found = found[name]
+    return found
+
+
+def _holds(op: str, found: Any, value: Value) -> bool:
+    if isinstance(found, Mapping | list | tuple) or type_of(found) != type_of(value):
+        return False
+    if isinstance(found, int | float):
+        found = number(found)
+    return _COMPARE[op](found, value)
+
 
 Parameter = str | int
 
@@ -124,3 +202,50 @@ def _mark(value: Value) -> tuple[str, Parameter]:
 
 def _marks(count: int) -> str:
     return ", ".join("?" * count)
+
+
+def metadata_text(metadata: Mapping[str, Any]) -> str:
+    """Return metadata as the JSON text on which `to_sql` and `matches` agree in every version of SQLite from 3.40.
+
+    Raises:
+        DataError: they are not a JSON object, nest deeper than 64 levels, or hold a number that is not finite, a NUL character or
+            a lone surrogate.
+    """
+    if not isinstance(metadata, Mapping):
+        raise DataError(f"Metadata are an object with named entries, not a {type(metadata).__name__}.")
+    return json.dumps(_plain(metadata, "metadata", 1), ensure_ascii=False)
+
+
+def _plain(value: Any, where: str, depth: int) -> Any:
+    if depth > _DEPTH + 1:
+        raise DataError(f"{where[:80]}… nests deeper than {_DEPTH} levels.")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _text(value, where)
+    if isinstance(value, int | float):
+        if not math.isfinite(found := number(value)):
+            raise DataError(f"{where} must be a finite number within the range of float64.")
+        return found
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise DataError(f"{where} has an entry whose name is not text, but a {type(name).__name__}.")
+            _text(name, f"A name in {where}")
+        return {name: _plain(each, f"{where}.{name[:40]}", depth + 1) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, where, depth + 1) for each in value]
+    raise DataError(
+        f"{where} is a {type(value).__name__}; JSON has text, numbers, true, false, null, lists, objects."
+    )
+
+
+def _text(value: str, where: str) -> str:
+    """Refuse what SQLite cannot hold: its JSON functions cut a text at NUL."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{where} has a lone surrogate, which is no character.") from None
+    if "\0" in value:
+        raise DataError(f"{where} has a NUL character. Leave it out.")
+    return value
