@@ -53,7 +53,7 @@ class TestQdrantServer(testing.StoreSuite):
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Iterator[stores.RowStore]:
+def index(tmp_path: Path) -> Iterator[stores.RemoteStore]:
     place = QdrantLocalPlace(stores.Address.parse(f"qdrant_local://{tmp_path}/items"))
     with place.create(opened(), stores.widths_of(opened())) as store:
         yield store
@@ -61,12 +61,12 @@ def index(tmp_path: Path) -> Iterator[stores.RowStore]:
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_filters_agree_with_the_language(index: stores.RowStore, agree: Any, data: st.DataObject) -> None:
+def test_filters_agree_with_the_language(index: stores.RemoteStore, agree: Any, data: st.DataObject) -> None:
     """Whatever is written in a filter means what the filter language says; what Qdrant cannot order is looked at item by item."""
     agree(index, data)
 
 
-def test_one_process_opens_a_folder(index: stores.RowStore, process: Any) -> None:
+def test_one_process_opens_a_folder(index: stores.RemoteStore, process: Any) -> None:
     """Another one is told so, in a sentence."""
     told = process("-m", "retrieval.cli", "index", "list", index.address)
     assert told.code == 2 and "takes one" in told.err and "Traceback" not in told.err

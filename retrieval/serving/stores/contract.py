@@ -147,6 +147,8 @@ class Store(ABC):
     whoever has it open need not open it anew.
     """
 
+    capabilities: ClassVar[frozenset[str]] = frozenset({"atomic", "ordered", "originals", "left_out", "compact", "snapshot"})
+
     # Writing
 
     @abstractmethod
