@@ -30,12 +30,12 @@ import numpy as np
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.local import aside as building
 from retrieval.serving.local import upkeep as module
-from retrieval.serving.local.create import create_local
 from retrieval.serving.local.merged import Stopped
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
 from retrieval.serving.local.upkeep import Upkeep
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.store.contract import Item
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 from opening import make_bundle
 

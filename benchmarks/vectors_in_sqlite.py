@@ -29,8 +29,8 @@ import apsw
 import numpy as np
 from numpy.typing import NDArray
 from retrieval.serving.local.exact import nearest
-from retrieval.serving.local.record import FILE, Record, _register
 from retrieval.serving.local.segment import Segment, write_segment
+from retrieval.serving.store.record import FILE, Record, _register
 
 RESULT = Path(__file__).parent / "results" / "vectors_in_sqlite.md"
 RAW = RESULT.parent / "raw" / "vectors_in_sqlite.json"

@@ -16,8 +16,8 @@ from retrieval.errors import StoreError
 if TYPE_CHECKING:
     from retrieval.serving.index.living import LivingIndex
     from retrieval.serving.index.tuning import Tuned
-    from retrieval.serving.stores.address import IndexPlace
-    from retrieval.serving.stores.contract import Store
+    from retrieval.serving.store.address import IndexPlace
+    from retrieval.serving.store.contract import Store
 
 _DEVICE = Choice(["auto", "cpu", "cuda", "tensorrt"])
 _KEEP = Choice(["reference", "copy", "thumbnail", "nothing"])
@@ -155,7 +155,7 @@ def opened_index(path: IndexPlace) -> LivingIndex:
 def opened_store(path: IndexPlace) -> Store:
     """Open the store of a living index alone, without its bundle; see `opened_index`."""
     quiet_threads()
-    from retrieval.serving.stores.find import store_place
+    from retrieval.serving.store.place import store_place
 
     return store_place(living(path), plugins_given()).open()
 
@@ -164,7 +164,7 @@ def living(path: IndexPlace) -> IndexPlace:
     """Return where a living index is; see `opened_index`."""
     from retrieval.serving.files.places import instead
     from retrieval.serving.index.open import format_of
-    from retrieval.serving.local.create import FORMAT
+    from retrieval.serving.store.writing import FORMAT
 
     if not isinstance(path, Path):
         return path

@@ -13,8 +13,8 @@ from retrieval.host.files import write_bytes
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.snapshot import Snapshot, Unusable
 from retrieval.serving.index.open import format_of, open_index
-from retrieval.serving.local.create import FORMAT
 from retrieval.serving.signatures import COVERED, ENDING, ed25519, message, read_key, serialization
+from retrieval.serving.store.writing import FORMAT
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -67,7 +67,7 @@ INNER = {
     "retrieval.serving.index.origins": {"Source"},
     "retrieval.serving.index.readers": {"Readers"},
     "retrieval.serving.index.sources": {"collect"},
-    "retrieval.serving.stores.built_in": {"retrieval_stores"},
+    "retrieval.serving.store.built_in": {"retrieval_stores"},
     "retrieval.serving.image_files": {"NO_IMAGE", "find_images"},
     "retrieval.serving.files.strict_json": {"strict_loads"},
     "retrieval.serving.images": {"Interpolation", "decode"},

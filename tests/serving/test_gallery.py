@@ -19,8 +19,8 @@ from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.migrating import lift
 from retrieval.serving.index.open import open_index
 from retrieval.serving.index.seals import Seals
-from retrieval.serving.local.record import Record
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.store.contract import Item
+from retrieval.serving.store.record import Record
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from retrieval.serving.index.build import build_index
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.local.conditions import matching
-from retrieval.serving.stores.contract import Item, TooSlow, patience
+from retrieval.serving.store.contract import Item, TooSlow, patience
 
 WIDTH = 16
 IDS = [
@@ -338,7 +338,7 @@ def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(bundle_path
 
 
 def test_a_reader_without_the_right_to_write_sees_what_others_write(living, photos):
-    from retrieval.serving.local.record import Record, value
+    from retrieval.serving.store.record import Record, value
 
     reader = Record(living, read_only=True)
 

@@ -18,7 +18,7 @@ from retrieval.serving.http.settings import Settings
 from retrieval.serving.index.build import write_index
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.store.contract import Item
 
 WIDTH = 16
 

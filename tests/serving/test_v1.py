@@ -103,7 +103,7 @@ def test_a_search_takes_an_image_in_three_ways_a_vector_or_an_id(served, living,
 
 def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
     with LivingIndex.open(empty, threads=1) as index:
-        from retrieval.serving.stores.contract import Item
+        from retrieval.serving.store.contract import Item
 
         vectors = np.eye(3, WIDTH, dtype=np.float32)
         index.upsert([Item(f"i{n}", "x", {"a": n, "b": -n}, arrays={"vector": vectors[n]}) for n in range(3)])
@@ -218,7 +218,7 @@ def test_a_key_gives_the_same_answer_again_also_after_a_restart(served, empty):
 
 def test_answers_under_keys_are_bounded(empty, monkeypatch):
     from retrieval.serving.local import answers
-    from retrieval.serving.stores.contract import Item
+    from retrieval.serving.store.contract import Item
 
     with LivingIndex.open(empty, threads=1) as index:
         store, bundle = index.store, index.bundle.sha256

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from retrieval import stores
 from retrieval.errors import DataError
 from retrieval.serving.filters import matches, metadata_text
-from retrieval.serving.testing.bench import item, normal, scanned
-from retrieval.serving.testing.bundles import WIDTH, opened
+from retrieval.serving.store.testing.bench import item, normal, scanned
+from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 _spec = importlib.util.spec_from_file_location(
     "filter_strategies", Path(__file__).parents[1] / "serving" / "filters" / "strategies.py"

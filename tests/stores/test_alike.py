@@ -16,11 +16,11 @@ from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
 from retrieval.serving.index.tuning import Tuned
 from retrieval.serving.local import structures
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.structures import Wanted
 from retrieval.serving.manifest import read_manifest, write_manifest
-from retrieval.serving.stores.contract import Item, widths_of
-from retrieval.serving.testing.bundles import make_bundle
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.testing.bundles import make_bundle
+from retrieval.serving.store.writing import create_local
 from sklearn.datasets import load_digits
 
 

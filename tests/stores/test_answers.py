@@ -16,11 +16,11 @@ from retrieval.serving.index.base import Hit
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
 from retrieval.serving.local import distances, exact, searches, structures
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
 from retrieval.serving.merging import merged
-from retrieval.serving.stores.contract import Candidates, Item, widths_of
+from retrieval.serving.store.contract import Candidates, Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 WIDTH = 16
 

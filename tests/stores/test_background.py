@@ -14,11 +14,11 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.faiss_backends import Hnsw
 from retrieval.serving.local import home, ready, structures
 from retrieval.serving.local.aside import aside
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
 from retrieval.serving.runtime import load_faiss
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
 

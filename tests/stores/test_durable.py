@@ -17,10 +17,10 @@ import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.local import snapshot, structures, upkeep
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
 
@@ -196,7 +196,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from retrieval.serving.local import snapshot
-from retrieval.serving.local.store import LocalStore
+from retrieval.serving.store.local import LocalStore
 def copyfile(source, target):
     os.kill(os.getpid(), signal.SIGKILL)
 snapshot.shutil.copyfile = copyfile

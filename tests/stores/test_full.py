@@ -21,11 +21,11 @@ from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.restoring import restore
 from retrieval.serving.local import structures, upkeep
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
 from retrieval.serving.local.upkeep import Upkeep
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
 

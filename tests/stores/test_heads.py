@@ -22,9 +22,9 @@ from retrieval.serving.index.checking import check_index
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.local import derive as derived
-from retrieval.serving.local.store import LocalStore
 from retrieval.serving.manifest import read_manifest
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.store.contract import Item
+from retrieval.serving.store.local import LocalStore
 
 QUIET: dict[str, Any] = {"progress": False}
 COUNT = 60
@@ -338,7 +338,7 @@ if point == "link":
 elif point == "written":
     derive._named = die
 else:
-    from retrieval.serving.local.store import LocalStore
+    from retrieval.serving.store.local import LocalStore
     LocalStore.switch = die
 with LivingIndex.open(sys.argv[1], threads=1) as index:
     index.migrate(sys.argv[2], progress=False)

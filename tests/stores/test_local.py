@@ -17,11 +17,11 @@ from retrieval.serving.index.contract import IndexBackend, checked_selection
 from retrieval.serving.index.faiss_backends import Flat
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.upkeep import Upkeep
 from retrieval.serving.local.view import View
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.writing import create_local
 
 COUNT = 12_000
 VECTORS = np.random.default_rng(0).normal(size=(COUNT, 16)).astype(np.float32)

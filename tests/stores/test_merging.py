@@ -10,12 +10,12 @@ import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.local import structures
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.record import ask
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
 from retrieval.serving.local.upkeep import Upkeep
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.record import ask
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 COUNT, LARGE = 8400, 4200
 VECTORS = np.random.default_rng(0).normal(size=(COUNT, 16)).astype(np.float32)

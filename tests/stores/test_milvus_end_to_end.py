@@ -26,7 +26,7 @@ import retrieval
 from retrieval.client.retrying import Retries
 from retrieval.errors import ServerError, StoreError
 from retrieval.serving.embedding.embedding import embed_sources
-from retrieval.serving.stores.find import store_place
+from retrieval.serving.store.place import store_place
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 # what Ray itself leaves open, and says of its next versions

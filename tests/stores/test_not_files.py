@@ -14,10 +14,10 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
 from retrieval.serving.local import structures
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32)
 

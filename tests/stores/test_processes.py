@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32)
 WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.contract import Item
 
 vectors = np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32)
 with LocalStore(Path(sys.argv[1])) as store:
@@ -41,7 +41,7 @@ READER = """
 import sys
 from pathlib import Path
 import numpy as np
-from retrieval.serving.local.store import LocalStore
+from retrieval.serving.store.local import LocalStore
 
 vectors = np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32)
 least = looks = 0

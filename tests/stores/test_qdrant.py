@@ -14,7 +14,7 @@ import retrieval
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from retrieval import stores, testing
-from retrieval.serving.testing.bundles import opened
+from retrieval.serving.store.testing.bundles import opened
 
 pytest.importorskip("qdrant_client", reason="the extra `qdrant` is not installed")
 from retrieval_qdrant.place import QdrantLocalPlace, QdrantPlace

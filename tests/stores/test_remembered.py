@@ -16,11 +16,11 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.base import Index
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.record import Record
 from retrieval.serving.local.remembered import Remembered
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.record import Record
+from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(0).normal(size=(60, 16)).astype(np.float32)
 
@@ -89,8 +89,8 @@ WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.contract import Item
 
 vector = np.random.default_rng(0).normal(size=(60, 16)).astype(np.float32)[3]
 with LocalStore(Path(sys.argv[1])) as store:

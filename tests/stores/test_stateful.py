@@ -24,11 +24,11 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import matches, parse_filter
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.local import searches, upkeep, writer
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
 from retrieval.serving.local.upkeep import Upkeep
-from retrieval.serving.stores.contract import FEATURES, VECTOR, Generation, Item, Superseded, widths_of
-from retrieval.serving.testing import make_bundle
+from retrieval.serving.store.contract import FEATURES, VECTOR, Generation, Item, Superseded, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.testing import make_bundle
+from retrieval.serving.store.writing import create_local
 
 NUMBERS, K = 8, 6
 FILTERS = ["price < 3", "label = 'a' or price = 7", "not exists(label)"]

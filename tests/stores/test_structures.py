@@ -15,9 +15,9 @@ from retrieval.serving.index.faiss_backends import Hnsw
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
 from retrieval.serving.local import piece, searches, structures, view
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.structures import Wanted
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 COUNT = 6_000
 

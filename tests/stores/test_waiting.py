@@ -12,11 +12,11 @@ from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
 from retrieval.serving.local import segment
-from retrieval.serving.local.create import create_local
 from retrieval.serving.local.segment import Segment
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(3).normal(size=(24_000, 16)).astype(np.float32)
 QUERIES = np.random.default_rng(4).normal(size=(5, 16)).astype(np.float32)

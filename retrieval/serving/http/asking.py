@@ -18,7 +18,7 @@ from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.frozen import FrozenIndex
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.stages import stage
-from retrieval.serving.stores.contract import CODE, VECTOR, Superseded
+from retrieval.serving.store.contract import CODE, VECTOR, Superseded
 
 _LONGEST_NUMBER = 18  # digits: what SQLite and Python count with
 

@@ -14,7 +14,7 @@ from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.index.base import Index
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.gallery import KEPT
-from retrieval.serving.stores.contract import patience
+from retrieval.serving.store.contract import patience
 
 
 class Originals:

@@ -26,7 +26,7 @@ from retrieval.serving.index.readers import contents
 from retrieval.serving.index.seals import Seals, plain
 from retrieval.serving.index.sources import collect
 from retrieval.serving.progress import Progress, showing
-from retrieval.serving.stores.contract import CODE, FEATURES, VECTOR, Floats, Item, Keep, Superseded
+from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Item, Keep, Superseded
 
 _PAGE = 1000
 _ROWS = 4096

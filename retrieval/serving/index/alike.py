@@ -16,7 +16,7 @@ from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.contract import Floats
 from retrieval.serving.progress import Meter
 from retrieval.serving.runtime import load_faiss
-from retrieval.serving.stores.contract import CODE, Item
+from retrieval.serving.store.contract import CODE, Item
 
 _PAGE = 256
 _FIRST, _MOST = 8, 1024

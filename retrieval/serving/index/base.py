@@ -21,8 +21,8 @@ from retrieval.serving.index.items import Item as StoredItem
 from retrieval.serving.index.summary import Summary
 from retrieval.serving.merging import merged, of_products
 from retrieval.serving.queries import encode_queries
-from retrieval.serving.stores.address import IndexPlace
-from retrieval.serving.stores.contract import Superseded
+from retrieval.serving.store.address import IndexPlace
+from retrieval.serving.store.contract import Superseded
 
 Distances = NDArray[np.float64]
 Where: TypeAlias = "str | Mapping[str, Any] | Filter | None"
@@ -44,7 +44,7 @@ class Hit:
         distance: to the query.
         metadata: what else is known of it.
         path: the indexed file, None for features.
-        keep: what the index keeps of the original: see `retrieval.serving.stores.contract.Keep`.
+        keep: what the index keeps of the original: see `retrieval.serving.store.contract.Keep`.
         stamp: of the item, with its seal; None in a folder of format 1.
     """
 

@@ -27,8 +27,8 @@ from retrieval.serving.index.summary import Summary
 from retrieval.serving.manifest import sha256_of
 from retrieval.serving.progress import Progress, shown
 from retrieval.serving.providers import Device
-from retrieval.serving.stores.address import Address
-from retrieval.serving.stores.contract import Keep
+from retrieval.serving.store.address import Address
+from retrieval.serving.store.contract import Keep
 
 
 @shown

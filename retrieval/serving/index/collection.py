@@ -19,8 +19,8 @@ from retrieval.serving.index.items import Item as Listed
 from retrieval.serving.index.seals import Seals
 from retrieval.serving.providers import Device
 from retrieval.serving.stages import stage
-from retrieval.serving.stores.address import Address, IndexPlace, place_of
-from retrieval.serving.stores.contract import (
+from retrieval.serving.store.address import Address, IndexPlace, place_of
+from retrieval.serving.store.contract import (
     CODE,
     VECTOR,
     Candidates,
@@ -30,8 +30,8 @@ from retrieval.serving.stores.contract import (
     Store,
     Superseded,
 )
-from retrieval.serving.stores.find import store_place
-from retrieval.serving.stores.items import own
+from retrieval.serving.store.items import own
+from retrieval.serving.store.place import store_place
 
 
 class Collection(Index):

@@ -29,7 +29,7 @@ from retrieval.serving.index.origins import Origin, Source, Sources
 from retrieval.serving.index.plain_values import text_problem
 from retrieval.serving.index.tables import Table, list_lengths, sentences
 from retrieval.serving.progress import Meter
-from retrieval.serving.stores.contract import Keep
+from retrieval.serving.store.contract import Keep
 
 PLAN = "embedding.json"
 BAD = "bad.jsonl"

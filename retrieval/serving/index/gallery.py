@@ -12,7 +12,7 @@ from retrieval.serving.index.built import built_here
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.items import Item as Listed
 from retrieval.serving.index.seals import Seals
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.store.contract import Item
 
 _LOOKED_AT = 100  # items, before the operator is told that no image is shown
 

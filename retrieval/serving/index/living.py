@@ -16,7 +16,7 @@ from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.migrating import Migrated, migrate, rollback
 from retrieval.serving.index.tuning import Tuned, tune
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.stores.contract import Keep
+from retrieval.serving.store.contract import Keep
 
 
 class LivingIndex(Collection):

@@ -28,12 +28,11 @@ from retrieval.serving.index.frozen import FrozenIndex
 from retrieval.serving.index.heads import applies, behind, features_of, gives_features
 from retrieval.serving.index.origins import Origin
 from retrieval.serving.index.seals import Seals
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.home import identity
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.stores.contract import CODE, FEATURES, VECTOR, Floats, Generation, Item, widths_of
+from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Generation, Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local, identity_of
 from retrieval.serving.threads import ahead
 
 _ITEMS = 512  # at a time: a kill costs no more
@@ -258,7 +257,7 @@ def lift(path: Path, *, progress: Progress = True) -> int:
             said = old.manifest.backend
             wanted = Wanted(said.name, said.options) if said.name != "flat" else Wanted()
             create_local(fresh, old.bundle, widths_of(old.bundle), structure=wanted)
-            own = Seals(identity(fresh), create=True) if old.sha256 in built_here() else None
+            own = Seals(identity_of(fresh), create=True) if old.sha256 in built_here() else None
             seen: Counter[str] = Counter()
             with LocalStore(fresh, upkeep=False) as store:
                 for start in range(0, len(old), 8192):

@@ -13,9 +13,9 @@ from retrieval.serving.index.base import Index
 from retrieval.serving.index.frozen import FrozenIndex
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.manifest import INDEX
-from retrieval.serving.local.create import FORMAT
 from retrieval.serving.providers import Device
-from retrieval.serving.stores.address import Address, place_of
+from retrieval.serving.store.address import Address, place_of
+from retrieval.serving.store.writing import FORMAT
 
 _BYTES = 1_000_000
 

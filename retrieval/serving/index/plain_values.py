@@ -9,7 +9,7 @@ from typing import Any
 
 from retrieval.errors import DataError
 from retrieval.serving.filters import metadata_text
-from retrieval.serving.stores.items import check_id
+from retrieval.serving.store.items import check_id
 
 ROW_CHARACTERS = 1_000_000
 """Of one item's texts; an index gives no longer ones back."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from retrieval.host.files import write_bytes
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.store.contract import Item
 
 _SEALED = re.compile(r" ?sealed [0-9a-f]{32}$")
 _KEY_BYTES = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from retrieval.serving.stores.address import IndexPlace
+from retrieval.serving.store.address import IndexPlace
 
 
 @dataclass(frozen=True)

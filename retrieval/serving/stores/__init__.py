@@ -7,15 +7,27 @@ from typing import TYPE_CHECKING
 from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
-    from retrieval.serving.filters import And as And
-    from retrieval.serving.filters import Compare as Compare
-    from retrieval.serving.filters import Exists as Exists
     from retrieval.serving.filters import Filter as Filter
-    from retrieval.serving.filters import In as In
-    from retrieval.serving.filters import Not as Not
-    from retrieval.serving.filters import Or as Or
     from retrieval.serving.filters import matches as matches
     from retrieval.serving.local.copying import write_copy as write_copy
+    from retrieval.serving.rows.conditions import holds as holds
+    from retrieval.serving.rows.conditions import parts as parts
+    from retrieval.serving.rows.engine import ALIVE as ALIVE
+    from retrieval.serving.rows.engine import RECORDS as RECORDS
+    from retrieval.serving.rows.engine import Between as Between
+    from retrieval.serving.rows.engine import Condition as Condition
+    from retrieval.serving.rows.engine import Either as Either
+    from retrieval.serving.rows.engine import Engine as Engine
+    from retrieval.serving.rows.engine import Every as Every
+    from retrieval.serving.rows.engine import Has as Has
+    from retrieval.serving.rows.engine import OneOf as OneOf
+    from retrieval.serving.rows.engine import Ordered as Ordered
+    from retrieval.serving.rows.engine import Row as Row
+    from retrieval.serving.rows.place import RowPlace as RowPlace
+    from retrieval.serving.rows.store import RowStore as RowStore
+    from retrieval.serving.rows.terms import LOOSE as LOOSE
+    from retrieval.serving.rows.terms import halves as halves
+    from retrieval.serving.rows.terms import path_of as path_of
     from retrieval.serving.stores.address import Address as Address
     from retrieval.serving.stores.bundles import bundle_pieces as bundle_pieces
     from retrieval.serving.stores.bundles import kept_bundle as kept_bundle
@@ -35,15 +47,29 @@ if TYPE_CHECKING:
     from retrieval.serving.stores.items import refuse_fields as refuse_fields
     from retrieval.serving.stores.items import usable as usable
     from retrieval.serving.stores.place import StorePlace as StorePlace
-    from retrieval.serving.stores.remote import RemotePlace as RemotePlace
-    from retrieval.serving.stores.remote import RemoteStore as RemoteStore
-    from retrieval.serving.stores.remote import Row as Row
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "retrieval.serving.filters": ["And", "Compare", "Exists", "Filter", "In", "Not", "Or", "matches"],
+        "retrieval.serving.filters": ["Filter", "matches"],
         "retrieval.serving.local.copying": ["write_copy"],
+        "retrieval.serving.rows.conditions": ["holds", "parts"],
+        "retrieval.serving.rows.engine": [
+            "ALIVE",
+            "RECORDS",
+            "Between",
+            "Condition",
+            "Either",
+            "Engine",
+            "Every",
+            "Has",
+            "OneOf",
+            "Ordered",
+            "Row",
+        ],
+        "retrieval.serving.rows.place": ["RowPlace"],
+        "retrieval.serving.rows.store": ["RowStore"],
+        "retrieval.serving.rows.terms": ["LOOSE", "halves", "path_of"],
         "retrieval.serving.stores.address": ["Address"],
         "retrieval.serving.stores.bundles": ["bundle_pieces", "kept_bundle"],
         "retrieval.serving.stores.contract": [
@@ -61,6 +87,5 @@ __getattr__, __dir__ = lazy(
         ],
         "retrieval.serving.stores.items": ["check_queries", "checked", "refuse_fields", "usable"],
         "retrieval.serving.stores.place": ["StorePlace"],
-        "retrieval.serving.stores.remote": ["RemotePlace", "RemoteStore", "Row"],
     },
 )

@@ -147,8 +147,6 @@ class Store(ABC):
     whoever has it open need not open it anew.
     """
 
-    capabilities: ClassVar[frozenset[str]] = frozenset({"atomic", "ordered", "originals", "left_out", "compact", "snapshot"})
-
     # Writing
 
     @abstractmethod

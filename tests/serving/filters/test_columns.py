@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from retrieval.serving.filters import Compare, Filter, In, matches, metadata_text, parse_filter
 from retrieval.serving.local import columns as module
 from retrieval.serving.local.columns import Columns
-from retrieval.serving.local.record import SCHEMA
+from retrieval.serving.store.record import SCHEMA
 
 _spec = importlib.util.spec_from_file_location("filter_strategies", Path(__file__).with_name("strategies.py"))
 assert _spec is not None and _spec.loader is not None

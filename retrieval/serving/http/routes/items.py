@@ -22,8 +22,8 @@ from retrieval.serving.http.writing import New
 from retrieval.serving.index.base import Index
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.items import Item as Listed
-from retrieval.serving.stores.contract import Item
-from retrieval.serving.stores.items import check_id
+from retrieval.serving.store.contract import Item
+from retrieval.serving.store.items import check_id
 
 _TYPES = 'Send multipart/form-data with a field "image", or application/json with {"vector": [...]} or {"label": "shoe"}.'
 _FORM = ("label", "metadata", "keep")

@@ -11,9 +11,9 @@ import numpy as np
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.filters import parse_filter
-from retrieval.serving.stores.contract import CODE, VECTOR, Item, Store, Superseded, widths_of
-from retrieval.serving.testing.bench import Bench, State, equal, item, normal, refused, some
-from retrieval.serving.testing.bundles import WIDTH, opened
+from retrieval.serving.store.contract import CODE, VECTOR, Item, Store, Superseded, widths_of
+from retrieval.serving.store.testing.bench import Bench, State, equal, item, normal, refused, some
+from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 HALF = "\ud83d"  # of a surrogate pair
 

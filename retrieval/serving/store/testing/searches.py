@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from retrieval.serving.filters import parse_filter
-from retrieval.serving.stores.contract import CODE, VECTOR, Item
-from retrieval.serving.testing.bench import Bench, State, equal, item, normal, some
-from retrieval.serving.testing.bundles import WIDTH, opened
+from retrieval.serving.store.contract import CODE, VECTOR, Item
+from retrieval.serving.store.testing.bench import Bench, State, equal, item, normal, some
+from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 FILTERS = [
     "id = 'id 3'",

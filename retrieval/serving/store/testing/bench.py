@@ -15,9 +15,9 @@ import numpy as np
 from retrieval.errors import RetrievalError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import Filter, matches, parse_filter
-from retrieval.serving.stores.contract import VECTOR, Floats, Item, Store, spans_of, widths_of
-from retrieval.serving.stores.place import StorePlace
-from retrieval.serving.testing.bundles import opened
+from retrieval.serving.store.contract import VECTOR, Floats, Item, Store, spans_of, widths_of
+from retrieval.serving.store.place import StorePlace
+from retrieval.serving.store.testing.bundles import opened
 
 State = dict[str, Item]
 """What a store should hold, by id."""

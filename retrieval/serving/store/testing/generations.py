@@ -9,9 +9,9 @@ import numpy as np
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.stores.contract import FEATURES, VECTOR, Generation, Item, Store, Superseded, widths_of
-from retrieval.serving.testing.bench import Bench, State, equal, item, normal, refused, some
-from retrieval.serving.testing.bundles import WIDTH, opened
+from retrieval.serving.store.contract import FEATURES, VECTOR, Generation, Item, Store, Superseded, widths_of
+from retrieval.serving.store.testing.bench import Bench, State, equal, item, normal, refused, some
+from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 
 def embedded(items: Sequence[Item], bundle: Bundle, seed: int = 0) -> list[Item]:

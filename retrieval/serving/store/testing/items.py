@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from retrieval.serving.filters import And, Compare, parse_filter
-from retrieval.serving.stores.contract import VECTOR, Item
-from retrieval.serving.testing.bench import Bench, State, alike, equal, item, normal, scanned, some
-from retrieval.serving.testing.bundles import WIDTH, opened
+from retrieval.serving.store.contract import VECTOR, Item
+from retrieval.serving.store.testing.bench import Bench, State, alike, equal, item, normal, scanned, some
+from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 TEXTS = {
     "combining": "e\u0301 and \u00e9 are two texts",

@@ -11,9 +11,9 @@ from retrieval.errors import StoreError
 from retrieval.serving.bundle import Encoded
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.open import open_index
-from retrieval.serving.stores.contract import widths_of
-from retrieval.serving.testing.bench import Bench, State, alike, equal, item, normal, refused, some
-from retrieval.serving.testing.bundles import WIDTH, opened
+from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.testing.bench import Bench, State, alike, equal, item, normal, refused, some
+from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 
 class WholeCases(Bench):

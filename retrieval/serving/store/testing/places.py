@@ -10,9 +10,9 @@ from retrieval.host.files import cache_folder
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.open import open_index
-from retrieval.serving.stores.contract import widths_of
-from retrieval.serving.testing.bench import Bench, State, equal, item, refused, some
-from retrieval.serving.testing.bundles import WIDTH, opened
+from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.testing.bench import Bench, State, equal, item, refused, some
+from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 
 class PlaceCases(Bench):

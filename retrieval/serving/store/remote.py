@@ -29,9 +29,8 @@ import numpy as np
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import And, Filter, matches
-from retrieval.serving.local.copying import write_copy
-from retrieval.serving.stores.bundles import bundle_pieces, kept_bundle
-from retrieval.serving.stores.contract import (
+from retrieval.serving.store.bundles import bundle_pieces, kept_bundle
+from retrieval.serving.store.contract import (
     FEATURES,
     VECTOR,
     Floats,
@@ -42,8 +41,9 @@ from retrieval.serving.stores.contract import (
     Superseded,
     spans_of,
 )
-from retrieval.serving.stores.items import check_queries, checked, refuse_fields, usable
-from retrieval.serving.stores.place import StorePlace
+from retrieval.serving.store.items import check_queries, checked, refuse_fields, usable
+from retrieval.serving.store.local import write_copy
+from retrieval.serving.store.place import StorePlace
 
 FORMAT = 1
 PAGE = 1000

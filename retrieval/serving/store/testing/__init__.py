@@ -11,13 +11,13 @@
 pytest runs it; nothing else is needed but `onnx`, of which the small bundles are made.
 """
 
-from retrieval.serving.testing.bundles import make_bundle
-from retrieval.serving.testing.generations import GenerationCases
-from retrieval.serving.testing.items import ItemCases
-from retrieval.serving.testing.places import PlaceCases
-from retrieval.serving.testing.refusals import RefusalCases
-from retrieval.serving.testing.searches import SearchCases
-from retrieval.serving.testing.whole import WholeCases
+from retrieval.serving.store.testing.bundles import make_bundle
+from retrieval.serving.store.testing.generations import GenerationCases
+from retrieval.serving.store.testing.items import ItemCases
+from retrieval.serving.store.testing.places import PlaceCases
+from retrieval.serving.store.testing.refusals import RefusalCases
+from retrieval.serving.store.testing.searches import SearchCases
+from retrieval.serving.store.testing.whole import WholeCases
 
 __all__ = ["StoreSuite", "make_bundle"]
 
