@@ -115,31 +115,24 @@ class MilvusStore(stores.RemoteStore):
         # until it is ("Durability API guarantee broken in single node cluster").
         self._note({"settled": time.time_ns()})
 
-    def _make(self, number: int, generation: stores.Generation | None) -> None:
+    def _make(self, generation: stores.Generation) -> None:
+        packed = sum(generation.widths.values()) * (
+            len(generation.spans) > 1 or len(generation.widths) > 1
+        )
+        if packed * 16 / 3 > TEXT_BYTES:
+            raise StoreError(
+                f"{self.address}: Milvus keeps no item with arrays of {packed:,} numbers."
+            )
         made = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
         made.add_field("key", DataType.VARCHAR, is_primary=True, max_length=KEY_BYTES)
-        dimensions = 2  # the server takes no vector of one number
-        if generation is None:
-            made.add_field("text", DataType.VARCHAR, max_length=TEXT_BYTES)
-        else:
-            dimensions = _dimensions(generation)
-            arrays = (
-                sum(generation.widths.values())
-                - (generation.spans == 1) * generation.widths["vector"]
-            )
-            if arrays * 16 / 3 > TEXT_BYTES:
-                raise StoreError(
-                    f"{self.address}: Milvus keeps no item whose arrays have {arrays:,} numbers."
-                )
-            made.add_field("space", DataType.INT64)
-            made.add_field("version", DataType.VARCHAR, max_length=32)
-            made.add_field("record", DataType.JSON)
-            made.add_field("arrays", DataType.VARCHAR, max_length=TEXT_BYTES)
-        made.add_field("vector", DataType.FLOAT_VECTOR, dim=dimensions)
-        name = self.collection(number)
+        made.add_field("space", DataType.INT64)
+        made.add_field("record", DataType.JSON)
+        made.add_field("arrays", DataType.VARCHAR, max_length=TEXT_BYTES)
+        made.add_field("vector", DataType.FLOAT_VECTOR, dim=_dimensions(generation))
+        name = self.collection(generation.number)
         self._remove(name)
         self._ask(self._client.create_collection, name, schema=made, num_shards=1)
-        structure = self._structure() if generation else ("flat", {})
+        structure = self._structure() if generation.number else ("flat", {})
         self._index(name, *structure, wait=False)
         self._set(name, {STRUCTURE: json.dumps(structure)})
         self._ask(self._client.load_collection, name)
@@ -216,21 +209,6 @@ class MilvusStore(stores.RemoteStore):
             key[len(NOTE) :]: json.loads(text) for key, text in properties if key.startswith(NOTE)
         }
 
-    def _put_pieces(self, pieces: Mapping[str, str]) -> None:
-        vector = np.zeros(2, np.float32)
-        rows = [
-            {"key": _key(name), "text": text, "vector": vector} for name, text in pieces.items()
-        ]
-        self._ask(self._client.upsert, self.collection(0), rows)
-
-    def _pieces(self, names: Sequence[str]) -> dict[str, str]:
-        found = self._query(0, _among(names), ["key", "text"], "")
-        return {_id(row["key"]): row["text"] for row in found}
-
-    def _drop_pieces(self, names: Sequence[str]) -> None:
-        for some in _chunks(names):
-            self._ask(self._client.delete, self.collection(0), ids=[_key(name) for name in some])
-
     # Items
 
     def _fit(self, rows: Sequence[stores.Row]) -> None:
@@ -246,42 +224,28 @@ class MilvusStore(stores.RemoteStore):
         waiting, size = list[dict[str, Any]](), 0
         for row in rows:
             record, vectors = row.split(generation)
-            arrays = json.dumps(record.pop("arrays", {}))
-            plain = json.dumps(record, ensure_ascii=False)
-            key, dimensions = _key(record["id"]), _dimensions(generation)
-            for space, vector in enumerate(vectors or [np.zeros(0, np.float32)]):
-                waiting.append(
-                    {
-                        "key": f"{key}.{space}" if space else key,
-                        "space": space if vectors else -1,
-                        "version": record["version"],
-                        "record": plain,
-                        "arrays": arrays if not space else "{}",
-                        "vector": np.pad(vector, (0, dimensions - len(vector))),
-                    }
-                )
-                size += len(key) + len(plain) + len(arrays) + 4 * dimensions
+            waiting += _plain_rows(record, vectors, _dimensions(generation))
+            size += len(str(record)) * max(1, len(vectors)) + 4 * sum(map(len, vectors))
             if size > REQUEST_BYTES:
                 self._ask(self._client.upsert, self.collection(generation.number), waiting)
                 waiting, size = [], 0
         if waiting:
             self._ask(self._client.upsert, self.collection(generation.number), waiting)
-        self._wrote(generation)
+        self._wrote(generation, self.collection(generation.number))
 
     def _erase(self, generation: stores.Generation, ids: Sequence[str]) -> None:
         spaces = range(1, len(generation.spans))
         for some in _chunks(ids):
             keys = [key for id in some for key in (_key(id), *(f"{_key(id)}.{n}" for n in spaces))]
             self._ask(self._client.delete, self.collection(generation.number), ids=keys)
-        self._wrote(generation)
+        # A deletion is not told its time; a row that is written behind it is.
+        self._ask(self._client.upsert, self.collection(0), list(_plain_rows({"id": "now"}, [], 2)))
+        self._wrote(generation, self.collection(0))
 
-    def _wrote(self, generation: stores.Generation) -> None:
-        """Say when this was, so that who reads next waits for it and for nothing else.
-
-        A deletion is not told its time: it is before that of a row written behind it.
-        """
-        self._put_pieces({"now": ""})
-        self._set(self.collection(generation.number), {WRITTEN: str(self._own(self.collection(0)))})
+    def _wrote(self, generation: stores.Generation, last: str) -> None:
+        """Say when a collection was last written to: who reads waits for that, and nothing else."""
+        if generation.number:
+            self._set(self.collection(generation.number), {WRITTEN: str(self._own(last))})
 
     def _own(self, name: str) -> int:
         server = self._client._get_connection().server_address
@@ -334,15 +298,6 @@ class MilvusStore(stores.RemoteStore):
         fields = ["key", "record", *(["space", "arrays", "vector"] if arrays else [])]
         rows = self._query(generation.number, _joined(chosen, "and"), fields, "key", limit)
         return [_row(row, generation) for row in rows]
-
-    def _versions(self, generation: stores.Generation) -> dict[str, str]:
-        found, chosen = dict[str, str](), "space <= 0"
-        while True:
-            rows = self._query(generation.number, chosen, ["key", "version"], "key", ROWS)
-            found |= {_id(row["key"]): row["version"] for row in rows}
-            if len(rows) < ROWS:
-                return found
-            chosen = f'space <= 0 and key > "{rows[-1]["key"]}"'
 
     def _count(self, generation: stores.Generation, where: Sequence[str]) -> int:
         chosen = _joined(["space <= 0", *where], "and")
@@ -448,6 +403,22 @@ def _joined(parts: Sequence[str], joint: str) -> str:
 
 def _dimensions(generation: stores.Generation) -> int:
     return max(2, *(stop - start for start, stop in generation.spans))
+
+
+def _plain_rows(
+    record: dict[str, Any], vectors: Sequence[Floats], dimensions: int
+) -> Iterator[dict[str, Any]]:
+    """Give the rows of an item: one for each sub-space, or one that no search finds."""
+    arrays = json.dumps(record.pop("arrays", {}))
+    key, plain = _key(record["id"]), json.dumps(record, ensure_ascii=False)
+    for space, vector in enumerate(vectors or [np.zeros(0, np.float32)]):
+        yield {
+            "key": f"{key}.{space}" if space else key,
+            "space": space if vectors else -1,
+            "record": plain,
+            "arrays": "{}" if space else arrays,
+            "vector": np.pad(vector, (0, dimensions - len(vector))),
+        }
 
 
 def _row(found: Mapping[str, Any], generation: stores.Generation) -> stores.Row:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -102,15 +102,15 @@ class QdrantStore(stores.RemoteStore):
             moves = [models.CreateAliasOperation(create_alias=named)]
         self._ask(self._client.update_collection_aliases, moves)
 
-    def _make(self, number: int, generation: stores.Generation | None) -> None:
-        spans = generation.spans if generation else ((0, 1),)
+    def _make(self, generation: stores.Generation) -> None:
         vectors = {
             f"v{space}": models.VectorParams(size=stop - start, distance=models.Distance.EUCLID)
-            for space, (start, stop) in enumerate(spans)
+            for space, (start, stop) in enumerate(generation.spans)
         }
-        self._remove(self.collection(number))
-        self._ask(self._client.create_collection, self.collection(number), vectors_config=vectors)
-        if generation is None:
+        name = self.collection(generation.number)
+        self._remove(name)
+        self._ask(self._client.create_collection, name, vectors_config=vectors)
+        if not generation.number:
             self._upsert(0, [models.PointStruct(id=NOTES, vector={}, payload={})])
 
     def _remove(self, prefix: str) -> None:
@@ -129,20 +129,6 @@ class QdrantStore(stores.RemoteStore):
         if found is None:
             raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
         return dict(found.payload or {})
-
-    def _put_pieces(self, pieces: Mapping[str, str]) -> None:
-        made = [
-            models.PointStruct(id=point_of(name), vector={}, payload={"name": name, "text": text})
-            for name, text in pieces.items()
-        ]
-        self._upsert(0, made)
-
-    def _pieces(self, names: Sequence[str]) -> dict[str, str]:
-        found = [one.payload or {} for one in self._retrieve(0, [point_of(name) for name in names])]
-        return {one["name"]: one["text"] for one in found}
-
-    def _drop_pieces(self, names: Sequence[str]) -> None:
-        self._delete(0, names)
 
     # Items
 
@@ -220,19 +206,6 @@ class QdrantStore(stores.RemoteStore):
             with_vectors=arrays,
             consistency=self._consistency,
         )
-
-    def _versions(self, generation: stores.Generation) -> dict[str, str]:
-        return dict(self._each_version(generation))
-
-    def _each_version(self, generation: stores.Generation) -> Iterator[tuple[str, str]]:
-        start, limit = None, 1 << 30 if self._local else 10_000  # in-process, each page sorts all
-        while True:
-            points, start = self._scroll(generation, (), start, limit, False, ["id", "version"])
-            for one in points:
-                payload = one.payload or {}
-                yield payload["id"], payload["version"]
-            if start is None:
-                return
 
     def _count(self, generation: stores.Generation, where: Sequence[Any]) -> int:
         name, chosen = self.collection(generation.number), models.Filter(must=list(where))

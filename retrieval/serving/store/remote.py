@@ -50,6 +50,8 @@ PAGE = 1000
 PIECE_BYTES = 45_000  # 60,000 characters of base64
 MARGIN = 8  # an engine measures in float32: it is asked for more, and they are measured again
 
+REGISTER = Generation(0, "", None, {VECTOR: 2}, ((0, 2),), "kept")
+
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="RemoteStore")
@@ -127,8 +129,8 @@ def _used(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
 class RemoteStore(Store):
     """A store over an engine; a subclass says how to talk to it, in the methods without a body.
 
-    Collections are known by number: 0 is the register, others are generations. `where` is a list
-    of the engine's own conditions, as `_express` makes them, all of which must hold.
+    Collections are those of generations; the register looks like one, `REGISTER`, whose rows have
+    no arrays. `where` is a list of the engine's own conditions, as `_express` makes them, all of which must hold.
 
     Args:
         address: what sentences call the index.
@@ -164,8 +166,8 @@ class RemoteStore(Store):
         """Let the alias name a collection, at once, or none; the first time, where it is free."""
 
     @abstractmethod
-    def _make(self, number: int, generation: Generation | None) -> None:
-        """Make the collection of a generation, or the register."""
+    def _make(self, generation: Generation) -> None:
+        """Make the collection of a generation, or the register's."""
 
     @abstractmethod
     def _remove(self, prefix: str) -> None:
@@ -178,18 +180,6 @@ class RemoteStore(Store):
     @abstractmethod
     def _notes(self) -> dict[str, Any]:
         """Return all notes; some may be None."""
-
-    @abstractmethod
-    def _put_pieces(self, pieces: Mapping[str, str]) -> None:
-        """Write texts of 60,000 characters at most to the register, by their names."""
-
-    @abstractmethod
-    def _pieces(self, names: Sequence[str]) -> dict[str, str]:
-        """Return such texts by name."""
-
-    @abstractmethod
-    def _drop_pieces(self, names: Sequence[str]) -> None:
-        """Delete such texts."""
 
     def _fit(self, rows: Sequence[Row]) -> None:
         """Refuse rows that are too long for the engine, with a `DataError`."""
@@ -218,10 +208,6 @@ class RemoteStore(Store):
         """Return the first rows behind an id, in an order that stays; fewer than `limit` at the end."""
 
     @abstractmethod
-    def _versions(self, generation: Generation) -> dict[str, str]:
-        """Return the version of every row by id."""
-
-    @abstractmethod
     def _count(self, generation: Generation, where: Sequence[Any]) -> int:
         """Return how many rows there are."""
 
@@ -248,7 +234,7 @@ class RemoteStore(Store):
         self._prefix = self._prefix_of(identity)
         self._remove(self._prefix)
         try:
-            self._make(0, None)
+            self._make(REGISTER)
             self._note({"index": {"format": FORMAT, "identity": identity}})
             self._add(1, bundle, widths, served=True)
             self._point(1)
@@ -283,7 +269,7 @@ class RemoteStore(Store):
 
     def collection(self, number: int) -> str:
         """Return the name of a collection by its number."""
-        return f"{self._prefix}{number}"
+        return f"{self._prefix}{number:06}"  # none begins like another
 
     @_used
     def identity(self) -> str:
@@ -376,34 +362,33 @@ class RemoteStore(Store):
                 if item.original is not None:
                     self._cut(row.record["version"], [item.original])
             self._put(served, rows)
-            self._drop_originals(there.values())
+            for row in there.values():
+                self._drop_pieces(row.record["version"], row.record["pieces"])
             if self._current().number != served.number:
                 raise self._superseded()  # what was written may have come too late
             return len(there)
 
     def _cut(self, owner: str, content: Iterable[bytes]) -> int:
-        """Keep bytes in pieces; return their number."""
+        """Keep bytes in pieces, as rows of the register; return their number."""
         count = 0
         for part in content:
             for start in range(0, len(part), PIECE_BYTES):
                 text = base64.b64encode(part[start : start + PIECE_BYTES]).decode()
-                self._put_pieces({f"{owner}.{count}": text})
+                self._put(
+                    REGISTER, [Row({"id": f"{owner}.{count}", "text": text, "version": ""}, {})]
+                )
                 count += 1
         return count
 
     def _joined(self, owner: str, count: int) -> Iterator[bytes]:
         """Give the bytes that `_cut` kept."""
-        for start in range(0, count, 16):
-            names = [f"{owner}.{number}" for number in range(start, min(start + 16, count))]
-            pieces = self._pieces(names)
-            yield from (base64.b64decode(pieces[name]) for name in names if name in pieces)
+        for number in range(count):
+            for row in self._rows(REGISTER, [f"{owner}.{number}"], False):
+                yield base64.b64decode(row.record["text"])
 
-    def _drop_originals(self, rows: Iterable[Row]) -> None:
-        names = [
-            f"{row.record['version']}.{n}" for row in rows for n in range(row.record["pieces"] or 0)
-        ]
-        if names:
-            self._drop_pieces(names)
+    def _drop_pieces(self, owner: str, count: int | None) -> None:
+        if count:
+            self._erase(REGISTER, [f"{owner}.{number}" for number in range(count)])
 
     @_used
     def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
@@ -419,7 +404,8 @@ class RemoteStore(Store):
                         gone |= {row.record["id"]: row for row in rows}
                 if gone:
                     self._erase(served, list(gone))
-                    self._drop_originals(gone.values())
+                for row in gone.values():
+                    self._drop_pieces(row.record["version"], row.record["pieces"])
                 if self._current().number == served.number:  # else it may have come too late
                     return len(gone)
 
@@ -451,7 +437,11 @@ class RemoteStore(Store):
         ]
 
     def _matching(
-        self, generation: Generation, where: Filter | None, arrays: bool, after: str | None = None
+        self,
+        generation: Generation,
+        where: Filter | None = None,
+        arrays: bool = False,
+        after: str | None = None,
     ) -> Iterator[list[Row]]:
         """Give all rows that match, in pages."""
         own, rest = self._parts(where)
@@ -615,7 +605,7 @@ class RemoteStore(Store):
             pieces = self._cut(bundle.sha256, bundle_pieces(bundle))
         spans = spans_of(bundle)
         made = Generation(number, bundle.sha256, bundle.variant, dict(widths), spans, "building")
-        self._make(number, made)
+        self._make(made)
         note = {
             "bundle": made.bundle,
             "variant": made.variant,
@@ -648,7 +638,14 @@ class RemoteStore(Store):
 
     def _lacking(self, generation: Generation, served: Generation) -> tuple[list[str], list[str]]:
         """Return the ids of items that a generation lacks, and of those that it has no more."""
-        there, wanted = self._versions(generation), self._versions(served)
+        there, wanted = (
+            {
+                row.record["id"]: row.record["version"]
+                for rows in self._matching(one)
+                for row in rows
+            }
+            for one in (generation, served)
+        )
         lacking = [id for id, version in wanted.items() if there.get(id) != version]
         return lacking, [id for id in there if id not in wanted]
 
@@ -741,7 +738,7 @@ class RemoteStore(Store):
             self._note({f"generation {there.number}": None})
             self._remove(self.collection(there.number))
             if there.bundle not in {one.bundle for one in self.generations()}:
-                self._drop_pieces([f"{there.bundle}.{number}" for number in range(note["pieces"])])
+                self._drop_pieces(there.bundle, note["pieces"])
 
 
 def _row(item: Item) -> Row:
