@@ -26,6 +26,7 @@ logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
 
 STRUCTURES = {"flat": "FLAT", "hnsw": "HNSW", "ivf": "IVF_FLAT", "sq8": "IVF_SQ8"}
 NOTE, WRITTEN, STRUCTURE = "retrieval.note.", "retrieval.written", "retrieval.structure"
+SETTLED = "retrieval.settled"
 REQUEST_BYTES = 2 << 20
 ROWS = 8000  # of one answer
 KEYS = 500  # of one question
@@ -111,9 +112,7 @@ class MilvusStore(stores.RemoteStore):
             return
         move = self._client.create_alias if self._alias() is None else self._client.alter_alias
         self._ask(move, self.collection(number), self.name)
-        # An etcd of one member answers before a change is on the disk, and takes no other one
-        # until it is ("Durability API guarantee broken in single node cluster").
-        self._note({"settled": time.time_ns()})
+        self._set(self.collection(0), {})
 
     def _make(self, generation: stores.Generation) -> None:
         packed = sum(generation.widths.values()) * (
@@ -153,7 +152,14 @@ class MilvusStore(stores.RemoteStore):
                 self._ask(self._client.drop_collection, name)
 
     def _set(self, name: str, properties: Mapping[str, str]) -> None:
-        self._ask(self._client.alter_collection_properties, name, dict(properties))
+        """Set properties of a collection, which survive the end of the server from then on.
+
+        An etcd of one member answers before a change is on the disk, and takes no other one until
+        it is ("Durability API guarantee broken in single node cluster"), so another one follows.
+        """
+        for change in (dict(properties), {SETTLED: str(time.time_ns())}):
+            if change:
+                self._ask(self._client.alter_collection_properties, name, change)
 
     # Structures
 
