@@ -28,7 +28,6 @@ STRUCTURES = {"flat": "FLAT", "hnsw": "HNSW", "ivf": "IVF_FLAT", "sq8": "IVF_SQ8
 NOTE, WRITTEN, STRUCTURE = "retrieval.note.", "retrieval.written", "retrieval.structure"
 SETTLED = "retrieval.settled"
 REQUEST_BYTES = 2 << 20
-ROWS = 8000  # of one answer
 KEYS = 500  # of one question
 KEY_BYTES, TEXT_BYTES = 8100, 65_000
 EXACT = 1 << 53  # whole numbers below are themselves as float64
@@ -46,38 +45,26 @@ class MilvusStore(stores.RemoteStore):
         timeout: seconds that one question may take.
     """
 
+    engine, errors = "Milvus", (MilvusException, grpc.RpcError, ValueError)
     capabilities = stores.RemoteStore.capabilities | {"ordered"}
     structures = tuple(STRUCTURES)
     most_found = 16_384
 
     def __init__(self, server: Mapping[str, Any], address: str, name: str, timeout: float) -> None:
         super().__init__(address, name)
-        self._server, self._timeout = server, timeout
+        self._server, self.timeout = server, timeout
         self._properties: tuple[str, Mapping[str, str]] = ("", {})  # of the served collection
         self._client = self._ask(MilvusClient, **server, dedicated=True)
         if server["db_name"] != "default":
             self._collections()  # a collection of a database that is not there is merely not found
 
-    def _ask(self, question: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Ask, and again where nobody answers or the server is not ready, within the time."""
-        began, pause = time.monotonic(), 0.05
-        while True:
-            now = time.monotonic()
-            if now > stores.stop_at():
-                raise stores.TooSlow(f"Reading {self.address} takes too long. Ask for less.")
-            try:
-                left = max(0.5, min(self._timeout - (now - began), stores.stop_at() - now))
-                return question(*given, **named, timeout=left)
-            except (MilvusException, grpc.RpcError, ValueError) as error:
-                if not is_away(error):
-                    raise StoreError(f"{self.address}: Milvus refuses: {sentence(error)}") from None
-                if time.monotonic() - began + pause > self._timeout:
-                    raise stores.StoreUnavailable(
-                        f"Milvus does not answer for {self.address}: {sentence(error)} Try again in a moment."
-                        f"{hint(error, self._server)}"
-                    ) from None
-            time.sleep(pause)
-            pause = min(2 * pause, 2.0)
+    def _limit(self, seconds: float) -> dict[str, Any]:
+        return {"timeout": seconds}
+
+    def _fault(self, error: Exception) -> tuple[bool, str]:
+        away = is_away(error)
+        again = f" Try again in a moment.{hint(error, self._server)}" if away else ""
+        return away, f"{sentence(error)}{again}"
 
     # Collections
 

@@ -56,7 +56,7 @@ class QdrantPlace(stores.RemotePlace):
             timeout=max(1, round(self._timeout)),
             check_compatibility=False,
         )
-        return QdrantStore(client, str(self.address), self.name, exact=self._exact)
+        return QdrantStore(client, str(self.address), self.name, self._timeout, self._exact)
 
 
 class QdrantLocalPlace(stores.RemotePlace):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +18,8 @@ from qdrant_client.http.exceptions import (
 from retrieval import StoreError, stores
 
 Floats = NDArray[np.float32]
-T = TypeVar("T")
 
 BATCH_BYTES = 8 << 20
-ATTEMPTS = 6
 PASSING = (408, 429, 500, 502, 503, 504)
 EXACT = 1 << 53  # whole numbers below are themselves as float64
 PLAIN = models.PayloadSelectorExclude(exclude=["arrays"])
@@ -42,10 +39,12 @@ class QdrantStore(stores.RemoteStore):
         client: connected.
         address: what sentences call the index.
         name: of the index: the alias.
+        timeout: seconds that one question may take.
         exact: whether a server looks at every vector, rather than at Qdrant's graph.
         local: whether it is the in-process mode.
     """
 
+    engine, errors = "Qdrant", (ApiException, ValueError)
     separator = "~"
 
     def __init__(
@@ -53,37 +52,22 @@ class QdrantStore(stores.RemoteStore):
         client: QdrantClient,
         address: str,
         name: str,
-        *,
+        timeout: float = 30.0,
         exact: bool = True,
         local: bool = False,
     ) -> None:
         super().__init__(address, name)
-        self._client, self._local = client, local
+        self._client, self.timeout = client, timeout
         self._search_params = models.SearchParams(exact=True) if exact and not local else None
         self._consistency = None if local else models.ReadConsistencyType.ALL
 
-    def _ask(self, question: Callable[..., T], *given: Any, **named: Any) -> T:
-        """Ask, and again where nobody answers: everything that is asked can be asked twice."""
-        for attempt in range(ATTEMPTS):
-            if time.monotonic() > stores.stop_at():
-                raise stores.TooSlow(f"Reading {self.address} takes too long. Ask for less.")
-            try:
-                return question(*given, **named)
-            except (ResponseHandlingException, UnexpectedResponse) as error:
-                status = error.status_code if isinstance(error, UnexpectedResponse) else 503
-                if status not in PASSING:
-                    raise self._refused(error) from None
-                if attempt + 1 == ATTEMPTS:
-                    raise stores.StoreUnavailable(
-                        f"Qdrant does not answer for {self.address}: {_sentence(error)} Try again in a moment."
-                    ) from None
-            except (ApiException, ValueError) as error:
-                raise self._refused(error) from None
-            time.sleep(0.05 * 2**attempt)
-        raise AssertionError
-
-    def _refused(self, error: Exception) -> StoreError:
-        return StoreError(f"{self.address}: Qdrant refuses: {_sentence(error)}")
+    def _fault(self, error: Exception) -> tuple[bool, str]:
+        text = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        status = error.status_code if isinstance(error, UnexpectedResponse) else 503
+        away = (
+            isinstance(error, ResponseHandlingException | UnexpectedResponse) and status in PASSING
+        )
+        return away, f"{text}." + " Try again in a moment." * away
 
     # Collections
 
@@ -279,11 +263,6 @@ def _compared(key: str, op: str, value: Any) -> models.FieldCondition | None:
         return None
     bounds = {"gte": value, "lte": value} if op == "=" else {RANGES[op]: value}
     return models.FieldCondition(key=key, range=models.Range(**bounds))
-
-
-def _sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())[:300].rstrip(".")
-    return f"{text or type(error).__name__}."
 
 
 def _point_of(row: stores.Row, generation: stores.Generation) -> models.PointStruct:

@@ -295,7 +295,7 @@ def test_a_server_that_goes_away_comes_back(milvus: Any, verb: Any, tmp_path: Pa
         with refused.value as answer:
             assert answer.code == 503
         milvus.start()
-        store._timeout = 60.0
+        store.timeout = 60.0
         ids = {one.id for one in store.scan()}
         assert len(ids) == 31 and "late" in ids and store.count() == 31
         (found,) = store.search(item("late", 0, bundle).vector[None], 40, sha256)

@@ -16,13 +16,14 @@ import hashlib
 import heapq
 import os
 import threading
+import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -38,8 +39,11 @@ from retrieval.serving.store.contract import (
     Item,
     Stats,
     Store,
+    StoreUnavailable,
     Superseded,
+    TooSlow,
     spans_of,
+    stop_at,
 )
 from retrieval.serving.store.items import check_queries, checked, refuse_fields, usable
 from retrieval.serving.store.local import write_copy
@@ -72,7 +76,7 @@ class Row:
     arrays: Mapping[str, Floats]
 
     def split(self, generation: Generation) -> tuple[dict[str, Any], list[Floats]]:
-        """Return the record, with what arrays the vectors do not hold, and a vector per sub-space."""
+        """Return the record, with arrays that no vector holds, and a vector per sub-space."""
         if not self.arrays:
             return dict(self.record), []
         vectors = [self.arrays[VECTOR][start:stop] for start, stop in generation.spans]
@@ -130,18 +134,24 @@ class RemoteStore(Store):
     """A store over an engine; a subclass says how to talk to it, in the methods without a body.
 
     Collections are those of generations; the register looks like one, `REGISTER`, whose rows have
-    no arrays. `where` is a list of the engine's own conditions, as `_express` makes them, all of which must hold.
+    no arrays. `where` is a list of the engine's own conditions, all of which must hold.
 
     Args:
         address: what sentences call the index.
         name: of the index in the engine: the alias.
 
     Attributes:
+        engine: its name.
+        errors: what its client raises.
+        timeout: seconds that one question may take, with what is asked again meanwhile.
         separator: what stands between the parts of a collection's name; no index's name has it.
         most_found: how many items one search finds at most.
     """
 
     capabilities = frozenset({"originals", "left_out", "snapshot"})
+    engine: ClassVar[str]
+    errors: ClassVar[tuple[type[Exception], ...]]
+    timeout: float
     separator = "__"
     most_found = 1 << 31
 
@@ -156,6 +166,38 @@ class RemoteStore(Store):
         self._state, self._inside, self._closed = threading.Condition(), list[int](), False
 
     # What an engine does
+
+    def _ask(self, question: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """Ask the engine, and again where nobody answers, within `timeout`.
+
+        Everything that is asked can be asked twice.
+        """
+        began, pause = time.monotonic(), 0.05
+        while True:
+            now = time.monotonic()
+            if now > stop_at():
+                raise TooSlow(f"Reading {self.address} takes too long. Ask for less.")
+            try:
+                left = min(self.timeout - (now - began), stop_at() - now)
+                return question(*given, **named, **self._limit(max(0.5, left)))
+            except self.errors as error:
+                away, text = self._fault(error)
+                if not away:
+                    raise StoreError(f"{self.address}: {self.engine} refuses: {text}") from None
+                if time.monotonic() - began + pause > self.timeout:
+                    raise StoreUnavailable(
+                        f"{self.engine} does not answer for {self.address}: {text}"
+                    ) from None
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
+
+    def _limit(self, seconds: float) -> dict[str, Any]:
+        """Return what bounds the time of one question, where the client takes such."""
+        return {}
+
+    @abstractmethod
+    def _fault(self, error: Exception) -> tuple[bool, str]:
+        """Return whether an error means that nobody answers, and what it says, as a sentence."""
 
     @abstractmethod
     def _alias(self) -> str | None:
@@ -205,7 +247,7 @@ class RemoteStore(Store):
         limit: int,
         arrays: bool,
     ) -> list[Row]:
-        """Return the first rows behind an id, in an order that stays; fewer than `limit` at the end."""
+        """Return the first rows behind an id, in an order that stays; fewer at the end."""
 
     @abstractmethod
     def _count(self, generation: Generation, where: Sequence[Any]) -> int:
@@ -533,7 +575,7 @@ class RemoteStore(Store):
         count: int,
         where: Filter | None,
     ) -> list[list[str]]:
-        """Return what `_nearest` does where the engine cannot decide the filter: look at each item."""
+        """Return what `_nearest` does, by looking at each item that matches."""
         best: list[list[tuple[float, str]]] = [[] for _ in queries]
         for rows in self._matching(served, where, True):
             if rows := [row for row in rows if row.arrays]:
