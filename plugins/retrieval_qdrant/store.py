@@ -109,10 +109,9 @@ class QdrantStore(stores.RemoteStore):
         self._ask(self._client.set_payload, self.collection(0), payload, points=[NOTES], wait=True)
 
     def _notes(self) -> dict[str, Any]:
-        (found,) = self._retrieve(0, [NOTES]) or [None]
-        if found is None:
-            raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
-        return dict(found.payload or {})
+        for found in self._retrieve(0, [NOTES]):
+            return dict(found.payload or {})
+        raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
 
     # Items
 
@@ -128,7 +127,7 @@ class QdrantStore(stores.RemoteStore):
     ) -> list[models.Record]:
         if not points:
             return []
-        return self._ask(
+        found: list[models.Record] = self._ask(
             self._client.retrieve,
             self.collection(number),
             points,
@@ -136,6 +135,7 @@ class QdrantStore(stores.RemoteStore):
             with_vectors=arrays,
             consistency=self._consistency,
         )
+        return found
 
     def _put(self, generation: stores.Generation, rows: Sequence[stores.Row]) -> None:
         points, size = [], 0
@@ -166,30 +166,17 @@ class QdrantStore(stores.RemoteStore):
         arrays: bool,
     ) -> list[stores.Row]:
         start = None if after is None else point_of(after)
-        points, _ = self._scroll(
-            generation, where, start, limit + 1, arrays, True if arrays else PLAIN
-        )
-        return [_row(one) for one in points if one.id != start][:limit]
-
-    def _scroll(
-        self,
-        generation: stores.Generation,
-        where: Sequence[Any],
-        start: Any,
-        limit: int,
-        arrays: bool,
-        payload: Any,
-    ) -> tuple[list[models.Record], Any]:
-        return self._ask(
+        points, _ = self._ask(
             self._client.scroll,
             self.collection(generation.number),
             models.Filter(must=list(where)),
-            offset=start,
-            limit=limit,
-            with_payload=payload,
+            offset=start,  # itself, where it is there
+            limit=limit + 1,
+            with_payload=True if arrays else PLAIN,
             with_vectors=arrays,
             consistency=self._consistency,
         )
+        return [_row(one) for one in points if one.id != start][:limit]
 
     def _count(self, generation: stores.Generation, where: Sequence[Any]) -> int:
         name, chosen = self.collection(generation.number), models.Filter(must=list(where))
@@ -272,5 +259,5 @@ def _point_of(row: stores.Row, generation: stores.Generation) -> models.PointStr
 
 
 def _row(point: models.Record) -> stores.Row:
-    vectors = point.vector if isinstance(point.vector, dict) else {}
+    vectors: Any = point.vector if isinstance(point.vector, dict) else {}
     return stores.Row.joined(point.payload or {}, vectors.get("v0"))

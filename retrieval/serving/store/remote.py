@@ -115,7 +115,7 @@ def _used(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
     """Make a method refuse a closed store, and `close` wait for it."""
 
     @wraps(method)
-    def call(self: S, *given: P.args, **named: P.kwargs) -> R:
+    def call(self: S, /, *given: P.args, **named: P.kwargs) -> R:
         with self._state:
             if self._closed and threading.get_ident() not in self._inside:
                 raise StoreError(f"{self.address} was closed.")
@@ -435,7 +435,7 @@ class RemoteStore(Store):
     @_used
     def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
         """Delete items; see `Store`."""
-        named = usable(dict.fromkeys(ids))
+        named, deleted = usable(dict.fromkeys(ids)), set[str]()
         with self._turn:
             while True:
                 served = self._writable()
@@ -446,10 +446,11 @@ class RemoteStore(Store):
                         gone |= {row.record["id"]: row for row in rows}
                 if gone:
                     self._erase(served, list(gone))
+                    deleted |= gone.keys()
                 for row in gone.values():
                     self._drop_pieces(row.record["version"], row.record["pieces"])
                 if self._current().number == served.number:  # else it may have come too late
-                    return len(gone)
+                    return len(deleted)
 
     def _superseded(self) -> Superseded:
         return Superseded(f"The index {self.address} is served with another bundle by now.")
@@ -474,9 +475,8 @@ class RemoteStore(Store):
         """Split a filter into the engine's conditions and what is looked at item by item."""
         parts = () if where is None else where.parts if isinstance(where, And) else (where,)
         made = [(part, self._express(part)) for part in parts]
-        return [own for _, own in made if own is not None], [
-            part for part, own in made if own is None
-        ]
+        rest = [part for part, own in made if own is None]
+        return [own for _, own in made if own is not None], rest
 
     def _matching(
         self,
