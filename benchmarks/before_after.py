@@ -115,7 +115,7 @@ class Checkout:
         """Start a server for an index of photos, encoded by what was trained last."""
         bundle, index = self.folder / "bundle", self.folder / "index"
         self.run("retrieval", "export", self.folder / "run", "--output", bundle)
-        self.run("retrieval", "index", bundle, photos, "--output", index)
+        self.run("retrieval", "index", "create", index, photos, "--bundle", bundle)
         process = self.start("retrieval", "serve", index, "--port", 0, "--workers", 2, stdout=subprocess.PIPE)
         assert process.stdout is not None
         server = Server(process, int(process.stdout.readline().split("/ ")[0].rsplit(":", 1)[1]))

@@ -27,8 +27,7 @@ from typing import Any
 from retrieval.errors import RetrievalError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import as_filter
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store import record
 from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.local import LocalStore
@@ -111,10 +110,10 @@ def look(folder: Path, name: str, state: State, bundles: list[Bundle]) -> tuple[
     """Return what an index does after damage, and what it says."""
     try:
         with open_index(folder, threads=1) as index:
-            if not isinstance(index, LivingIndex):
+            if not isinstance(index, Index):
                 return "silent", "not a living index"
             wrong = differences(index.store, state, bundles, 0)
-            if index.sha256 != name:
+            if index.identity != name:
                 wrong.append("its own id")
             if not wrong and len(index.search(bundles[0].encode(item_of("id5", 1, 0).arrays["features"][None]).query[0], 5, where=as_filter("price < 5"))) != 5:  # fmt: skip
                 wrong = ["search"]

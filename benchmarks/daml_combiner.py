@@ -107,7 +107,7 @@ def trained(folder: Path, overrides: list[str]) -> Path:
     from retrieval.export.export_run import export_run
     from retrieval.recipe.read import read_recipe
     from retrieval.run.open import load_run
-    from retrieval.serving.index.build import write_index
+    from retrieval.serving.index.creating import create_index
     from retrieval.training.trainer import train
 
     recipe = folder.with_suffix(".toml")
@@ -128,7 +128,7 @@ def trained(folder: Path, overrides: list[str]) -> Path:
             Image.fromarray(np.asarray(run.dataset[int(i)])).save(partial / f"{i:05d}.png")
         partial.rename(photos)
     if not (folder / "index").is_dir():
-        write_index(folder / "bundle", [photos], folder / "index", backend="flat")
+        create_index(folder / "index", folder / "bundle", [photos], backend="flat")
     return folder
 
 
@@ -136,7 +136,7 @@ def served(folder: Path) -> dict[str, Any]:
     """Search the index for some of its images, with few candidates and with all, and rank them with torch too."""
     from retrieval.data.encode import encode
     from retrieval.run.open import load_run
-    from retrieval.serving.index.open import open_index
+    from retrieval.serving.index.index import open_index
 
     run = load_run(folder)
     log = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
@@ -160,9 +160,9 @@ def served(folder: Path) -> dict[str, Any]:
             pixels = np.stack([index.bundle.preprocess(files[row])])
             encoded = index.bundle.encode(pixels)
             exhaustive = index.search(encoded, 10, candidates=len(rows))[0]
-            truth = [hit.key for hit in exhaustive]
+            truth = [hit.id for hit in exhaustive]
             for number, kept in overlaps.items():
-                keys = [hit.key for hit in index.search(encoded, 10, candidates=number)[0]]
+                keys = [hit.id for hit in index.search(encoded, 10, candidates=number)[0]]
                 kept.append(len(set(keys) & set(truth)) / 10)
             distances = combiner.compute_mat(codes[row : row + 1], codes)[0]
             order = distances.argsort(stable=True)[:10].tolist()
@@ -170,7 +170,7 @@ def served(folder: Path) -> dict[str, Any]:
             same.append([Path(key).name for key in truth] == expected)
             wider.append(len({Path(key).name for key in truth} & set(expected)) / 10)
             places = {file.name: i for i, file in enumerate(files)}
-            gaps += [abs(hit.distance - distances[places[Path(hit.key).name]].item()) for hit in exhaustive]
+            gaps += [abs(hit.distance - distances[places[Path(hit.id).name]].item()) for hit in exhaustive]
         found["overlap"] = {str(number): statistics.mean(kept) for number, kept in overlaps.items()}
         found["same_order"], found["same_ten"], found["gap"] = (
             statistics.mean(same),

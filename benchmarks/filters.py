@@ -29,7 +29,7 @@ from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import Wanted
 from retrieval.serving.store.writing import create_local
 
-from opening import make_bundle
+from scaled_bundle import make_bundle
 from store_verbs import shares
 
 RESULTS = Path(__file__).parent / "results"

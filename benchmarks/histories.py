@@ -29,8 +29,7 @@ from typing import Any
 
 import numpy as np
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store import searches, upkeep
 from retrieval.serving.store.contract import FEATURES, VECTOR, Item, widths_of
 from retrieval.serving.store.testing import make_bundle
@@ -111,7 +110,7 @@ class State:
         return [(ids[at], float(distances[at]), chosen[ids[at]][1]) for at in order]
 
 
-def read(index: LivingIndex, counts: Counts, seed: int) -> list[Answer]:
+def read(index: Index, counts: Counts, seed: int) -> list[Answer]:
     """Ask until told to stop; return what was answered."""
     random = np.random.default_rng(seed)
     kinds = ["search", "search", "search cheap", "count", "count cheap", "get"]
@@ -135,7 +134,7 @@ def read(index: LivingIndex, counts: Counts, seed: int) -> list[Answer]:
 
 
 def write(
-    index: LivingIndex, counts: Counts, bundles: list[Path], seconds: float, seed: int, history: list[Change]
+    index: Index, counts: Counts, bundles: list[Path], seconds: float, seed: int, history: list[Change]
 ) -> None:
     """Write until the time is over; operations go into the history, number 1 first."""
     random = np.random.default_rng(seed)
@@ -163,7 +162,7 @@ def write(
         counts.numbers[1] = len(history)
 
 
-def _do(index: LivingIndex, change: Change, bundles: list[Path]) -> None:
+def _do(index: Index, change: Change, bundles: list[Path]) -> None:
     kind, what = change
     if kind == "upsert":
         features = np.array([one for one, _ in what.values()], np.float32)
@@ -185,7 +184,7 @@ def _do(index: LivingIndex, change: Change, bundles: list[Path]) -> None:
         _serve(index, Bundle.open(bundles[what], threads=1))
 
 
-def _serve(index: LivingIndex, bundle: Bundle) -> None:
+def _serve(index: Index, bundle: Bundle) -> None:
     """Embed all items with another bundle, keep their features for the next one, serve that, and drop the one before."""
     store = index.store
     generation = store.begin(bundle, widths_of(bundle, features=NUMBERS))
@@ -242,7 +241,6 @@ def run(folder: Path, seconds: float, seed: int, threads: int = 8, processes: in
     create_local(folder / "index", opened[0], widths_of(opened[0], features=NUMBERS))
     counts = Counts(folder / "counts")
     with small_segments(), open_index(folder / "index", threads=1) as index:
-        assert isinstance(index, LivingIndex)
         history: list[Change] = [
             ("upsert", {"id 0": ((0,) * NUMBERS, 19)})
         ]  # so that the field price is known
@@ -305,7 +303,6 @@ def render(kept: list[dict[str, Any]]) -> str:
 
 def _reader(folder: Path, seed: int) -> None:
     with small_segments(), open_index(folder / "index", threads=1) as index:
-        assert isinstance(index, LivingIndex)
         (folder / f"ready {seed}").touch()
         answers = read(index, Counts(folder / "counts"), seed)
     (folder / f"answers {seed}").write_bytes(pickle.dumps([vars(one) for one in answers]))

@@ -21,7 +21,7 @@ from retrieval.serving.store.contract import Generation, Item, widths_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import Wanted
 
-from opening import make_bundle
+from scaled_bundle import make_bundle
 
 WIDTH, BUNDLES, FLUSH, LEAST = 8, 3, 32, 48
 IDS = 400

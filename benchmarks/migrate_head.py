@@ -34,7 +34,7 @@ from PIL import Image
 from retrieval.host.files import write_text
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.images import Preprocessing
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from retrieval.serving.manifest import DistanceEntry, Input, Manifest, SplitEntry, Verified, write_manifest
 from retrieval.serving.store.contract import FEATURES, VECTOR, Item, widths_of
 from retrieval.serving.store.structure import Wanted
@@ -112,7 +112,7 @@ def filled(path: Path, old: Bundle, count: int, width: int) -> None:
     """Write an index of so many items that keeps features, with the metadata that a shop would have."""
     flat = Wanted("flat", {})  # a structure is built afterwards in the background, however long it takes
     create_local(path, old, widths_of(old, features=width), structure=flat)
-    with LivingIndex.open(path, threads=1) as index:
+    with Index.open(path, threads=1) as index:
         number = 0
         for block in blocks(count, width):
             vectors = old.encode_features(block, batch=1024).vector
@@ -157,7 +157,7 @@ def by_originals(work: Path, width: int) -> dict[str, float]:
     old = Bundle.open(work / "old", threads=1)
     create_local(work / "small", old, widths_of(old))
     row: dict[str, float] = {}
-    with LivingIndex.open(work / "small", threads=1) as index:
+    with Index.open(work / "small", threads=1) as index:
         index.add(work / "photos", progress=False)
         with timed(row):
             index.migrate(Bundle.open(work / "new", threads=1), progress=False)
@@ -172,7 +172,7 @@ def measured(work: Path, count: int, width: int) -> dict[str, Any]:
     new = Bundle.open(bundle(work / "new", width, 2), threads=1)
     filled(work / "index", old, count, width)
     row: dict[str, float] = {}
-    with LivingIndex.open(work / "index", threads=1) as index:
+    with Index.open(work / "index", threads=1) as index:
         before = index.stats().bytes
         with timed(row):
             done = index.migrate(new, progress=False)

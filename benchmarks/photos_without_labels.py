@@ -56,12 +56,12 @@ def main() -> None:
         with retrieval.open_index(folder / "photos.index") as index:
             found = index.search([np.asarray(one) for one in asked], k=NEAREST)
             right = [
-                [labels[int(Path(hit.key).stem)] == truth for hit in hits]
+                [labels[int(Path(hit.id).stem)] == truth for hit in hits]
                 for hits, truth in zip(found, wanted, strict=True)
             ]
             chosen = [int(np.flatnonzero(wanted == label)[0]) for label in range(10)]
             shown = [Image.fromarray(asked[number]) for number in chosen]
-            draw([[Image.fromarray(gallery[int(Path(hit.key).stem)]) for hit in found[number]] for number in chosen], shown,
+            draw([[Image.fromarray(gallery[int(Path(hit.id).stem)]) for hit in found[number]] for number in chosen], shown,
                  [right[number] for number in chosen], given.picture)  # fmt: skip
     count, first = int(np.sum(right)), int(np.sum([row[0] for row in right]))
     text = (

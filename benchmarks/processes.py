@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from retrieval.serving.store.contract import VECTOR, Item
 from retrieval.serving.store.testing.bundles import FEATURES, make_bundle
 
@@ -39,7 +39,7 @@ def make(folder: Path, count: int) -> Path:
     bundle, path = make_bundle(folder / "bundle", width=WIDTH), folder / "i"
     create_index(path, bundle, progress=False)
     opened, drawn = Bundle.open(bundle, threads=1), np.random.default_rng(0)
-    with LivingIndex.open(path, threads=1) as index:
+    with Index.open(path, threads=1) as index:
         for start in range(0, count, 50_000):
             features = drawn.normal(size=(min(50_000, count - start), FEATURES)).astype(np.float32)
             vectors = opened.encode(features).vector

@@ -27,7 +27,7 @@ class Local(System):
         from retrieval.serving.store.structure import Wanted
         from retrieval.serving.store.writing import create_local
 
-        from opening import make_bundle
+        from scaled_bundle import make_bundle
 
         make_bundle(folder / "bundle", vectors.shape[1], 1.0)
         wanted = Wanted(self.backend, self.options(len(vectors)))

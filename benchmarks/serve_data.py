@@ -218,9 +218,10 @@ def pixels(image: bytes, said: dict[str, Any]) -> Any:
     if said["resize"] is None:
         opened = opened.resize((width, height), method)
     else:
-        scale = said["resize"] / min(opened.size)
-        opened = opened.resize((round(opened.width * scale), round(opened.height * scale)), method)
-        left, top = (opened.width - width) // 2, (opened.height - height) // 2
+        shorter, (wide, high) = said["resize"], opened.size
+        longer = int(shorter * max(wide, high) / min(wide, high))
+        opened = opened.resize((shorter, longer) if wide <= high else (longer, shorter), method)
+        left, top = round((opened.width - width) / 2), round((opened.height - height) / 2)
         opened = opened.crop((left, top, left + width, top + height))
     array = np.asarray(opened)
     return np.ascontiguousarray(array[None] if said["channels"] == 1 else array.transpose(2, 0, 1))[None]

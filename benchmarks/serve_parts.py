@@ -29,9 +29,8 @@ from retrieval.serving.http.app import create_app
 from retrieval.serving.http.pool import Job
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Settings
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.open import open_index
-from retrieval.serving.local.exact import nearest
+from retrieval.serving.index.index import Index, open_index
+from retrieval.serving.store.search import nearest
 
 from serve_contestants import Searcher as ByHand
 from serve_data import pixels

@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
 
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from retrieval.serving.store.structure import Wanted
 
 from serve_data import Work, works
@@ -50,10 +50,10 @@ def with_structure(work: Work, backend: str, folder: Path) -> Work:
     """Return a work over a copy of its index with another structure."""
     made = folder / backend
     made.mkdir()
-    with LivingIndex.open(work.folder / "index", threads=1) as index:
+    with Index.open(work.folder / "index", threads=1) as index:
         index.snapshot(made / "index")
     (made / "queries").symlink_to(work.folder / "queries")
-    with LivingIndex.open(made / "index", threads=2) as index:
+    with Index.open(made / "index", threads=2) as index:
         index.store.restructure(Wanted(backend, STRUCTURES[backend]))
         index.store.compact()
     return Work(made, None, work.many)

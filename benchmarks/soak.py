@@ -35,7 +35,7 @@ from retrieval.client.synchronous import Client
 from retrieval.errors import ServerError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from retrieval.serving.store.testing.bundles import FEATURES, make_bundle
 
 from soak_server import Server
@@ -231,7 +231,7 @@ def differences(index: Path, bundle: Bundle, records: list[Record], seed: int) -
     if checked.returncode or "is whole" not in checked.stdout:
         wrong.append(f"check: {checked.stdout}{checked.stderr}")
     known = {id: values for record in records for id, values in record.known.items()}
-    with LivingIndex.open(index, threads=1) as opened:
+    with Index.open(index, threads=1) as opened:
         there = opened.get([item.id for item in opened.scan(limit=1_000_000)], arrays=True)
         for id in known.keys() | there.keys():
             item = there.get(id)

@@ -31,7 +31,7 @@ class Local(System):
 
         self.item, self.parse = Item, parse_filter
         if not (self.folder / "index").exists():
-            from opening import make_bundle
+            from scaled_bundle import make_bundle
 
             make_bundle(self.folder / "bundle", self.width, 1.0)
             bundle = Bundle.open(self.folder / "bundle")

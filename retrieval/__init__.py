@@ -14,8 +14,10 @@ function is told what is being done, how much of it is done, and how much there 
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
+from retrieval.host.cores import limit_threads
 from retrieval.host.hookspecs import hookimpl
 from retrieval.host.lazy import lazy
 
@@ -66,10 +68,9 @@ if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle, open_bundle
     from retrieval.serving.http.server import serve
     from retrieval.serving.images import Preprocessing
-    from retrieval.serving.index.base import Index
-    from retrieval.serving.index.build import build_index
     from retrieval.serving.index.contract import IndexBackend
-    from retrieval.serving.index.open import open_index
+    from retrieval.serving.index.creating import build_index
+    from retrieval.serving.index.index import Index, open_index
     from retrieval.serving.store.contract import Item, Store
     from retrieval.training.comparison.compare import compare
     from retrieval.training.train import train
@@ -137,6 +138,11 @@ __all__ = [
     "verify_run",
 ]
 
+# Both count only before the libraries that read them are loaded: the first use of a name below loads them.
+# Without the first, ONNX Runtime looks up its maker's host at the first search and writes to the home folder.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+limit_threads()
+
 _load, _ = lazy(
     __name__,
     {
@@ -182,10 +188,9 @@ _load, _ = lazy(
         "retrieval.serving.bundle": ["Bundle", "open_bundle"],
         "retrieval.serving.http.server": ["serve"],
         "retrieval.serving.images": ["Preprocessing"],
-        "retrieval.serving.index.build": ["build_index"],
         "retrieval.serving.index.contract": ["IndexBackend"],
-        "retrieval.serving.index.base": ["Index"],
-        "retrieval.serving.index.open": ["open_index"],
+        "retrieval.serving.index.creating": ["build_index"],
+        "retrieval.serving.index.index": ["Index", "open_index"],
         "retrieval.serving.store.contract": ["Item", "Store"],
         "retrieval.training.comparison.compare": ["compare"],
         "retrieval.training.train": ["train"],

@@ -105,6 +105,20 @@ def by_loops(name: str, learner: Any, x: Any, y: Any) -> float:
     return math.dist(*codes)
 
 
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "core.pca"])  # which ignores labels
+def test_a_missing_label_is_no_class_to_learn(name: str, wine: Any) -> None:
+    x, y = wine
+    text = [f"class {number}" for number in y]
+    for gap in (math.nan, None):
+        for labels in (text, y.tolist()):
+            with pytest.raises(ValueError, match=r"1 of 178 labels is missing .* in row 3 from 0 on"):
+                FACTORIES[name].make(**SMALL[name]).fit(x, [*labels[:3], gap, *labels[4:]])
+    with pytest.raises(
+        ValueError, match=r"labels are of two kinds.* row 0 is 'class 0' .* row 3 is 0 \(int\)"
+    ):
+        FACTORIES[name].make(**SMALL[name]).fit(x, [*text[:3], 0, *text[4:]])
+
+
 @each
 def test_pair_distance_and_metric_by_loops(name: str, fitted: Any, wine: Any) -> None:
     learner, x = fitted(name), wine[0]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import io
 import os
 import struct
@@ -14,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from retrieval.client.images import image_bytes
 from retrieval.errors import DataError
 from retrieval.serving.image_files import find_images
-from retrieval.serving.images import Limits, Preprocessing, decode, from_array, to_mode
+from retrieval.serving.images import Limits, Preprocessing, decode, from_array, thumbnail, to_mode, to_png
 
 
 def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
@@ -164,12 +166,133 @@ def test_sixteen_bit_grey_is_scaled_to_eight():
     assert dark.max() <= 1  # not taken for an 8-bit image, however dark
 
 
-def test_float_grey():
-    unit = Image.fromarray(np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4))
-    bytes_ = Image.fromarray(np.linspace(0, 255, 16, dtype=np.float32).reshape(4, 4))
-    assert np.abs(np.asarray(to_mode(unit, "L")).astype(int) - np.asarray(to_mode(bytes_, "L"))).max() <= 1
-    hole = np.full((2, 2), np.nan, dtype=np.float32)
-    assert np.asarray(to_mode(Image.fromarray(hole), "RGB")).max() == 0
+@pytest.mark.parametrize("top", [1, 1.02, 255, 256])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_grey_without_a_fixed_range_is_refused_whatever_its_pixels(top, dtype, tmp_path):
+    image = Image.fromarray(np.linspace(0, top, 16).reshape(4, 4).astype(dtype))
+    path = tmp_path / "microscope.tif"
+    image.save(path)
+    for channels in (1, 3):
+        with pytest.raises(DataError, match=r"an image is .* grey \(mode [FI]\).*save it as 8-bit"):
+            Preprocessing((4, 4), channels)(image)
+    with pytest.raises(DataError, match=r"microscope\.tif is .* grey \(mode [FI]\).*save it as 8-bit"):
+        decode(path)
+
+
+def png(depth: int, colour: int, rows: np.ndarray, transparent: tuple[int, ...] = ()) -> bytes:
+    """A PNG of bytes (H, bytes a row), as Pillow does not write them."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    width = rows.shape[1] * 8 // depth // (3 if colour == 2 else 1)
+    header = struct.pack(">IIBBBBB", width, len(rows), depth, colour, 0, 0, 0)
+    key = chunk(b"tRNS", struct.pack(f">{len(transparent)}H", *transparent)) if transparent else b""
+    body = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + key + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+def big(values: list[int]) -> np.ndarray:
+    return np.array([values], ">u2").view(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("content", "grey"),
+    [
+        (png(8, 0, np.array([[87, 10]], np.uint8), (87,)), [255, 10]),
+        (png(1, 0, np.array([[0b01000000]], np.uint8), (0,)), [255] * 8),
+        (png(2, 0, np.array([[0b00011011]], np.uint8), (1,)), [0, 255, 170, 255]),
+        (png(4, 0, np.array([[0x1F]], np.uint8), (1,)), [255, 255]),
+        (png(16, 0, big([0, 1, 87 * 257, 88 * 257]), (0,)), [255, 0, 87, 88]),
+        (png(16, 0, big([0x1234, 0x1235, 0x5634]), (0x1234,)), [255, 0x12, 0x56]),
+        (png(16, 2, big([0x1234] * 3 + [0x3412] * 3), (0x1234,) * 3), [255, 0x34]),
+    ],
+)
+def test_the_transparent_value_of_a_png_is_white_at_every_depth(content, grey):
+    for mode in ("L", "RGB"):
+        assert np.asarray(to_mode(decode(content), mode)).reshape(len(grey), -1)[:, 0].tolist() == grey
+
+
+def test_sixteen_bits_are_the_same_in_every_format_and_byte_order():
+    values = np.array([[0, 255, 256, 4095], [4096, 22_359, 65_279, 65_535]], np.uint16)
+    wanted = (values >> 8).tolist()
+    tiff12 = b"II*\0\x14\0\0\0" + bytes.fromhex("0000ff100fff") + bytes(6)
+    tags = [(256, 3, 4), (257, 3, 1), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1)]
+    tags += [(278, 3, 1), (279, 4, 6)]
+    tiff12 += struct.pack("<H", len(tags))
+    tiff12 += b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags) + bytes(4)
+    assert np.asarray(to_mode(decode(tiff12), "L")).tolist() == [[0, 0x0F, 0x10, 0xFF]]
+    swapped = Image.frombytes("I;16B", (4, 2), values.astype(">u2").tobytes())
+    pgm = b"P5 4 2 65535\n" + values.astype(">u2").tobytes()
+    for content in (
+        encoded(Image.fromarray(values)),
+        encoded(Image.fromarray(values), "TIFF"),
+        encoded(swapped, "TIFF"),
+        pgm,
+    ):
+        assert np.asarray(to_mode(decode(content), "L")).tolist() == wanted
+        assert np.asarray(to_mode(decode(content), "RGB"))[:, :, 1].tolist() == wanted
+    assert np.asarray(to_mode(swapped, "L")).tolist() == wanted
+    colour = png(16, 2, np.repeat(values, 3, axis=1).astype(">u2").view(np.uint8))
+    assert np.asarray(to_mode(decode(colour), "RGB"))[:, :, 0].tolist() == wanted
+    dark = decode(b"P5 2 1 65535\n" + np.array([200, 255], ">u2").tobytes())
+    assert np.asarray(to_mode(dark, "L")).max() == 0  # by the file's range, not by its pixels
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "PA", "RGB", "RGBA", "RGBX", "La", "RGBa", "CMYK", "YCbCr", "HSV", "LAB", "I;16", "I;16B", "I;16L"])  # fmt: skip
+def test_every_mode_with_a_range_has_a_rule_that_depends_on_no_other_pixel(mode):
+    images = [Image.new("RGB", (2, 1)) if mode == "LAB" else Image.new(mode, (2, 1)) for _ in range(2)]
+    if mode == "LAB":
+        images = [
+            Image.frombytes("LAB", (2, 1), bytes([120, 10, 20, *other])) for other in ([0] * 3, [99] * 3)
+        ]
+    elif mode == "P":
+        for image in images:
+            image.putpalette([9, 9, 9, 250, 250, 250])
+        images[1].putpixel((1, 0), 1)
+    elif mode in ("La", "RGBa"):
+        images[1] = Image.frombytes(mode, (2, 1), bytes(images[1].tobytes()[:-1]) + b"\xff")
+    else:
+        bands = len(images[1].getbands())
+        images[1].putpixel((1, 0), 255 if bands == 1 else (200,) * bands)
+    for to in ("L", "RGB"):
+        one, other = (np.asarray(to_mode(image, to)) for image in images)
+        assert np.array_equal(one[:, 0], other[:, 0])
+
+
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "P", "LA", "PA", "RGB", "RGBA", "RGBX", "La", "RGBa", "CMYK", "YCbCr", "HSV", "LAB", "I;16", "I;16B", "I", "F"]
+)  # fmt: skip
+def test_a_client_leaves_the_rule_to_the_server(mode):
+    image = Image.new(mode, (2, 1))
+    if mode not in ("La", "LAB", "RGBa"):
+        image.putpixel((1, 0), 99 if len(image.getbands()) == 1 else (99,) * len(image.getbands()))
+    sent = image_bytes(image)
+    if mode in ("I", "F"):
+        with pytest.raises(DataError, match="save it as 8-bit"):
+            decode(sent)
+        return
+    for to in ("L", "RGB"):
+        assert np.array_equal(np.asarray(to_mode(decode(sent), to)), np.asarray(to_mode(image, to)))
+
+
+def test_whatever_shows_an_image_shows_what_a_model_gets():
+    pytest.importorskip("matplotlib")
+    from retrieval.data.datasets import ArrayDataset
+    from retrieval.evaluation.plot import _pixels
+    from retrieval.evaluation.report.pictures import Thumbnails
+
+    class Sixteen(ArrayDataset):
+        def __getitem__(self, index: int) -> Image.Image:
+            return image
+
+    image = Image.fromarray(np.array([[0, 87 * 257], [200, 65_535]], np.uint16))
+    wanted = np.asarray(to_mode(image, "RGB"))
+    assert np.array_equal(_pixels(image), wanted)
+    address = Thumbnails(Sixteen(np.zeros((1, 2, 2), np.uint8), ["a"]), 1)(0)
+    shown = [base64.b64decode(address.partition(",")[2]), to_png(image)]
+    assert all(np.array_equal(np.asarray(decode(each).convert("RGB")), wanted) for each in shown)
+    assert np.abs(np.asarray(decode(thumbnail(image))).astype(int) - wanted).max() < 90  # a JPEG of 2 × 2
 
 
 def test_transparency_lies_on_white():
@@ -259,9 +382,12 @@ def test_of_a_resized_image_only_a_part_is_made_and_that_to_the_last_bit(interpo
     for number, (width, height) in enumerate(sides):
         image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
         size = tuple(rng.integers(1, resize * 5 // 4, 2).tolist()) if number % 2 else (resize * 7 // 8,) * 2
-        scale = resize / min(image.size)
-        whole = image.resize((round(width * scale), round(height * scale)), resample)
-        left, top = (whole.width - size[1]) // 2, (whole.height - size[0]) // 2
+        longer = int(resize * max(image.size) / min(image.size))
+        whole = image.resize((resize, longer) if width <= height else (longer, resize), resample)
+        left, top = (
+            round((long - crop) / 2) if long >= crop else -((crop - long) // 2)
+            for long, crop in ((whole.width, size[1]), (whole.height, size[0]))
+        )
         expected = np.asarray(whole.crop((left, top, left + size[1], top + size[0]))).transpose(2, 0, 1)
         found = Preprocessing(size, interpolation=interpolation, resize=resize)(image)
         assert np.array_equal(found, expected), (image.size, size)
@@ -304,11 +430,6 @@ def test_one_number_normalises_every_channel():
     assert (grey.mean, grey.std) == ((0.0,), (1.0,))
     colour = Preprocessing((8, 8))  # as manifests have it
     assert (colour.mean, colour.std) == ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-
-
-def test_a_colour_space_without_conversion_is_a_sentence():
-    with pytest.raises(DataError, match="mode LAB cannot be converted to L"):
-        Preprocessing((2, 2), channels=1)(Image.new("LAB", (2, 2)))
 
 
 def test_from_array():

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from retrieval import LinearMap
+from retrieval.model.labels import learner_labels
 from retrieval.model.linear import class_codes, deviations
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 from threadpoolctl import threadpool_limits
@@ -72,7 +73,7 @@ class PairLearner(LinearMap):
                 one kind, or a parameter is out of its range.
         """
         self._refuse_parameters()
-        raw, labels = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        raw, labels = validate_data(self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2)
         codes = class_codes(labels, type(self).__name__)
         scale = self._scale(raw)
         x = raw / scale

@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from retrieval import LinearMap
+from retrieval.model.labels import learner_labels
 from retrieval.model.linear import class_codes, deviations
 from scipy.optimize import minimize
 from sklearn.utils.validation import check_array, validate_data
@@ -107,9 +108,9 @@ class NeighborhoodLearner(LinearMap):
     def _checked(self, X: ArrayLike, y: ArrayLike, *, reset: bool) -> tuple[Floats, NDArray[np.intp]]:
         self._refuse_parameters()
         if reset:
-            x, labels = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+            x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2)
         else:
-            x, labels = check_array(X, dtype=np.float64, ensure_min_samples=2), np.asarray(y)
+            x, labels = check_array(X, dtype=np.float64, ensure_min_samples=2), np.asarray(learner_labels(y))
             if len(labels) != len(x):
                 raise ValueError(f"There are {len(x)} items and {len(labels)} labels.")
         return x, class_codes(labels, type(self).__name__)

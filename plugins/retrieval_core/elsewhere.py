@@ -13,6 +13,8 @@ from PIL import Image
 from retrieval import DataError, Dataset, MissingDependency
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.error_lists import refuse, some
+from retrieval.data.gate import is_missing, usable
+from retrieval.data.splits import sides
 from retrieval.errors import did_you_mean
 from retrieval.serving.images import decode
 from retrieval.serving.index.origins import Source
@@ -225,9 +227,17 @@ def huggingface(
         feature = whole[side].features[label]
         texts = getattr(feature, "names", None)
         values = whole[side][label]
-        labels[name] = [str(texts[v]) if texts and isinstance(v, int) and 0 <= v < len(texts) else str(v) for v in values]  # fmt: skip
+        labels[name] = [_named(value, texts) for value in values]
         parts[name] = _Column(whole[side], image)
-    return _Parts(source, parts, labels)
+    return usable(_Parts(source, parts, labels), source)
+
+
+def _named(value: Any, names: Sequence[str] | None) -> str:
+    """Return a label of Hugging Face's as text; "" for none, which a column of named classes has as -1."""
+    if is_missing(value) or (names and value == -1):
+        return ""
+    named = names and isinstance(value, int) and 0 <= value < len(names)
+    return str(names[value]) if names and named else str(value)
 
 
 class _Column:
@@ -247,9 +257,9 @@ class _Shards(Dataset):
 
     def __init__(self, items: Sequence[Source], column: Mapping[str, list[str] | None]) -> None:
         self._items, self._local = items, threading.local()
-        self.labels = [str(item.label) for item in items]
+        self.labels = [item.label or "" for item in items]
         self.keys = [item.key for item in items]
-        self.splits, self.roles = column["split"], column["role"]
+        self.splits, self.roles = sides(column["split"]), column["role"]
         rows = [{k: v for k, v in item.metadata.items() if k not in column or column[k] is None} for item in items]  # fmt: skip
         self.metadata = rows if any(rows) else None
 
@@ -296,14 +306,11 @@ def shards(path: Path) -> Dataset:
         else item
         for item in collect(files, "image").items
     ]
-    without = [item.key for item in items if item.label is None]
-    if without:
-        refuse(str(path), [f"{len(without):,} of {len(items):,} items have no label: {some(without)}."])
     column = {
         name: [str(item.metadata[name] or "") for item in items] if all(name in item.metadata for item in items) else None
         for name in ("split", "role")
     }  # fmt: skip
-    return _Shards(items, column)
+    return usable(_Shards(items, column), str(path))
 
 
 def _reason(error: Exception) -> str:

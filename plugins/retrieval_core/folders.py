@@ -34,7 +34,7 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
     split = bool(top) and all(place.name.lower() in SIDES and _folders(place) for place in top)
     depth = 2 if split else 1  # folders above an image, its class the last of them
     found = find_images(folder)
-    files, notes = found.images, report_left_out(found, folder)
+    files, notes = found.images, report_left_out(found, folder, skip_bad)
     keys = [file.relative_to(folder) for file in files]
     stray = [key for key in keys if len(key.parts) <= depth]
     if stray:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 from retrieval import LinearMap
+from retrieval.model.labels import learner_labels
 from sklearn.decomposition import PCA as SklearnPCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
@@ -16,8 +16,6 @@ from sklearn.utils.validation import validate_data
 
 Floats = NDArray[np.floating[Any]]
 Count = Annotated[int, Field(ge=1)]
-FORMER_NAMES = {"components": "n_components"}
-"""What older recipes call a parameter."""
 
 
 class PCA(LinearMap):
@@ -31,8 +29,6 @@ class PCA(LinearMap):
         seed: seed of the randomised solver, which scikit-learn chooses for large data; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
-
-    former_names: ClassVar[Mapping[str, str]] = FORMER_NAMES
 
     def __init__(
         self,
@@ -71,8 +67,6 @@ class LDA(LinearMap):
             the lemma of Ledoit and Wolf. Above 0 it keeps many features with few items from fitting noise.
     """
 
-    former_names: ClassVar[Mapping[str, str]] = FORMER_NAMES
-
     def __init__(
         self,
         n_components: Count | None = None,
@@ -83,7 +77,7 @@ class LDA(LinearMap):
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,)."""
-        x, labels = validate_data(self, X, y, dtype=np.float64)
+        x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64)
         fitted = LinearDiscriminantAnalysis(
             "eigen", n_components=self.n_components, shrinkage=self.shrinkage
         ).fit(x, labels)
@@ -108,8 +102,6 @@ class NCA(LinearMap):
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
 
-    former_names: ClassVar[Mapping[str, str]] = FORMER_NAMES
-
     def __init__(
         self,
         n_components: Count | None = None,
@@ -128,7 +120,7 @@ class NCA(LinearMap):
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,)."""
-        x, labels = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2)
         fitted = NeighborhoodComponentsAnalysis(
             self.n_components,
             init=self.init,

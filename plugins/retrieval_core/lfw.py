@@ -54,7 +54,7 @@ def lfw_people(
         raise DataError(f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}.")
     found = find_images(folder)
     found.left_out.pop(NO_IMAGE, None)  # the lists, and what else comes with the archive
-    files, notes = found.images, report_left_out(found, folder)
+    files, notes = found.images, report_left_out(found, folder, skip_bad)
     keys = [file.relative_to(folder).as_posix() for file in files]
     problems = _name_problems(keys)
     if view == "none":
@@ -102,7 +102,9 @@ def _sides(
     """Return the side of each item that a view has; what is wrong with the lists is added to `problems`."""
     word = "pairs" if restricted else "people"
     names = [f"{word}.txt"] if view == "folds" else [f"{word}DevTrain.txt", f"{word}DevTest.txt"]
-    places = [folder, folder.resolve().parent] if around else [folder]
+    # around a folder that is a link: where the link is, and where its target is
+    near = [folder.absolute().parent, folder.resolve().parent] if around else []
+    places = list(dict.fromkeys([folder, *near]))
     found = {name: next((p / name for p in places if (p / name).is_file()), None) for name in names}
     missing = [name for name, path in found.items() if path is None]
     if missing:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from retrieval import DataError, Dataset
 from retrieval.data.datasets import FileDataset
 from retrieval.data.error_lists import refuse
 from retrieval.data.readable import ADVICE, skip_unreadable
-from retrieval.data.splits import ROLES, SPLITS
+from retrieval.data.splits import ROLES, SPLITS, sides
 from retrieval.errors import did_you_mean
-from retrieval.serving.files.columns import typed
+from retrieval.serving.files.columns import is_missing_text, typed
+from retrieval.serving.files.csv_table import CsvTable, Row
 
 REQUIRED = ("path", "label")
 OPTIONAL = ("split", "role")
@@ -23,8 +21,9 @@ def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -
     """Read a CSV file with a header line: `path,label[,split][,role]` and any further columns, kept as metadata: numbers and
     true or false as such where all of a column is, text otherwise.
 
-    `split` is train, validation or test; `role` is query, gallery or empty. The file is UTF-8, with commas, and
-    quotes where a value holds a comma.
+    `split` is train, validation (or val) or test; `role` is query, gallery or empty. The names of these columns, and what
+    `split` and `role` hold, may be in capitals. The file is UTF-8, with commas, and quotes where a value holds a comma. Paths
+    that Windows wrote (`a\\b.png`) are read.
 
     Args:
         manifest: the CSV file; a relative path starts where the command runs.
@@ -35,22 +34,23 @@ def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -
         DataError: with every problem of the file, by line.
     """
     root = manifest.parent if root is None else root
-    rows: list[dict[str, str]] = []
-    problems: list[str] = []
+    rows: list[Row] = []
+    table = _read(manifest, root)
+    problems = table.problems
     seen: dict[str, int] = {}
-    for line, row in _rows(manifest):
-        problem = row if isinstance(row, str) else _problem(row, root)
-        if not problem and isinstance(row, dict):
+    for line, row in table.rows:
+        problem = _problem(row, root)
+        if not problem:
             first = seen.setdefault(row["path"], line)
             if first == line:
                 rows.append(row)
                 continue
             problem = f"{row['path']} is listed in line {first} already."
-        problems.append(f"line {line}: {problem}")
-    if not rows and not problems:
-        problems.append("it lists no image.")
+        problems.append((line, problem))
     if problems:
-        refuse(str(manifest), problems)
+        refuse(str(manifest), [f"line {line}: {problem}" for line, problem in sorted(problems)])
+    if not rows:
+        refuse(str(manifest), ["it lists no image."])
     notes: list[str] = []
     if skip_bad:
         kept, notes = skip_unreadable([root / row["path"] for row in rows], str(manifest))
@@ -69,12 +69,13 @@ def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -
     )
 
 
-def _problem(row: dict[str, str], root: Path) -> str:
+def _problem(row: Row, root: Path) -> str:
     """Return what is wrong with a row, as one sentence; "" for nothing."""
     if not row["path"]:
         return "path is empty."
-    if not row["label"]:
-        return f"{row['path']} has no label."
+    if is_missing_text(row["label"]):
+        written = f": '{row['label']}' stands for a missing one" if row["label"] else ""
+        return f"{row['path']} has no label{written}."
     split, role = row.get("split"), row.get("role")
     if split is not None and split not in SPLITS and not (split == "" and role):
         return f"split must be {', '.join(SPLITS)}, not '{split}'.{did_you_mean(split, SPLITS)}"
@@ -88,55 +89,21 @@ def _problem(row: dict[str, str], root: Path) -> str:
     return ""
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, str] | str]]:
-    """Yield each row with its line number, or what is wrong with it.
+def _read(path: Path, root: Path) -> CsvTable:
+    """Return the file's rows, with sides and roles as the framework calls them.
 
     Raises:
-        DataError: the file cannot be read, is not UTF-8 text, or its header is wrong.
+        DataError: the file cannot be read, or its header is wrong.
     """
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader: Any = csv.reader(file, strict=True)
-            names = [name.strip() for name in next(reader, [])]
-            _check_header(path, names)
-            while True:
-                line = reader.line_num + 1
-                try:
-                    values = next(reader)
-                except StopIteration:
-                    return
-                if not values:
-                    continue
-                if len(values) == len(names):
-                    yield line, dict(zip(names, (value.strip() for value in values), strict=True))
-                else:
-                    yield line, f"it has {len(values)} values; the header names {len(names)} columns."
-    except FileNotFoundError:
-        raise DataError(
-            f"[data] manifest: {path} does not exist. Relative paths start at {Path.cwd()}."
-        ) from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
-    except csv.Error as error:
-        raise DataError(f"{path} is not valid CSV, near line {reader.line_num}: {error}.") from error
-
-
-def _check_header(path: Path, names: list[str]) -> None:
-    problems = []
-    for name in REQUIRED:
-        if name not in names:
-            there = ", ".join(names) or "none"
-            problems.append(
-                f"the header has no column '{name}' (it has: {there}).{did_you_mean(name, names)}"
-            )
-    problems += [
-        f"the header names '{name}' twice." for name in sorted({n for n in names if names.count(n) > 1})
-    ]
-    if any(not name for name in names):
-        problems.append("the header has a column without a name.")
-    if problems and len(names) == 1 and any(mark in names[0] for mark in ";\t|"):
-        problems = ["its columns must be separated by commas."]
-    if problems:
-        refuse(f"{path}, line 1", problems)
+    if not path.exists():
+        raise DataError(f"[data] manifest: {path} does not exist. Relative paths start at {Path.cwd()}.")
+    table = CsvTable(str(path), REQUIRED, lambda: path.open("rb"))
+    table.files(root)
+    if "split" in table.columns:
+        known = sides([row["split"] for _, row in table.rows]) or []
+        for (_, row), side in zip(table.rows, known, strict=True):
+            row["split"] = side
+    if "role" in table.columns:
+        for _, row in table.rows:
+            row["role"] = row["role"].lower()
+    return table

@@ -7,7 +7,8 @@ from typing import Literal
 
 from retrieval import DataError, Dataset
 from retrieval.data.datasets import ArrayDataset
-from retrieval.data.error_lists import refuse, some
+from retrieval.data.gate import usable
+from retrieval.data.splits import sides
 from retrieval.serving.index.embedded import is_embedding
 from retrieval.serving.index.embedded_rows import in_memory
 from retrieval.serving.index.sources import collect
@@ -24,7 +25,7 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
         column: of a folder, the backbone's features or the vector; by default the features where there are any.
 
     Raises:
-        DataError: it cannot be read, an item has no label, or a vector is not finite.
+        DataError: it cannot be read, an item has no label or the key of another, or a vector is not finite.
     """
     if not path.exists():
         raise DataError(f"[data] path: {path} does not exist. Relative paths start at {Path.cwd()}.")
@@ -40,20 +41,18 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
         found = collect([path], "features")
         assert found.features is not None
         items, arrays = found.items, found.features
-    without = [at for at, item in enumerate(items) if item.label is None]
-    if without:
-        refuse(str(path), [f"{len(without):,} of {len(items):,} rows have no label: {some(without, 10)}."])
     metadata = [dict(item.metadata) for item in items]
     taken = {
         name: [str(row.pop(name) or "") for row in metadata] if all(name in row for row in metadata) else None
         for name in ("split", "role")
     }
-    return ArrayDataset(
+    dataset = ArrayDataset(
         arrays,
-        [str(item.label) for item in items],
+        [item.label or "" for item in items],
         [item.key for item in items],
         kind="features",
-        splits=taken["split"],
+        splits=sides(taken["split"]),
         roles=taken["role"],
         metadata=metadata,
     )
+    return usable(dataset, str(path))

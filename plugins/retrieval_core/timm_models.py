@@ -128,7 +128,10 @@ def _load_by_position(network: nn.Module, path: Path) -> None:
 
 
 def _preprocessing(config: dict[str, Any], size: int | None) -> Preprocessing:
-    """Return timm's evaluation transform; its "border" mode, which pads, is taken as the centre crop."""
+    """Return timm's evaluation transform.
+
+    Its "border" mode, which pads, is taken as the centre crop; "squash" sees the whole image, also where timm crops it a little.
+    """
     channels, height, width = config["input_size"]
     height, width = (size or height), (size or width)
     squash = config["crop_mode"] == "squash"

@@ -12,7 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from retrieval import DataError, Dataset
 from retrieval.data.datasets import ArrayDataset
-from retrieval.data.error_lists import refuse, some
+from retrieval.data.error_lists import refuse
+from retrieval.data.gate import usable
+from retrieval.data.splits import sides
+from retrieval.serving.files.columns import is_missing_text
 
 _COLUMNS = ("labels", "splits", "roles", "keys")
 
@@ -27,7 +30,8 @@ def features(file: Path) -> Dataset:
         file: the file; a relative path starts where the command runs.
 
     Raises:
-        DataError: with every problem of the file: an array is missing, of another type or length, or not finite.
+        DataError: with every problem of the file: an array is missing, of another type or length, or not finite; an item
+            has no label, or the key of another.
     """
     arrays = _read(file)
     problems = []
@@ -47,14 +51,17 @@ def features(file: Path) -> Dataset:
             problems += faults
     if problems:
         refuse(str(file), problems)
-    return ArrayDataset(
+    # numpy makes the text 'nan' of a missing value among texts
+    labels = ["" if is_missing_text(label) else label for label in columns["labels"]]
+    dataset = ArrayDataset(
         vectors,
-        columns["labels"],
+        labels,
         columns.get("keys"),
         kind="features",
-        splits=columns.get("splits"),
+        splits=sides(columns.get("splits")),
         roles=columns.get("roles"),
     )
+    return usable(dataset, str(file))
 
 
 def _read(file: Path) -> dict[str, NDArray[Any]]:
@@ -96,15 +103,7 @@ def _vectors(values: NDArray[Any]) -> tuple[NDArray[np.float32], list[str]]:
     if values.dtype.kind not in "fiu":
         return none, [f"features must be real numbers, not {values.dtype}."]
     with np.errstate(over="ignore"):
-        vectors = np.ascontiguousarray(values, dtype=np.float32)
-    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-    if len(bad):
-        several = len(bad) > 1
-        return none, [
-            f"{len(bad):,} row{'s' if several else ''} of features hold{'' if several else 's'} NaN, infinity or numbers "
-            f"too large for 32 bits: {some(bad.tolist(), 10)}. Remove or mend {'them' if several else 'it'}."
-        ]
-    return vectors, []
+        return np.ascontiguousarray(values, dtype=np.float32), []
 
 
 def _texts(name: str, values: NDArray[Any], count: int) -> tuple[list[str], list[str]]:

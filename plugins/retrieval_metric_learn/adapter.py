@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from retrieval import LinearMap, MissingDependency
+from retrieval.model.labels import learner_labels
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
@@ -78,7 +79,7 @@ class MetricLearnLearner(LinearMap):
             LinAlgError: a ValueError too: a matrix that it has to invert is singular.
             MissingDependency: metric-learn is not installed.
         """
-        x, labels = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(labels)
         names, codes, counts = np.unique(labels, return_inverse=True, return_counts=True)
         if len(names) < 2:

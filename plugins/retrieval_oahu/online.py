@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from retrieval.model.labels import learner_labels
 from retrieval.model.linear import class_codes
 from retrieval.model.metric_learner import MetricLearner
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -115,7 +116,7 @@ class OnlineLearner(MetricLearner):
         Raises:
             ValueError: features are not finite, there is one class only, or no class has two members.
         """
-        x, labels = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        x, labels = validate_data(self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2)
         self._reset(x.shape[1], x)
         stream = paper_stream(
             class_codes(labels, type(self).__name__), self.seeds, self.closure, seed=self._chosen_seed()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from retrieval.model.labels import read_labels
 
 from retrieval_oahu.closure import Closure, Triplet
 
@@ -48,9 +49,9 @@ def from_labels(
         skip: how many triplets of the stream were used before.
 
     Raises:
-        ValueError: there are fewer than two classes, or no class has two members.
+        ValueError: a label is missing, there are fewer than two classes, or no class has two members.
     """
-    codes = np.unique(np.asarray(labels), return_inverse=True)[1].ravel()
+    codes = np.unique(read_labels(labels), return_inverse=True)[1].ravel()
     # items sorted by class: the members of a class are a range, and so are, on a circle, all the others
     order = np.argsort(codes, kind="stable")
     sizes = np.bincount(codes)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from retrieval.model.labels import read_labels
 
 if TYPE_CHECKING:
     from retrieval import Bundle
@@ -82,9 +83,9 @@ class Spaces:
         """Return labels (N,): each of the k neighbours in each space votes with its score (Eq 23–25); see `OAHU.classify`.
 
         Raises:
-            ValueError: labels do not fit the references, or k is below 1.
+            ValueError: a label is missing, labels do not fit the references, or k is below 1.
         """
-        names, classes = np.unique(np.asarray(labels), return_inverse=True)
+        names, classes = np.unique(read_labels(labels), return_inverse=True)
         if len(classes) != len(references):
             raise ValueError(f"There are {len(classes)} labels for {len(references)} references.")
         rows, scores = self._candidates(references, k)

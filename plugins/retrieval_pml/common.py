@@ -54,7 +54,12 @@ class PreciseLoss(_Mixin):
 
     Upstream casts the *parameters* of a loss (proxies, class weights) to the embeddings' type, so one bfloat16
     batch would leave them rounded for good; and exponentials of 64 × a cosine have no place in 8 bits.
+
+    Attributes:
+        known_classes: how many classes a loss has weights of; None of a loss that has none.
     """
+
+    known_classes: int | None = None
 
     def forward(
         self,
@@ -64,7 +69,17 @@ class PreciseLoss(_Mixin):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see `retrieval.Loss`."""
+        """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see `retrieval.Loss`.
+
+        Raises:
+            ValueError: the loss has weights of classes, and a label is not the number of one.
+        """
+        known = self.known_classes
+        # upstream takes -1, which often says "no label", for the last class
+        if labels is not None and known is not None and bool(((labels < 0) | (labels >= known)).any()):
+            raise ValueError(
+                f"labels go from {int(labels.min())} to {int(labels.max())}, and there are {known} classes, from 0"
+            )
         full = _full(embeddings)
         assert full is not None
         reference = full if ref_emb is embeddings else _full(ref_emb)

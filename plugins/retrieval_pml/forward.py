@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from retrieval_pml.common import PreciseLoss
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 MEANINGS = {
@@ -30,7 +32,7 @@ def forwards(upstream: Callable[..., Any], **renamed: str) -> Callable[[F], F]:
     """Make a factory of a function that has a signature and a docstring, and no body but checks.
 
     A call runs the function, which may refuse its arguments, and then gives all of them, defaults too, to `upstream` by
-    name. An initialiser's name becomes PyTorch's function. Parameters of `MEANINGS` need no line in the docstring.
+    name. What is made knows the number of classes, where that is given, and refuses labels of no class. An initialiser's name becomes PyTorch's function. Parameters of `MEANINGS` need no line in the docstring.
 
     Args:
         upstream: the class.
@@ -49,7 +51,10 @@ def forwards(upstream: Callable[..., Any], **renamed: str) -> Callable[[F], F]:
             values = {names.get(name, name): value for name, value in bound.arguments.items()}
             if values.get("weight_init_func") is not None:
                 values["weight_init_func"] = getattr(nn.init, f"{values['weight_init_func']}_")
-            return upstream(**values)
+            made = upstream(**values)
+            if isinstance(made, PreciseLoss) and bound.arguments.get("classes") is not None:
+                made.known_classes = bound.arguments["classes"]
+            return made
 
         make.__doc__ = _documented(inspect.getdoc(function) or "", list(signature.parameters))
         return make  # type: ignore[return-value]

@@ -139,7 +139,7 @@ def margin(
     """
     if per_class and not classes:
         raise ValueError("per_class needs the number of training classes, which is not known here")
-    return masked.MarginLoss(
+    made = masked.MarginLoss(
         margin=margin,
         nu=nu,
         beta=beta,
@@ -151,6 +151,9 @@ def margin(
         embedding_regularizer=embedding_regularizer,
         embedding_reg_weight=embedding_reg_weight,
     )
+    if per_class:
+        made.known_classes = classes
+    return made
 
 
 @forwards(corrected_triplets.AngularLoss)

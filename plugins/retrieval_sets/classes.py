@@ -137,6 +137,9 @@ def _folders(published: Published, name: str, left_out: str, folder: Path, count
     root = (
         folder if folder.name == name and folder.is_dir() else published.root(folder, name, inside=[]) / name
     )
-    keys = [path.relative_to(root) for path in find_images(root).images]
+    found = find_images(root)
+    keys = [path.relative_to(root) for path in found.images]
+    dangling = [found.dangling(root)] if found.nowhere else []
     rows = [Row(key.as_posix(), key.parts[0], "") for key in keys if len(key.parts) == 2 and key.parts[0] != left_out]  # fmt: skip
-    return assemble(published, root, rows, [], counts, where=folder, skip_bad=skip_bad)
+    problems, notes = ([], dangling) if skip_bad else (dangling, [])
+    return assemble(published, root, rows, problems, counts, where=folder, skip_bad=skip_bad, notes=notes)

@@ -136,11 +136,13 @@ def _seen(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) ->
     strange = []
     for name, (split, role) in sides.items():
         try:
-            images = find_images(root / name).images
+            found_images = find_images(root / name)
         except DataError as error:
             problems.append(str(error))
             continue
-        for path in images:
+        if found_images.nowhere:
+            problems.append(found_images.dangling(root / name))
+        for path in found_images.images:
             found = _NAME.fullmatch(path.name)
             if found is None:
                 strange.append(path.relative_to(root).as_posix())

@@ -32,7 +32,6 @@ COMMANDS = {
     "serve": "serving:serve_command",
     "keys": "keys:keys",
     "push": "push:push_command",
-    "sign": "sign:sign_command",
     "doctor": "doctor:doctor",
 }
 

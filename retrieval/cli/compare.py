@@ -8,7 +8,7 @@ import click
 
 from retrieval.cli import say
 from retrieval.cli.loading import loading
-from retrieval.cli.plugins import PLUGIN_OPTION, TRUST_OPTION
+from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.cli.train import TRACK_OPTION
 
 
@@ -70,7 +70,7 @@ from retrieval.cli.train import TRACK_OPTION
 )
 @TRACK_OPTION
 @PLUGIN_OPTION
-@TRUST_OPTION
+@ALLOW_OPTION
 def compare(
     recipes: tuple[Path, ...],
     seeds: int,

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from retrieval.cli import say
-from retrieval.cli.plugins import PLUGIN_OPTION, TRUST_OPTION
+from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.cli.train import CHANGES, RECIPE, SET_OPTION
 from retrieval.cli.types import Number, Place
 
@@ -43,7 +43,7 @@ def data() -> None:
 )
 @SET_OPTION
 @PLUGIN_OPTION
-@TRUST_OPTION
+@ALLOW_OPTION
 def show(
     recipe: Path,
     changes: tuple[str, ...],
@@ -106,7 +106,7 @@ def show(
 )
 @SET_OPTION
 @PLUGIN_OPTION
-@TRUST_OPTION
+@ALLOW_OPTION
 def check(
     sources: tuple[Path | str, ...],
     model: Path | None,

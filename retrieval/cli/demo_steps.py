@@ -32,7 +32,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     from retrieval.evaluation.plot import neighbours
     from retrieval.export.export_run import export_run
     from retrieval.recipe.read import read_recipe
-    from retrieval.serving.index.build import build_index
+    from retrieval.serving.index.creating import build_index
     from retrieval.training.trainer import train
 
     if output.exists() and not output.is_dir():
@@ -76,7 +76,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     say(
         f"\nDone in {time.monotonic() - began:.0f} s. {output} holds run, bundle, index, images, queries and neighbours.png.\nNext:"
     )
-    say(f"  retrieval serve {output}/index")
+    say(f"  retrieval serve {output}/index --images {output}/images")
     say(f"  retrieval search {output}/index {query_files[0]}")
     say(f"  retrieval train {output}/run/recipe.toml --set loss.alpha=4 --output {output}/second-run")
 

@@ -9,7 +9,7 @@ import click
 
 from retrieval.cli import say, say_json
 from retrieval.cli.again import this_command
-from retrieval.cli.index_common import JSON, SIGNED
+from retrieval.cli.index_common import JSON
 from retrieval.cli.types import Bytes, Choice, Pixels, Place
 
 
@@ -63,7 +63,6 @@ Examples:
     type=Choice(["auto", "cpu", "cuda", "tensorrt"]),
     help="Where the encoder runs.",
 )
-@SIGNED
 @JSON
 def embed_command(
     bundle: Path,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.plugins import TRUST_OPTION
+from retrieval.cli.plugins import ALLOW_OPTION
 from retrieval.cli.types import Choice
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     help="Search on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@TRUST_OPTION
+@ALLOW_OPTION
 def evaluate(
     run: Path,
     protocol: str,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say
-from retrieval.cli.plugins import PLUGIN_OPTION, TRUST_OPTION
+from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.cli.types import Choice, Number
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option("--replace", is_flag=True, help="Put the new bundle in the place of an older one.")
 @PLUGIN_OPTION
-@TRUST_OPTION
+@ALLOW_OPTION
 def export_command(
     run: Path | None,
     model: str | None,

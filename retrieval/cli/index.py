@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 class _Index(click.Group):
-    """A noun with verbs after it, whose modules are imported when one is called. `retrieval index BUNDLE IMAGES --output INDEX` is `create` in the form that it had before."""
+    """A noun with verbs after it, whose modules are imported when one is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order of use."""
@@ -44,14 +44,14 @@ class _Index(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the verb; anything else begins the earlier form."""
+        """Find the verb.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
         word = args[0] if args else ""
         if word in COMMANDS:
             return super().resolve_command(ctx, args)
-        if any(each.split("=")[0] in ("--output", "-o") for each in args):
-            from retrieval.cli.index_create import earlier
-
-            return "create", earlier, args
         raise click.UsageError(
             f"There is no command 'retrieval index {word}'.{did_you_mean(word, COMMANDS)} "
             "To make an index: retrieval index create INDEX IMAGES… --bundle BUNDLE",
@@ -62,7 +62,6 @@ class _Index(click.Group):
 @click.group(
     "index",
     cls=_Index,
-    context_settings={"ignore_unknown_options": True},
     epilog="""\b
 Examples:
   retrieval index create photos.index photos/ --bundle demo/bundle

@@ -1,20 +1,18 @@
-"""What the commands `retrieval index …` have in common: arguments, options, and opening a living index."""
+"""What the commands `retrieval index …` have in common: arguments, options, and opening an index."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.plugins import PLUGIN_OPTION, named, plugin_option
+from retrieval.cli.plugins import PLUGIN_OPTION, plugin_option
 from retrieval.cli.types import Bytes, Choice, IndexArgument, Pixels
-from retrieval.errors import StoreError
 
 if TYPE_CHECKING:
-    from retrieval.serving.index.living import LivingIndex
+    from retrieval.serving.index.index import Index
     from retrieval.serving.index.tuning import Tuned
     from retrieval.serving.store.address import IndexPlace
     from retrieval.serving.store.contract import Store
@@ -28,22 +26,15 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 WHERE = click.option(
     "--where", metavar="FILTER", help="Only items that match: \"price < 20 and label in ('shoe', 'boot')\"."
 )
-SIGNED = click.option(
-    "--require-signature",
-    "signed_by",
-    type=click.Path(path_type=Path),
-    metavar="PUBLIC_KEY",
-    help="Refuse a bundle that the holder of this key did not sign (retrieval sign).",
-)
 
 
 def INDEX(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the argument INDEX, a folder or an address, and the option that brings the plugin of its store."""
 
     def keep(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> None:
-        ctx.meta[_PLUGINS] = named(ctx, param, items)
+        ctx.meta[_PLUGINS] = items
 
-    option: Callable[..., Any] = plugin_option(keep, expose_value=False)(command)
+    option: Callable[..., Any] = plugin_option(callback=keep, expose_value=False)(command)
     return PLACE(option)
 
 
@@ -111,7 +102,6 @@ def creating(command: Callable[..., Any]) -> Callable[..., Any]:
                 help="Keep the backbone's features too: another head then takes seconds (index migrate). For bundles of export --split.",
             ),
             click.option("--replace", is_flag=True, help="Put the new index in the place of an older one."),
-            SIGNED,
             click.option(
                 "--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs."
             ),
@@ -140,42 +130,28 @@ def say_tuned(tuned: Tuned) -> None:
         )
 
 
-def opened_index(path: IndexPlace) -> LivingIndex:
-    """Open a living index.
+def opened_index(path: IndexPlace) -> Index:
+    """Open an index.
 
     Raises:
-        StoreError: it is none; of a folder of format 1 the sentence says how to lift it.
+        StoreError: it is none.
     """
     quiet_threads()
-    from retrieval.serving.index.living import LivingIndex
+    from retrieval.serving.index.index import open_index
 
-    return LivingIndex.open(living(path), plugins=plugins_given())
+    return open_index(path, plugins=plugins_given())
 
 
 def opened_store(path: IndexPlace) -> Store:
-    """Open the store of a living index alone, without its bundle; see `opened_index`."""
+    """Open the store of an index alone, without its bundle.
+
+    Raises:
+        StoreError: it is none.
+    """
     quiet_threads()
-    from retrieval.serving.store.place import store_place
+    from retrieval.serving.index.index import open_store
 
-    return store_place(living(path), plugins_given()).open()
-
-
-def living(path: IndexPlace) -> IndexPlace:
-    """Return where a living index is; see `opened_index`."""
-    from retrieval.serving.files.places import instead
-    from retrieval.serving.index.open import format_of
-    from retrieval.serving.store.writing import FORMAT
-
-    if not isinstance(path, Path):
-        return path
-    found = format_of(path)
-    if found == 1:
-        raise StoreError(
-            f"{path} is an index of format 1, which never changes. Lift it to the living format: retrieval index migrate {path}"
-        )
-    if found != FORMAT:
-        raise StoreError(f"{path} is not an index.{instead(path, 'index')}")
-    return path
+    return open_store(path, plugins_given())
 
 
 def quiet_threads() -> None:

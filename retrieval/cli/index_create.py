@@ -1,4 +1,4 @@
-"""`retrieval index create`, and its earlier form."""
+"""`retrieval index create`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import click
 from retrieval.cli import say
 from retrieval.cli.again import this_command
 from retrieval.cli.index_common import JSON, PLACE, creating, embedding, quiet_threads, tell
-from retrieval.cli.types import IndexArgument, Place
+from retrieval.cli.types import Place
 
 if TYPE_CHECKING:
-    from retrieval.serving.index.summary import Summary
+    from retrieval.serving.index.index import Summary
     from retrieval.serving.store.address import IndexPlace
 
 _LOW_RECALL = 0.9
@@ -28,7 +28,6 @@ Examples:
   retrieval index create photos.index photos/ --bundle demo/bundle
   retrieval index create photos.index photos/ --model core.efficientnet_lite0
   retrieval index create items.index items.csv --bundle demo/bundle --backend hnsw --set m=48 --skip-bad
-  retrieval index create photos.index photos/ --bundle demo/bundle --frozen
 """,
 )
 @PLACE
@@ -45,11 +44,6 @@ Examples:
 )
 @click.option(
     "--whiten/--no-whiten", default=False, help="With --model: whiten its features by the photos themselves."
-)
-@click.option(
-    "--frozen",
-    is_flag=True,
-    help="Write a folder of format 1, which never changes: it can be signed with 'retrieval sign'.",
 )
 @creating
 @embedding
@@ -107,25 +101,6 @@ def create(
     shutil.rmtree(made, ignore_errors=True)  # the index has its own copy
 
 
-@click.command("create", hidden=True)
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("images", nargs=-1, required=True, type=Place())
-@click.option(
-    "--output",
-    "-o",
-    "path",
-    required=True,
-    type=IndexArgument(),
-    help="Folder to write; must not exist.",
-)
-@creating
-@embedding
-@JSON
-def earlier(path: IndexPlace, images: tuple[Path | str, ...], bundle: Path, **given: Any) -> None:
-    """Create an index, in the form of the command that it had before: retrieval index BUNDLE IMAGES --output INDEX."""
-    _create(path, images, bundle, **given)
-
-
 def _create(
     path: IndexPlace,
     images: tuple[Path | str, ...],
@@ -136,17 +111,11 @@ def _create(
     max_pixels: int,
     max_bytes: int,
     as_json: bool,
-    frozen: bool = False,
     **given: Any,
 ) -> None:
-    if frozen and (given["keep"] != "reference" or given["keep_features"]):
-        raise click.UsageError(
-            "A frozen index keeps neither originals nor features: leave --keep and --keep-features out, or --frozen."
-        )
-    if frozen and not isinstance(path, Path):
-        raise click.UsageError("A frozen index is a folder: name one, or leave --frozen out.")
     quiet_threads()
     from retrieval.serving.images import Limits
+    from retrieval.serving.index.creating import create_index
 
     given |= {
         "options": options_of(options),
@@ -154,15 +123,7 @@ def _create(
         "limits": Limits(max_pixels, max_bytes),
     }
     try:
-        if frozen and isinstance(path, Path):
-            from retrieval.serving.index.build import write_index
-
-            del given["keep"], given["keep_features"]
-            summary = write_index(bundle, images, path, **given)
-        else:
-            from retrieval.serving.index.creating import create_index
-
-            summary = create_index(path, bundle, images, **given)
+        summary = create_index(path, bundle, images, **given)
     except KeyboardInterrupt:
         if not isinstance(path, Path):
             say(f"What was added is in {path}. Go on with: retrieval index add {path} …", err=True)
@@ -171,14 +132,14 @@ def _create(
         if kept.exists():
             say(f"What was encoded is kept in {kept}. Go on with: {this_command()}", err=True)
         raise
-    _tell(path, summary, None if frozen else given["backend"].removeprefix("core."), as_json)
+    _tell(path, summary, given["backend"].removeprefix("core."), as_json)
 
 
-def _tell(path: IndexPlace, summary: Summary, asked: str | None, as_json: bool) -> None:
+def _tell(path: IndexPlace, summary: Summary, asked: str, as_json: bool) -> None:
     from retrieval.serving.store.structure import LEAST
 
     notes = [f"back end {summary.backend}"]
-    if asked not in (None, "auto", summary.backend):
+    if asked not in ("auto", summary.backend):
         notes[0] += f"; {asked} from {LEAST:,} items in a segment on"
     if summary.recall_at_10 is not None:
         notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")

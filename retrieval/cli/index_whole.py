@@ -11,7 +11,6 @@ from retrieval.cli import say, say_json
 from retrieval.cli.index_common import (
     INDEX,
     JSON,
-    living,
     opened_index,
     opened_store,
     plugins_given,
@@ -98,7 +97,7 @@ Examples:
 )
 @JSON
 def migrate(path: IndexPlace, bundle: Path | None, skip_bad: bool, drop_old: bool, as_json: bool) -> None:
-    """Embed the items of INDEX with another BUNDLE, then serve that. Without BUNDLE: lift a folder of format 1.
+    """Embed the items of INDEX with another BUNDLE, then serve that.
 
     An index that was created with --keep-features needs no originals where only the head is another, and takes seconds.
 
@@ -106,13 +105,6 @@ def migrate(path: IndexPlace, bundle: Path | None, skip_bad: bool, drop_old: boo
     'retrieval index rollback' until --drop-old. After an interruption or a kill the same command goes on.
     """
     quiet_threads()
-    from retrieval.serving.index.migrating import lift
-    from retrieval.serving.index.open import format_of
-
-    if bundle is None and isinstance(path, Path) and format_of(path) == 1:
-        count = lift(path)
-        tell(path, as_json, f"{path}: {count:,} items are in the living format now.", lifted=count)
-        return
     with opened_index(path) as opened:
         if bundle is None and not drop_old:
             raise click.UsageError("Name the bundle to migrate to.")
@@ -190,7 +182,6 @@ def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
     """Look through SNAPSHOT, and copy it to INDEX: a new folder, or an address where no index is."""
     from retrieval.serving.index.restoring import restore as copy
 
-    living(source)
     notes = copy(source, path, plugins=plugins_given())
     for note in notes:
         say(note, err=True)

@@ -14,23 +14,13 @@ from retrieval.cli import say
 from retrieval.cli.types import Choice
 
 
-def named(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> tuple[str, ...]:
-    """Return plugins that an option named: what the user names is theirs to run, now and wherever it is found again."""
-    if items:
-        from retrieval.host.trust import name_files
-
-        name_files(items)
-    return items
-
-
-def plugin_option(callback: Callable[..., Any] = named, **settings: Any) -> Callable[..., Any]:
+def plugin_option(**settings: Any) -> Callable[..., Any]:
     """Return the option that names plugins besides the installed ones."""
     return click.option(
         "--plugin",
         "extra",
         multiple=True,
         metavar="FILE|MODULE",
-        callback=callback,
         help="Also load this plugin file or module; repeatable.",
         **settings,
     )
@@ -39,12 +29,12 @@ def plugin_option(callback: Callable[..., Any] = named, **settings: Any) -> Call
 PLUGIN_OPTION = plugin_option()
 
 
-def _answer(ctx: click.Context, param: click.Parameter, trusted: bool) -> None:
-    from retrieval.host.trust import answering
+def _answer(ctx: click.Context, param: click.Parameter, allowed: bool) -> None:
+    from retrieval.host.allow import answering
 
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # several processes cannot all be answered
     asked = alone and sys.stdin.isatty() and sys.stderr.isatty()
-    ctx.with_resource(answering((lambda _: True) if trusted else _confirm if asked else None))
+    ctx.with_resource(answering(_confirm if asked else None, allowed))
 
 
 def _confirm(brings: str) -> bool:
@@ -52,12 +42,12 @@ def _confirm(brings: str) -> bool:
     return click.confirm("Run what is in there?", default=False, err=True)
 
 
-TRUST_OPTION = click.option(
-    "--trust",
+ALLOW_OPTION = click.option(
+    "--allow-plugins",
     is_flag=True,
     expose_value=False,
     callback=_answer,
-    help="Run the plugin files that the recipe or run brings, and remember them.",
+    help="Run the plugin files that the recipe or run brings.",
 )
 
 
@@ -95,27 +85,6 @@ def show(name: str, extra: tuple[str, ...]) -> None:
     from retrieval.host.plugins import load_plugins
 
     say(show_text(load_plugins(extra), name))
-
-
-@plugins.command("trust")
-@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--forget", is_flag=True, help="No longer trust these.")
-def trust_command(paths: tuple[Path, ...], forget: bool) -> None:
-    """Let recipes bring these plugins: a file with what it holds now, a FOLDER of your own whatever is in it.
-
-    Without PATHS: list what is trusted.
-
-    Example:  retrieval plugins trust ~/experiments
-    """
-    from retrieval.host.trust import read_record, record_file, trust
-
-    if paths:
-        trust(paths, forget)
-        return
-    record = read_record()
-    lines = [*(f"folder {each}" for each in record.folders)]
-    lines += [f"file   {at}  SHA-256 {sha}" for sha, at in sorted(record.files.items(), key=lambda x: x[1])]
-    say("\n".join(lines) or f"Nothing is trusted.{record.note} See {record_file()}.")
 
 
 @plugins.command()

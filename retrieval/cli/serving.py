@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -15,22 +14,16 @@ import click
 from retrieval.cli import say, say_json
 from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.cli.types import Bytes, Choice, IndexArgument, Number, Pixels
+from retrieval.host.cores import cores
 from retrieval.serving.http.settings import Settings
 
 if TYPE_CHECKING:
-    from retrieval.serving.index.base import Hit
+    from retrieval.serving.index.index import Hit
     from retrieval.serving.store.address import IndexPlace
 
 _LOW_RECALL = 0.9
 _DAY = 86_400.0  # seconds: no time-out is longer
 _DEVICE = Choice(["auto", "cpu", "cuda", "tensorrt"])
-_SIGNED = click.option(
-    "--require-signature",
-    "signed_by",
-    type=click.Path(path_type=Path),
-    metavar="PUBLIC_KEY",
-    help="Refuse what the holder of this key did not sign (retrieval sign).",
-)
 
 
 @click.command(
@@ -50,7 +43,6 @@ Examples:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @PLUGIN_OPTION
-@_SIGNED
 @click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
 def search_command(
     index: IndexPlace,
@@ -61,15 +53,14 @@ def search_command(
     as_json: bool,
     extra: tuple[str, ...],
     device: Any,
-    signed_by: Path | None,
 ) -> None:
     """Search INDEX, a folder or an address, with images (or .npz features) and print the nearest items, nearest first."""
     _quiet_threads()
-    from retrieval.serving.index.open import open_index
+    from retrieval.serving.index.index import open_index
     from retrieval.serving.queries import encode_files
 
     _refuse_swapped(index, queries)
-    with open_index(index, device=device, plugins=extra, signed_by=signed_by) as opened:
+    with open_index(index, device=device, plugins=extra) as opened:
         names, encoded = encode_files(opened.bundle, queries)
         answers = opened.search(encoded, k, candidates=candidates, where=where)
     if as_json:
@@ -196,7 +187,7 @@ Examples:
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Show items' images from here; without it, of an index that you built on this machine. Repeatable.",
+    help="Show the originals below this folder to whoever may read the index. Repeatable.",
 )
 @click.option(
     "--snapshots",
@@ -213,7 +204,6 @@ Examples:
 )
 @click.option("--debug", is_flag=True, help="Tracebacks in the log.")
 @PLUGIN_OPTION
-@_SIGNED
 @click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
 def serve_command(
     indexes: tuple[str, ...],
@@ -228,7 +218,6 @@ def serve_command(
     debug: bool,
     extra: tuple[str, ...],
     device: Any,
-    signed_by: Path | None,
     **settings: Any,
 ) -> None:
     """Serve INDEX, a folder or an address, over HTTP: a page to search with an image, and the same as JSON at POST /v1/search.
@@ -242,7 +231,7 @@ def serve_command(
     if settings["private_key"] is not None and settings["certificate"] is None:
         raise click.UsageError("--private-key needs --certificate.")
     made = Settings(
-        workers=workers or os.cpu_count() or 1,
+        workers=workers or cores(),
         hosts=tuple(name.lower() for name in hosts),
         health_port=health_port,
         images=images,
@@ -258,7 +247,6 @@ def serve_command(
         settings=made,
         plugins=extra,
         device=device,
-        signed_by=signed_by,
     )
 
 
@@ -285,7 +273,6 @@ def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:
 def _plain(hit: Hit) -> dict[str, Any]:
     return {
         "id": hit.id,
-        "key": hit.key,
         "label": hit.label,
         "distance": hit.distance,
         "metadata": dict(hit.metadata),
@@ -294,8 +281,8 @@ def _plain(hit: Hit) -> dict[str, Any]:
 
 def _table(name: str, hits: list[Hit]) -> str:
     """Return one query's answers as aligned columns."""
-    head = ("rank", "distance", "label", "key")
-    rows = [(str(rank), f"{hit.distance:.4f}", hit.label or "", hit.key) for rank, hit in enumerate(hits, 1)]
+    head = ("rank", "distance", "label", "id")
+    rows = [(str(rank), f"{hit.distance:.4f}", hit.label or "", hit.id) for rank, hit in enumerate(hits, 1)]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
 
     def line(row: tuple[str, ...]) -> str:

@@ -9,7 +9,7 @@ import click
 from retrieval.cli import say
 from retrieval.cli.again import this_command
 from retrieval.cli.loading import loading
-from retrieval.cli.plugins import PLUGIN_OPTION, TRUST_OPTION
+from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 
 ONCE = ("--replace", "--replace-plugins")
 """Options that are not given again when a run goes on."""
@@ -31,7 +31,7 @@ SET_OPTION = click.option(
 @CHANGES
 @SET_OPTION
 @PLUGIN_OPTION
-@TRUST_OPTION
+@ALLOW_OPTION
 def check(recipe: Path, changes: tuple[str, ...], overrides: tuple[str, ...], extra: tuple[str, ...]) -> None:
     """Check a recipe: every problem at once; then build it all and run one batch.
 
@@ -83,7 +83,7 @@ TRACK_OPTION = click.option(
 @TRACK_OPTION
 @SET_OPTION
 @PLUGIN_OPTION
-@TRUST_OPTION
+@ALLOW_OPTION
 def train(
     recipe: Path,
     changes: tuple[str, ...],

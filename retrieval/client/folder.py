@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from retrieval.client.answers import AddAnswer, IndexAnswer, ItemAnswer
 from retrieval.client.images import file_bytes
 from retrieval.client.requests import NewItem
 from retrieval.errors import DataError, ServerError, at_least_one
+from retrieval.host.walk import files_below, leads_nowhere, own_name
 
 EXTENSIONS = frozenset(
     {
@@ -99,21 +99,15 @@ class _File:
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Give the files below a folder in order, but for hidden ones, and whether each is taken for an image.
+    """Yield the files that `files_below` finds, and whether each is taken for an image.
+
+    A link that leads nowhere is taken for one: it may have been an image, or a folder of them.
 
     Raises:
         DataError: it is not a folder, or a folder below it cannot be read.
     """
-    if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder.")
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
-
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(name for name in names if not name.startswith(".")):
-            yield Path(parent, name), Path(name).suffix.lower() in EXTENSIONS
+    for path in files_below(folder):
+        yield path, path.suffix.lower() in EXTENSIONS or leads_nowhere(path)
 
 
 class _Push:
@@ -181,13 +175,14 @@ class _Push:
                 self._refuse(id, "Its name is not text in UTF-8.")
                 continue
             except OSError as fault:
-                self._refuse(id, f"It cannot be read: {fault.strerror}.")
+                why = f"It cannot be read: {fault.strerror}."
+                self._refuse(id, "It is a link that leads nowhere." if leads_nowhere(path) else why)
                 continue
             full = size + weight > self._most_bytes or address + length > _ADDRESS
             if files and (full or len(files) >= self._batch):
                 yield files
                 files, size, address = [], 0, 0
-            label = inside.parts[0] if len(inside.parts) > 1 else self._folder.resolve().name
+            label = inside.parts[0] if len(inside.parts) > 1 else own_name(self._folder)
             files.append(_File(path, id, label, weight))
             size, address = size + weight, address + length
         if files:

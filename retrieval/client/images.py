@@ -16,11 +16,16 @@ if TYPE_CHECKING:
     Image: TypeAlias = "str | Path | bytes | Picture | NDArray[np.uint8]"
     """A file's path, a file's bytes, a Pillow image, or pixels (H, W) or (H, W, 3) of 0 to 255."""
 
-_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # Pillow's modes that a PNG holds
+# Pillow's modes that a file of this format holds as they are: what becomes of them is the server's rule
+_FORMATS = {
+    **dict.fromkeys(("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "PNG"),
+    **dict.fromkeys(("F", "I", "I;16B", "LAB", "PA", "YCbCr"), "TIFF"),
+}
+_AS = {"La": "LA", "RGBa": "RGBA"}  # the alpha is kept; other modes are saved as RGB
 
 
 def image_bytes(image: Image) -> bytes:
-    """Return an image as a file's bytes: those of a path or bytes as they are, else a PNG.
+    """Return an image as a file's bytes: those of a path or bytes as they are, else a PNG or TIFF.
 
     Raises:
         DataError: the file cannot be read, or it is no image.
@@ -33,7 +38,10 @@ def image_bytes(image: Image) -> bytes:
 
     picture = image if isinstance(image, pillow.Image) else _of_array(image)
     out = io.BytesIO()
-    (picture if picture.mode in _PNG else picture.convert("RGB")).save(out, "PNG")
+    if format := _FORMATS.get(picture.mode):
+        picture.save(out, format)
+    else:
+        picture.convert(_AS.get(picture.mode, "RGB")).save(out, "PNG")
     return out.getvalue()
 
 

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1
+# also of the pixels: raise it when decoding or resizing changes, or old features are found again
+_FORMAT = 2
 _JOURNAL = "journal.jsonl"
 
 

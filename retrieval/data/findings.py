@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 By = Literal["bytes", "pixels", "numbers", "picture", "model"]
@@ -54,9 +56,10 @@ class Findings:
         near: pairs of items that are nearly the same, each of which differs from the other.
         within: the largest distance of a pair, by what is compared.
         lone: labels with one item.
-        spelt: labels that differ in case, spaces or Unicode form alone.
+        spelt: labels that differ in case, spaces, Unicode form or a number's form (1, 1.0, 01) alone.
         complete: False where there were so many pairs that the search was ended.
         notes: what else the user should know, a sentence each.
+        flat: 16-bit images of which few levels are left in 8 bits: number, and why.
     """
 
     checked: str
@@ -69,11 +72,12 @@ class Findings:
     spelt: Sequence[tuple[str, ...]]
     complete: bool = True
     notes: Sequence[str] = ()
+    flat: Sequence[tuple[int, str]] = ()
 
     @property
     def clean(self) -> bool:
         """Whether nothing was found."""
-        return not (self.broken or self.same or self.near or self.lone or self.spelt)
+        return not (self.broken or self.flat or self.same or self.near or self.lone or self.spelt)
 
     def leaks(self, found: Alike) -> bool:
         """Return whether items lie on different sides of the split; query and gallery are one."""
@@ -107,6 +111,7 @@ class Findings:
             "counts": self.counts(),
             "notes": list(self.notes),
             "broken": [{**self._item(i), "why": why} for i, why in self.broken],
+            "few_levels": [{**self._item(i), "why": why} for i, why in self.flat],
             "same": [self._alike(each) for each in self.same],
             "near": [{**self._alike(each), "distance": each.distance} for each in self.near],
             "labels_of_one_item": list(self.lone),
@@ -118,6 +123,7 @@ class Findings:
         every = [*self.same, *self.near]
         return {
             "broken": len(self.broken),
+            "few_levels": len(self.flat),
             "same": len(self.same),
             "items_too_many": sum(len(each.items) - 1 for each in self.same),
             "near": len(self.near),
@@ -131,6 +137,7 @@ class Findings:
         """Return what was found, `shown` lines of each kind; leaks and different labels come first."""
         lines = [self._head(), *(f"note: {note}" for note in self.notes)]
         lines += _part(_BROKEN, [why for _, why in self.broken], shown)
+        lines += _part(_FLAT, [why for _, why in self.flat], shown)
         for by, title in _TITLES.items():
             found = [each for each in (*self.same, *self.near) if each.by == by]
             far = f" (within {self.within[by]:.3g})" if by in self.within else ""
@@ -198,6 +205,7 @@ _NAMED = 6
 """Items of a group that a line names."""
 _Title = tuple[str, str]  # of one, and of several
 _BROKEN = ("item cannot be read", "items cannot be read")
+_FLAT = ("16-bit image loses most of its levels", "16-bit images lose most of their levels")
 _TITLES: dict[By, _Title] = {
     "bytes": ("group of files is the same", "groups of files are the same"),
     "pixels": (
@@ -210,8 +218,8 @@ _TITLES: dict[By, _Title] = {
 }
 _LONE = ("label has one item", "labels have one item")
 _SPELT = (
-    "group of labels differs in case, spaces or Unicode form alone",
-    "groups of labels differ in case, spaces or Unicode form alone",
+    "group of labels is likely one class: it differs in case, spaces, Unicode form or a number's form alone",
+    "groups of labels are likely one class each: they differ in case, spaces, Unicode form or a number's form alone",
 )
 
 
@@ -232,8 +240,13 @@ def lone_labels(subjects: Sequence[Subject]) -> list[str]:
 
 
 def spelt_alike(subjects: Sequence[Subject]) -> list[tuple[str, ...]]:
-    """Return labels that differ in case, spaces or Unicode form alone: most likely one class, written in several ways."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    """Return labels that differ in case, spaces, Unicode form or as numbers are written (1, 1.0, 01) alone.
+
+    Most likely each group is one class, written in several ways.
+    """
+    found: defaultdict[str | Decimal, list[str]] = defaultdict(list)
     for label in dict.fromkeys(each.label for each in subjects if each.label is not None):
-        found[" ".join(unicodedata.normalize("NFKC", label).casefold().split())].append(label)
+        text = " ".join(unicodedata.normalize("NFKC", label).casefold().split())
+        number = text.isascii() and re.fullmatch(r"[+-]?[0-9]+(\.[0-9]+)?", text)
+        found[Decimal(text) if number else text].append(label)
     return [tuple(labels) for labels in found.values() if len(labels) > 1]

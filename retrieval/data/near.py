@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.serving.local.exact import nearest
+from retrieval.host.cores import cores
 from retrieval.serving.progress import Meter
+from retrieval.serving.store.search import nearest
 
 Rows = NDArray[np.int64]
 Doubles = NDArray[np.float64]
@@ -62,7 +62,7 @@ def near_pairs(
         candidates: how many are measured at least, where `measure` has another order than the Euclidean distance.
         what: what is shown to be done.
     """
-    threads, size = os.cpu_count() or 1, len(vectors)
+    threads, size = cores(), len(vectors)
     parts: list[tuple[Rows, Rows, Doubles]] = []
     total, done = 0, 0
     with Meter(what, size, "items") as meter:

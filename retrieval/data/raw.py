@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
+from retrieval.host.cores import cores
 from retrieval.serving.images import from_array
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from retrieval.serving.images import Preprocessing
 
 BUDGET = 1 << 30
-_THREADS = min(8, os.cpu_count() or 1)
 _PARTS = 4  # that each thread has of a batch: some images take longer
 _TRIED = 4  # items that tell how long one takes
 _WORTH = 0.4e-3  # seconds of an item from which on threads are quicker: below, they wait for one another, and cost twice the CPU time
@@ -151,7 +150,7 @@ class RawInputs:
         if self._quick[work]:
             return done + [function(job) for job in rest]
         # to hand over each image by itself would cost a twentieth of decoding a small one
-        size = -(-len(rest) // (_PARTS * _THREADS)) or 1
+        size = -(-len(rest) // (_PARTS * _decoders())) or 1
         parts = [rest[start : start + size] for start in range(0, len(rest), size)]
         for part in self._threads.map(lambda part: [function(job) for job in part], parts):
             done += part
@@ -159,7 +158,7 @@ class RawInputs:
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_THREADS, thread_name_prefix="decode")
+        return ThreadPoolExecutor(_decoders(), thread_name_prefix="decode")
 
     def __getstate__(self) -> dict[str, Any]:
         """Worker processes get the dataset, and neither threads nor kept pixels."""
@@ -179,3 +178,8 @@ def _as_inputs(arrays: NDArray[Any] | None, preprocessing: Preprocessing | None)
     if arrays.ndim == 3 and preprocessing.channels == 1:
         return arrays[:, None]
     return None
+
+
+def _decoders() -> int:
+    """Return how many threads decode: each holds an image, so that more than eight would only cost memory."""
+    return min(8, cores())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from retrieval.data.cache import cache_folder
 from retrieval.data.identity import files_identity
 from retrieval.errors import DataError
+from retrieval.host.cores import cores
 from retrieval.host.files import write_bytes
 from retrieval.serving.image_files import Found
 from retrieval.serving.images import decode
@@ -59,9 +59,21 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
     return [i for i in range(len(files)) if i not in bad], [f"left out: {text}" for text in bad.values()]
 
 
-def report_left_out(found: Found, folder: Path) -> list[str]:
-    """Return what a folder holds besides images, a sentence for each reason, and say it on stderr."""
-    notes = found.notes(folder)
+def report_left_out(found: Found, folder: Path, skip_bad: bool) -> list[str]:
+    """Return what a folder holds besides images, a sentence for each reason, and say it on stderr.
+
+    Args:
+        found: what the folder holds.
+        folder: the folder.
+        skip_bad: whether links that lead nowhere are left out too.
+
+    Raises:
+        DataError: a link leads nowhere.
+    """
+    dangling = found.dangling(folder)
+    if dangling and not skip_bad:
+        raise DataError(f"{dangling} {ADVICE}")
+    notes = [*found.notes(folder), *([dangling] if dangling else [])]
     for note in notes:
         log.warning("%s", note)
     return notes
@@ -78,7 +90,7 @@ def _unreadable(files: Sequence[Path]) -> dict[int, str]:
     found: dict[int, str] = {}
     # each thread holds a decoded image: more of them would only cost memory
     with (
-        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads,
+        ThreadPoolExecutor(min(8, cores())) as threads,
         Meter("checking images", len(files), "images") as meter,
     ):
         for i, text in enumerate(threads.map(fault, files)):

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.data.error_lists import natural, refuse, some
+from retrieval.data.gate import is_missing
 from retrieval.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -30,6 +31,14 @@ SIDES = {
     "gallery": ("test", "gallery"),
 }
 """Names of folders that are a side of the split, with the split and the role of what is in them."""
+
+
+def sides(column: Sequence[str] | None) -> list[str] | None:
+    """Return a table's column `split` with the names of `SPLITS`: "val" and "Train" are known, others stay."""
+    if column is None:
+        return None
+    known = {name: side for name, (side, role) in SIDES.items() if not role}
+    return [known.get(text.strip().lower(), text) for text in column]
 
 
 @dataclass(frozen=True)
@@ -117,7 +126,7 @@ def _labels(dataset: Dataset) -> tuple[Items, list[str]]:
             problems.append(f"it has {len(dataset.labels):,} labels and {len(column):,} {name}.")
     if problems:
         refuse("The dataset", problems)
-    texts = ["" if label is None else str(label).strip() for label in dataset.labels]
+    texts = ["" if is_missing(label) else str(label).strip() for label in dataset.labels]
     unlabelled = [dataset.keys[i] for i, text in enumerate(texts) if not text]
     if unlabelled:
         several = len(unlabelled) > 1

@@ -24,19 +24,20 @@ from torch import Tensor
 
 from retrieval.errors import DataError
 from retrieval.evaluation.kmeans import kmeans
+from retrieval.model.labels import read_labels
 
 
 def cluster_figures(codes: NDArray[Any] | Tensor, labels: NDArray[Any], *, seed: int = 0) -> dict[str, float]:
     """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,); see the module.
 
     Raises:
-        DataError: there are no codes, or not one label a code.
+        DataError: there are no codes, not one label a code, or a label is missing.
     """
     if len(codes) != len(labels) or not len(codes):
         raise DataError(
             f"There are {len(codes):,} codes and {len(labels):,} labels to cluster: one label a code, at least one, is needed."
         )
-    classes = np.unique(np.asarray(labels), return_inverse=True)[1]
+    classes = np.unique(read_labels(labels), return_inverse=True)[1]
     found = kmeans(codes, int(classes.max()) + 1, seed=seed)
     return {"nmi": nmi(found, classes), "f1": pair_f1(found, classes)}
 

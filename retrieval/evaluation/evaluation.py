@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
@@ -21,6 +20,7 @@ from retrieval.evaluation.matching import Matching
 from retrieval.evaluation.neighbors import Candidates, Codes, DistanceBlock
 from retrieval.evaluation.relevance import Graded, Relevance
 from retrieval.model.built_in import metric
+from retrieval.model.labels import read_labels, read_values
 from retrieval.serving.progress import Meter, Progress, shown
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def evaluate(
 
     Args:
         codes: (Q, C) the queries' codes. Without `gallery` they are the gallery too, each query left out of its own answer.
-        labels: (Q,) one label per query: whole numbers or text, compared exactly.
+        labels: (Q,) one label per query: whole numbers or text, compared exactly; none may be missing.
         gallery: (N, C) codes to search in.
         gallery_labels: (N,) their labels.
         metrics: names of built-in metrics (see `metric`), or metrics by the name that their value shall have.
@@ -99,17 +99,23 @@ def evaluate(
         The means. They are NaN when no query has a relevant item.
 
     Raises:
-        DataError: codes and labels that do not fit together, or codes that are not finite.
+        DataError: codes and labels that do not fit together, labels that are missing or of two kinds, or codes that are
+            not finite.
         RetrievalError: a metric that does not exist.
     """
     chosen = dict(metrics) if isinstance(metrics, Mapping) else {name: metric(name) for name in metrics}
     if (gallery is None) != (gallery_labels is None):
         raise DataError("gallery and gallery_labels come together: one of them is missing.")
     searched = codes if gallery is None else gallery
+    for what, rows in (("codes", codes), ("gallery codes", searched)):
+        if len(shape := tuple(getattr(rows, "shape", (0, 0)))) != 2:  # the code of one item, most often
+            raise DataError(f"The {what} have shape {shape}: codes must be a matrix, one row per item.")
     query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
     hidden = None if exclude is None else exclude.hidden(query_class, item_class)
-    if by is not None and len(by) != len(codes):
-        raise DataError(f"There are {len(codes):,} queries and {len(by):,} values to group by.")
+    if by is not None:
+        if len(by) != len(codes):
+            raise DataError(f"There are {len(codes):,} queries and {len(by):,} values to group by.")
+        by = read_values(by, "values to group by", "Leave those queries out, or give them a value.").tolist()
     if relevance is not None:
         graded = Graded(codes, gallery, relevance, hidden, distance, block, device, candidates)
         with Meter("searching", len(codes), "queries") as meter:
@@ -172,12 +178,20 @@ def class_numbers(
     gallery_labels: Sequence[Any] | NDArray[Any] | None,
     items: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return class numbers from 0 of the queries and of the gallery, equal exactly where the labels are."""
-    ours = _labels(labels, queries, "labels", "codes")
+    """Return class numbers from 0 of the queries and of the gallery, equal exactly where the labels are.
+
+    Raises:
+        DataError: there are no items, not one label for each, or labels that cannot be compared exactly.
+    """
+    if not queries or not items:
+        raise DataError(
+            f"There are no items: {queries:,} queries and a gallery of {items:,}. Each needs at least one."
+        )
+    ours = _one_each(labels, queries, "labels", "codes")
     if gallery_labels is None:
         number = np.unique(ours, return_inverse=True)[1].astype(np.int64)
         return number, number
-    theirs = _labels(gallery_labels, items, "gallery labels", "gallery codes")
+    theirs = _one_each(gallery_labels, items, "gallery labels", "gallery codes")
     if (ours.dtype.kind == "U") != (theirs.dtype.kind == "U"):
         raise DataError(
             "Queries' and gallery's labels are of two kinds, text and numbers: none would ever match."
@@ -189,20 +203,8 @@ def class_numbers(
     return number[:queries], number[queries:]
 
 
-def _labels(labels: Sequence[Any] | NDArray[Any], count: int, what: str, of: str) -> NDArray[Any]:
-    if isinstance(labels, torch.Tensor):
-        labels = labels.detach().cpu().numpy()
-    array = np.asarray(labels)
-    if array.shape != (count,):
-        raise DataError(
-            f"There are {count:,} {of} and {what} of shape {array.shape}: one label per item is needed."
-        )
-    if array.dtype.kind == "O" and all(isinstance(label, str) for label in array):
-        array = array.astype(str)
-    if array.dtype.kind == "b":
-        array = array.astype(np.int64)
-    if array.dtype.kind not in "iuU":
-        raise DataError(
-            f"The {what} are of type {array.dtype}: labels must be whole numbers or text, so that they compare exactly."
-        )
+def _one_each(labels: Sequence[Any] | NDArray[Any], count: int, what: str, of: str) -> NDArray[Any]:
+    array = read_labels(labels, what)
+    if len(array) != count:
+        raise DataError(f"There are {count:,} {of} and {len(array):,} {what}: one label per item is needed.")
     return array

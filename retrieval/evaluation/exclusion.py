@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
+from retrieval.model.labels import is_missing
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -19,7 +20,7 @@ Bools = NDArray[np.bool_]
 class Exclusion:
     """Leaves out the gallery items that share a value with the query, such as its camera: they neither match nor distract.
 
-    Items whose value is None or "" share it with none.
+    Items whose value is missing (None, NaN, NA or "") share it with none.
 
     Attributes:
         query: (Q,) the queries' values.
@@ -49,7 +50,7 @@ class Exclusion:
         numbers: dict[Any, int] = {}
         groups = [
             np.array(
-                [none if v is None or v == "" else numbers.setdefault(v, len(numbers)) for v in values], np.int64
+                [none if is_missing(v) or v == "" else numbers.setdefault(v, len(numbers)) for v in values], np.int64
             )
             for values, none in ((ours, -1), (theirs, -2))
         ]  # fmt: skip
@@ -90,7 +91,8 @@ class Hidden:
         """Return how many items are hidden from each query (Q,), itself included."""
         if self.same_label:
             return self.matching()
-        counts = np.bincount(self.gallery[self.gallery >= 0], minlength=int(self.query.max(initial=-1)) + 1)
+        # one count at least: where no query has a value, the first one is looked up and not used
+        counts = np.bincount(self.gallery[self.gallery >= 0], minlength=int(self.query.max(initial=0)) + 1)
         return np.where(self.query < 0, int(self.itself), counts[np.maximum(self.query, 0)]).astype(np.int64)
 
     def visible(self, rows: Ints, found: Ints) -> Bools:

@@ -24,9 +24,9 @@ from retrieval.evaluation.clusters import cluster_figures
 from retrieval.evaluation.evaluation import DEFAULT_METRICS, Evaluation, class_numbers
 from retrieval.evaluation.neighbors import Codes, DistanceBlock, Neighbors
 from retrieval.evaluation.selection import direct
+from retrieval.host.cores import cores
 from retrieval.model.built_in import metric
 from retrieval.serving.embedding.runners import Runner, here
-from retrieval.serving.embedding.work import cores
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.index.embedded_rows import VectorRows
 from retrieval.serving.progress import Meter, Progress, shown
@@ -132,8 +132,6 @@ def pairwise(
     if (gallery is None) != (gallery_labels is None):
         raise DataError("gallery and gallery_labels come together: one of them is missing.")
     searched, itself = codes if gallery is None else gallery, gallery is None
-    if not len(searched):
-        raise DataError("The gallery is empty: there is nothing to search.")
     query_class, item_class = class_numbers(labels, len(codes), gallery_labels, len(searched))
     counts = np.bincount(item_class, minlength=int(query_class.max(initial=-1)) + 1)
     relevant = counts[query_class] - int(itself)

@@ -22,12 +22,13 @@ from numpy.typing import ArrayLike
 from PIL import Image
 
 from retrieval.errors import DataError
-from retrieval.serving.images import decode, from_array
+from retrieval.model.labels import read_labels
+from retrieval.serving.images import decode, from_array, to_mode
 
 if TYPE_CHECKING:
     from retrieval.run.open import Run
     from retrieval.serving.bundle import ImageLike
-    from retrieval.serving.index.base import Hit, Index
+    from retrieval.serving.index.index import Hit, Index
 
 __all__ = ["curves", "map", "neighbours"]
 
@@ -67,10 +68,10 @@ def neighbours(
         labels: each query's label; None marks no answer right or wrong.
 
     Raises:
-        DataError: there is no query, or more than 50; a query is not an image; there are not as many labels as queries; the
+        DataError: there is no query, or more than 50; a query is not an image; a query has no label, or one that is no text; the
             index holds vectors, not images.
     """
-    from retrieval.serving.index.base import Index
+    from retrieval.serving.index.index import Index
 
     if not isinstance(index, Index):
         raise DataError(
@@ -83,6 +84,11 @@ def neighbours(
         raise DataError(f"A picture of neighbours shows 1 to {MOST_QUERIES} queries, not {len(images)}.")
     if labels is not None and len(labels) != len(images):
         raise DataError(f"There are {len(labels)} labels for {len(images)} queries; give each query one.")
+    names = None if labels is None else read_labels(labels)
+    if names is not None and names.dtype.kind != "U":
+        raise DataError(
+            "An index's labels are text, which no number equals: give the queries' labels as text."
+        )
     if index.bundle.manifest.input.preprocessing is None:
         raise DataError(f"{index.path} holds vectors, not images: there is nothing to draw.")
     found = index.search(list(images), k=k)
@@ -90,13 +96,13 @@ def neighbours(
     figure = Picture(columns + 0.6, 1.18 * len(images) + 0.5)
     grid = figure.subplots(len(images), columns, squeeze=False)
     for row, (cells, query, hits) in enumerate(zip(grid, images, found, strict=True)):
-        label = None if labels is None else labels[row]
+        label = None if names is None else str(names[row])
         _cell(cells[0], _pixels(query), "query" if label is None else f"query: {label}", "black", 1)
         for cell, hit in zip(cells[1:], hits, strict=False):
             _answer(cell, hit, label)
         for cell in cells[1 + len(hits) :]:
             cell.set_visible(False)
-    marks = "" if labels is None else ": ✓ right, ✗ wrong"
+    marks = "" if names is None else ": ✓ right, ✗ wrong"
     figure.suptitle(f"Queries with their {columns - 1} nearest{marks}, and the distance", fontsize=10)
     return figure
 
@@ -105,14 +111,14 @@ def _answer(cell: Axes, hit: Hit, label: str | None) -> None:
     """Draw one answer; a file that is gone is an empty cell with its name."""
     right = hit.label == label
     mark, colour = ("", "0.4") if label is None else (" ✓", "tab:blue") if right else (" ✗", "tab:orange")
-    title = f"{hit.key if hit.label is None else hit.label}{mark} {hit.distance:.2f}"
+    title = f"{hit.id if hit.label is None else hit.label}{mark} {hit.distance:.2f}"
     try:
         pixels = None if hit.path is None else _pixels(hit.path)
     except DataError:
         pixels = None
     _cell(cell, pixels, title, colour, 2.5)
     if pixels is None:
-        cell.text(0.5, 0.5, f"cannot read\n{Path(hit.key).name}", ha="center", va="center", fontsize=6)
+        cell.text(0.5, 0.5, f"cannot read\n{Path(hit.id).name}", ha="center", va="center", fontsize=6)
 
 
 def _cell(cell: Axes, pixels: np.ndarray[Any, Any] | None, title: str, colour: str, width: float) -> None:
@@ -130,9 +136,10 @@ def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
     if isinstance(image, np.ndarray):
         opened = from_array(image)
     else:
-        opened = image.copy() if isinstance(image, Image.Image) else decode(image)
-    opened.thumbnail((LARGEST, LARGEST))
-    return np.asarray(opened if opened.mode in ("L", "RGB") else opened.convert("RGB"))
+        opened = image if isinstance(image, Image.Image) else decode(image)
+    small = to_mode(opened, "L" if opened.mode == "L" else "RGB").copy()
+    small.thumbnail((LARGEST, LARGEST))
+    return np.asarray(small)
 
 
 def curves(run: Run | str | os.PathLike[str]) -> Figure:
@@ -219,9 +226,10 @@ def map(
         seed: of t-SNE's start: the same seed, codes and versions give the same picture.
 
     Raises:
-        DataError: codes of another shape, NaN or infinity; not one label for each item; an unknown method.
+        DataError: codes of another shape, NaN or infinity; not one label for each item, or labels that are missing or of
+            two kinds; an unknown method.
     """
-    points, names = np.asarray(codes, dtype=np.float64), np.asarray(labels)
+    points, names = np.asarray(codes, dtype=np.float64), read_labels(labels)
     if points.ndim != 2 or min(points.shape) < 2:
         raise DataError(f"A map is drawn of codes (N, C), N and C at least 2, not of shape {points.shape}.")
     if not np.isfinite(points).all():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError
 from retrieval.evaluation.exclusion import Hidden
 from retrieval.evaluation.neighbors import Candidates, Codes, DistanceBlock, Neighbors, rows_of
+from retrieval.model.labels import is_missing
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Metric
@@ -72,6 +73,9 @@ class Tags:
     Args:
         query: the labels of each query.
         gallery: those of each gallery item; None: the queries are the gallery.
+
+    Raises:
+        DataError: an item's labels are no list of text.
     """
 
     match = 1.0
@@ -80,9 +84,11 @@ class Tags:
         from scipy.sparse import csr_array
 
         known: dict[str, int] = {}
+        sides = [_checked_tags(query, "query")]
+        sides.append(sides[0] if gallery is None else _checked_tags(gallery, "gallery"))
         ours, theirs = (
             [[known.setdefault(tag, len(known)) for tag in dict.fromkeys(tags)] for tags in side]
-            for side in (query, query if gallery is None else gallery)
+            for side in sides
         )
 
         def matrix(side: list[list[int]]) -> Any:
@@ -99,12 +105,26 @@ class Tags:
         return np.asarray((self._query[rows] @ self._gallery).toarray(), dtype=np.float32)
 
 
+def _checked_tags(items: Sequence[Sequence[str]], what: str) -> Sequence[Sequence[str]]:
+    """Return each item's labels. A text is a sequence too, whose characters would be the labels, and NaN is no text."""
+    for row, tags in enumerate(items):
+        if (
+            isinstance(tags, str)
+            or not isinstance(tags, Iterable)
+            or not all(isinstance(tag, str) for tag in tags)
+        ):
+            raise DataError(
+                f"The {what} labels in row {row} are {tags!r}: give each item a list of text, empty where it has none."
+            )
+    return items
+
+
 def _numbers(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[Ints, Ints]:
-    """Return numbers that are equal where values are; None and "" equal nothing."""
+    """Return numbers that are equal where values are; a missing value and "" equal nothing."""
     known: dict[Any, int] = {}
 
     def numbered(values: Sequence[Any], none: int) -> Ints:
-        return np.array([none if v is None or v == "" else known.setdefault(v, len(known)) for v in values], np.int64)  # fmt: skip
+        return np.array([none if is_missing(v) or v == "" else known.setdefault(v, len(known)) for v in values], np.int64)  # fmt: skip
 
     return numbered(ours, -1), numbered(theirs, -2)
 

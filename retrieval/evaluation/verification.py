@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from retrieval.data.error_lists import refuse
 from retrieval.data.pairs import fold_problems
 from retrieval.errors import DataError
+from retrieval.model.labels import read_labels, read_values
 
 Floats = NDArray[np.float64]
 
@@ -74,7 +75,7 @@ def verification(
 
     Args:
         distances: (P,) smaller is closer.
-        same: (P,) whether a pair is one of "the same".
+        same: (P,) whether a pair is one of "the same": true or false, or 1 or 0.
         folds: (P,) the fold of each pair: whole numbers or text.
         far: false accept rates at which to give the true accept rate.
 
@@ -85,13 +86,14 @@ def verification(
         the standard deviation of the K accuracies (over K − 1).
 
     Raises:
-        DataError: shapes that do not fit, distances that are not finite, pairs of one kind only, or folds on which no
-            threshold can be chosen.
+        DataError: shapes that do not fit, distances that are not finite, pairs of one kind only or that are neither true
+            nor false, folds that are missing or of two kinds, or folds on which no threshold can be chosen.
     """
     d = np.asarray(distances, dtype=np.float64)
-    s = np.asarray(same).astype(bool)
-    _check(d, s, np.asarray(folds))
-    names, fold = np.unique(np.asarray(folds), return_inverse=True)
+    s = _kinds(same)
+    groups = read_labels(folds, "folds", "Leave those pairs out, or give each its fold.")
+    _check(d, s, groups)
+    names, fold = np.unique(groups, return_inverse=True)
     if problems := fold_problems(s, fold, [str(name) for name in names]):
         refuse("Pairs", problems)
     roc = roc_curve(d, s)
@@ -155,6 +157,17 @@ def _best_threshold(distances: Floats, same: NDArray[np.bool_]) -> float:
         return float(distances[-1])
     middle = distances[i - 1] / 2 + distances[i] / 2
     return float(middle if middle < distances[i] else distances[i - 1])
+
+
+def _kinds(same: ArrayLike) -> NDArray[np.bool_]:
+    """Return which pairs are the same. Truth as Python has it would take NaN, -1 and the text "False" for true."""
+    flags = read_values(same, "pairs' kinds", "Leave those pairs out, or say of each whether it is the same.")
+    for row, flag in enumerate(flags.tolist()):
+        if isinstance(flag, str) or flag not in (0, 1):
+            raise DataError(
+                f"Whether a pair is the same must be true or false, or 1 or 0; row {row} is {flag!r}."
+            )
+    return flags.astype(bool)
 
 
 def _check(distances: Floats, same: NDArray[np.bool_], folds: NDArray[Any]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
+from retrieval.host.cores import cores
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.image_files import find_images
 from retrieval.serving.images import Preprocessing, decode, from_array
@@ -44,7 +45,12 @@ class Photos:
         for place in map(Path, places):
             if not place.exists():
                 raise DataError(f"{place} does not exist. Name files or folders of photos.")
-            inside = find_images(place).images if place.is_dir() else [place]
+            inside = [place]
+            if place.is_dir():
+                below = find_images(place)
+                inside = below.images
+                if dangling := below.dangling(place):
+                    log.warning("%s", dangling)
             found.update((Path(os.path.realpath(file)), None) for file in inside)
         if not found:
             raise DataError("There are no photos: name files or folders of them.")
@@ -64,7 +70,7 @@ class Photos:
         """
         bad: list[str] = []
         waiting: list[Pixels] = []
-        files, workers = self.files[:most], os.cpu_count() or 1
+        files, workers = self.files[:most], cores()
 
         def read(file: Path) -> Pixels | DataError:
             try:

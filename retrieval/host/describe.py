@@ -109,7 +109,7 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
         return f"[augmentation]\ntransforms = [{_inline(factory) if settable else toml_value(factory.name)}]"
     if factory.kind == "indexes":
         required = "".join(f" --set {p.name}=…" for p in settable if p.required)
-        return f"retrieval index BUNDLE IMAGES --output INDEX --backend {factory.name}{required}"
+        return f"retrieval index create INDEX IMAGES --bundle BUNDLE --backend {factory.name}{required}"
     if factory.kind == "stores":
         options = "&".join(f"{p.name}=…" for p in settable if p.required)
         return f"retrieval index create {factory.name}://{f'PLACE?{options}' if options else 'PLACE'} IMAGES --bundle BUNDLE"

@@ -35,7 +35,7 @@ EXAMPLES = {
     "backbone": Example("Small", "small"),
     "metric": Example("ReciprocalRank", "reciprocal_rank"),
     "index": Example(
-        "Matrix", "matrix", "retrieval index BUNDLE IMAGES --output items.index --backend acme.matrix"
+        "Matrix", "matrix", "retrieval index create items.index IMAGES --bundle BUNDLE --backend acme.matrix"
     ),
     "store": Example(
         "JournalPlace",

@@ -40,8 +40,9 @@ class Dataset(ABC):
 
     Attributes:
         kind: "image" or "features".
-        labels: one label per item, as text.
-        keys: one stable name an item (a path, or "digits/17").
+        labels: one label per item, as text. A whole number, also of NumPy or in a tensor, is taken as its
+            digits; anything else is refused.
+        keys: one stable name an item (a path, or "digits/17"), each given once.
         splits: "train", "validation" or "test" for each item, where the data come with a split; else None.
         roles: "query", "gallery" or "" for each item, where the data come with a protocol; else None.
         metadata: further columns of each item, or None.
@@ -68,6 +69,8 @@ class Dataset(ABC):
     @abstractmethod
     def __getitem__(self, index: int) -> Image | NDArray[Any]:
         """Return item `index`: a Pillow image, or an array as in `arrays` without the first axis; from any thread.
+
+        The item alone, without its label; what is neither is refused in a sentence that names the item.
 
         Raises:
             DataError: it cannot be read; the sentence names the item.

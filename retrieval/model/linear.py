@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from retrieval.model.labels import learner_labels
 from retrieval.model.metric_learner import MetricFunction, MetricLearner, two_vectors
 
 if TYPE_CHECKING:
@@ -77,9 +78,9 @@ def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
         learner: the learner's name, for the sentences.
 
     Raises:
-        ValueError: the labels are continuous numbers, name one class only, or name each class once.
+        ValueError: labels are missing or of two kinds, are continuous numbers, name one class only, or name each class once.
     """
-    labels = np.asarray(y)
+    labels = np.asarray(learner_labels(y))
     if labels.dtype.kind == "f" and (labels != np.floor(labels)).any():
         raise ValueError(f"The labels are continuous numbers; {learner} needs classes.")
     names, codes = np.unique(labels, return_inverse=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from retrieval.errors import PluginError
 from retrieval.host.plugin_calls import calling
-from retrieval.model.contracts import Backbone, Combiner, Dataset, Generator
+from retrieval.model.contracts import Backbone, Combiner, Generator
 from retrieval.model.guard import checked_rows, shown
 from retrieval.serving.images import Preprocessing
 
@@ -31,42 +31,6 @@ def untouched(*modules: nn.Module) -> Iterator[None]:
     finally:
         for each, training in modes.items():
             each.training = training
-
-
-def check_dataset(dataset: Any, name: str) -> Dataset:
-    """Return a dataset whose parts are as long as each other.
-
-    Raises:
-        PluginError: the factory did not make a dataset, or its parts do not fit each other; the sentence lists every fault.
-    """
-    if not isinstance(dataset, Dataset):
-        raise PluginError(f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.Dataset.")
-    wrong = []
-    if dataset.kind not in ("image", "features"):
-        wrong.append(f'kind is {dataset.kind!r}, and must be "image" or "features"')
-    lengths: dict[str, int] = {}
-    for part in ("labels", "keys", "splits", "roles", "metadata", "arrays", "files"):
-        column = getattr(dataset, part, None)
-        if column is None:
-            if part in ("labels", "keys"):
-                wrong.append(f"it has no {part}, one for each item")
-            continue
-        try:
-            lengths[part] = len(column)
-        except TypeError:
-            wrong.append(f"{part} is {shown(column)}, and must hold one entry per item")
-    if len(set(lengths.values())) > 1:
-        each = ", ".join(f"{n} {part}" for part, n in lengths.items())
-        wrong.append(f"its parts differ in length: {each}")
-    arrays = dataset.arrays
-    if arrays is not None and not isinstance(arrays, np.ndarray):
-        wrong.append(f"arrays is {shown(arrays)}, and must be a numpy array")
-    elif arrays is not None and arrays.ndim not in ((2,) if dataset.kind == "features" else (3, 4)):
-        must = "(N, F)" if dataset.kind == "features" else "(N, H, W) or (N, H, W, 3)"
-        wrong.append(f"arrays has the shape {arrays.shape}, and must be {must}")
-    if wrong:
-        raise PluginError(f"The dataset {name} breaks its contract: {'; '.join(wrong)}.")
-    return dataset
 
 
 def check_backbone(backbone: Any, name: str) -> Backbone:

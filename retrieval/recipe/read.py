@@ -16,11 +16,11 @@ from typing import Any
 import tomli_w
 
 from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
+from retrieval.host.allow import require
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.file_plugins import is_file_plugin
 from retrieval.host.objects import WORDS, is_object, object_name, objects_in
 from retrieval.host.plugins import Plugins, load_plugins
-from retrieval.host.trust import require
 from retrieval.host.values import Place, check_values, shown
 from retrieval.recipe.overrides import apply_overrides
 from retrieval.recipe.section import Section
@@ -78,7 +78,7 @@ def read_recipe(
 
     Raises:
         RecipeError: with every problem.
-        PluginError: a plugin cannot be loaded, or the recipe brings one that the user does not know (see `retrieval.host.trust`).
+        PluginError: a plugin cannot be loaded, or the recipe brings one that the user has not allowed (see `retrieval.host.allow`).
     """
     recipe, objects = apart(recipe, objects)
     table, brought = read_table(recipe, overrides, plugins)

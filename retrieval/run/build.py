@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrieval.data.gate import usable
 from retrieval.errors import PluginError, RecipeError
 from retrieval.host.objects import is_object
 from retrieval.host.plugin_calls import calling
+from retrieval.model.checked_dataset import check_dataset
 from retrieval.model.contracts import Backbone, Dataset, Generator
 from retrieval.model.model import Model, build_head
 from retrieval.model.module_backbone import as_backbone
 from retrieval.model.products import (
     check_backbone,
     check_combiner,
-    check_dataset,
     check_distances,
     check_generator,
     check_head,
@@ -30,10 +31,11 @@ def build_dataset(recipe: Recipe) -> Dataset:
     """Return the recipe's dataset.
 
     Raises:
-        DataError: its files are missing or wrong.
+        DataError: its files are missing or wrong, or items cannot be used: see `retrieval.data.gate`.
     """
     with python_random_kept():
-        return check_dataset(recipe.build("data"), recipe.data.name)
+        dataset = check_dataset(recipe.build("data"), recipe.data.name)
+    return usable(dataset, f"The dataset {recipe.data.name}")
 
 
 def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:

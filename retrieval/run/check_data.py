@@ -6,7 +6,7 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,19 @@ from retrieval.data.near import Measure, Near, Rows, near_pairs
 from retrieval.data.splits import make_splits
 from retrieval.data.subjects import OfDataset, OfSources, Subjects
 from retrieval.errors import DataError
+from retrieval.host.cores import cores
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.images import decode, to_mode
-from retrieval.serving.index.base import measured
+from retrieval.serving.images import decode, few_levels, to_mode
+from retrieval.serving.index.embedded import is_embedding
+from retrieval.serving.index.embedded_rows import in_memory
+from retrieval.serving.index.locations import Location
+from retrieval.serving.index.measuring import measured
+from retrieval.serving.index.origins import Sources
+from retrieval.serving.index.remote import is_address
 from retrieval.serving.index.sources import collect
+from retrieval.serving.index.tables import holds_vectors, is_table
 from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.serving.threads import ahead
 
@@ -100,6 +107,7 @@ def check_data(
     return Findings(
         checked, subjects.items, sorted(seen.faults.items()), same, near, limits,
         lone_labels(subjects.items), spelt_alike(subjects.items), complete, subjects.notes,
+        sorted(seen.flat.items()),
     )  # fmt: skip
 
 
@@ -123,9 +131,25 @@ def _subjects(
         raise DataError("Only a recipe has values to change: name its .toml file.")
     if not named:
         raise DataError("There is nothing to check: name a folder, a CSV file, a table or a recipe.")
-    vectors = all(name.lower().endswith(".npz") for name in named)
-    kind = "features" if vectors else "image" if bundle is None else bundle.manifest.input.kind
-    return ", ".join(named), OfSources([collect([name], kind) for name in named], named)
+    found = [_collected(name, bundle) for name in named]
+    if len({each.features is None for each in found}) > 1:
+        raise DataError("Images and vectors are checked by themselves: name one kind at a time.")
+    return ", ".join(named), OfSources(found, named)
+
+
+def _collected(name: str, bundle: Bundle | None) -> Sources:
+    """Return the items of a source: vectors where it holds nothing else, or where the bundle takes them."""
+    if is_embedding(name):
+        items, vectors = in_memory(Path(name))
+        return Sources([replace(item, row=row) for row, item in enumerate(items)], vectors)
+    if name.lower().endswith(".npz"):
+        return collect([name], "features")
+    if bundle is not None:
+        return collect([name], bundle.manifest.input.kind)
+    if is_table(name) and (is_address(name) or Path(name).exists()):
+        place = Location(name if is_address(name) else os.path.abspath(name))  # noqa: PTH100
+        return collect([name], "features" if holds_vectors(place) else "image")
+    return collect([name], "image")
 
 
 def _of_recipe(recipe: Recipe) -> OfDataset:
@@ -141,6 +165,7 @@ class _Seen:
 
     Attributes:
         faults: why an item cannot be read, by its number.
+        flat: why few levels of a 16-bit image are left in 8 bits, by its number.
         contents: (N,) numbers of the bytes; −1 of what has no file of its own.
         numbers: (N,) numbers of the pixels, or of a vector's numbers; −1 of what cannot be read.
         pictures: (N, WIDTH); of images.
@@ -149,6 +174,7 @@ class _Seen:
     """
 
     faults: dict[int, str]
+    flat: dict[int, str]
     contents: Rows
     numbers: Rows
     pictures: NDArray[np.float32]
@@ -165,6 +191,7 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
     size, image = len(subjects.items), subjects.kind == "image"
     seen = _Seen(
         {},
+        {},
         np.full(size, -1, np.int64),
         np.full(size, -1, np.int64),
         np.zeros((size if image else 0, WIDTH), np.float32),
@@ -177,12 +204,14 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
     work = partial(_opened, subjects, bundle)
     with Meter("checking", size, "items") as meter:
         given = subjects.given(range(size))
-        for row, found in ahead(work, given, workers=min(8, os.cpu_count() or 1), most=2 * _BATCH):
+        for row, found in ahead(work, given, workers=min(8, cores()), most=2 * _BATCH):
             meter.update()
             if isinstance(found, DataError):
                 seen.faults[row] = str(found)
                 continue
-            own, taken, pixels = found
+            own, taken, pixels, flat = found
+            if flat is not None:
+                seen.flat[row] = flat
             if own is not None:
                 seen.contents[row] = contents.setdefault(own, row)
             seen.numbers[row] = numbers.setdefault(taken.values, row)
@@ -201,15 +230,21 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
 
 def _opened(
     subjects: Subjects, bundle: Bundle | None, given: tuple[int, bytes | DataError | None]
-) -> tuple[int, tuple[bytes | None, Fingerprint, NDArray[Any] | None] | DataError]:
-    """Return an item's number with the hash of its file, its fingerprint and what the model takes of it, or why not."""
+) -> tuple[int, tuple[bytes | None, Fingerprint, NDArray[Any] | None, str | None] | DataError]:
+    """Return an item's number with what is seen of it, or why it cannot be read.
+
+    Seen are the hash of its file, its fingerprint, what the model takes of it, and why it has few levels.
+    """
     row, content = given
+    name = subjects.items[row].name
     try:
         own, item = subjects.open(row, content)
         try:
-            return row, (own, fingerprint(item), None if bundle is None else _input(bundle, item))
+            flat = few_levels(item) if isinstance(item, Image.Image) else None
+            flat = flat and f"{name} {flat}."
+            return row, (own, fingerprint(item), None if bundle is None else _input(bundle, item), flat)
         except DataError as fault:
-            raise DataError(f"{subjects.items[row].name}: {fault}") from fault
+            raise DataError(f"{name}: {fault}") from fault
     except DataError as fault:
         return row, fault
 
@@ -311,7 +346,7 @@ def _copied(subjects: Subjects, seen: _Seen, bundle: Bundle, rows: Rows) -> floa
     given = subjects.given(chosen.tolist())
     apart = []
     with Meter("measuring copies", len(chosen), "items") as meter:
-        for row, pixels in ahead(work, given, workers=min(8, os.cpu_count() or 1), most=_BATCH):
+        for row, pixels in ahead(work, given, workers=min(8, cores()), most=_BATCH):
             copy = bundle.encode(pixels[None])
             apart.append(float(_distances(bundle, copy, 0, seen.encoded, np.array([row]))[0]))
             meter.update()

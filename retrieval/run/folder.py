@@ -29,7 +29,6 @@ from retrieval.host.file_plugins import FilePlugin, is_file_plugin
 from retrieval.host.files import whole_folder, write_text
 from retrieval.host.files import write_json as write_whole
 from retrieval.host.plugins import Plugins
-from retrieval.host.trust import remember
 from retrieval.recipe.read import Recipe, to_toml
 from retrieval.recipe.tables import Component, Tables
 from retrieval.serving.files.locks import hold
@@ -153,7 +152,6 @@ def copy_plugins(path: Path, recipe: Recipe) -> Recipe:
         if is_file_plugin(item):
             plugin = FilePlugin.at(item)
             copied = plugin.copy(path / "plugins")
-            remember({plugin.home / name: plugin.sums[name] for name in plugin.sources})  # they have run
             named.append(copied.relative_to(path).as_posix() + ("/" if copied.is_dir() else ""))
         else:
             named.append(item)

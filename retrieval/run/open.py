@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch import nn
 from retrieval.data.kept import pack_inputs, read_inputs
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, RecipeError
+from retrieval.host.cores import cores
 from retrieval.host.plugins import Plugins
 from retrieval.model.contracts import Combiner, Dataset, Generator, Learner
 from retrieval.model.model import Model
@@ -123,7 +123,7 @@ def describe(run: Run) -> dict[str, Any]:
         "versions": run_versions(),
         "machine": {
             "platform": platform.platform(),
-            "processors": os.cpu_count(),
+            "processors": cores(),
             "threads": torch.get_num_threads(),
             "device": str(run.device),
         },

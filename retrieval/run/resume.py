@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from retrieval.errors import DataError, PluginError, RecipeError
+from retrieval.host.allow import require
 from retrieval.host.file_plugins import FilePlugin, is_file_plugin
-from retrieval.host.trust import require
 from retrieval.recipe.read import Recipe, apart, check_recipe, read_table, read_tables
 from retrieval.recipe.tables import Tables
 from retrieval.run import checkpoint

@@ -16,7 +16,7 @@ from PIL.Image import Image
 
 from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.files.snapshot import Held, Snapshot, Watch, close_all
+from retrieval.serving.files.snapshot import Held, Snapshot, Watch
 from retrieval.serving.images import decode, from_array
 from retrieval.serving.manifest import (
     FILE,
@@ -101,7 +101,6 @@ class Bundle:
         variant: str | None = None,
         threads: int | None = None,
         device: Device = "auto",
-        signed_by: StrPath | None = None,
     ) -> Bundle:
         """Check a bundle's format, files and checksums, and load its graphs.
 
@@ -110,7 +109,6 @@ class Bundle:
             variant: run this variant of the encoder ("fp16", "int8") instead of the encoder itself.
             threads: of one call of the encoder; None leaves it to ONNX Runtime (all cores).
             device: "auto" takes a CUDA device where onnxruntime-gpu offers one, otherwise the CPU; "tensorrt" builds an engine first, which takes minutes.
-            signed_by: a public key's file; a bundle that its holder did not sign is refused.
 
         Raises:
             BundleError: missing, altered, incomplete, of another format, or not what its manifest says.
@@ -120,16 +118,9 @@ class Bundle:
 
         def load(opened: Snapshot) -> Bundle:
             text = manifest_text(opened)
-            if signed_by is not None:
-                from retrieval.serving.signatures import check_signature
-
-                check_signature(opened, "bundle", text, signed_by)
             manifest = parse_manifest(folder / FILE, text)
             held = hold_files(opened, manifest.files)
-            try:
-                return cls.load(folder, manifest, text, held, Watch(opened), variant, threads, device)
-            finally:
-                close_all(held)
+            return cls.load(folder, manifest, text, held, Watch(opened), variant, threads, device)
 
         return opened_whole(folder, load)
 
@@ -187,8 +178,7 @@ class Bundle:
             target.mkdir()
             (target / FILE).write_bytes(self._text)
             for name, one in held.items():
-                (target / name).write_bytes(one.view())
-                one.close()
+                (target / name).write_bytes(one.content)
 
         opened_whole(self.path, write)
 
@@ -393,7 +383,6 @@ def open_bundle(
     variant: str | None = None,
     threads: int | None = None,
     device: Device = "auto",
-    signed_by: StrPath | None = None,
 ) -> Bundle:
     """Check a bundle's format, files and checksums, and load its graphs; see `Bundle.open`."""
-    return Bundle.open(path, variant=variant, threads=threads, device=device, signed_by=signed_by)
+    return Bundle.open(path, variant=variant, threads=threads, device=device)

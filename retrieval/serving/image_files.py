@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from retrieval.errors import DataError
+from retrieval.host.walk import files_below, leads_nowhere
 from retrieval.serving.images import EXTENSIONS, FORMATS
 
 NO_IMAGE = "no image"
@@ -51,10 +51,12 @@ class Found:
     Attributes:
         images: the image files, sorted.
         left_out: the other files by the reason, which follows "is": "JPEG 2000, which is not read".
+        nowhere: links that lead nowhere, sorted: each may have been an image, or a folder of them.
     """
 
     images: list[Path]
     left_out: dict[str, list[Path]] = field(default_factory=dict)
+    nowhere: list[Path] = field(default_factory=list)
 
     def notes(self, folder: Path) -> list[str]:
         """Return a sentence for each reason: how many files, which ones first, and why."""
@@ -63,36 +65,41 @@ class Found:
             for reason, files in self.left_out.items()
         ]
 
+    def dangling(self, folder: Path) -> str:
+        """Return a sentence on the links that lead nowhere; "" for none."""
+        if not self.nowhere:
+            return ""
+        several = len(self.nowhere) > 1
+        return (
+            f"{folder}: {len(self.nowhere):,} link{'s lead' if several else ' leads'} nowhere: "
+            f"{_some(self.nowhere, folder)}. Mend or remove {'them' if several else 'it'}."
+        )
+
 
 def find_images(folder: Path) -> Found:
     """Return the image files below a folder; hidden files and folders are not looked at.
 
-    A file is an image by its extension, and else by how it begins.
+    A file is an image by its extension, and else by how it begins. Links are followed: see
+    `retrieval.host.walk.files_below`.
 
     Raises:
         DataError: it is not a folder, holds no image, or a folder below it cannot be read.
     """
-    if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder.")
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
-
-    paths: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [Path(parent, name) for name in names if not name.startswith(".")]
     images: list[Path] = []
+    nowhere: list[Path] = []
     left_out: dict[str, list[Path]] = {}
-    for path in sorted(paths):
+    for path in sorted(files_below(folder)):
+        if leads_nowhere(path):
+            nowhere.append(path)
+            continue
         reason = _reason(path)
         if reason is None:
             images.append(path)
         else:
             left_out.setdefault(reason, []).append(path)
-    found = Found(images, left_out)
+    found = Found(images, left_out, nowhere)
     if not images:
-        seen = " ".join(found.notes(folder))
+        seen = " ".join(filter(None, [*found.notes(folder), found.dangling(folder)]))
         raise DataError(
             f"{folder} holds no image (looked for {', '.join(FORMATS)}).{f' {seen}' if seen else ''}"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import os
 import stat
 import warnings
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from retrieval.errors import DataError
+from retrieval.host.walk import leads_nowhere
 from retrieval.serving.screening import Limits as Limits
 from retrieval.serving.screening import format_of, screen
 
@@ -75,6 +77,8 @@ class Preprocessing:
     """What an image goes through before the encoder: resize the shorter side, crop the centre, normalise.
 
     Resizing and cropping happen on uint8 pixels, here; `mean` and `std` are applied inside the encoder.
+    Pixels equal those of torchvision's `Resize` and `CenterCrop` on a Pillow image, to the last bit,
+    unless the resized image would have more than 4 million pixels: then its far ends are cut off first.
 
     Attributes:
         size: height and width of the encoder's input, in pixels.
@@ -132,14 +136,31 @@ class Preprocessing:
             if image.size != (width, height):
                 image = image.resize((width, height), resample)
         else:
-            image = _trim(image, self.resize, max(self.size))
-            scale = self.resize / min(image.size)
-            new = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-            left, top = (new[0] - width) // 2, (new[1] - height) // 2
+            if math.prod(_resized(image.size, self.resize)) > _MAX_PIXELS_RESIZED_WHOLE:
+                image = _trim(image, self.resize, max(self.size))
+            new = _resized(image.size, self.resize)
+            left, top = _centred(new[0], width), _centred(new[1], height)
             image = _part_of_resized(image, new, (left, top, left + width, top + height), resample)
         # of its bytes: the array interface of Pillow's images takes twice as long
         pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, self.channels)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def _resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
+    """Return the size of an image whose shorter side becomes `shorter`.
+
+    The longer side is cut off to whole pixels, not rounded, as torchvision and timm do it.
+    """
+    longer = int(shorter * max(size) / min(size))
+    return (shorter, longer) if size[0] <= size[1] else (longer, shorter)
+
+
+def _centred(length: int, crop: int) -> int:
+    """Return where a centre crop begins, as torchvision's `CenterCrop` has it; below 0 where it pads.
+
+    Half a pixel goes to the even neighbour; of an odd number of padded pixels the end has one more.
+    """
+    return round((length - crop) / 2) if crop <= length else -((crop - length) // 2)
 
 
 def _part_of_resized(
@@ -173,7 +194,8 @@ def _part_of_resized(
 def _trim(image: Image.Image, shorter: int, crop: int) -> Image.Image:
     """Cut off the far ends of a very long image, which the centre crop would drop anyway.
 
-    Resizing the shorter side of a 1 × 20,000,000 image to 256 would otherwise make five thousand million pixels.
+    Resizing the shorter side of a 1 × 20,000,000 image to 256 would otherwise make five thousand
+    million pixels.
     """
     side = min(image.size)
     keep = max(side, -(-4 * side * max(crop, shorter) // shorter))
@@ -185,21 +207,47 @@ def _trim(image: Image.Image, shorter: int, crop: int) -> Image.Image:
 
 
 def to_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
-    """Return the image in grey or RGB; transparency lies on white, 16-bit and float grey are scaled to 8 bits.
+    """Return the image in 8-bit grey or RGB, by a rule for each mode that depends on no pixel.
+
+    Of 16 bits the upper 8 are kept, as Pillow and OpenCV do it; transparency lies on white; colour
+    profiles are not applied. Numbers without a fixed range (32-bit and floating-point grey) are
+    refused: 0–1 and 0–255 are both usual, and a picture cannot say which it means.
 
     Raises:
-        DataError: Pillow has no conversion from the image's colour space.
+        DataError: the image's mode has no fixed range, or Pillow cannot convert it.
     """
     if image.mode == mode and "transparency" not in image.info:
         return image
+    check_range(image, "an image")
     try:
-        if image.mode.startswith("I") or image.mode == "F":
-            image = _grey8(image)
-        elif image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        if image.mode in _SIXTEEN_BITS:
+            return _upper_bits(image).convert(mode)
+        if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
             return _on_white(image, mode)
+        if image.mode == "LAB":
+            image = image.convert("RGB")
         return image.convert(mode)
     except (ValueError, KeyError, OSError) as error:
         raise DataError(f"an image of mode {image.mode} cannot be converted to {mode}: {error}.") from error
+
+
+def check_range(image: Image.Image, name: str) -> None:
+    """Refuse an image whose mode does not say which numbers are black and white.
+
+    Args:
+        image: the image.
+        name: what to call it in an error.
+
+    Raises:
+        DataError: it is 32-bit or floating-point grey.
+    """
+    if image.mode not in _WITHOUT_RANGE:
+        return
+    raise DataError(
+        f"{name} is {_WITHOUT_RANGE[image.mode]} grey (mode {image.mode}), which does not say what white "
+        "is: 1, 255 or any other number. Scale it and save it as 8-bit or 16-bit grey: of values from 0 to "
+        "1, Image.fromarray((values * 255).round().clip(0, 255).astype('uint8'))."
+    )
 
 
 def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
@@ -216,15 +264,37 @@ def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
     return out
 
 
-def _grey8(image: Image.Image) -> Image.Image:
-    """Return 8-bit grey of 16-bit, 32-bit or float grey."""
-    values: NDArray[Any] = np.nan_to_num(np.asarray(image, dtype=np.float32), nan=0.0, posinf=0.0, neginf=0.0)
-    top = values.max(initial=0)
-    if image.mode.startswith("I;16") or top > 255:
-        values = values / 257
-    elif image.mode == "F" and top <= 1:
-        values = values * 255
-    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
+def _upper_bits(image: Image.Image) -> Image.Image:
+    """Return 8-bit grey of 16-bit grey; the one value that is transparent, if there is one, is white."""
+    values = np.asarray(image)
+    grey = (values >> 8).astype(np.uint8)
+    if (transparent := image.info.get("transparency")) is not None:
+        grey[values == transparent] = 255
+    return Image.fromarray(grey)
+
+
+def few_levels(image: Image.Image) -> str | None:
+    """Return why a 16-bit image loses most of its levels in 8 bits, such as one of a 12-bit camera.
+
+    A sentence of a quarter of the range or less; None of an image of 8 bits, or of a wider range.
+
+    Args:
+        image: a decoded image.
+    """
+    values = np.asarray(image if image.mode in _SIXTEEN_BITS else image.convert("RGB"))
+    top = int(values.max(initial=0))
+    if image.mode not in _SIXTEEN_BITS:
+        if image.info.get(_BITS) != 16:
+            return None
+        top = top << 8 | 255  # the lower bits are gone
+    if not 0 < top < 1 << 14:
+        return None
+    if top < 256:
+        return "is of 16 bits and holds nothing above 255, so it is black in 8 bits. Save it as 8 bits"
+    return (
+        f"is of 16 bits and holds nothing above {top:,} of 65,535, so {(top >> 8) + 1} of 256 levels are "
+        f"left in 8 bits. Multiply it by {(1 << 16) >> top.bit_length()} before it is saved"
+    )
 
 
 _UPRIGHT = {
@@ -238,7 +308,13 @@ _UPRIGHT = {
 }
 _ORIENTATION = 0x0112
 _BAND = 1_000_000  # pixels
+_MAX_PIXELS_RESIZED_WHOLE = 4_000_000
 _PIECE = 65_536  # bytes of a file that grew since it was looked at
+_SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+_WITHOUT_RANGE = {"F": "floating-point", "I": "32-bit"}
+_BITS = "bits a sample"
+"""Key of `Image.info`: how many a file had, where a mode of 8 bits does not say it."""
+_TIFF_BITS = 258
 _THUMBNAIL = 256  # pixels of the longer side
 
 
@@ -286,6 +362,8 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
         limits.check_size(name, *image.size)
         image.load()
         orientation = _orientation(image)
+        image = _as_its_file_says(image, content, format)
+        check_range(image, name)
         return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
     except (DataError, Warning):
         raise
@@ -301,6 +379,34 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
         raise DataError(f"{name} is damaged and cannot be decoded: it cannot be read as {format}.") from None
     except Exception as error:  # Pillow's decoders raise whatever their format's parser does
         raise DataError(f"{name} is damaged and cannot be decoded: {str(error).rstrip('.')}.") from error
+
+
+def _as_its_file_says(image: Image.Image, content: bytes, format: str) -> Image.Image:
+    """Return the image with what Pillow's mode leaves out: how many bits its file has a sample.
+
+    16-bit PGM is of mode I, which has no range; 12-bit TIFF is of a 16-bit mode; and the transparent
+    value of a PNG is that of the file, whose pixels were scaled to 8 bits.
+    """
+    if format == "PPM" and image.mode == "I":
+        return image.convert("I;16")
+    if format == "TIFF":
+        bits = set(image.tag_v2.get(_TIFF_BITS, ()))  # type: ignore[attr-defined]
+        if bits == {12} and image.mode in _SIXTEEN_BITS:
+            return Image.fromarray(np.asarray(image, np.uint16) << 4)
+    elif format == "PNG":
+        bits = {content[24]}  # of the header, which is the first chunk
+        if image.mode == "I":  # 16-bit grey, of Pillow before 11
+            image = image.convert("I;16")
+        key = image.info.get("transparency")
+        if key is not None and image.mode == "L" and bits & {2, 4}:
+            image.info["transparency"] = key * (85 if bits == {2} else 17)
+        elif key is not None and image.mode == "RGB" and bits == {16}:
+            image.info["transparency"] = tuple(each >> 8 for each in key)
+    else:
+        return image
+    if bits == {16} and image.mode not in _SIXTEEN_BITS:
+        image.info[_BITS] = 16
+    return image
 
 
 def _orientation(image: Image.Image) -> int:
@@ -333,6 +439,8 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
                 content += more
             return content
     except OSError as error:
+        if leads_nowhere(Path(path)):
+            raise DataError(f"{name} is a link that leads nowhere.") from error
         raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:  # a null character in the name
         raise DataError(f"{name!r} cannot be read: {error}.") from error

@@ -28,7 +28,6 @@ from retrieval.serving.files.snapshot import (
     Snapshot,
     Unusable,
     at_one_moment,
-    close_all,
     hold_all,
     is_plain,
 )
@@ -385,7 +384,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
 
 
 def hold_files(folder: Snapshot, files: Mapping[str, FileRecord]) -> dict[str, Held]:
-    """Copy every recorded file of an opened bundle to where nobody can change it, compared with its size and SHA-256.
+    """Read every recorded file of an opened bundle, compared with its size and SHA-256.
 
     Raises:
         BundleError: naming every file that is missing or was altered; or they do not fit into memory.
@@ -393,7 +392,6 @@ def hold_files(folder: Snapshot, files: Mapping[str, FileRecord]) -> dict[str, H
     expected = {name: (record.sha256, record.bytes) for name, record in files.items()}
     held, problems = hold_all(folder, expected, f"The bundle {folder.path}", BundleError)
     if problems:
-        close_all(held)
         raise BundleError(
             f"The bundle {folder.path} is damaged: {'; '.join(problems)}. Make it again, or copy it again."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import BundleError, DataError
+from retrieval.host.cores import cores
 from retrieval.serving.manifest import Input
 from retrieval.serving.progress import Meter
 from retrieval.serving.threads import ahead
@@ -79,7 +79,7 @@ def decoded(
         except DataError as fault:
             raise DataError(f"{name}[{number}]: {fault}") from fault
 
-    made = ahead(one, enumerate(images), workers=threads or os.cpu_count() or 1, most=2 * batch)
+    made = ahead(one, enumerate(images), workers=threads or cores(), most=2 * batch)
     with Meter("encoding", len(images), "images") as meter:
         waiting: list[NDArray[np.uint8]] = []
         for each in made:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import BundleError
+from retrieval.host.cores import default_threads
 from retrieval.serving.files.snapshot import Held, available_memory
 from retrieval.serving.graphs import GraphError, check_graph
 from retrieval.serving.manifest import Manifest
@@ -202,8 +203,8 @@ class Sessions:
 
         def load(name: str, shapes: Mapping[str, Sequence[int]], on: Sequence[str] = devices) -> Graph:
             try:
-                check_graph(held[name].view())
-                started = start(runtime, held[name].bytes(), options, on, shapes)
+                check_graph(held[name].content)
+                started = start(runtime, held[name].content, options, on, shapes)
             except Exception as fault:  # see above
                 reason = fault if isinstance(fault, GraphError) else _reason(fault)
                 raise BundleError(
@@ -263,8 +264,8 @@ def session_options(runtime: Any, threads: int | None) -> Any:
     }
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
-    if threads is not None:
-        options.intra_op_num_threads = threads
+    # by itself it starts a thread for each core of the machine, whether this process may use it or not
+    options.intra_op_num_threads = default_threads() if threads is None else threads
     return options
 
 

@@ -90,18 +90,18 @@ class Watch:
         self._kept: list[Watched] = []
 
     def loss(self, name: str, value: Tensor, who: str) -> Tensor:
-        """Watch a loss and return it; `who` is its part with an article.
+        """Watch a loss and return it; `who` is its part, such as "loss pml.triplet_margin".
 
         Raises:
             DataError: it is not finite, on a CPU.
         """
-        self._keep(Watched(value.detach(), f"{name} is {{}} ({who[4:]})"))
+        self._keep(Watched(value.detach(), f"{name} is {{}} ({who})"))
         return value
 
     def rows(self, made: Tensor, who: str) -> None:
         """Watch the rows (T, F) that a generator made; see `loss`."""
         wrong = (made.detach() * 0).sum()  # of a finite number 0, of any other NaN
-        self._keep(Watched(wrong, f"the generator's output became NaN or infinite ({who[4:]})"))
+        self._keep(Watched(wrong, f"the generator's output became NaN or infinite ({who})"))
 
     def _keep(self, watched: Watched) -> None:
         if reads_at_once(watched.value.device):

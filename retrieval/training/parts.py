@@ -14,9 +14,9 @@ from retrieval.run.build import Objective
 
 
 def names_of(recipe: Recipe) -> dict[str, str]:
-    """Return what each part is called at the beginning of a sentence."""
+    """Return what each part is called in messages, by part: "loss pml.triplet_margin"."""
     return {
-        part: f"The {part} {table.name if (table := getattr(recipe, part)) else ''}"
+        part: f"{part} {table.name if (table := getattr(recipe, part)) else ''}"
         for part in ("backbone", "loss", "miner", "generator", "combiner")
     }
 

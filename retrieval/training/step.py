@@ -90,13 +90,17 @@ class Step:
         if recipe.augmentation.mix is not None and not compares_with_classes(objective.loss):
             raise RecipeError(
                 [
-                    f'[augmentation] mix = "{recipe.augmentation.mix}": {self.who["loss"][9:]} compares items with one another, so none can be of '
-                    "two classes. Use a loss that compares them with classes, such as pml.arc_face, or remove it."
+                    f'[augmentation] mix = "{recipe.augmentation.mix}": the {self.who["loss"]} compares '
+                    "items with one another, so none can be of two classes. Use a loss that compares them with classes, such as pml.arc_face, or remove it."
                 ]
             )
         optimizers = build_optimizers(recipe, phase, self.parts)
         self.schedules = schedules_of(recipe.schedule, optimizers, phase.epochs * steps)
         self.optimizers: Mapping[str, Any] = optimizers if tried else prepared(optimizers, accelerator)
+
+    def _the(self, part: str) -> str:
+        """Return what a part is called at the beginning of a sentence."""
+        return f"The {self.who[part]}"
 
     def _rows(self) -> Rows | None:
         """Return how several processes divide the loss; None where each computes all of it, or there is one process."""
@@ -112,7 +116,7 @@ class Step:
         if self.divided and self.accelerator.scaler is not None:
             raise RecipeError(
                 [
-                    f'[train] precision: "fp16" cannot go with {self.who["loss"][9:]} on several processes. Use "bf16".'
+                    f'[train] precision: "fp16" cannot go with the {self.who["loss"]} on several processes. Use "bf16".'
                 ]
             )
         return rows
@@ -171,7 +175,7 @@ class Step:
             rest = metric_side + generator_side
         if generator is not None:
             keep = metric is not None and metric.requires_grad
-            with calling(f"The gradient of {self.who['generator'][4:]}"):
+            with calling(f"The gradient of {self.who['generator']}"):
                 gradients = torch.autograd.grad(
                     generator, generator_side, retain_graph=keep, allow_unused=True
                 )
@@ -179,7 +183,7 @@ class Step:
                 parameter.grad = gradient
         if metric is not None and metric.requires_grad:
             # a backbone that computes its layers again in here computes batch norm again, too
-            with calling(f"The gradient of {self.who['loss'][4:]}"), self.devices.statistics():
+            with calling(f"The gradient of {self.who['loss']}"), self.devices.statistics():
                 self.accelerator.backward(metric, inputs=rest)
         self.devices.reduce_gradients(metric_side + generator_side, self.divided)
 
@@ -215,9 +219,9 @@ class Step:
         figures: dict[str, Tensor | int] = {} if indices is None else {"mined": count_indices(indices)}
         own: Tensor | None = None
         if self.model.combiner is not None:
-            with calling(self.who["combiner"]):
+            with calling(self._the("combiner")):
                 given = self.model.combiner.objective(codes, labels, indices)
-            own, theirs = checked_objective(given, self.who["combiner"], codes)
+            own, theirs = checked_objective(given, self._the("combiner"), codes)
             figures.update(theirs)
         return Batch(features, codes, labels, indices, own, figures)
 
@@ -227,7 +231,7 @@ class Step:
         if self.objective.miner is not None or self.model.combiner is not None:
             batch = self._shared(codes, codes, labels)
             indices, figures, own = batch.indices, {**batch.figures}, batch.own
-        with calling(self.who["loss"]):
+        with calling(self._the("loss")):
             value = divided_loss(self.objective.loss, rows, codes, labels, indices, self.devices)
         value = self.train_table.loss_weight * value
         if own is not None and "combiner" in self.phase.train:
@@ -251,7 +255,7 @@ class Step:
 
     def _made(self, batch: Batch) -> Made | None:
         """Return what the generator makes of a batch; None where the phase has no use for it, or there is no triplet."""
-        generator, who = self.objective.generator, self.who["generator"]
+        generator, who = self.objective.generator, self._the("generator")
         if generator is None or not (self.phase.synthetic or "generator" in self.phase.train):
             return None
         a, p, n = choose_triplets(None if self._mines_after else batch.indices, batch.labels)
@@ -263,7 +267,7 @@ class Step:
             synthetic = generator(*triplets)
         like = len(a), batch.features.shape[1]
         checked_rows(synthetic, who, like, batch.features.device, "a synthetic feature a triplet")
-        self._watch.rows(synthetic, who)
+        self._watch.rows(synthetic, self.who["generator"])
         replaced = triplets[2 if generator.replaces == "negative" else 1]
         figures["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
         if not (self._trains_metric and self.phase.synthetic):
@@ -300,7 +304,7 @@ class Step:
 
     def _generator_loss(self, made: Made | None) -> Tensor | None:
         """Return the generator's objective; None where it does not train, has nothing to train, or made nothing."""
-        generator, who = self.objective.generator, self.who["generator"]
+        generator, who = self.objective.generator, self._the("generator")
         if made is None or generator is None or not len(made.features):
             return None
         if "generator" not in self.phase.train or not any(True for _ in generator.parameters()):
@@ -308,7 +312,7 @@ class Step:
         with calling(who):
             given = generator.objective(*made.triplets, made.features, self.model.feature_distance)
         value = checked_scalar(given, f"{who}'s objective", made.features, generator)
-        return self._watch.loss("generator loss", value, who)
+        return self._watch.loss("generator loss", value, self.who["generator"])
 
     def _figures(self, batch: Batch, made: Made | None, metric: Tensor | None) -> Figures:
         """Return the batch's figures for the log."""
@@ -334,7 +338,7 @@ class Step:
 
     def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return features (B, F), as wide as the backbone says, and codes (B, C)."""
-        model, size, who = self.model, len(inputs), self.who["backbone"]
+        model, size, who = self.model, len(inputs), self._the("backbone")
         with self.accelerator.autocast(), self.devices.statistics():
             with calling(who):
                 features = inputs.float() if self.from_features else model.features(inputs)
@@ -351,19 +355,19 @@ class Step:
     def _mine(self, codes: Tensor, labels: Tensor, **reference: Tensor) -> TripletIndices:
         """Return what the miner picks, in the batch or against a reference set (`ref_emb`, `ref_labels`)."""
         assert self.objective.miner is not None
-        with calling(self.who["miner"]):
+        with calling(self._the("miner")):
             found = self.objective.miner(codes, labels, **reference)
         others = reference.get("ref_emb", codes)
-        return checked_indices(found, self.who["miner"], (len(codes), len(others)), codes.device)
+        return checked_indices(found, self._the("miner"), (len(codes), len(others)), codes.device)
 
     def _loss(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None, **reference: Tensor
     ) -> Tensor:
         """Return the loss; one without a miner's indices is called without them."""
-        with calling(self.who["loss"]):
+        with calling(self._the("loss")):
             picked = () if indices is None else (indices,)
             value = self.objective.loss(codes, labels, *picked, **reference)
-        return checked_scalar(value, self.who["loss"], codes, self.objective.loss)
+        return checked_scalar(value, self._the("loss"), codes, self.objective.loss)
 
     def set_modes(self) -> None:
         """Put all in training mode but the parts that do not train."""

@@ -244,7 +244,7 @@ class Trainer:
             "phase": self.phase.name, "epoch": progress.epoch, "step": progress.total,
             "lr": self.step.rates(), **metrics,
         }  # fmt: skip
-        warnings = combiner_warnings(self.run.model.combiner, metrics, self.step.who["combiner"])
+        warnings = combiner_warnings(self.run.model.combiner, metrics, f"The {self.step.who['combiner']}")
         if metrics.get("triplets") == 0:
             warnings.append(NO_TRIPLETS)
         said, self.warnings = self.warnings, []

@@ -266,11 +266,11 @@ def ends(index: Path, log: Path, generator: Generator, sound: bytes, count: int,
 
 def prepare(folder: Path) -> tuple[Path, bytes]:
     """Make an index of 200 digits; return its path and one of its images."""
-    from retrieval.serving.index.build import write_index
+    from retrieval.serving.index.creating import create_index
 
     made = makers()
     made.write_digits(folder / "photos", 200)
-    write_index(made.make_bundle(folder / "bundle"), [folder / "photos"], folder / "i", progress=False)
+    create_index(folder / "i", made.make_bundle(folder / "bundle"), [folder / "photos"], progress=False)
     return folder / "i", (folder / "photos" / "3" / "0003.png").read_bytes()
 
 

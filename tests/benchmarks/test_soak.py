@@ -34,13 +34,13 @@ def test_what_clients_were_told_is_there_after_kills(tmp_path: Path) -> None:
 
 def test_what_is_lost_is_seen(tmp_path: Path) -> None:
     soak: Any = importlib.import_module("soak")
-    living: Any = importlib.import_module("retrieval.serving.index.living")
+    living: Any = importlib.import_module("retrieval.serving.index.index")
     path = soak.make_bundle(tmp_path / "bundle")
     soak.create_index(tmp_path / "i", path, progress=False)
     bundle, record = soak.Bundle.open(path, threads=1), soak.Record()
     values = {f"c/{number}": soak.Value(number, f"label {number}") for number in range(30)}
     items = importlib.import_module("retrieval.serving.store.contract").Item
-    with living.LivingIndex.open(tmp_path / "i", threads=1) as index:
+    with living.Index.open(tmp_path / "i", threads=1) as index:
         for id, value in values.items():
             vector = bundle.encode(soak.np.float32([value.numbers()])).vector[0]
             said = items(id, value.label, {"made": value.features}, keep="nothing", arrays={"vector": vector})

@@ -364,3 +364,52 @@ def test_pixels_are_the_images_own(plugins: Plugins, channels: int) -> None:
         np.asarray(Image.fromarray(image).convert("L"))[None] if channels == 1 else image.transpose(2, 0, 1)
     )
     np.testing.assert_allclose(features, expected.ravel() / 255, atol=1e-6)
+
+
+def hundred_sizes() -> list[tuple[int, int]]:
+    """Widths and heights: of cameras, of one pixel, long ones, and others at random."""
+    named = [(640, 427), (1024, 683), (1999, 1333), (457, 300), (427, 640), (1, 9), (2000, 90), (60, 1500)]
+    drawn = np.random.default_rng(0).integers(20, 900, (100 - len(named), 2)).tolist()
+    return [*named, *map(tuple, drawn)]
+
+
+PHOTO = Image.fromarray(load_sample_images().images[1])
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("resize", "crop"), [(256, 224), (73, 64), (75, 64), (64, 64), (48, 61)])
+def test_pixels_are_those_of_torchvision_to_the_last_bit(interpolation, resize, crop) -> None:
+    from torchvision.transforms import CenterCrop, InterpolationMode
+    from torchvision.transforms.functional import resize as resized
+
+    ours = Preprocessing((crop, crop), interpolation=interpolation, resize=resize)
+    for size in hundred_sizes():
+        image = PHOTO.resize(size, reducing_gap=2.0)
+        theirs = CenterCrop(crop)(resized(image, [resize], InterpolationMode(interpolation)))
+        assert np.array_equal(ours(image), np.asarray(theirs).transpose(2, 0, 1)), size
+
+
+@pytest.mark.parametrize("model", ["tf_efficientnet_lite0", "resnet18.tv_in1k", "vit_tiny_patch16_224"])
+def test_pixels_are_those_of_timms_evaluation_to_the_last_bit(model) -> None:
+    timm = pytest.importorskip("timm")
+    config = timm.data.resolve_data_config({}, pretrained_cfg=timm.models.get_pretrained_cfg(model).to_dict())
+    theirs = timm.data.create_transform(**config, is_training=False, normalize=False)
+    ours = timm_models._preprocessing(config, None)
+    for size in hundred_sizes():
+        image = PHOTO.resize(size, reducing_gap=2.0)
+        assert np.array_equal(ours(image), theirs(image).numpy()), size
+    if model == "tf_efficientnet_lite0":
+        assert timm_models.efficientnet_lite0(pretrained=False).preprocessing.resize == ours.resize
+
+
+def test_pixels_are_those_of_torchvisions_weights(plugins) -> None:
+    from torchvision.models import get_weight
+
+    for name in ("ResNet18_Weights.DEFAULT", "EfficientNet_B0_Weights.DEFAULT", "ResNet50_Weights.DEFAULT"):
+        transforms = get_weight(name).transforms()
+        ours = torchvision_models._preprocessing(transforms, None)
+        mean, std = (torch.tensor(x)[:, None, None] for x in (transforms.mean, transforms.std))
+        for size in hundred_sizes()[:20]:
+            image = PHOTO.resize(size, reducing_gap=2.0)
+            theirs = (transforms(image) * std + mean) * 255
+            assert np.array_equal(ours(image), theirs.round().numpy()), (name, size)

@@ -277,10 +277,10 @@ def test_all_problems_of_a_csv_at_once(plugins: Plugins, tmp_path: Path) -> None
     [
         (b"", "no column 'path'"),
         (b"path,label\n", "it lists no image"),
-        (b"paht,label\nx,y\n", "no column 'path' .it has: paht, label.*Did you mean 'paht'"),
+        (b"paht,label\nx,y\n", "no column 'path' .it has: paht, label.*Rename 'paht'"),
         (b"path;label\nx;y\n", "separated by commas"),
         (b"path,label,label\n", "names 'label' twice"),
-        (b"path,label,\n", "a column without a name"),
+        (b"path,label,\n", "a column without a name, the last.*index=False"),
         (b"path,label\n\xff\xfe,a\n", "is not UTF-8 text"),
         (b'path,label\n"x,a\n', "is not valid CSV, near line 2"),
         (b"path,label\n\0x,a\n", "list.csv"),
@@ -398,7 +398,7 @@ def test_parquet_reads_tables_and_folders_of_embeddings(plugins, tmp_path):
     assert (np.stack([data[at] for at in range(6)]) == values).all()
     del columns["label"]
     pq.write_table(pa.table(columns), tmp_path / "u.parquet")
-    with pytest.raises(DataError, match="6 of 6 rows have no label"):
+    with pytest.raises(DataError, match="6 of 6 items have no label"):
         build(plugins, "parquet", path=tmp_path / "u.parquet")
     with pytest.raises(DataError, match="is no folder of embeddings"):
         build(plugins, "parquet", path=tmp_path)

@@ -170,7 +170,7 @@ def test_shards_that_cannot_serve(tmp_path: Path) -> None:
     packed = shard(tmp_path / "a.tar.gz", {"0.png": encoded(0), "0.cls": b"a"})
     assert "a.tar.gz is no .tar file" in refused(packed)
     bare = shard(tmp_path / "b.tar", {"0.png": encoded(0), "1.png": encoded(1), "1.cls": b"a"})
-    assert "1 of 2 items have no label: b/0." in refused(bare)
+    assert "1 of 2 items has no label: b/0." in refused(bare)
     damaged = shard(tmp_path / "c.tar", {"0.png": b"no image", "0.json": b'{"label": "x"}'})
     data = shards(damaged)
     assert data.labels == ["x"]

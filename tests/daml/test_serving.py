@@ -17,8 +17,8 @@ from retrieval.model.contracts import Combiner
 from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run, load_run
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.build import write_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import open_index
 from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
 
@@ -67,10 +67,10 @@ class Served:
             keys=np.array([str(row) for row in range(len(self.items))]),
         )
         self.index_path = folder / "index"
-        write_index(
+        create_index(
+            self.index_path,
             folder / "run" / "bundle",
             [folder / "gallery.npz"],
-            self.index_path,
             backend="flat",
             progress=False,
         )
@@ -167,7 +167,7 @@ def test_an_index_ranks_as_torch_does(served: Any, name: str) -> None:
         encoded = index.bundle.encode(made.items[::20])
         answers = index.search(encoded, 10, candidates=len(made.items))
         for row, hits in zip(range(0, len(made.items), 20), answers, strict=True):
-            keys = [int(hit.key) for hit in hits]
+            keys = [int(hit.id) for hit in hits]
             distances = made.distances[row]
             assert [hit.distance for hit in hits] == pytest.approx(distances[keys].tolist(), abs=1e-3)
             expected = np.argsort(distances, kind="stable")[:10]

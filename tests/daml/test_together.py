@@ -18,8 +18,8 @@ from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import build_run, load_run
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.build import write_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import open_index
 from retrieval.training.trainer import Trainer, train
 from sklearn.datasets import load_digits
 
@@ -368,7 +368,7 @@ def test_any_loss_trains_both_and_what_is_served_ranks_as_torch_does(
     items = run.dataset.arrays[rows]  # type: ignore[index]
     np.savez(tmp_path / "gallery.npz", features=items, labels=run.splits.labels[rows], keys=rows.astype(str))
     bundle = tmp_path / "run" / "bundle"
-    write_index(bundle, [tmp_path / "gallery.npz"], tmp_path / "index", backend="flat", progress=False)
+    create_index(tmp_path / "index", bundle, [tmp_path / "gallery.npz"], backend="flat", progress=False)
     with torch.no_grad():
         codes = run.model(torch.from_numpy(items))[1]
         distances = run.model.distances(codes, codes).numpy()
@@ -379,7 +379,7 @@ def test_any_loss_trains_both_and_what_is_served_ranks_as_torch_does(
         answers = index.search(index.bundle.encode(items[::15]), 10, candidates=len(items))
     place = {str(row): at for at, row in enumerate(rows)}
     for row, hits in zip(asked, answers, strict=True):
-        found = [place[hit.key] for hit in hits]
+        found = [place[hit.id] for hit in hits]
         expected = np.argsort(distances[row], kind="stable")[:10]
         for mine, theirs in zip(found, expected, strict=True):
             # the same item, or one that is as near up to float32's last digits

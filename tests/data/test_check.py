@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,7 @@ def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) ->
     assert done.code == 1 and not done.err
     said = json.loads(Path("found.json").read_text())
     assert said["counts"] == {
+        "few_levels": 0,
         "broken": 2, "same": 2, "items_too_many": 2, "near": 3, "leaks": 3, "label_errors": 4, "labels_of_one_item": 2, "labels_spelt_alike": 0,
     }  # fmt: skip
     assert [Path(each["item"]).name for each in said["broken"]] == ["cut.png", "empty.jpg"]
@@ -129,6 +132,51 @@ def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) ->
         and cut.count("look the same") == 1
         and len(cut.splitlines()) < len(done.out.splitlines())
     )
+
+
+def test_sixteen_bit_images_that_lose_most_of_their_levels_are_named(
+    photos: Path, cli: Callable[..., Any]
+) -> None:
+    """A 12-bit camera's values are not scaled, and 0 to 255 in 16 bits are black: in grey and in colour."""
+    grey = np.asarray(Image.open(photos / "train" / "c0" / "0.png").convert("L")).astype(np.uint16)
+    grey = grey * 255 // grey.max()
+    for name, values in (
+        ("whole", grey * 257),
+        ("camera", grey * 16),
+        ("black", grey // 2),
+        ("dark", grey * 65),
+    ):
+        Image.fromarray(values.astype(np.uint16)).save(photos / "train" / "c0" / f"{name}.png")
+    (photos / "train" / "c0" / "colour.png").write_bytes(sixteen_bit_colour(grey[:, ::-1] * 16))
+    values = np.asarray(Image.open(photos / "train" / "c0" / "1.png").convert("L"), np.float32)
+    Image.fromarray(values / 255).save(photos / "train" / "c0" / "float.tif")
+    done = cli("data", "check", "photos", "--output", "found.json")
+    assert done.code == 1 and "3 16-bit images lose most of their levels:" in done.out
+    assert (
+        "c0/camera.png is of 16 bits and holds nothing above 4,080 of 65,535, so 16 of 256 levels" in done.out
+    )
+    assert "Multiply it by 16 before it is saved." in done.out
+    assert "c0/black.png is of 16 bits and holds nothing above 255, so it is black in 8 bits." in done.out
+    assert "c0/colour.png is of 16 bits and holds nothing above 4,095 of 65,535" in done.out
+    assert "float.tif is floating-point grey (mode F)" in done.out
+    said = json.loads(Path("found.json").read_text())
+    assert [Path(each["item"]).name for each in said["few_levels"]] == [
+        "black.png",
+        "camera.png",
+        "colour.png",
+    ]
+
+
+def sixteen_bit_colour(values: np.ndarray) -> bytes:
+    """A PNG of 16-bit RGB, all three the same."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", values.shape[1], len(values), 16, 2, 0, 0, 0)
+    rows = np.repeat(values, 3, axis=1).astype(">u2")
+    body = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
 def test_a_recipe_says_the_sides_and_a_csv_file_too(photos: Path, cli: Callable[..., Any]) -> None:

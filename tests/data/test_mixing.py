@@ -123,7 +123,7 @@ def test_the_loss_is_the_weighted_mean_of_both_labels_losses(tmp_path: Path) -> 
 class TestRefusals:
     def test_a_loss_of_pairs(self) -> None:
         recipe = Recipe(**{**RECIPE, "loss": {"name": "pml.contrastive"}}, augmentation={"mix": "cutmix"})
-        with pytest.raises(RecipeError, match=r"pml\.contrastive compares items with one another"):
+        with pytest.raises(RecipeError, match=r"the loss pml\.contrastive compares items with one another"):
             run_one_batch(recipe)
 
     def test_a_miner(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from retrieval.serving.stages import STAGES
 
 
@@ -38,7 +38,7 @@ def test_monitoring(reader: Any, root: Path, blocks: Callable[..., Any], capfd: 
     spec.loader.exec_module(makers)
     makers.write_digits(reader.folder / "photos", 20)
     create_index(reader.folder / "photos.index", makers.make_bundle(reader.folder / "bundle"), progress=False)
-    with LivingIndex.open(reader.folder / "photos.index", threads=1) as index:
+    with Index.open(reader.folder / "photos.index", threads=1) as index:
         index.add(reader.folder / "photos", progress=False)
     page = root / "docs" / "monitoring.md"
     text = page.read_text(encoding="utf-8")

@@ -285,11 +285,15 @@ def test_table(digits):
     [
         ({"labels": [1, 2]}, "one label per item"),
         ({"labels": [1.5, 2, 3]}, "whole numbers or text"),
-        ({"labels": [None, 2, 3]}, "whole numbers or text"),
+        ({"labels": [None, 2, 3]}, "1 of 3 labels is missing"),
         ({"gallery": np.ones((2, 2))}, "come together"),
         ({"gallery": np.ones((2, 2)), "gallery_labels": ["a", "b"]}, "two kinds"),
         ({"gallery": np.ones((2, 3)), "gallery_labels": [1, 2]}, "2 columns"),
         ({"codes": np.full((3, 2), np.nan)}, "diverged"),
+        ({"codes": np.ones(3)}, r"codes have shape \(3,\): codes must be a matrix"),
+        ({"codes": np.ones(5), "labels": [1]}, r"codes have shape \(5,\): codes must be a matrix"),
+        ({"codes": torch.ones(5), "labels": [1]}, r"codes have shape \(5,\): codes must be a matrix"),
+        ({"gallery": np.ones(2), "gallery_labels": [1]}, r"gallery codes have shape \(2,\)"),
     ],
 )
 def test_what_cannot_be_evaluated_is_said(change, says):

@@ -133,7 +133,7 @@ def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: 
     from retrieval.serving.embedding.parts import write_part
     from retrieval.serving.embedding.work import Made
     from retrieval.serving.index.embedded import PLAN, Plan
-    from retrieval.serving.index.journal import Done
+    from retrieval.serving.index.encoding import Done
     from retrieval.serving.index.origins import Source
 
     folder.mkdir()

@@ -17,9 +17,8 @@ import retrieval
 from matplotlib.figure import Figure
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.build import build_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.creating import build_index
+from retrieval.serving.index.index import Index, open_index
 from sklearn.datasets import load_iris
 
 EPOCHS = [
@@ -142,6 +141,10 @@ def test_neighbours_says_what_it_cannot_draw(
         retrieval.plot.neighbours(index, [image] * 51)
     with pytest.raises(DataError, match="2 labels for 1 queries"):
         retrieval.plot.neighbours(index, image, labels=["3", "4"])
+    with pytest.raises(DataError, match="1 of 1 labels is missing"):
+        retrieval.plot.neighbours(index, image, labels=[float("nan")])
+    with pytest.raises(DataError, match="give the queries' labels as text"):
+        retrieval.plot.neighbours(index, image, labels=[3])
     with pytest.raises(DataError, match="k must be at least 1"):
         retrieval.plot.neighbours(index, image, 0)
     (tmp_path / "text.png").write_text("no image")

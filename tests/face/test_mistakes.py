@@ -47,8 +47,8 @@ def test_a_closed_index_says_so(index: retrieval.Index, photos: Path) -> None:
     index.close()
     for use in (
         lambda: index.search(query),
-        lambda: index.item(0),
-        lambda: index.vector(0),
+        lambda: index.get("0"),
+        lambda: index.vector("0"),
         lambda: retrieval.serve(index, port=0, wait=False),
         lambda: retrieval.plot.neighbours(index, query),
     ):

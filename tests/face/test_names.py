@@ -130,5 +130,5 @@ def test_a_type_checker_sees_the_types(tmp_path: Path) -> None:
     errors = [line for line in said if ": error:" in line]
     assert len(errors) == 1 and 'Module has no attribute "trian"' in errors[0], done.stdout
     revealed = [line.partition("Revealed type is ")[2] for line in said if "Revealed type" in line]
-    assert len(revealed) == 10 and "LivingIndex" in revealed[0] and "Any" not in revealed[5]
+    assert len(revealed) == 10 and "Index" in revealed[0] and "Any" not in revealed[5]
     assert all("def (" in text for text in revealed[1:9])

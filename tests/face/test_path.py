@@ -39,7 +39,7 @@ def test_from_import_to_a_served_index_in_ten_lines(
             found = json.load(answer)["results"]
     finally:
         server.close()
-    assert [each["key"] for each in found] == [hit.key for hit in hits]
+    assert [each["id"] for each in found] == [hit.id for hit in hits]
     assert hits[0].distance == pytest.approx(0, abs=1e-4) and hits[0].label == "0"
     assert "stopped" in repr(server)
     assert len(index.search(query, k=1)) == 1  # yours is still open

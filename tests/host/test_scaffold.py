@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from retrieval.cli.index import COMMANDS
 from retrieval.errors import PluginError
 from retrieval.host.scaffold import EXAMPLES, package_files, write_package
 
@@ -117,10 +119,11 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
         ["export", "run_backbone", "--output", "bundle"],
         [
             "index",
-            "bundle",
-            *(f"{row}.png" for row in range(30)),
-            "--output",
+            "create",
             "i",
+            *(f"{row}.png" for row in range(30)),
+            "--bundle",
+            "bundle",
             "--backend",
             "my_index.matrix",
         ],
@@ -164,3 +167,18 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
 def test_a_kind_that_is_none_is_refused(cli: Callable[..., Any]) -> None:
     outcome = cli("plugins", "new", "acme", "--kind", "reducer")
     assert outcome.code == 2 and "'reducer' is not one of" in outcome.err and "'loss'" in outcome.err
+
+
+def test_whatever_names_a_command_of_index_names_a_verb_that_help_lists() -> None:
+    """Packages that are made, messages, pages: none teaches the form that the command had before."""
+    root = Path(__file__).parents[2]
+    texts = [root / "README.md", *(root / "docs").glob("*.md")]
+    texts += [*(root / "retrieval").rglob("*.py"), *(root / "retrieval").rglob("*.in")]
+    wrong = [
+        f"{path.relative_to(root)}: {found[0]}"
+        for path in texts
+        if path.parent.name != "cli"
+        for found in re.finditer(r"retrieval index ([\w{}/.-]+)", path.read_text())
+        if found[1].strip("`.") not in COMMANDS
+    ]
+    assert not wrong and all("retrieval index create" in EXAMPLES[kind].use for kind in ("index", "store"))

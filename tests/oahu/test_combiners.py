@@ -16,9 +16,8 @@ from retrieval.host.plugins import load_plugins
 from retrieval.model.model import Model
 from retrieval.run.open import load_run
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.build import write_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.manifest import checksum_of
 from retrieval.serving.merging import best_score
 from sklearn.datasets import load_digits
@@ -142,8 +141,9 @@ def exported(learner: Any, folder: Path) -> Bundle:
 
 
 def indexed(bundle: Bundle, folder: Path) -> Index:
-    np.savez(folder / "items.npz", features=X, labels=Y.astype(str))
-    write_index(bundle, [folder / "items.npz"], folder / "index", backend="flat", progress=False)
+    keys = [f"{row:04}" for row in range(len(X))]
+    np.savez(folder / "items.npz", features=X, labels=Y.astype(str), keys=keys)
+    create_index(folder / "index", bundle, [folder / "items.npz"], backend="flat", progress=False)
     return open_index(folder / "index", threads=1)
 
 
@@ -194,7 +194,7 @@ def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_
         return np.einsum("l,lqne->qn", present.alpha_, d.astype(np.float64) ** 2)
 
     with indexed(bundle, tmp_path) as index:
-        items = np.array([index.vector(row) for row in range(len(X))])
+        items = np.array([index.vector(f"{row:04}") for row in range(len(X))])
         assert np.allclose(
             items, learner.spaces(X).embeddings.transpose(1, 0, 2).reshape(len(X), -1), atol=1e-5
         )
@@ -204,12 +204,14 @@ def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_
         answers = index.search(other.encode(QUERIES), 5)
         truth = expected(learner)
         for hits, row in zip(answers, truth, strict=True):
-            got = [row[hit.id] for hit in hits]
+            got = [row[int(hit.id)] for hit in hits]
             assert got == pytest.approx(np.sort(row)[:5].tolist(), abs=1e-4)
             # what is served is the root of the sum, of the weights that the query came with
-            assert [hit.distance**2 for hit in hits] == pytest.approx([row[hit.id] for hit in hits], abs=1e-5)
+            assert [hit.distance**2 for hit in hits] == pytest.approx(
+                [row[int(hit.id)] for hit in hits], abs=1e-5
+            )
         for number, hits in enumerate(index.search(other.encode(X[:20]), 1)):
-            assert (hits[0].id, hits[0].distance) == (number, 0.0)
+            assert (int(hits[0].id), hits[0].distance) == (number, 0.0)
 
 
 def test_a_bundle_that_says_nothing_of_inner_products_still_opens(tmp_path: Path) -> None:
@@ -223,7 +225,7 @@ def test_a_bundle_that_says_nothing_of_inner_products_still_opens(tmp_path: Path
     assert old.manifest.distance.measure == "euclidean"
     with indexed(old, tmp_path) as index:
         (hits,) = index.search(old.encode(X[:1]), 1)
-        assert hits[0].id == 0 and hits[0].distance > 1  # as it always was there
+        assert int(hits[0].id) == 0 and hits[0].distance > 1  # as it always was there
 
 
 @pytest.mark.parametrize("search", ["score", "sum"])
@@ -287,7 +289,7 @@ def test_oasis_and_warm_are_served_too(tmp_path: Path) -> None:
         else:
             rank = ((learner.transform(QUERIES)[:, None] - learner.transform(X)) ** 2).sum(2)
         for hits, row in zip(answers, rank, strict=True):
-            assert [row[hit.id] for hit in hits] == pytest.approx(np.sort(row)[:5].tolist(), rel=1e-3)
+            assert [row[int(hit.id)] for hit in hits] == pytest.approx(np.sort(row)[:5].tolist(), rel=1e-3)
 
 
 RECIPE = """
@@ -341,7 +343,7 @@ def test_from_recipe_to_answers(part: str, cli: Callable[..., Any], tmp_path: Pa
     if manifest["subspaces"]:
         assert [s["weight"] for s in manifest["subspaces"]] == pytest.approx(alpha.tolist())
     np.savez(tmp_path / "queries.npz", features=X[:30] / 16)
-    run("index", tmp_path / "bundle", tmp_path / "digits.npz", "-o", tmp_path / "index")
+    run("index", "create", tmp_path / "index", tmp_path / "digits.npz", "--bundle", tmp_path / "bundle")
     answers = json.loads(run("search", tmp_path / "index", tmp_path / "queries.npz", "-k", "3", "--json"))
     labels = np.array([[r["label"] for r in answer["results"]] for answer in answers])
     assert (labels[:, 0] == Y[:30].astype(str)).all()  # each finds itself

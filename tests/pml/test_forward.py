@@ -6,7 +6,9 @@ import inspect
 from typing import Any
 
 import pytest
+import retrieval
 import torch
+from retrieval import RecipeError
 from retrieval.host.factory import Factory
 from torch import nn
 
@@ -68,3 +70,21 @@ def test_common_parameters_are_documented_once_and_its_own_lines_win() -> None:
     found = Factory.read("losses", "pml.y", bare)
     assert (found.summary, found.description) == ("Another.", "Another.")
     assert found.parameters[0].doc == MEANINGS["reducer"] and not found.hints
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 1, 1, 2, -1], [0, 0, 1, 1, 2, 4]])
+@pytest.mark.parametrize("name", sorted(name for name in retrieval.names("loss") if name.startswith("pml.")))
+def test_a_label_of_no_class_is_refused(name: str, labels: list[int]) -> None:
+    try:
+        loss = retrieval.create("loss", name, classes=4, embedding_size=8)
+    except RecipeError:  # of pairs: it has no weights of classes
+        return
+    with pytest.raises(ValueError, match=r"labels go from (0 to 4|-1 to 2), and there are 4 classes, from 0"):
+        loss(torch.randn(6, 8), torch.tensor(labels))
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 1, 1, 2, -1], [0, 0, 1, 1, 2, 4]])
+def test_a_margin_of_each_class_knows_the_classes(labels: list[int]) -> None:
+    loss = retrieval.create("loss", "pml.margin", per_class=True, classes=4)
+    with pytest.raises(ValueError, match="there are 4 classes, from 0"):
+        loss(torch.randn(6, 8), torch.tensor(labels))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import ssl
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import httpx
 import pytest
-from retrieval.serving.index.build import write_index
+from retrieval.serving.index.creating import create_index
 from several_processes import Line
 
 _spec = importlib.util.spec_from_file_location("serving_makers", Path(__file__).with_name("makers.py"))
@@ -45,7 +44,7 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def index_path(tmp_path_factory: pytest.TempPathFactory, photos: Path, bundle_path: Path) -> Path:
     """An index of `photos`. Not to be changed."""
     path = tmp_path_factory.mktemp("index") / "digits.index"
-    write_index(bundle_path, [photos], path, progress=False)
+    create_index(path, bundle_path, [photos], progress=False)
     return path
 
 
@@ -109,18 +108,3 @@ def _until_ready(client: httpx.Client) -> None:
     while (answer := client.get("/readyz")).status_code != 200:
         assert time.monotonic() < end, f"never ready: {answer.text}"
         time.sleep(0.02)
-
-
-@pytest.fixture(scope="session")
-def honest(tmp_path_factory: pytest.TempPathFactory, makers: ModuleType, photos: Path) -> Path:
-    """An index of 20 items by inverted lists. Not to be changed."""
-    folder = tmp_path_factory.mktemp("honest")
-    bundle = makers.make_bundle(folder / "b")
-    write_index(bundle, [photos / "1"], folder / "i", backend="ivf", options={"lists": 2}, progress=False)
-    return folder / "i"
-
-
-@pytest.fixture
-def index(honest: Path, tmp_path: Path) -> Path:
-    """An index of one's own, to be spoilt."""
-    return Path(shutil.copytree(honest, tmp_path / "i"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from PIL import Image
 from retrieval.serving.images import Preprocessing
-from retrieval.serving.index import items
 from retrieval.serving.manifest import (
     Cosine,
     DistanceEntry,
@@ -33,7 +31,6 @@ from retrieval.serving.store.testing.bundles import save_graph, write_rescorer
 from sklearn.datasets import load_digits
 
 SIDE = 8
-ITEMS = items._SCHEMA + ";"
 WIDTH = 16
 
 
@@ -184,47 +181,18 @@ def cut_in_two(path: Path) -> Path:
     return path
 
 
-def summed(index: Path) -> Path:
-    """Write checksums over what is there, as the one who made it would."""
-    paths = sorted(path for path in index.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
-    lines = [
-        f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(index).as_posix()}\n" for p in paths
-    ]
-    (index / "SHA256SUMS").write_text("".join(lines))
-    return index
+def put_graph(bundle: Path, model: bytes) -> None:
+    """Put another encoder into a bundle, and make all that speaks of it true."""
+    (bundle / "encoder.onnx").write_bytes(model)
+    change_manifest(bundle, lambda content: None)
 
 
-def put_graph(index: Path, model: bytes) -> None:
-    """Put another encoder into the index's bundle, and make all that speaks of it true."""
-    (index / "bundle" / "encoder.onnx").write_bytes(model)
-    change_manifest(index, lambda content: None)
-
-
-def change_manifest(index: Path, change: Callable[[dict], object]) -> None:
-    """Change the manifest of the bundle in an index, and make all that speaks of it true."""
-    path = index / "bundle" / "manifest.json"
+def change_manifest(bundle: Path, change: Callable[[dict], object]) -> None:
+    """Change the manifest of a bundle, and make all that speaks of it true."""
+    path = bundle / "manifest.json"
     content = json.loads(path.read_text())
-    encoder = (index / "bundle" / "encoder.onnx").read_bytes()
+    encoder = (bundle / "encoder.onnx").read_bytes()
     content["files"]["encoder.onnx"] = {"sha256": hashlib.sha256(encoder).hexdigest(), "bytes": len(encoder)}
     change(content)
     content["checksum"] = checksum_of(content)
     path.write_text(json.dumps(content))
-    change_index(index, lambda c: c["bundle"].update(sha256=hashlib.sha256(path.read_bytes()).hexdigest()))
-
-
-def change_index(index: Path, change: Callable[[dict], object]) -> None:
-    """Change `index.json`, and write the checksums again."""
-    path = index / "index.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    summed(index)
-
-
-def put_items(path: Path, statements: str) -> None:
-    """Write another `items.sqlite`."""
-    path.unlink()
-    connection = sqlite3.connect(path)
-    connection.executescript(statements)
-    connection.commit()
-    connection.close()

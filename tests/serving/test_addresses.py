@@ -10,7 +10,7 @@ import pytest
 from retrieval.errors import DataError, MissingDependency
 from retrieval.serving.index import remote
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import open_index
 from retrieval.serving.index.sources import collect
 
 fsspec = pytest.importorskip("fsspec", reason="the extra fsspec is not installed")

@@ -35,7 +35,9 @@ def retrieval(tmp_path):
 def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bundle_path, tmp_path):
     monkeypatch.chdir(tmp_path)
     makers.write_digits(tmp_path / "photos", 60)
-    made = retrieval("index", bundle_path, "photos", "--output", "i", "--backend", "hnsw", "--set", "m=16")
+    made = retrieval(
+        "index", "create", "i", "photos", "--bundle", bundle_path, "--backend", "hnsw", "--set", "m=16"
+    )
     assert made.returncode == 0, made.stderr
     assert re.search(
         r"Indexed 60 items in .* \(back end flat; hnsw from 20,000 items in a segment on\): i", made.stdout
@@ -44,22 +46,28 @@ def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bund
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
     assert lines[0] == "Nearest to photos/3/0003.png:"
-    assert lines[1].split() == ["rank", "distance", "label", "key"]
+    assert lines[1].split() == ["rank", "distance", "label", "id"]
     assert lines[2].split() == ["1", "0.0000", "3", "3/0003.png"]
     assert len(lines) == 11
     as_json = json.loads(cli("search", "i", "photos/3/0003.png", "-k", "3", "--json").out)
-    assert [hit["key"] for hit in as_json[0]["results"]] == [line.split()[3] for line in lines[2:5]]
+    assert [hit["id"] for hit in as_json[0]["results"]] == [line.split()[3] for line in lines[2:5]]
     assert as_json[0]["query"] == "photos/3/0003.png"
     (tmp_path / "photos" / "bad.png").write_bytes(b"")
     for arguments, says in (
-        (("index", bundle_path, "photos", "--output", "i"), "i exists already"),
-        (("index", bundle_path, "photos", "--output", "j"), "1 of 61 items cannot be used"),
-        (("index", bundle_path, "nowhere", "--output", "j"), "nowhere does not exist"),
-        (("index", "nowhere", "photos", "--output", "j"), "nowhere is not a bundle"),
-        (("index", bundle_path, "photos", "--output", "j", "--set", "m"), "is not KEY=VALUE"),
-        (("index", bundle_path, "photos", "--output", "j", "--backend", "falt"), "Did you mean 'flat'"),
-        (("index", bundle_path, "photos", "--output", "j", "--variant", "int4"), "no variant 'int4'"),
-        (("index", bundle_path, "photos", "--output", "j", "--batch", "0"), "--batch"),
+        (("index", "create", "i", "photos", "--bundle", bundle_path), "i exists already"),
+        (("index", "create", "j", "photos", "--bundle", bundle_path), "1 of 61 items cannot be used"),
+        (("index", "create", "j", "nowhere", "--bundle", bundle_path), "nowhere does not exist"),
+        (("index", "create", "j", "photos", "--bundle", "nowhere"), "nowhere is not a bundle"),
+        (("index", "create", "j", "photos", "--bundle", bundle_path, "--set", "m"), "is not KEY=VALUE"),
+        (
+            ("index", "create", "j", "photos", "--bundle", bundle_path, "--backend", "falt"),
+            "Did you mean 'flat'",
+        ),
+        (
+            ("index", "create", "j", "photos", "--bundle", bundle_path, "--variant", "int4"),
+            "no variant 'int4'",
+        ),
+        (("index", "create", "j", "photos", "--bundle", bundle_path, "--batch", "0"), "--batch"),
         (("search", "i", "photos/bad.png"), "is empty"),
         (("search", "i", "photos"), "is a folder; name the query images"),
         (("search", "photos", "photos/3/0003.png"), "is not an index"),
@@ -68,9 +76,18 @@ def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bund
             ("search", "photos/3/0003.png", "i"),
             "the index comes first. Write: retrieval search i photos/3/0003.png",
         ),
-        (("index", "i", "photos", "--output", "j"), "The bundles that embedded its items lie in i/bundles."),
-        (("index", bundle_path, "photos", "--output", "j", "--max-bytes", "100B"), "the limit is 100"),
-        (("index", bundle_path, "photos", "--output", "j", "--device", "gpu"), "Did you mean 'cuda'?"),
+        (
+            ("index", "create", "j", "photos", "--bundle", "i"),
+            "The bundles that embedded its items lie in i/bundles.",
+        ),
+        (
+            ("index", "create", "j", "photos", "--bundle", bundle_path, "--max-bytes", "100B"),
+            "the limit is 100",
+        ),
+        (
+            ("index", "create", "j", "photos", "--bundle", bundle_path, "--device", "gpu"),
+            "Did you mean 'cuda'?",
+        ),
         (("search", "i", "photos/3/0003.png", "--device", "gpu"), "Did you mean 'cuda'?"),
         (("serve", "i", "--device", "gpu"), "Did you mean 'cuda'?"),
     ):
@@ -83,7 +100,7 @@ def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bund
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "is empty" in refused.stderr and "Traceback" not in refused.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["i", "photos"]
-    skipped = cli("index", bundle_path, "photos", "--output", "i", "--replace", "--skip-bad")
+    skipped = cli("index", "create", "i", "photos", "--bundle", bundle_path, "--replace", "--skip-bad")
     assert skipped.code == 0, skipped.err
     assert "1 skipped" in skipped.out
     assert "skipped: " in skipped.err
@@ -93,23 +110,23 @@ def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bund
 def test_features(retrieval, makers, tmp_path):
     makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
     np.savez(tmp_path / "f.npz", features=np.random.default_rng(0).normal(size=(20, 64)))
-    assert retrieval("index", "b", "f.npz", "-o", "i").returncode == 0
+    assert retrieval("index", "create", "i", "f.npz", "--bundle", "b").returncode == 0
     found = json.loads(retrieval("search", "i", "f.npz", "-k", "1", "--json").stdout)
-    assert [one["results"][0]["key"] for one in found] == [f"f/{row}" for row in range(20)]
+    assert [one["results"][0]["id"] for one in found] == [f"f/{row}" for row in range(20)]
 
 
 def test_every_fault_of_a_csv_is_listed_at_once(retrieval, makers, bundle_path, tmp_path):
     makers.write_digits(tmp_path / "photos", 1)
     rows = ["path,label", "photos/0/0000.png,0", "a.png,1,2", ",x", "gone.png,3", "b.png", *["x.png"] * 8]
     (tmp_path / "bad.csv").write_text("\n".join(rows))
-    run = retrieval("index", bundle_path, "bad.csv", "--output", "i")
+    run = retrieval("index", "create", "i", "bad.csv", "--bundle", bundle_path)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.splitlines() == [
         "Error: bad.csv has 12 problems:",
-        "  - line 3: has more or fewer fields than the header.",
+        "  - line 3: it has 3 values; the header names 2 columns.",
         "  - line 4: 'path' is empty or is not a path.",
         f"  - line 5: {tmp_path / 'gone.png'} does not exist.",
-        *(f"  - line {line}: has more or fewer fields than the header." for line in range(6, 13)),
+        *(f"  - line {line}: it has 1 value; the header names 2 columns." for line in range(6, 13)),
         "  - … and 2 more.",
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.csv", "photos"]
@@ -117,11 +134,11 @@ def test_every_fault_of_a_csv_is_listed_at_once(retrieval, makers, bundle_path, 
 
 HANGING = """
 import time
-import retrieval.serving.index.journal as journal
+import retrieval.serving.index.adding as adding
 from retrieval.serving.bundle import Bundle
 from retrieval.cli.app import main
 
-journal._SYNC_SECONDS = 0
+adding._SECONDS = 0
 encode, batches = Bundle.encode, []
 
 def hang(self, inputs, **options):
@@ -138,7 +155,18 @@ main()
 
 def test_ctrl_c_prints_the_whole_command_to_go_on_with(retrieval, makers, bundle_path, tmp_path):
     makers.write_digits(tmp_path / "my photos", 40)
-    words = ["index", str(bundle_path), "my photos", "--output", "i", "--batch", "16", "--set", "m=16"]
+    words = [
+        "index",
+        "create",
+        "i",
+        "my photos",
+        "--bundle",
+        str(bundle_path),
+        "--batch",
+        "16",
+        "--set",
+        "m=16",
+    ]
     words += ["--backend", "hnsw"]
     with subprocess.Popen(
         [sys.executable, "-c", HANGING, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -167,7 +195,7 @@ def test_help_shows_an_example_that_works(command, retrieval, served, makers, bu
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "bundle").symlink_to(bundle_path)
     if command != "index":
-        assert retrieval("index", bundle_path, photos, "--output", "photos.index").returncode == 0
+        assert retrieval("index", "create", "photos.index", photos, "--bundle", bundle_path).returncode == 0
     words = shlex.split(example)[1:]
     if command == "serve":
         assert served(tmp_path / words[1]).client.get("/readyz").status_code == 200

@@ -12,7 +12,7 @@ from retrieval.serving.http.protocol import Connections
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from retrieval.serving.stages import STAGES, Trail
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -22,7 +22,7 @@ def exposed(path: Path) -> dict[str, set[str]]:
     """Return the names of all samples that a server of two indexes gives, each with the labels that it may have."""
     gate = Connections(8, 8, 1.0)
     gate.refused[400] += 1
-    with LivingIndex.open(path, threads=1) as index:
+    with Index.open(path, threads=1) as index:
         searcher = Searcher(index, Settings())
         metrics = Metrics({"one": searcher, "other": searcher}, ["/v1/search"], {"main": gate})
         trail = Trail()
@@ -45,7 +45,7 @@ def family(name: str) -> str:
 
 def test_the_dashboard_shows_every_figure_and_no_other(bundle_path, photos, tmp_path) -> None:
     create_index(tmp_path / "i", bundle_path, progress=False)
-    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+    with Index.open(tmp_path / "i", threads=1) as index:
         index.add([photos / "1"], progress=False)
     dashboard = json.loads((DEPLOY / "grafana" / "retrieval.json").read_text(encoding="utf-8"))
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]

@@ -19,7 +19,7 @@ from retrieval.serving.embedding.embedding import embed_sources
 from retrieval.serving.files.locks import hold
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.embedded import Plan
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import open_index
 
 pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
@@ -93,9 +93,7 @@ def test_an_index_of_the_folder_is_the_index_of_the_sources(kind, photos, makers
             )
         if kind != "features":
             some = sorted(photos.rglob("*.png"))[3]
-            assert [hit.key for hit in ours.search(some, k=5)] == [
-                hit.key for hit in theirs.search(some, k=5)
-            ]
+            assert [hit.id for hit in ours.search(some, k=5)] == [hit.id for hit in theirs.search(some, k=5)]
         # what an index has from its photographs is what the folder says of them
         again = theirs.add(tmp_path / "v", progress=False)
         assert (again.added, again.changed, again.unchanged) == (0, 0, len(keys))

@@ -18,7 +18,7 @@ from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving.embedding.embedding import embed_sources
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import open_index
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
@@ -116,8 +116,8 @@ def test_the_same_bytes_as_without_ray_and_the_same_answers(
     create_index(tmp_path / "j", bundle_path, [many], progress=False, skip_bad=True)
     with open_index(tmp_path / "i", threads=1) as ours, open_index(tmp_path / "j", threads=1) as theirs:
         for query in sorted(photos.rglob("*.png"))[:3]:
-            assert [(hit.key, hit.label) for hit in ours.search(query, k=10)] == [
-                (hit.key, hit.label) for hit in theirs.search(query, k=10)
+            assert [(hit.id, hit.label) for hit in ours.search(query, k=10)] == [
+                (hit.id, hit.label) for hit in theirs.search(query, k=10)
             ]
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import wire
-from retrieval.serving.index.build import write_index
+from retrieval.serving.index.creating import create_index
 
 LIVE = wire.get("/livez")
 
@@ -61,10 +61,10 @@ def sleepy(served, bundle_path, photos, tmp_path, monkeypatch):
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
     plugin = tmp_path / "tired.py"
     plugin.write_text(SLEEPY)
-    write_index(
+    create_index(
+        tmp_path / "i",
         bundle_path,
         [photos / "3"],
-        tmp_path / "i",
         backend="tired.sleepy",
         plugins=[str(plugin)],
         progress=False,

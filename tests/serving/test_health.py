@@ -22,8 +22,7 @@ from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.storage import can_write, disk_fault
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.manifest import read_manifest, write_manifest
 from retrieval.serving.probe import coded, vector_of
 from retrieval.serving.probing import probe_fault, probe_of
@@ -132,7 +131,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 def test_a_disk_that_takes_no_writes_any_more(bundle_path, photos, tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         create_index(disk / "i", bundle_path, progress=False)
-        with LivingIndex.open(disk / "i", threads=1) as index:
+        with Index.open(disk / "i", threads=1) as index:
             index.add([photos / "1"], progress=False)
             searcher = Searcher(index, Settings(deadline=5.0, open="write"))
             readiness = Readiness(searcher)

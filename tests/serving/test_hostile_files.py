@@ -15,8 +15,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from retrieval.errors import StoreError
-from retrieval.serving.index.build import write_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.backends import make_backend
+from retrieval.serving.index.contract import IndexBackend
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -58,27 +58,37 @@ def faiss_files(folder: Path, vectors: np.ndarray) -> dict[str, tuple[bytes, str
     }
 
 
-def test_faiss_files_that_are_not_the_index(index, makers, tmp_path):
-    vectors = np.load(index / "vectors.npy")
-    path = index / "vectors.faiss"
+@pytest.fixture
+def vectors():
+    return np.random.default_rng(0).normal(size=(20, 16)).astype(np.float32)
+
+
+def loaded(backend: str, path: Path, vectors: np.ndarray) -> IndexBackend:
+    made = make_backend(backend, {})
+    made.load(path)
+    made.check(*vectors.shape)
+    return made
+
+
+def test_faiss_files_that_are_not_the_index(vectors, tmp_path):
     for content, says in faiss_files(tmp_path, vectors).values():
-        path.write_bytes(content)
+        (tmp_path / "structure").write_bytes(content)
         with pytest.raises(StoreError, match=says):
-            open_index(makers.summed(index))
+            loaded("ivf", tmp_path / "structure", vectors)
 
 
 SPOILED = textwrap.dedent("""
     import sys
     from pathlib import Path
-    sys.path.insert(0, sys.argv[2])
     import numpy as np
     from retrieval.errors import StoreError
-    from retrieval.serving.index.base import Index
-    from retrieval.serving.index.open import open_index
-    import makers
-    index = Path(sys.argv[1])
-    vectors = np.load(index / "vectors.npy")
-    path = index / "vectors.faiss"
+    from retrieval.serving.index.backends import make_backend
+    from retrieval.serving.index.contract import checked_search
+    path, backend = Path(sys.argv[1]), sys.argv[2]
+    vectors = np.random.default_rng(0).normal(size=(20, 16)).astype(np.float32)
+    made = make_backend(backend, {})
+    made.build(vectors, int)
+    made.save(path)
     good = path.read_bytes()
     refused = 0
     for place in range(4, len(good) - 4, max(1, len(good) // 150)):
@@ -86,8 +96,10 @@ SPOILED = textwrap.dedent("""
         spoiled[place : place + 4] = bytes.fromhex("ffffff7f")
         path.write_bytes(spoiled)
         try:
-            with open_index(makers.summed(index), threads=1) as opened:
-                opened.search(vectors[:3], 5)
+            made = make_backend(backend, {})
+            made.load(path)
+            made.check(*vectors.shape)
+            checked_search(made, backend, vectors[:3], 5, len(vectors))
         except StoreError:
             refused += 1
     print(refused)
@@ -95,12 +107,10 @@ SPOILED = textwrap.dedent("""
 
 
 @pytest.mark.parametrize("backend", ["flat", "hnsw", "ivf"])
-def test_numbers_in_a_faiss_file_that_were_chosen_to_harm(backend, makers, photos, tmp_path):
+def test_numbers_in_a_faiss_file_that_were_chosen_to_harm(backend, tmp_path):
     """In a process of its own: each is refused or harmless, and never the end of the process."""
-    bundle = makers.make_bundle(tmp_path / "b")
-    write_index(bundle, [photos / "1"], tmp_path / "i", backend=backend, progress=False)
     run = subprocess.run(
-        [sys.executable, "-c", SPOILED, str(tmp_path / "i"), str(Path(__file__).parent)],
+        [sys.executable, "-c", SPOILED, str(tmp_path / "structure"), backend],
         capture_output=True,
         text=True,
         timeout=100,
@@ -214,13 +224,12 @@ def peak():
 """
 OPENED = PEAK + textwrap.dedent("""
     import sys
-    from retrieval.serving import sessions
     from retrieval.errors import BundleError
-    from retrieval.serving.index.base import Index
-    from retrieval.serving.index.open import open_index
+    from retrieval.serving import sessions
+    from retrieval.serving.bundle import Bundle
     sessions._MEMORY = 1 << 28
     try:
-        open_index(sys.argv[1], threads=1)
+        Bundle.open(sys.argv[1], threads=1)
     except BundleError as error:
         print(peak())
         print(error)
@@ -228,17 +237,18 @@ OPENED = PEAK + textwrap.dedent("""
 
 
 @pytest.mark.parametrize("name", graphs())
-def test_graphs_that_do_not_end_or_ask_for_too_much(name, index, makers):
+def test_graphs_that_do_not_end_or_ask_for_too_much(name, makers, tmp_path):
     content, says = graphs()[name]
-    (index / "bundle" / "elsewhere.bin").write_bytes(W.tobytes())
-    makers.put_graph(index, content)
+    bundle = makers.make_bundle(tmp_path / "b")
+    (bundle / "elsewhere.bin").write_bytes(W.tobytes())
+    makers.put_graph(bundle, content)
     run = subprocess.run(
-        [sys.executable, "-c", OPENED, str(index)],
+        [sys.executable, "-c", OPENED, str(bundle)],
         capture_output=True,
         text=True,
         timeout=60,
         env=ENVIRONMENT,
-        cwd=index / "bundle",  # where ONNX Runtime looks for the weights of a graph without a path
+        cwd=bundle,  # where ONNX Runtime looks for the weights of a graph without a path
     )
     assert run.returncode == 0, run.stderr
     most, _, sentence = run.stdout.partition("\n")
@@ -258,29 +268,31 @@ COMMAND = PEAK + textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("name", ["fifo", "device", "view", "loop", "deep", "lists"])
-def test_the_command_says_one_sentence_and_leaves_with_2(name, index, makers, tmp_path, photos):
-    if name == "fifo":
-        (index / "vectors.npy").unlink()
-        os.mkfifo(index / "vectors.npy")
-    elif name == "device":
-        (index / "items.sqlite").unlink()
-        (index / "items.sqlite").symlink_to("/dev/zero")
-    elif name == "view":
-        makers.put_items(index / "items.sqlite", "create view items as select 1 id")
-        makers.summed(index)
-    elif name == "loop":
-        makers.put_graph(index, graphs()["a loop without an end"][0])
+@pytest.mark.parametrize("name", ["fifo", "device", "loop", "deep"])
+def test_the_command_says_one_sentence_and_leaves_with_2(name, makers, tmp_path, photos):
+    bundle = makers.make_bundle(tmp_path / "b")
+    if name == "loop":
+        makers.put_graph(bundle, graphs()["a loop without an end"][0])
     elif name == "deep":
-        (index / "index.json").write_text("[" * 1_000_000)
-        makers.summed(index)
+        (bundle / "manifest.json").write_text("[" * 1_000_000)
     else:
-        content, _ = faiss_files(tmp_path, np.load(index / "vectors.npy"))["lists in another file"]
-        (index / "vectors.faiss").write_bytes(content)
-        makers.summed(index)
-    query = next((photos / "1").iterdir())
+        (bundle / "encoder.onnx").unlink()
+        if name == "fifo":
+            os.mkfifo(bundle / "encoder.onnx")
+        else:
+            (bundle / "encoder.onnx").symlink_to("/dev/zero")
     run = subprocess.run(
-        [sys.executable, "-c", COMMAND, "search", str(index), str(query)],
+        [
+            sys.executable,
+            "-c",
+            COMMAND,
+            "index",
+            "create",
+            str(tmp_path / "i"),
+            str(photos / "1"),
+            "--bundle",
+            str(bundle),
+        ],
         capture_output=True,
         text=True,
         timeout=60,

@@ -40,9 +40,6 @@ def test_a_life(say, makers, bundle_path, cli):
     assert (made["count"], made["backend"], made["recall_at_10"], made["resumed"]) == (30, "flat", None, 0)
     (fault,) = made["skipped"]
     assert "bad.png" in fault and made["seconds"] > 0
-    frozen = say("create", "f.index", "digits", "--bundle", bundle_path, "--skip-bad", "--frozen", named="f.index")  # fmt: skip
-    assert frozen.keys() == made.keys() and frozen["skipped"] == [fault]
-    assert say("migrate", "f.index", named="f.index") == {"lifted": 30}
 
     assert say("snapshot", "d.index", "s.index") == {"snapshot": "s.index"}
     assert say("restore", "s.index", "r.index", named="r.index") == {"snapshot": "s.index"}

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-from retrieval.serving.index.build import write_index
 
 
 @pytest.fixture
@@ -146,21 +145,6 @@ def test_looking_through(photos, cli):
     found = json.loads(cli("index", "clusters", index, "--count", "5", "--json").out)["clusters"]
     assert sum(cluster["count"] for cluster in found) == 61
     assert "nothing to tune below" in cli("index", "tune", index).err
-
-
-def test_an_index_of_format_1_is_lifted(tmp_path, cli, photos, bundle_path):
-    old = tmp_path / "old"
-    write_index(bundle_path, [photos / "digits"], old, progress=False)
-    query = sorted((photos / "digits").rglob("*.png"))[7]
-    before = json.loads(cli("search", old, query, "--json").out)[0]["results"]
-    assert "format 1" in cli("index", "add", old, photos / "digits").err
-    assert "format 1" in cli("search", old, query, "--where", "label = '1'").err
-    assert "60 items are in the living format now" in cli("index", "migrate", old).out
-    after = json.loads(cli("search", old, query, "--json").out)[0]["results"]
-    assert [(hit["key"], hit["distance"]) for hit in after] == [
-        (hit["key"], hit["distance"]) for hit in before
-    ]
-    assert cli("index", "check", old).code == 0
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from retrieval.serving.http import budget as bodies
 from retrieval.serving.http.budget import Budget
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.pool import Pool
-from retrieval.serving.index.build import write_index
+from retrieval.serving.index.creating import create_index
 
 LIVE = wire.get("/livez")
 
@@ -164,7 +164,7 @@ def test_files_that_change_under_a_server_end_its_readiness_and_not_its_answers(
 
 def test_a_gallery_of_pipes_and_changed_files_stops_nothing(served, makers, bundle_path, tmp_path):
     paths = makers.write_digits(tmp_path / "photos", 12)
-    write_index(bundle_path, [tmp_path / "photos"], tmp_path / "i", progress=False)
+    create_index(tmp_path / "i", bundle_path, [tmp_path / "photos"], progress=False)
     server = served(tmp_path / "i", "--grace", "3")
     port = server.port
     for path in paths:
@@ -203,7 +203,7 @@ def test_a_large_picture_comes_whole_and_a_slow_reader_holds_a_piece(served, mak
     paths = makers.write_digits(tmp_path / "photos", 3)
     noise = np.random.default_rng(0).integers(0, 256, (2000, 2000, 3), dtype=np.uint8)
     Image.fromarray(noise).save(paths[0], compress_level=0)
-    write_index(bundle_path, [tmp_path / "photos"], tmp_path / "i", progress=False)
+    create_index(tmp_path / "i", bundle_path, [tmp_path / "photos"], progress=False)
     server = served(tmp_path / "i")
     port = server.port
     (number,) = (
@@ -232,7 +232,7 @@ def test_pictures_that_are_converted_count_in_the_memory_of_uploads(served, make
     noise = np.random.default_rng(0).integers(0, 256, (500, 600, 3), dtype=np.uint8)
     paths[0].unlink()
     Image.fromarray(noise).save(tmp_path / "photos" / "large.tiff")
-    write_index(bundle_path, [tmp_path / "photos"], tmp_path / "i", progress=False)
+    create_index(tmp_path / "i", bundle_path, [tmp_path / "photos"], progress=False)
     port = served(tmp_path / "i", "--body-memory", "2000000").port
     hits = wire.found(wire.ask(port, wire.vector()))
     (number,) = (hit["id"] for hit in hits if hit["key"] == "large.tiff")

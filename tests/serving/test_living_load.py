@@ -16,11 +16,11 @@ from retrieval.serving.index.creating import create_index
 ROUNDS = 3
 WRITER = """
 import sys
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 
 index_path, other, extra, rounds = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 for number in range(rounds):
-    with LivingIndex.open(index_path, threads=1) as index:
+    with Index.open(index_path, threads=1) as index:
         index.add([extra], progress=False, workers=1)
         index.migrate(other, progress=False)
         index.delete(where="label = '1'")

@@ -11,7 +11,7 @@ from retrieval.serving.http.metrics import Metrics
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from retrieval.serving.stages import STAGES
 
 
@@ -97,7 +97,7 @@ def test_no_client_multiplies_the_series(served, index_path):
 
 def test_of_an_index_that_lives(bundle_path, served, photos, tmp_path, monkeypatch):
     create_index(tmp_path / "i", bundle_path, progress=False)
-    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+    with Index.open(tmp_path / "i", threads=1) as index:
         index.add([photos / "1"], progress=False)
         index.delete([index.scan(limit=1)[0].id])
         stats = index.stats()
@@ -112,7 +112,7 @@ def test_of_an_index_that_lives(bundle_path, served, photos, tmp_path, monkeypat
 
 def test_merges_are_counted(bundle_path, photos, tmp_path):
     create_index(tmp_path / "i", bundle_path, progress=False)
-    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+    with Index.open(tmp_path / "i", threads=1) as index:
         searcher = Searcher(index, Settings())
 
         def looked() -> dict[str, float]:

@@ -34,7 +34,7 @@ def test_every_route_is_described_and_every_description_is_a_route(index_path):
     from retrieval.serving.http.app import create_app
     from retrieval.serving.http.searcher import Searcher
     from retrieval.serving.http.settings import Settings
-    from retrieval.serving.index.open import open_index
+    from retrieval.serving.index.index import open_index
 
     with open_index(index_path, threads=1) as index:
         searcher = Searcher(index, Settings())

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from browsing import MARKUP, first_is, loaded
 from PIL import Image
-from retrieval.serving.index.build import write_index
 from retrieval.serving.index.creating import create_index
 
 pytestmark = pytest.mark.browser
@@ -168,7 +167,7 @@ def test_names_from_files_are_text_and_never_markup(page, served, makers, bundle
     folder.mkdir()
     path = makers.write_digits(tmp_path / "d", 1)[0]
     shutil.copy(path, folder / "<b>bold.png")
-    write_index(bundle_path, [folder], tmp_path / "i", progress=False)
+    create_index(tmp_path / "i", bundle_path, [folder], progress=False)
     server = served(tmp_path / "i")
     page.goto(server.url)
     page.set_input_files("#file", str(path))
@@ -182,7 +181,7 @@ def test_features_are_asked_for_as_numbers(page, served, makers, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
     features = np.random.default_rng(0).normal(size=(30, 64)).round(3)
     np.savez(tmp_path / "f.npz", features=features)
-    write_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    create_index(tmp_path / "i", bundle, [tmp_path / "f.npz"], progress=False)
     server = served(tmp_path / "i")
     page.goto(server.url)
     page.wait_for_selector("#vector")

@@ -16,10 +16,8 @@ import pytest
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.build import write_index
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import Index, open_index
 
 pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
@@ -45,7 +43,7 @@ def images(makers, tmp_path) -> Path:
     return path
 
 
-def created(path: Path, bundle: Path, sources: list[Path], **given) -> LivingIndex:
+def created(path: Path, bundle: Path, sources: list[Path], **given) -> Index:
     create_index(path, bundle, sources, progress=False, **given)
     return open_index(path, threads=1)
 
@@ -86,10 +84,10 @@ def test_a_migration_embeds_from_the_table_again(keep, images, makers, bundle_pa
         else:
             assert kept is None
         assert index.migrate(other, progress=False).embedded == 50
-        fresh = write_index(other, [images], tmp_path / "f", progress=False) if keep != "copy" else None
+        fresh = create_index(tmp_path / "f", other, [images], progress=False) if keep != "copy" else None
         if fresh:
             with open_index(tmp_path / "f", threads=1) as frozen:
-                assert index.vector("item 40") == pytest.approx(frozen.vector(40))
+                assert index.vector("item 40") == pytest.approx(frozen.vector("item 40"))
 
 
 def test_a_table_that_has_changed_is_not_embedded_from(images, makers, bundle_path, tmp_path):
@@ -258,7 +256,7 @@ def test_damaged_tables_are_sentences(images, bundle_path, tmp_path):
                 spoilt[at] ^= 1 << random.integers(8)
         images.write_bytes(spoilt)
         try:
-            write_index(bundle_path, [images], tmp_path / "i", replace=True, progress=False)
+            create_index(tmp_path / "i", bundle_path, [images], replace=True, progress=False)
             kinds.add("items")
         except DataError as fault:
             kinds.add("sentence")

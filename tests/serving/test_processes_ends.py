@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from retrieval.cli.serving import serve_command
 from retrieval.serving.http.access.key_file import add_key
 from retrieval.serving.http.access.keys import new_key
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from several_processes import Line, all_ready, children, logged, to_each, two_processes, until, vector
 
 pytestmark = [
@@ -63,7 +63,7 @@ def test_sigterm_finishes_what_was_accepted_and_leaves_nothing_behind(own):
     for thread in threads:
         thread.join(15)
     assert set(others) <= {503}
-    with LivingIndex.open(own.folder / "i", threads=1) as index:
+    with Index.open(own.folder / "i", threads=1) as index:
         there = {item.id for item in index.scan(limit=100_000)}
     assert set(told) <= there
     new = {id for id in there if re.fullmatch(r"\d-\d+", id)}

@@ -20,7 +20,7 @@ from retrieval.serving.http.readiness import Readiness
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.server import serve
 from retrieval.serving.http.settings import Settings
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import open_index
 from retrieval.serving.providers import ROWS, checked_device
 from retrieval.serving.runtime import load_libraries, load_onnxruntime
 from retrieval.serving.sessions import Graph, Split, in_parts

@@ -8,8 +8,8 @@ from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving import bundle as bundle_module
 from retrieval.serving.bundle import Bundle, Encoded
-from retrieval.serving.index.build import build_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.creating import build_index
+from retrieval.serving.index.index import open_index
 
 
 @pytest.fixture
@@ -44,12 +44,13 @@ def test_one_image_in_every_form_gives_one_list_of_hits(index, paths):
 
 
 def test_one_vector_gives_one_list_and_an_array_a_list_of_lists(index):
-    vectors = np.stack([index.vector(number) for number in range(3)])
+    ids = [item.id for item in index.scan(limit=3)]
+    vectors = np.stack([index.vector(id) for id in ids])
     alone = index.search(vectors[1], 5)
-    assert alone[0].id == 1
+    assert alone[0].id == ids[1]
     assert index.search(vectors[1].tolist(), 5) == alone
     for several in (vectors, list(vectors), vectors.tolist(), tuple(vectors)):
-        assert [hits[0].id for hits in index.search(several, 5)] == [0, 1, 2]
+        assert [hits[0].id for hits in index.search(several, 5)] == ids
         assert index.search(several, 5)[1] == alone
     assert index.search([]) == []
 
@@ -77,7 +78,7 @@ def test_features_are_encoded_where_the_bundle_takes_features(of_features):
 
 def test_an_unusable_item_of_a_list_is_named(index, paths, tmp_path):
     (tmp_path / "bad.png").write_bytes(b"no image")
-    vector = index.vector(0)
+    vector = index.vector("1/0001.png")
     for queries, says in (
         ([paths[0], vector], r"queries\[1\] is a vector, and queries\[0\] is an image"),
         ([vector, paths[0]], r"queries\[1\] is an image, and queries\[0\] is a vector"),

@@ -15,9 +15,8 @@ from retrieval.errors import StoreError
 from retrieval.serving.http.queries import Given, Query
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Settings
-from retrieval.serving.index.build import write_index
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from retrieval.serving.store.contract import Item
 
 WIDTH = 16
@@ -61,7 +60,7 @@ def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(makers, 
             create_index(living, bundle, [photos / str(turn)], replace=True, progress=False)
             count = len(list((photos / str(turn)).iterdir()))
             wire.until(lambda count=count: server.client.get("/v1/index").json()["items"] == count)
-        write_index(other, [photos / "5"], living, replace=True, progress=False)
+        create_index(living, other, [photos / "5"], replace=True, progress=False)
         wire.until(lambda: server.client.get("/v1/index").json()["format"] == 1)
         create_index(living, other, [photos / "6"], replace=True, progress=False)
         new = {"vector": [0.5] * WIDTH}
@@ -74,7 +73,7 @@ def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(makers, 
     assert failed == [] and set(statuses) == {200} and len(statuses) > 10
     with pytest.raises(StoreError, match="holds"):  # who writes keeps its place
         create_index(living, other, [photos / "6"], replace=True, progress=False)
-    with LivingIndex.open(living, threads=1) as index:
+    with Index.open(living, threads=1) as index:
         assert index.get("new")
     assert server.client.get("/readyz").status_code == 200
 
@@ -82,12 +81,12 @@ def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(makers, 
 def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, photos):
     """Otherwise the write would go to a folder that is gone, and be acknowledged."""
     item = Item("new", arrays={"vector": np.ones(WIDTH, np.float32)})
-    with LivingIndex.open(living, threads=1) as index:
+    with Index.open(living, threads=1) as index:
         assert len(index) == 200
         create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
         with pytest.raises(StoreError, match="replaced or removed"):
             index.upsert([item])
-    with LivingIndex.open(living, threads=1) as index:
+    with Index.open(living, threads=1) as index:
         index.upsert([item])
         assert index.get("new")
 
@@ -98,9 +97,9 @@ def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
 ):
     """Two requests meet the old folder at a time; the second to notice finds the new one served already."""
     count = len(list((photos / "1").iterdir()))
-    old = LivingIndex.open(living, threads=1)
+    old = Index.open(living, threads=1)
     create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
-    searcher = Searcher(old, Settings(workers=1), reopen=lambda: LivingIndex.open(living, threads=1))
+    searcher = Searcher(old, Settings(workers=1), reopen=lambda: Index.open(living, threads=1))
 
     def late(*given, **more):
         assert searcher.take_up() is None  # as the other request does

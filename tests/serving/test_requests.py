@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import wire
-from retrieval.serving.index.build import write_index
+from retrieval.serving.index.creating import create_index
 
 LIVE = wire.get("/livez")
 
@@ -176,7 +176,7 @@ def test_no_request_is_the_servers_fault(served, index_path, photos):
 def test_no_path_of_the_machine_is_shown(served, makers, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
     np.savez(tmp_path / "f.npz", features=np.random.default_rng(0).normal(size=(10, 64)))
-    write_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    create_index(tmp_path / "i", bundle, [tmp_path / "f.npz"], progress=False)
     port = served(tmp_path / "i").port
     for request in (
         wire.post(wire.form(b"x"), wire.FORM),

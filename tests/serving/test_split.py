@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from retrieval.errors import BundleError, DataError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.build import write_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import open_index
 from retrieval.serving.manifest import checksum_of, read_manifest, write_manifest
 
 KINDS = [{}, {"rescorer": True}, {"query_vectors": True}, {"normalized": False, "variant": True}]
@@ -141,10 +141,10 @@ def test_wrong_features_are_sentences(split_path):
 def test_an_index_of_a_split_bundle_answers_as_one_of_the_whole(two, photos, tmp_path):
     answers = []
     for number, bundle in enumerate(two()):
-        write_index(bundle.path, [photos / "1", photos / "2"], tmp_path / f"i{number}", progress=False)
+        create_index(tmp_path / f"i{number}", bundle.path, [photos / "1", photos / "2"], progress=False)
         with open_index(tmp_path / f"i{number}", threads=1) as opened:
             hits = opened.search(photos / "1" / "0001.png", 5)
-            answers.append([(hit.key, round(hit.distance, 5)) for hit in hits])
+            answers.append([(hit.id, round(hit.distance, 5)) for hit in hits])
     assert (tmp_path / "i1" / "bundle" / "head.onnx").is_file()
     assert answers[0] == answers[1] and len(answers[0]) == 5
 

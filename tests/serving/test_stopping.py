@@ -13,8 +13,7 @@ import httpx
 import pytest
 import wire
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import Index, open_index
 
 WIDTH = 16
 
@@ -56,7 +55,7 @@ def test_what_was_accepted_is_written(writing):
         thread.join(15)
         assert not thread.is_alive()
     assert len(writing.told) >= 20 and set(writing.others) <= {503}
-    with LivingIndex.open(writing.path, threads=1) as index:
+    with Index.open(writing.path, threads=1) as index:
         there = {item.id for item in index.scan(limit=100_000)}
     assert set(writing.told) <= there
     assert len(there - set(writing.told)) <= len(writing.threads)  # written, and the answer was cut off

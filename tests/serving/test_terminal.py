@@ -38,9 +38,9 @@ def test_index_and_search(
     photos: Path, bundle_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(photos.parent)
-    refused = cli("index", bundle_path, "photos", "--output", "i")
+    refused = cli("index", "create", "i", "photos", "--bundle", bundle_path)
     assert refused.code == 2 and f"bad{SHOWN}.png" in harmless(refused)
-    made = cli("index", bundle_path, "photos", "--output", f"i{EVIL}", "--skip-bad")
+    made = cli("index", "create", f"i{EVIL}", "photos", "--bundle", bundle_path, "--skip-bad")
     assert made.code == 0 and f"bad{SHOWN}.png" in harmless(made) and made.out.endswith(f": i{SHOWN}\n")
     query = f"photos/0/{EVIL}.png"
     found = cli("search", f"i{EVIL}", query, "-k", "40")

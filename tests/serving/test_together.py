@@ -21,21 +21,15 @@ from retrieval.serving.http.queries import Given, Query
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.together import Pace
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import open_index
 from retrieval.serving.stages import Trail, following
 
 QUERIES = np.random.default_rng(5).normal(size=(24, 16))
 
 
-@pytest.fixture(params=["living", "frozen"])
-def index(request, tmp_path, bundle_path, photos, index_path):
-    """An index of either format, which notes how many queries each search has."""
-    path = index_path
-    if request.param == "living":
-        path = tmp_path / "living.index"
-        create_index(path, bundle_path, [photos], progress=False)
-    with open_index(path, threads=1) as opened:
+@pytest.fixture
+def index(index_path):
+    with open_index(index_path, threads=1) as opened:
         yield opened
 
 

@@ -17,7 +17,7 @@ from retrieval.serving.http.monitoring import Monitoring
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.traces import Traces, traces_of_environment
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import open_index
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -52,7 +52,7 @@ def loaded_after(code: str) -> set[str]:
 
 def test_importing_the_serving_side_loads_no_training():
     names = serving_modules()
-    assert {"retrieval.serving.bundle", "retrieval.serving.index.open", "retrieval.serving.http.app"} <= set(
+    assert {"retrieval.serving.bundle", "retrieval.serving.index.index", "retrieval.serving.http.app"} <= set(
         names
     )
     loaded = loaded_after("\n".join(f"import {name}" for name in names))
@@ -68,8 +68,8 @@ def test_each_layer_imports_only_those_below():
             ("retrieval.serving.bundle", "retrieval.serving.index", "retrieval.serving.http", "pydantic"),
         ),
         ("retrieval.serving.bundle", ("retrieval.serving.index", "retrieval.serving.http", "starlette")),
-        ("retrieval.serving.index.build", ("retrieval.serving.http", "starlette")),
-        ("retrieval.serving.index.open", ("retrieval.serving.http", "starlette")),
+        ("retrieval.serving.index.creating", ("retrieval.serving.http", "starlette")),
+        ("retrieval.serving.index.index", ("retrieval.serving.http", "starlette")),
         (
             "retrieval.cli.serving",
             ("numpy", "PIL", "pydantic", "retrieval.serving.bundle", "retrieval.serving.index", "starlette"),
@@ -83,11 +83,11 @@ WORK = textwrap.dedent("""
     import importlib.util, json, sys
     from pathlib import Path
     from retrieval.serving.bundle import Bundle
-    from retrieval.serving.index.build import write_index
-    from retrieval.serving.index.open import open_index
+    from retrieval.serving.index.creating import create_index
+    from retrieval.serving.index.index import open_index
     bundle, photos, out, query = map(Path, sys.argv[1:])
     encoded = Bundle.open(bundle).encode_image(query)
-    write_index(bundle, [photos], out, backend="hnsw", progress=False)
+    create_index(out, bundle, [photos], backend="hnsw", progress=False)
     with open_index(out) as index:
         hits = index.search(index.bundle.encode_image(query), 3)[0]
     import retrieval.serving.http.app, retrieval.serving.http.server
@@ -95,7 +95,7 @@ WORK = textwrap.dedent("""
     assert not any(name.startswith(("retrieval_", "retrieval.host.plugins")) for name in sys.modules)
     assert importlib.util.find_spec("torch") is None
     assert importlib.util.find_spec("pytorch_metric_learning") is None
-    print(json.dumps([encoded.vector[0].tolist(), [[hit.key, hit.distance] for hit in hits]]))
+    print(json.dumps([encoded.vector[0].tolist(), [[hit.id, hit.distance] for hit in hits]]))
 """)
 
 
@@ -139,7 +139,7 @@ def test_everything_works_without_torch(
     light_python, bundle_path, index_path, photos, served, tmp_path, capfd
 ):
     from retrieval.serving.bundle import Bundle
-    from retrieval.serving.index.open import open_index
+    from retrieval.serving.index.index import open_index
 
     environment = {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")
@@ -165,7 +165,7 @@ def test_everything_works_without_torch(
     )
     with open_index(index_path, threads=1) as index:
         expected = index.search(index.bundle.encode_image(query), 3)[0]
-    assert [key for key, _ in hits] == [hit.key for hit in expected]
+    assert [key for key, _ in hits] == [hit.id for hit in expected]
     listed = subprocess.run(
         [str(light_python), "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True
     )

@@ -18,7 +18,7 @@ from PIL import Image
 from retrieval.serving.http.access.key_file import add_key
 from retrieval.serving.http.access.keys import Allowance, new_key
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 
 WIDTH = 16
 _BUSY = "too many changes are waiting"
@@ -82,7 +82,7 @@ def test_changes_beyond_those_that_may_wait_are_told_to_come_again(served, empty
     for answer in refused:
         assert answer.headers["retry-after"] == "1" and _BUSY in answer.json()["detail"]
         assert answer.headers["content-type"] == "application/problem+json"
-    with LivingIndex.open(empty, threads=1) as index:
+    with Index.open(empty, threads=1) as index:
         there = {item.id for item in index.scan(limit=100)}
     assert there == {"first"} | {id for id, status in statuses.items() if status == 200}
     assert server.client.put("/v1/items/again", json={"vector": [0.5] * WIDTH}).status_code == 200

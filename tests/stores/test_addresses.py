@@ -9,7 +9,6 @@ import pytest
 import retrieval
 from retrieval.errors import DataError, PluginError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.store.address import Address, place_of
 from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.local import LocalPlace
@@ -172,12 +171,10 @@ def test_an_index_at_an_address_knows_where_it_is(tmp_path: Path, plain_bundle: 
     bundle = Bundle.open(plain_bundle, threads=1)
     place.create(bundle, widths_of(bundle), identity="mine").close()
     with retrieval.open_index(address, plugins=[EVERYTHING]) as index:
-        assert isinstance(index, LivingIndex) and str(index.path) == address and index.sha256 == "mine"
+        assert str(index.path) == address and index.identity == "mine"
         assert address in repr(index)
     with pytest.raises(StoreError, match=f"^The index {address} was closed"):
         index.search(b"")
-    with pytest.raises(StoreError, match="living index"):
-        retrieval.open_index(address, plugins=[EVERYTHING], signed_by="key")
     with pytest.raises(StoreError, match="exists already"):
         retrieval.build_index(plain_bundle, [], address, plugins=[EVERYTHING])
     with pytest.raises(DataError, match="are of folders"):

@@ -12,11 +12,10 @@ import pytest
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index import tuning
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.index.tuning import Tuned
-from retrieval.serving.local import structures
 from retrieval.serving.manifest import read_manifest, write_manifest
+from retrieval.serving.store import structure, upkeep
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.structure import Wanted
 from retrieval.serving.store.testing.bundles import make_bundle
@@ -25,7 +24,7 @@ from sklearn.datasets import load_digits
 
 
 @pytest.fixture
-def digits(tmp_path: Path, plain_bundle: Path) -> Iterator[tuple[LivingIndex, np.ndarray]]:
+def digits(tmp_path: Path, plain_bundle: Path) -> Iterator[tuple[Index, np.ndarray]]:
     """1,797 digits by the bundle's own vectors, the first twenty of them twice, and once more a little apart."""
     images, labels = load_digits(return_X_y=True)
     bundle = Bundle.open(plain_bundle, threads=1)
@@ -33,7 +32,6 @@ def digits(tmp_path: Path, plain_bundle: Path) -> Iterator[tuple[LivingIndex, np
     vectors = bundle.encode(pixels).vector
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with open_index(tmp_path / "i", threads=1) as index:
-        assert isinstance(index, LivingIndex)
         index.upsert(
             [Item(f"{n:04}", str(labels[n]), arrays={"vector": vectors[n]}) for n in range(len(vectors))]
         )
@@ -46,7 +44,7 @@ def digits(tmp_path: Path, plain_bundle: Path) -> Iterator[tuple[LivingIndex, np
         yield index, vectors
 
 
-def test_duplicates_are_all_found(digits: tuple[LivingIndex, np.ndarray]) -> None:
+def test_duplicates_are_all_found(digits: tuple[Index, np.ndarray]) -> None:
     index, vectors = digits
     limit = 0.002
     squared = ((vectors[:, None, :] - vectors[None, :20, :]) ** 2).sum(-1)
@@ -62,7 +60,7 @@ def test_duplicates_are_all_found(digits: tuple[LivingIndex, np.ndarray]) -> Non
     assert len(only) == 2 and all(group.ids[0] in ("0003", "0013") for group in only)
 
 
-def test_chains_join_and_many_equal_ones_are_one_group(digits: tuple[LivingIndex, np.ndarray]) -> None:
+def test_chains_join_and_many_equal_ones_are_one_group(digits: tuple[Index, np.ndarray]) -> None:
     index, vectors = digits
     chain = np.repeat(10 + vectors[:1], 60, axis=0)
     chain[:, 0] += np.arange(60) * 0.01
@@ -73,7 +71,7 @@ def test_chains_join_and_many_equal_ones_are_one_group(digits: tuple[LivingIndex
     assert len(groups["equal-00"].ids) == 40 and groups["equal-00"].largest == 0
 
 
-def test_clusters_hold_every_item_once(digits: tuple[LivingIndex, np.ndarray]) -> None:
+def test_clusters_hold_every_item_once(digits: tuple[Index, np.ndarray]) -> None:
     index, _ = digits
     found = index.clusters(10, progress=False)
     assert sum(cluster.count for cluster in found) == len(index)
@@ -86,10 +84,11 @@ def test_clusters_hold_every_item_once(digits: tuple[LivingIndex, np.ndarray]) -
 
 
 def test_tuning_takes_what_meets_both_limits(
-    digits: tuple[LivingIndex, np.ndarray], monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
+    digits: tuple[Index, np.ndarray], monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
 ) -> None:
     index, _ = digits
-    monkeypatch.setattr(structures, "LEAST", 1000)
+    monkeypatch.setattr(structure, "LEAST", 1000)
+    monkeypatch.setattr(upkeep, "LEAST", 1000)
     tuned = index.tune(recall=0.9, progress=False)
     assert tuned.chosen is not None and tuned.chosen.recall >= 0.9
     assert tuned.chosen.milliseconds == min(one.milliseconds for one in tuned.trials if one.recall >= 0.9)
@@ -105,7 +104,7 @@ def test_tuning_takes_what_meets_both_limits(
     assert json.loads(cli("index", "show", index.path, "--json").out)["tuned"] == kept
     assert Tuned.of(kept) == tuned and kept["trials"][kept["chosen"]]["backend"] == tuned.chosen.backend
     copy = index.snapshot(index.path.with_name("copy"))
-    with LivingIndex.open(copy, threads=1) as opened:
+    with Index.open(copy, threads=1) as opened:
         assert opened.stats().details["tuned"] == kept
     for damage in ({}, {**kept, "chosen": 1000}, {**kept, "trials": [1]}, [], {**kept, "memory": "much"}):
         with pytest.raises(StoreError, match="Tune it again"):
@@ -117,7 +116,8 @@ def test_tuning_takes_what_meets_both_limits(
 @pytest.mark.parametrize("merge", ["min", "score"])
 def test_tuning_weighs_sub_spaces(merge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a structure of its own; what all of them propose is measured as searches measure it."""
-    monkeypatch.setattr(structures, "LEAST", 1000)
+    monkeypatch.setattr(structure, "LEAST", 1000)
+    monkeypatch.setattr(upkeep, "LEAST", 1000)
     few = [("flat", {}, [{}]), ("sq8", {}, [{}]), ("ivf", {"lists": 40}, [{"probes": 1}, {"probes": 40}])]
     monkeypatch.setattr(tuning, "_grid", lambda count, width: iter(few))
     monkeypatch.setattr(tuning, "_ROUNDS", 1)
@@ -127,7 +127,7 @@ def test_tuning_weighs_sub_spaces(merge: str, tmp_path: Path, monkeypatch: pytes
     features = np.random.default_rng(5).normal(size=(1500, 8)).astype(np.float32)
     vectors = bundle.encode(features).vector
     create_local(tmp_path / "i", bundle, widths_of(bundle))
-    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+    with Index.open(tmp_path / "i", threads=1) as index:
         index.upsert([Item(f"{n:04}", arrays={"vector": vectors[n]}) for n in range(len(vectors))])
         queries = features[:20] + np.float32(0.1)
         exact = index.search(queries, 10)
@@ -151,7 +151,7 @@ def test_there_is_nothing_to_tune_in_a_small_index(tmp_path: Path, plain_bundle:
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with (
-        LivingIndex.open(tmp_path / "i", threads=1) as index,
+        Index.open(tmp_path / "i", threads=1) as index,
         pytest.raises(DataError, match="nothing to tune below"),
     ):
         index.tune(progress=False)

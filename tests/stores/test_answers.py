@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
-from retrieval.serving.index import collection
-from retrieval.serving.index.base import Hit
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.index.open import open_index
-from retrieval.serving.local import distances, exact, searches, structures
+from retrieval.serving.index import measuring
+from retrieval.serving.index.index import Hit, Index, open_index
 from retrieval.serving.merging import merged
+from retrieval.serving.store import search as distances
+from retrieval.serving.store import search as exact
+from retrieval.serving.store import searches, structure, upkeep
 from retrieval.serving.store.contract import Candidates, Item, widths_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import Wanted
@@ -32,7 +32,6 @@ class Known:
         opened = Bundle.open(bundle, threads=1)
         create_local(folder, opened, widths_of(opened), structure=wanted or Wanted("flat"))
         index = open_index(folder, threads=1)
-        assert isinstance(index, LivingIndex)
         self.index, self.items = index, dict[str, tuple[Any, int]]()
 
     def put(self, ids: Sequence[str], vectors: Any) -> None:
@@ -79,7 +78,7 @@ class Known:
 def handed_over(store: LocalStore, *given: Any, **named: Any) -> list[Candidates]:
     """Propose as a store does that measures nothing."""
     answers = []
-    for found in store._searches.propose(*given, named["where"]):
+    for found in store.searches.propose(*given, named["where"]):
         order = sorted(range(len(found.items)), key=lambda at: found.items[at].id)
         arrays = {name: array[order] for name, array in found.arrays.items()}
         answers.append(Candidates([found.items[at] for at in order], arrays))
@@ -101,7 +100,8 @@ def test_items_come_change_and_go(
     wanted: str, large: bool, tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal vectors lie in a segment, in another, and among fresh items; some change places, some go."""
-    monkeypatch.setattr(structures, "LEAST", 500)
+    monkeypatch.setattr(structure, "LEAST", 500)
+    monkeypatch.setattr(upkeep, "LEAST", 500)
     monkeypatch.setattr(exact, "_BLOCK_PAIRS", 5000 if large else 1 << 21)
     monkeypatch.setattr(
         searches, "_SMALL", 100 if large else 20_000
@@ -157,8 +157,8 @@ def test_what_the_store_measured_is_not_measured_again(
         known.put(names(range(80)), vectors(80))
         wanted = index.search(vectors(5, seed=1), 7)
         with monkeypatch.context() as patch:
-            patch.setattr(collection, "measured", None)
-            patch.setattr("retrieval.serving.local.view.View.rows", None)  # nor are vectors read for it
+            patch.setattr(measuring, "measured", None)
+            patch.setattr("retrieval.serving.store.searches._Rows.arrays", None)  # nor are vectors read for it
             assert index.search(vectors(5, seed=1), 7) == wanted
         # a store that leaves it to the index has the same answers
         monkeypatch.setattr(type(index.store), "propose", handed_over)
@@ -176,7 +176,7 @@ def test_whatever_a_bundle_measures(options: dict[str, Any], tmp_path: Path, mak
     features = np.random.default_rng(3).normal(size=(40, bundle.manifest.input.shape[0])).astype(np.float32)
     encoded = bundle.encode(np.tile(features, (3, 1)))
     create_local(tmp_path / "i", bundle, widths_of(bundle))
-    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+    with Index.open(tmp_path / "i", threads=1) as index:
         index.upsert(
             [
                 Item(
@@ -212,8 +212,8 @@ def test_candidates_are_as_the_contract_says(tmp_path: Path, plain_bundle: Path)
 
 
 def test_a_hit_is_a_plain_value() -> None:
-    one = Hit("a", "a", None, 0.5, {"b": 1})
-    assert one == Hit(id="a", key="a", label=None, distance=0.5, metadata={"b": 1}, path=None) != Hit("a", "a", "b", 0.5, {})  # fmt: skip
-    assert repr(one).startswith("Hit(id='a', key='a', label=None, distance=0.5, metadata={'b': 1}, path=None, keep='reference'")  # fmt: skip
+    one = Hit("a", None, 0.5, {"b": 1})
+    assert one == Hit(id="a", label=None, distance=0.5, metadata={"b": 1}, path=None) != Hit("a", "b", 0.5, {})  # fmt: skip
+    assert repr(one).startswith("Hit(id='a', label=None, distance=0.5, metadata={'b': 1}, path=None, keep='reference'")  # fmt: skip
     with pytest.raises(AttributeError):
         one.distance = 1.0  # type: ignore[misc]

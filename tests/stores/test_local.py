@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,12 +14,10 @@ from retrieval.errors import DataError, PluginError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.contract import IndexBackend, checked_selection
 from retrieval.serving.index.faiss_backends import Flat
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.index.open import open_index
-from retrieval.serving.local.upkeep import Upkeep
-from retrieval.serving.local.view import View
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.view import View
 from retrieval.serving.store.writing import create_local
 
 COUNT = 12_000
@@ -37,17 +34,14 @@ def item(number: int, vector: np.ndarray | None = None) -> Item:
 
 
 @pytest.fixture
-def living(tmp_path: Path, plain_bundle: Path) -> Iterator[LivingIndex]:
+def living(tmp_path: Path, plain_bundle: Path) -> Iterator[Index]:
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with open_index(tmp_path / "i", threads=1) as index:
-        assert isinstance(index, LivingIndex)
         yield index
 
 
-def same(
-    index: LivingIndex, state: dict[str, np.ndarray], where: str | None, keep: Callable[[str], bool]
-) -> None:
+def same(index: Index, state: dict[str, np.ndarray], where: str | None, keep: Callable[[str], bool]) -> None:
     """Compare ten searches with brute force."""
     ids = sorted(id for id in state if keep(id))
     for query in np.random.default_rng(1).normal(size=(10, 16)).astype(np.float32):
@@ -56,7 +50,7 @@ def same(
         assert [hit.id for hit in index.search(query, 10, where=where)] == expected
 
 
-def test_answers_are_exact_while_items_come_change_and_go(living: LivingIndex, tmp_path: Path) -> None:
+def test_answers_are_exact_while_items_come_change_and_go(living: Index, tmp_path: Path) -> None:
     state = {}
     for numbers in [
         range(1),
@@ -77,7 +71,7 @@ def test_answers_are_exact_while_items_come_change_and_go(living: LivingIndex, t
     state |= {f"id{number}": vector for number, vector in moved.items()}
     assert len(living) == len(state)
 
-    def check(index: LivingIndex) -> None:
+    def check(index: Index) -> None:
         assert index.count() == len(state)
         same(index, state, None, lambda id: True)
         same(
@@ -89,18 +83,13 @@ def test_answers_are_exact_while_items_come_change_and_go(living: LivingIndex, t
         same(index, state, "price = 7", lambda id: int(id[2:]) % 100 == 7)
 
     check(living)
-    for _ in range(100):  # merges in the background
-        if len(living.stats().details["segments"]) < 4:
-            break
-        time.sleep(0.1)
-    check(living)
     living.snapshot(tmp_path / "copy")
     assert living.delete(where="label = '1'") == sum(id[-1] == "1" for id in state)
     with open_index(tmp_path / "copy", threads=1) as copy:
         check(copy)
     state = {id: vector for id, vector in state.items() if id[-1] != "1"}
     living.store.compact()
-    assert [piece["deleted"] for piece in living.stats().details["segments"]] == [0]
+    assert living.stats().details["deleted"] == 0
     same(living, state, None, lambda id: True)
     living.close()
     with open_index(tmp_path / "i", threads=1) as again:
@@ -109,17 +98,17 @@ def test_answers_are_exact_while_items_come_change_and_go(living: LivingIndex, t
         again.migrate(tmp_path / "i" / "bundles" / again.bundle.sha256[:16])  # the same bundle: nothing to do
 
 
-def test_an_empty_index_is_searched(living: LivingIndex) -> None:
+def test_an_empty_index_is_searched(living: Index) -> None:
     assert living.search(VECTORS[0], 5) == [] and living.search(VECTORS[:3], 5) == [[], [], []]
 
 
-def test_a_field_that_no_item_has_is_named(living: LivingIndex) -> None:
+def test_a_field_that_no_item_has_is_named(living: Index) -> None:
     living.upsert([item(1)])
     with pytest.raises(DataError, match=r"No item of this index has a field .prise.*price"):
         living.search(VECTORS[0], 5, where="prise < 3")
 
 
-def test_a_field_stays_known_when_its_last_item_goes(living: LivingIndex) -> None:
+def test_a_field_stays_known_when_its_last_item_goes(living: Index) -> None:
     """A filter that was good yesterday finds nothing today; it does not become an error."""
     living.upsert([item(1), Item("sale", None, {"discount": 5}, arrays={"vector": VECTORS[2]})])
     assert [hit.id for hit in living.search(VECTORS[0], 5, where="discount > 1")] == ["sale"]
@@ -131,7 +120,7 @@ def test_a_field_stays_known_when_its_last_item_goes(living: LivingIndex) -> Non
         living.store.compact()
 
 
-def test_no_page_begins_behind_what_is_no_id(living: LivingIndex) -> None:
+def test_no_page_begins_behind_what_is_no_id(living: Index) -> None:
     living.upsert([item(1)])
     for after in ("\ud83d", "id\0"):
         with pytest.raises(DataError, match="no id that an item can have"):
@@ -139,7 +128,7 @@ def test_no_page_begins_behind_what_is_no_id(living: LivingIndex) -> None:
     assert [one.id for one in living.scan(after="")] == ["id1"]
 
 
-def test_a_record_with_other_tables_says_what_to_do(living: LivingIndex, tmp_path: Path) -> None:
+def test_a_record_with_other_tables_says_what_to_do(living: Index, tmp_path: Path) -> None:
     living.close()
     file = tmp_path / "i" / "items.sqlite"
     with apsw.Connection(str(file), vfs="cksmvfs") as connection:
@@ -166,7 +155,7 @@ def test_a_back_end_without_the_method_that_it_promises_is_named() -> None:
         checked_selection(backend, "mine.hasty", VECTORS[:1], 3, np.arange(50) < 20)
 
 
-def test_an_item_that_takes_the_place_of_the_newest_is_found(living: LivingIndex) -> None:
+def test_an_item_that_takes_the_place_of_the_newest_is_found(living: Index) -> None:
     """SQLite gives the row of the newest item, once deleted, to the next one."""
     living.upsert([item(1)])
     assert [hit.id for hit in living.search(VECTORS[1], 5)] == ["id1"]
@@ -178,7 +167,7 @@ def test_an_item_that_takes_the_place_of_the_newest_is_found(living: LivingIndex
     assert [hit.id for hit in living.search(VECTORS[1], 5)] == ["id3"]
 
 
-def test_closing_waits_for_the_search_that_runs(living: LivingIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_the_search_that_runs(living: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     living.upsert([item(number) for number in range(50)])
     running, go = threading.Event(), threading.Event()
     search = View.search
@@ -203,7 +192,7 @@ def test_closing_waits_for_the_search_that_runs(living: LivingIndex, monkeypatch
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux shows them")
-def test_threads_that_end_leave_no_open_files(living: LivingIndex) -> None:
+def test_threads_that_end_leave_no_open_files(living: Index) -> None:
     living.upsert([item(1)])
     counts = []
     for _ in range(60):
@@ -214,33 +203,9 @@ def test_threads_that_end_leave_no_open_files(living: LivingIndex) -> None:
     assert counts[-1] < counts[0] + 30
 
 
-def test_upkeep_counts_what_was_deleted_since_it_last_looked(living: LivingIndex) -> None:
-    """It once read all that was ever deleted after each write."""
-    store = living.store
-    assert isinstance(store, LocalStore)
-    store._upkeep = None
-    upkeep = Upkeep(store.home, store.writer, thread=False)
-    for start in range(0, COUNT, 4096):
-        living.upsert([item(number) for number in range(start, min(start + 4096, COUNT))])
-    upkeep.flush(store.generations()[0])
-    for step, numbers in enumerate(
-        [range(0, 500, 5), range(7), range(4000, 5000), range(4096, 4200), range(1, 11_000, 4)]
-    ):
-        living.delete([f"id{number}" for number in numbers])
-        counted = {part.file: part.dead for part in upkeep._parts(store.generations()[0])}
-        assert counted == {one["file"]: one["deleted"] for one in store.stats().details["segments"]}, step
-        assert len(counted) == 3 and sum(counted.values()) > 0
-    assert upkeep.step()  # more than a quarter of one is deleted: it is rewritten
-    while upkeep.step():
-        pass
-    counted = {part.file: part.dead for part in upkeep._parts(store.generations()[0])}
-    assert counted == {one["file"]: one["deleted"] for one in store.stats().details["segments"]}
-    assert sum(counted.values()) < COUNT // 4 and upkeep._dead.keys() == {part.number for part in upkeep._parts(store.generations()[0])}  # fmt: skip
-
-
-def test_its_size_is_told_while_files_come_and_go(living: LivingIndex, tmp_path: Path) -> None:
+def test_its_size_is_told_while_files_come_and_go(living: Index, tmp_path: Path) -> None:
     """A merge, or another process, removes what was listed just now."""
-    stop, folder = threading.Event(), tmp_path / "i" / "segments"
+    stop, folder = threading.Event(), tmp_path / "i" / "arrays"
 
     def work() -> None:
         while not stop.is_set():

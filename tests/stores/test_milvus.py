@@ -236,7 +236,7 @@ def test_the_verbs_of_the_command_line(
     assert len(verb("show", first)["vector"]) == 16 and verb("show")["items"] == 30
     found = cli("search", verb.address, digits[4], "-k", "1", "--json")
     (hit,) = json.loads(found.out)[0]["results"]
-    assert str(digits[4]).endswith(hit["key"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
+    assert str(digits[4]).endswith(hit["id"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
     assert verb("delete", first)["deleted"] == 1 and verb("list")["count"] == 29
     assert verb("add", tmp_path / "digits")["added"] == 1 and verb("check")["damaged"] == []
     assert "gives back room by itself" in verb("compact", code=2, json_=False).err
@@ -246,7 +246,6 @@ def test_the_verbs_of_the_command_line(
     for name, words, said in [
         ("tune", (), "1,200"),
         ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
-        ("create", (digits[0], "--bundle", plain_bundle, "--frozen"), "A frozen index is a folder"),
         ("show", ("nobody",), "has no item 'nobody'"),
     ]:  # fmt: skip
         told = verb(name, *words, code=2, json_=False)

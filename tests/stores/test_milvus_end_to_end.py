@@ -83,7 +83,7 @@ class Load:
                 at = len(self.answers) % len(self.queries)
                 try:
                     found = client.search(self.queries[at], k=5, filter=CHOSEN)
-                    self.answers.append((at, [hit.key for hit in found.results]))
+                    self.answers.append((at, [hit.id for hit in found.results]))
                 except ServerError as fault:
                     self.answers.append((at, fault.status or 0))
                     self.said.add(str(fault))
@@ -113,7 +113,7 @@ def until(true: Callable[[], bool]) -> None:
 
 def answers(index: Any, queries: list[Path]) -> list[list[str]]:
     """What an index finds of each query."""
-    return [[hit.key for hit in index.search(query, k=5, where=CHOSEN)] for query in queries]
+    return [[hit.id for hit in index.search(query, k=5, where=CHOSEN)] for query in queries]
 
 
 def copy(images: list[Path], folder: Path) -> None:
@@ -289,7 +289,7 @@ class Scene:
         for url in self.urls:
             with retrieval.Client(url) as client:
                 found = [client.search(query, k=5, filter=CHOSEN).results for query in self.queries]
-            assert [[hit.key for hit in one] for one in found] == expected
+            assert [[hit.id for hit in one] for one in found] == expected
 
 
 def recall(found: list[list[str]], expected: list[list[str]]) -> float:

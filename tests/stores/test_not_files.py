@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from retrieval.errors import BundleError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.index.open import open_index
-from retrieval.serving.local import structures
+from retrieval.serving.index.index import open_index
+from retrieval.serving.store import structure, upkeep
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import Wanted
@@ -39,7 +38,8 @@ KINDS: tuple[Callable[[Path], None], ...] = (pipe, device, link, Path.mkdir)
 
 @pytest.fixture
 def index(tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(structures, "LEAST", 1000)
+    monkeypatch.setattr(structure, "LEAST", 1000)
+    monkeypatch.setattr(upkeep, "LEAST", 1000)
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted("hnsw", {}))
     with LocalStore(tmp_path / "i", upkeep=False) as store:
@@ -58,14 +58,13 @@ def index(tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_no_file_is_not_read(kind: Callable[[Path], None], index: Path, tmp_path: Path) -> None:
     def answers() -> list[str]:
         with open_index(index, threads=1) as opened:
-            assert isinstance(opened, LivingIndex)
             query = opened.store.get(["id7"], arrays=True)["id7"].vector
             return [hit.id for hit in opened.search(query, 5)]
 
     before = answers()
     names = [path.relative_to(index) for path in sorted(index.rglob("*")) if path.is_file()]
     refused: dict[str, str] = {}
-    assert {name.suffix for name in names} >= {".json", ".sqlite", ".segment"}
+    assert {name.suffix for name in names} >= {".json", ".sqlite", ".vector", ".hnsw"}
     for name in names:
         path = index / name
         path.rename(index.parent / "moved")

@@ -58,7 +58,7 @@ def test_the_verbs_of_the_command_line(
     assert len(shown["vector"]) == 16 and journal("show")["items"] == 30
     found = cli("search", journal.address, digits[4], "-k", "1", "--json", "--plugin", "retrieval_acme")
     (hit,) = json.loads(found.out)[0]["results"]
-    assert str(digits[4]).endswith(hit["key"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
+    assert str(digits[4]).endswith(hit["id"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
     assert journal("delete", first)["deleted"] == 1 and journal("list")["count"] == 29
     assert journal("add", tmp_path / "digits", "--sync")["added"] == 1
     assert journal("check")["damaged"] == [] and len(journal("clusters", "--count", 3)["clusters"]) == 3
@@ -67,7 +67,6 @@ def test_the_verbs_of_the_command_line(
         ("tune", (), "chooses by itself how it searches"),
         ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
         ("create", (digits[0], "--bundle", plain_bundle, "--backend", "hnsw", "--replace"), "are of folders"),
-        ("create", (digits[0], "--bundle", plain_bundle, "--frozen"), "A frozen index is a folder"),
         ("migrate", (), "Name the bundle"),
         ("show", ("nobody",), "has no item 'nobody'"),
     ]:  # fmt: skip
@@ -124,7 +123,7 @@ def test_a_create_that_was_killed_goes_on(
     line = [sys.executable, "-c", KILLED, address, str(plain_bundle), str(tmp_path / "digits")]
     assert subprocess.run(line, env=environment).returncode == 9
     with retrieval.open_index(address, plugins=["retrieval_acme"]) as index:
-        there, begun = len(index), index.sha256
+        there, begun = len(index), index.identity
     assert 0 < there < 30
 
     def counted(self: Bundle, *given: Any, **named: Any) -> Any:
@@ -144,7 +143,7 @@ def test_a_create_that_was_killed_goes_on(
     made = create(plain_bundle)
     assert (made.count, made.resumed) == (30, there) and encoded == 30 - there
     with retrieval.open_index(address, plugins=["retrieval_acme"]) as index:
-        assert index.sha256 == begun and len(index) == 30
+        assert index.identity == begun and len(index) == 30
     with pytest.raises(StoreError, match="exists already"):  # it is finished
         create(plain_bundle)
     assert create(plain_bundle, replace=True).resumed == 0

@@ -22,9 +22,8 @@ from hypothesis.stateful import (
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import matches, parse_filter
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.local import searches, upkeep, writer
-from retrieval.serving.local.upkeep import Upkeep
+from retrieval.serving.index.index import Index
+from retrieval.serving.store import searches, upkeep
 from retrieval.serving.store.contract import FEATURES, VECTOR, Generation, Item, Superseded, widths_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.testing import make_bundle
@@ -57,7 +56,7 @@ class Machine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.store = LocalStore(self.folder / "index", upkeep=False)
-        self.index = LivingIndex(self.folder / "index", self.store, threads=1)
+        self.index = Index(self.folder / "index", self.store, threads=1)
 
     def teardown(self) -> None:
         self.same(self.index)
@@ -100,12 +99,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def tend(self) -> None:
-        Upkeep(self.store.home, self.store.writer, thread=False).step()
+        self.store.upkeep.step()
 
     @rule()
     def compact(self) -> None:
         self.store.compact()
-        assert all(not piece["deleted"] for piece in self.store.stats().details["segments"])
+        assert not self.store.stats().details["deleted"]
 
     @rule()
     def reopen(self) -> None:
@@ -116,7 +115,7 @@ class Machine(RuleBasedStateMachine):
     def snapshot(self) -> None:
         self.copies += 1
         target = self.index.snapshot(self.folder / f"copy {self.copies}")
-        with LivingIndex.open(target, threads=1) as copy:
+        with Index.open(target, threads=1) as copy:
             self.same(copy)
             for where in FILTERS:
                 self.same(copy, where)
@@ -189,7 +188,7 @@ class Machine(RuleBasedStateMachine):
     def all_is_there(self) -> None:
         self.same(self.index)
 
-    def same(self, index: LivingIndex, where: str | None = None) -> None:
+    def same(self, index: Index, where: str | None = None) -> None:
         if where is not None and not self.items:
             return
         assert [one.id for one in index.scan(where)] == sorted(self.matching(where))
@@ -215,8 +214,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_whatever_is_done_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "FLUSH_ROWS", 16)
-    monkeypatch.setattr(upkeep, "FLUSH_ROWS", 16)
+    monkeypatch.setattr(upkeep, "_LEAST_DEAD", 4)
     monkeypatch.setattr(searches, "_SMALL", 0)  # filters are looked up as those of a large index
     paths = [make_bundle(tmp_path / str(seed), seed=seed) for seed in range(2)]
     monkeypatch.setattr(Machine, "opened", [Bundle.open(path, threads=1) for path in paths], raising=False)

@@ -16,7 +16,7 @@ import pytest
 import retrieval
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.http.settings import Settings
-from retrieval.serving.local import record
+from retrieval.serving.store import record
 from retrieval.serving.store.contract import Item, StoreUnavailable, widths_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.writing import create_local

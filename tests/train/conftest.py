@@ -46,11 +46,8 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Recip
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
     """Write a recipe: `write("triplet", train={…})`."""
-    from retrieval.host.trust import trust
-
     plugin = tmp_path / "mine.py"
     plugin.write_text(PLUGIN, encoding="utf-8")
-    trust([plugin])
 
     def made(name: str, file: str | None = None, **tables: Any) -> Path:
         path = tmp_path / f"{file or name}.toml"

@@ -212,11 +212,8 @@ def test_workers_find_the_same(write: Callable[..., Path], tmp_path: Path) -> No
 def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
     write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
 ) -> None:
-    from retrieval.host.trust import trust
-
     monkeypatch.setenv("NOTED", str(tmp_path))
     (tmp_path / "noted.py").write_text(SLOW, encoding="utf-8")
-    trust([tmp_path / "noted.py"])
     tables = {
         "plugins": ["mine.py", "noted.py"],
         "loss": {"name": "noted.noted"},

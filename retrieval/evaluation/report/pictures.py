@@ -17,7 +17,7 @@ from retrieval.evaluation.plot import Picture
 from retrieval.evaluation.report.measured import Measured
 from retrieval.evaluation.report.searched import RECALLS
 from retrieval.model.contracts import Dataset
-from retrieval.serving.images import from_array
+from retrieval.serving.images import from_array, to_mode
 
 SIDE = 64
 """Pixels of a thumbnail's longer side."""
@@ -45,9 +45,9 @@ class Thumbnails:
         try:
             found = self.dataset[item]
             image = from_array(found) if isinstance(found, np.ndarray) else found
+            image = to_mode(image, "L" if image.mode == "L" else "RGB").copy()
         except DataError:
             return ""
-        image = image.convert("L" if image.mode == "L" else "RGB")
         image.thumbnail((SIDE, SIDE))
         out = io.BytesIO()
         small = max(image.size) <= 32

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 from collections import OrderedDict, deque
 from dataclasses import asdict
 
 from retrieval.errors import RetrievalError
+from retrieval.host.cores import cores
 from retrieval.serving.decoding.process import PIXELS, PNG, THUMBNAIL, Setting
 from retrieval.serving.decoding.worker import Busy as Busy
 from retrieval.serving.decoding.worker import Decoded as Decoded
@@ -54,7 +54,7 @@ class Decoders:
         memory: int | None = None,
         waiting: int | None = None,
     ) -> None:
-        workers = workers or os.cpu_count() or 1
+        workers = workers or cores()
         self.preprocessing = preprocessing
         self.limits = limits or Limits()
         self.seconds = seconds

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from retrieval.errors import DataError, at_least_one
+from retrieval.host.cores import cores
 from retrieval.host.files import whole_file, write_text
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.embedding.parts import arrow, bad_line, finished_part, write_part
 from retrieval.serving.embedding.runners import Runner, here
-from retrieval.serving.embedding.work import Made, Part, Settings, Shipped, cores, embedder, look, measurer
+from retrieval.serving.embedding.work import Made, Part, Settings, Shipped, embedder, look, measurer
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
@@ -78,7 +79,6 @@ def embed_sources(
     limits: Limits | None = None,
     device: Device = "auto",
     cpus: int | None = None,
-    signed_by: StrPath | None = None,
     progress: Progress = True,
 ) -> Embedding:
     """Embed items into a folder of Parquet files. A finished part is never done again: the same call goes on where one was stopped.
@@ -97,7 +97,6 @@ def embed_sources(
         limits: the largest images that are decoded.
         device: of the encoder: "auto", "cpu" or "cuda".
         cpus: cores of each worker of a cluster; by default 4, or as many as its smallest node has.
-        signed_by: a public key's file; a bundle that its holder did not sign is refused.
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Raises:
@@ -110,11 +109,7 @@ def embed_sources(
     for name, value in (("batch", batch), ("part", part), ("cpus", cpus)):
         if value is not None:
             at_least_one(name, value)
-    opened = (
-        bundle
-        if isinstance(bundle, Bundle)
-        else Bundle.open(bundle, variant=variant, device=device, signed_by=signed_by)
-    )
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, variant=variant, device=device)
     folder = Path(output).absolute()
     limits = limits or Limits()
     widths = widths_of(opened, features=features_of(opened) if features else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import tempfile
 import time
@@ -16,8 +15,7 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.images import Limits
-from retrieval.serving.index.encoding import Encoding
-from retrieval.serving.index.journal import Done
+from retrieval.serving.index.encoding import Done, Encoding
 from retrieval.serving.index.origins import Source, Sources
 from retrieval.serving.progress import showing
 from retrieval.serving.providers import Device
@@ -84,9 +82,8 @@ class Settings:
 
 @dataclass
 class _Kept:
-    """Takes what was encoded, and keeps it; stands where a journal does."""
+    """Takes what was encoded, and keeps it."""
 
-    done: list[Done] = field(default_factory=list)
     entries: list[Done] = field(default_factory=list)
     arrays: dict[str, list[Floats]] = field(default_factory=dict)
 
@@ -231,8 +228,3 @@ def measurer(bundle: Bundle | Shipped) -> Callable[[None], int]:
     """Return what measures the batch size."""
     opened = bundle.open() if isinstance(bundle, Shipped) else bundle
     return lambda _: measured_batch(opened)
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

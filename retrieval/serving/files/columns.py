@@ -11,6 +11,12 @@ from typing import Any
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,14})")
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _TRUTH = {"true": True, "false": False}
+_MISSING = ("nan", "nat", "<na>")
+
+
+def is_missing_text(text: str) -> bool:
+    """Return whether a label's text says that there is none: blank, or as pandas and numpy write a missing value."""
+    return not text.strip() or text.strip().lower() in _MISSING
 
 
 def typed(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
@@ -30,8 +36,8 @@ def _type_of(values: list[str]) -> Any:
     given = [value for value in values if value]
     if not given:
         return str
-    if all(value in _TRUTH for value in given):
-        return _TRUTH.get
+    if all(value.lower() in _TRUTH for value in given):  # Excel writes TRUE, pandas True
+        return lambda value: _TRUTH[value.lower()] if value else None
     if all(_WHOLE.fullmatch(value) for value in given):
         return lambda value: int(value) if value else None
     if all(_DECIMAL.fullmatch(value) and math.isfinite(float(value)) for value in given):

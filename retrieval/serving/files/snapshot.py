@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
-import mmap
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -23,7 +22,6 @@ Signature = tuple[int, int, int, int]
 """What changes when a file does: device, inode, size, time of the last change of its content."""
 
 _TRIES = 100  # a folder that is replaced more often while it is read is not read at all
-_PIECE = 1 << 22
 _BESIDE_DIR = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
 
 
@@ -31,83 +29,20 @@ class Unusable(Exception):
     """Why one file of a folder is not read, as the end of a sentence: "is missing"."""
 
 
+@dataclass(frozen=True)
 class Held:
-    """A private copy of a file that nobody else can change: a sealed memory file on Linux, else this process's memory.
+    """A file's content in this process's memory: what was compared with a checksum is what is used.
 
     Attributes:
-        size: in bytes.
-        sha256: of exactly what is held.
+        content: all of it.
     """
 
-    def __init__(self, source: int, size: int) -> None:
-        self.size = size
-        self._file = _sealed(source, size)
-        self._temporary: Path | None = None
-        if self._file is not None:
-            self._memory: mmap.mmap | bytes = b""
-            if size:
-                self._memory = mmap.mmap(self._file, size, access=mmap.ACCESS_READ)
-        else:
-            os.lseek(source, 0, os.SEEK_SET)
-            memory = mmap.mmap(-1, size) if size else io.BytesIO()
-            _copy(source, memory.write, size)
-            self._memory = memory if isinstance(memory, mmap.mmap) else b""
-        self.sha256 = hashlib.sha256(self._memory).hexdigest()
+    content: bytes
 
-    def view(self) -> mmap.mmap | bytes:
-        """Return its content, mapped; it outlives `close`."""
-        return self._memory
-
-    def bytes(self) -> bytes:
-        """Return its content."""
-        return self._memory[:]
-
-    def path(self) -> Path:
-        """Return where it can be opened, as long as it is not closed.
-
-        Raises:
-            OSError: without memory files a temporary one is written, and the disk refuses.
-        """
-        if self._file is not None:
-            return Path(f"/proc/self/fd/{self._file}")
-        handle, name = tempfile.mkstemp(prefix="retrieval-")
-        self._temporary = Path(name)
-        with os.fdopen(handle, "wb") as file:
-            file.write(self._memory)
-        return self._temporary
-
-    def close(self) -> None:
-        """Let go of it; what was mapped stays."""
-        self._memory = b""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-        if self._temporary is not None:
-            with suppress(OSError):  # Windows, while it is mapped: the system's own cleaning takes it
-                self._temporary.unlink()
-
-
-def _sealed(source: int, size: int) -> int | None:
-    """Return a memory file with the source's content that cannot be changed; None where there is no such thing."""
-    if not hasattr(os, "memfd_create"):
-        return None
-    import fcntl
-
-    file = os.memfd_create("retrieval", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(file, size)
-        _copy(source, lambda piece: os.write(file, piece), size)
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
-    except OSError as fault:
-        os.close(file)
-        if fault.errno == errno.EFBIG:  # a limit on the size of files counts for these, too
-            return None
-        raise
-    except BaseException:
-        os.close(file)
-        raise
-    return file
+    @cached_property
+    def sha256(self) -> str:
+        """Of the content."""
+        return hashlib.sha256(self.content).hexdigest()
 
 
 class Snapshot:
@@ -155,16 +90,6 @@ class Snapshot:
             raise Unusable(f"has more than {most:,} bytes")
         return content
 
-    def has(self, name: str) -> bool:
-        """Return whether there is anything of this name."""
-        if self._handle is None:
-            return os.path.lexists(self.path / name)
-        try:
-            os.stat(name, dir_fd=self._handle, follow_symlinks=False)
-        except OSError:
-            return False
-        return True
-
     def size(self, name: str) -> int:
         """Return a file's size in bytes.
 
@@ -176,18 +101,12 @@ class Snapshot:
         return size
 
     def hold(self, name: str) -> Held:
-        """Copy a file to where nobody can change it.
+        """Read a whole file.
 
         Raises:
             Unusable: see `read`.
         """
-        handle, size = self._open(name)
-        try:
-            return Held(handle, size)
-        except OSError as fault:
-            raise Unusable(f"cannot be read ({fault.strerror or fault})") from None
-        finally:
-            os.close(handle)
+        return Held(self.read(name, self.size(name)))
 
     def _open(self, name: str, most: int | None = None) -> tuple[int, int]:
         parent, slash, own = name.rpartition("/")
@@ -335,12 +254,6 @@ def hold_all(
     return held, problems
 
 
-def close_all(held: Mapping[str, Held]) -> None:
-    """Let go of files; what was mapped stays."""
-    for one in held.values():
-        one.close()
-
-
 def check_room(sizes: Iterable[int], what: str, error: type[RetrievalError]) -> None:
     """Refuse files that do not fit into this machine's memory together, before any is read.
 
@@ -387,13 +300,3 @@ def is_plain(name: str) -> bool:
 
 def _signature(status: os.stat_result) -> Signature:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _copy(source: int, write: Callable[[memoryview], int], size: int) -> None:
-    """Copy `size` bytes; of a file that lost some meanwhile, what there is: its checksum tells."""
-    done = 0
-    while done < size and (piece := os.read(source, min(_PIECE, size - done))):
-        view = memoryview(piece)
-        while view:
-            view = view[write(view) :]
-        done += len(piece)

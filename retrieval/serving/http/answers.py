@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Id = str | int
 Shape = Annotated[list[int], Field(description="as the encoder takes them")]
 
 
@@ -29,7 +28,7 @@ class Problem(Answer):
 class HitAnswer(Answer):
     """An item that was found; smaller distance is closer."""
 
-    id: Annotated[Id, Field(description="text in a living index, a number in a folder of format 1")]
+    id: str
     key: str
     label: str | None
     distance: float
@@ -82,7 +81,7 @@ class BatchAnswer(Answer):
 class ItemAnswer(Answer):
     """An item."""
 
-    id: Id
+    id: str
     key: str
     label: str | None
     metadata: dict[str, Any]
@@ -152,7 +151,7 @@ class IndexAnswer(Answer):
     vector: int
     distance: str
     rescores: bool
-    format: Literal[1, 2]
+    format: Literal[2]
     generation: int | None = None
     generations: list[dict[str, Any]] | None = None
     bytes: int | None = None

@@ -13,14 +13,10 @@ from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.queries import Given, Query
-from retrieval.serving.index.base import Hit, Index
-from retrieval.serving.index.collection import Collection
-from retrieval.serving.index.frozen import FrozenIndex
+from retrieval.serving.index.index import Hit, Index
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.stages import stage
 from retrieval.serving.store.contract import CODE, VECTOR, Superseded
-
-_LONGEST_NUMBER = 18  # digits: what SQLite and Python count with
 
 
 class Found(NamedTuple):
@@ -73,17 +69,13 @@ def _stored(index: Index, bundle: Bundle, ids: list[str]) -> Encoded:
         raise DataError(
             "The bundle of this index encodes queries in another way than items: search with the item's image."
         )
-    if isinstance(index, Collection):
-        arrays = _arrays(index, bundle, ids)
-    else:
-        assert isinstance(index, FrozenIndex)
-        arrays = [index.arrays(number_of(id, index)) for id in ids]
+    arrays = _arrays(index, bundle, ids)
     vectors = np.stack([one[VECTOR] for one in arrays])
     codes = np.stack([one[CODE] for one in arrays]) if bundle.manifest.rescorer is not None else None
     return Encoded(vectors, vectors, codes, bundle.sha256)
 
 
-def _arrays(index: Collection, bundle: Bundle, ids: list[str]) -> list[Any]:
+def _arrays(index: Index, bundle: Bundle, ids: list[str]) -> list[Any]:
     items = index.get(ids, arrays=True)
     if index.follow() is not bundle:  # what was read may be of the bundle that is served since
         raise Superseded("Another bundle is served.")
@@ -135,33 +127,18 @@ def ask(
         part = [query.given[at] for at in places]
         found = searched_for(part, None if by_id else pixels, query.k + by_id)
         for at, one, hits in zip(places, part, found, strict=True):
-            answers[at] = [hit for hit in hits if not by_id or str(hit.id) != one.id][: query.k]
+            answers[at] = [hit for hit in hits if not by_id or hit.id != one.id][: query.k]
     return answers
 
 
 def searched(index: Index, query: Query) -> dict[str, Any]:
     """Return what was searched, for a client who asked to be told."""
-    said: dict[str, Any] = {
+    details = index.stats().details
+    return {
         "items": len(index),
         "bundle": index.bundle.sha256,
         "candidates": query.candidates,
         "filtered": query.where is not None,
+        "generation": index.generation.number,
+        **{name: details[name] for name in ("segments", "fresh") if name in details},
     }
-    if isinstance(index, Collection):
-        stats = index.stats()
-        details = {name: stats.details[name] for name in ("segments", "fresh") if name in stats.details}
-        return {**said, "generation": index.generation.number, **details}
-    return said
-
-
-def number_of(id: str, index: Index) -> int:
-    """Return the number that an address names an item of a folder of format 1 by.
-
-    Raises:
-        RequestError: 404, no item has it.
-    """
-    if not (id.isascii() and id.isdecimal() and len(id) <= _LONGEST_NUMBER):
-        raise RequestError(404, "There is no such item.")
-    if int(id) >= len(index):
-        raise RequestError(404, f"There is no item {int(id)}.")
-    return int(id)

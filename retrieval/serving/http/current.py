@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from retrieval.serving.index.base import Index
+from retrieval.serving.index.index import Index
 
 
 @dataclass(eq=False)

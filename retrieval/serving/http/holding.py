@@ -8,7 +8,7 @@ from types import TracebackType
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.http.current import Current
-from retrieval.serving.index.base import Index
+from retrieval.serving.index.index import Index
 from retrieval.serving.runtime import load_faiss
 from retrieval.serving.store.contract import StoreUnavailable, Superseded, TooSlow, patience
 

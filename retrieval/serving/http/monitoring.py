@@ -20,7 +20,6 @@ from retrieval.serving.http.processes.handing import figures_of_others
 from retrieval.serving.http.readiness import Check, Readiness
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.traces import Traces
-from retrieval.serving.index.frozen import FrozenIndex
 
 if TYPE_CHECKING:
     from retrieval.serving.http.processes.group import Member
@@ -123,9 +122,8 @@ class Monitoring:
     def _found(self, name: str) -> dict[str, Any]:
         """Return what was found of one index."""
         one = self.readiness[name]
-        own = {} if isinstance(self._searchers[name].index, FrozenIndex) else {"bundle": one.seen.bundle}
         fallen = {} if one.fallback is None else {"fallback": one.fallback}
-        return {"items": one.seen.items, **own, **fallen, "checks": one.checks()}
+        return {"items": one.seen.items, "bundle": one.seen.bundle, **fallen, "checks": one.checks()}
 
     async def watch(self) -> None:
         """Look at every index again and again, for ever."""

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 from retrieval.errors import DataError, StoreError
-from retrieval.serving.http.asking import number_of
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import store_failed
-from retrieval.serving.http.pictures import Picture
+from retrieval.serving.http.pictures import KEPT, Picture
 from retrieval.serving.http.searcher import Searcher
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.collection import Collection
-from retrieval.serving.index.gallery import KEPT
+from retrieval.serving.index.index import Index
 from retrieval.serving.store.contract import patience
 
 
@@ -41,7 +37,7 @@ class Originals:
 
         def work() -> Picture:
             with self._searcher.current.use() as index, patience(self._settings.deadline):
-                return self._living(index, id) if isinstance(index, Collection) else self._frozen(index, id)
+                return self._picture(index, id)
 
         try:
             return await self._machinery.pictures.run(lambda job: work(), client)
@@ -49,35 +45,24 @@ class Originals:
             said = "The item cannot be read. The server's log says more."
             raise store_failed(fault, said, "index", self._settings.debug) from None
 
-    def _frozen(self, index: Index, id: str) -> Picture:
-        number = number_of(id, index)
-        item = index.item(number)
-        if item is not None and item.path is not None:
-            path = self._searcher.gallery.original(item.path)
-            if path is None:
-                raise RequestError(404, f"The image of item {number} is in no folder that may be shown.")
-            item = replace(item, path=path)
-        return Picture.of(str(number), item)
-
-    def _living(self, index: Collection, id: str) -> Picture:
+    def _picture(self, index: Index, id: str) -> Picture:
         """Return what is kept of an item's original, or its file; a thumbnail where the file is not to be had."""
         item = index.get(id).get(id)
         if item is None:
             raise RequestError(404, "There is no such item.")
         if item.keep == "copy" and (kept := self._kept(index, id)):
             return kept
-        listed = index.listed(item)
         try:
-            path = None if item.path is None else self._searcher.gallery.original(item.path, item.stamp)
+            path = None if item.path is None else self._searcher.gallery.original(item.path)
             if item.path is not None and path is None:
                 raise RequestError(404, f"The image of item {id} is in no folder that may be shown.")
-            return Picture.of(id, replace(listed, path=path))
+            return Picture.of(id, path, item.bytes)
         except RequestError:
             if item.keep in KEPT and (kept := self._kept(index, id)):
                 return kept
             raise
 
-    def _kept(self, index: Collection, id: str) -> Picture | None:
+    def _kept(self, index: Index, id: str) -> Picture | None:
         with self._reading:
             content = index.store.original(id)
         return None if content is None else Picture.kept(id, content)

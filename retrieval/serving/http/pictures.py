@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from retrieval.errors import StoreError
 from retrieval.serving.http.errors import RequestError
-from retrieval.serving.index.items import Item
 
 PIECE = 262_144  # bytes that are read and sent at a time
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
@@ -21,6 +22,37 @@ _MEDIA = {
     b"GIF8": "image/gif",
     b"BM": "image/bmp",
 }
+
+
+KEPT = ("copy", "thumbnail")
+"""What an item's `keep` says where the index itself holds bytes of the original."""
+
+
+class Gallery:
+    """Which originals may be shown: those below the folders that the operator named, and what the index keeps.
+
+    An index names files of the machine that it lies on, and may be a stranger's. A link counts as what it leads to.
+
+    Args:
+        folders: whose files may be shown.
+
+    Raises:
+        StoreError: a folder that is none.
+    """
+
+    def __init__(self, folders: Sequence[Path] = ()) -> None:
+        if missing := [str(folder) for folder in folders if not folder.is_dir()]:
+            raise StoreError(f"There is no folder {', '.join(missing)}, which --images names.")
+        self._folders = [Path(os.path.realpath(folder)) for folder in folders]
+
+    def original(self, path: Path) -> Path | None:
+        """Return where an original is, through no link; None if it may not be shown. May wait for the disk."""
+        real = Path(os.path.realpath(path))
+        return real if any(real.is_relative_to(folder) for folder in self._folders) else None
+
+    def offers(self, path: Path | None, keep: str) -> bool:
+        """Whether to offer an item's image; asks no disk, as `original` does."""
+        return keep in KEPT or (path is not None and bool(self._folders))
 
 
 @dataclass(frozen=True)
@@ -58,25 +90,28 @@ class Picture:
         return cls(None, id, len(content), (0, len(content), 0), first, _media_type(first), content)
 
     @classmethod
-    def of(cls, id: str, item: Item | None) -> Picture:
+    def of(cls, id: str, path: Path | None, size: int | None) -> Picture:
         """Read the beginning of the file that an item was indexed from.
 
+        Args:
+            id: the item's.
+            path: of the file; None where the index names none.
+            size: of the file when it was indexed, in bytes.
+
         Raises:
-            RequestError: 404, no such item, or its file is gone, or another one.
+            RequestError: 404, there is no file, or it is gone, or another one.
         """
-        if item is None:
-            raise RequestError(404, f"There is no item {id}.")
-        if item.path is None:
+        if path is None:
             raise RequestError(
                 404, f"Item {id} was indexed from features, or the index keeps nothing of its image."
             )
         try:
-            known, first = _piece(item.path, 0)
+            known, first = _piece(path, 0)
         except (OSError, ValueError):
             raise RequestError(404, f"The image of item {id} is no longer where it was indexed.") from None
-        if item.bytes is not None and known.st_size != item.bytes:
+        if size is not None and known.st_size != size:
             raise _changed(id)
-        return cls(item.path, id, known.st_size, _stamp(known), first, _media_type(first))
+        return cls(path, id, known.st_size, _stamp(known), first, _media_type(first))
 
     def piece(self, offset: int) -> bytes:
         """Return the bytes from `offset` on, at most `PIECE` of them.

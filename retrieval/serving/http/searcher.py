@@ -22,6 +22,7 @@ from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.guard import UNREACHABLE, report, store_failed
 from retrieval.serving.http.holding import PASSING, Holding
 from retrieval.serving.http.machinery import Machinery
+from retrieval.serving.http.pictures import Gallery
 from retrieval.serving.http.pool import Alike, Job
 from retrieval.serving.http.queries import Given, Query
 from retrieval.serving.http.settings import Settings
@@ -33,9 +34,7 @@ from retrieval.serving.http.together import (
     encode_together,
     key_of,
 )
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.collection import Collection
-from retrieval.serving.index.gallery import Gallery
+from retrieval.serving.index.index import Index
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.stages import stage
 from retrieval.serving.store.contract import Stats, StoreUnavailable, Superseded, TooSlow, patience
@@ -81,7 +80,7 @@ class Searcher:
         self._taking = threading.Lock()
         self.current = Current(index)
         self.settings = settings
-        self.gallery = Gallery(index, settings.images)
+        self.gallery = Gallery(settings.images)
         self.failed: _Failed | None = None
         self._pace = Pace()
         self._own = machinery is None
@@ -108,11 +107,6 @@ class Searcher:
                 index = self._reopen()
             except RetrievalError as fault:
                 return f"{changed} What is there cannot be opened: {fault}"
-            try:
-                self.gallery = Gallery(index, self.settings.images)
-            except RetrievalError as fault:
-                index.close()
-                return str(fault)
             self.current.exchange(index)
             self.failed = None
         return None
@@ -153,10 +147,8 @@ class Searcher:
 
         Raises:
             DataError: an image or vector cannot be used, or the filter names what no item has.
-            RequestError: 400, this index takes no filters; 404, no such item; 503, too many are waiting, the index is damaged, or its store cannot be reached.
+            RequestError: 404, no such item; 503, too many are waiting, the index is damaged, or its store cannot be reached.
         """
-        if query.where is not None and not isinstance(self.index, Collection):
-            raise RequestError(400, "This index is searched without filters: it is a folder of format 1.")
         try:
             for _ in range(_TRIES):
                 index = self.index
@@ -285,7 +277,7 @@ class Searcher:
         """
 
         def work(index: Index) -> tuple[Bundle, int]:
-            return index.follow() if isinstance(index, Collection) else index.bundle, len(index)
+            return index.follow(), len(index)
 
         return await self.read(work, client)
 
@@ -362,8 +354,6 @@ class Searcher:
         """Return what the index holds, None where it cannot be read; for a thread: it reads the disk."""
         try:
             with self.current.use() as index, patience(self.settings.deadline):
-                if not isinstance(index, Collection):
-                    return Stats(len(index), (), None, {})
                 stats = index.stats()
                 if isinstance(index.store, LocalStore):
                     stats = replace(stats, details={**stats.details, "merges": index.store.merges})

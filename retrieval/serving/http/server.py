@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from retrieval.errors import BundleError, MissingDependency, StoreError
+from retrieval.host.cores import cores, default_threads
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.http.listening import allow_files, check_proxies, listen, require_keys
 from retrieval.serving.http.naming import check_name, default_name
 from retrieval.serving.http.settings import Settings
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.memory import return_large_blocks
 from retrieval.serving.probing import probe_fault
 from retrieval.serving.providers import Device
@@ -30,7 +29,6 @@ from retrieval.serving.store.address import Address
 if TYPE_CHECKING:
     from retrieval.serving.http.processes.group import Member
     from retrieval.serving.http.running import Running
-    from retrieval.serving.http.searcher import Searcher
 
 
 class Serving:
@@ -74,7 +72,6 @@ def serve(
     settings: Settings | None = None,
     plugins: Sequence[str] = (),
     device: Device = "auto",
-    signed_by: StrPath | None = None,
     wait: bool | None = None,
 ) -> Serving | None:
     """Serve an index until SIGINT or SIGTERM; requests under way are finished first.
@@ -88,7 +85,6 @@ def serve(
         settings: limits; a search at a time for each core by default.
         plugins: files or modules of a third-party back end or store.
         device: of the encoder.
-        signed_by: a public key's file; an index that its holder did not sign is refused.
         wait: whether to return only when the server has ended; None: unless an event loop runs.
 
     Returns:
@@ -100,7 +96,7 @@ def serve(
             reach a server without keys.
         RetrievalError: the keys or the certificate cannot be used, or a setting is wrong.
     """
-    settings = settings or Settings(workers=os.cpu_count() or 1)
+    settings = settings or Settings(workers=cores())
     beside = _in_event_loop() if wait is None else not wait
     given = index if isinstance(index, Mapping) else {_name_of(index): index}
     if settings.processes > 1:
@@ -109,7 +105,7 @@ def serve(
         def tell(settings: Settings, listeners: list[socket.socket], count: int) -> None:
             announce(host, settings, listeners, count, "Ctrl-C stops")
 
-        supervise(_places(given, beside), host, port, settings, plugins, device, signed_by, tell)
+        supervise(_places(given, beside), host, port, settings, plugins, device, tell)
         return None
     require_server()
     settings = checked(settings, host)
@@ -119,9 +115,7 @@ def serve(
         if settings.health_port is not None:
             listeners.append(stack.enter_context(listen(host, settings.health_port, "--health-port")))
             starting.settings = replace(settings, health_port=listeners[1].getsockname()[1])
-        opener = partial(
-            open_index, threads=starting.threads, device=device, plugins=plugins, signed_by=signed_by
-        )
+        opener = partial(open_index, threads=starting.threads, device=device, plugins=plugins)
         running, finish = starting.start(given, opener, listeners, leaves=not beside)
         url = announce(
             host, settings, listeners, running.items, "close() stops it" if beside else "Ctrl-C stops"
@@ -160,7 +154,7 @@ class Starting:
 
         return_large_blocks()
         self.settings = settings
-        self.threads = max(1, (os.cpu_count() or 1) // (searches or settings.workers))
+        self.threads = max(1, min(default_threads(), cores() // (searches or settings.workers)))
         self._admission = Admission.of(settings)
         require_keys(host, settings, self._admission.keys is not None)
         # a handshake takes a file as a connection does
@@ -202,8 +196,6 @@ class Starting:
         searchers = {
             name: Searcher(one, settings, machinery, reopen.get(name)) for name, one in opened.items()
         }
-        if member is None or member.writes:
-            _note_galleries(searchers.values())
         running = Running(searchers, settings, listeners, self._admission, log, traces, member)
 
         def finish(end: float) -> None:
@@ -254,13 +246,6 @@ def _opened(
             raise BundleError(f"{one.path} is not served. {fault}")
         opened[name] = one
     return opened, reopen
-
-
-def _note_galleries(searchers: Iterable[Searcher]) -> None:
-    for searcher in searchers:
-        images = searcher.index.bundle.manifest.input.kind == "image"
-        if images and (note := searcher.gallery.note()):
-            print(note, file=sys.stderr, flush=True)
 
 
 def require_server() -> None:

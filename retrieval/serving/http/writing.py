@@ -20,7 +20,7 @@ from retrieval.serving.http.guard import store_failed
 from retrieval.serving.http.models import Keeping
 from retrieval.serving.http.pool import Job, Pool
 from retrieval.serving.http.searcher import Searcher
-from retrieval.serving.index.collection import Collection
+from retrieval.serving.index.index import Index
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.stages import stage
 from retrieval.serving.store.contract import (
@@ -108,9 +108,8 @@ class Writing:
 
         Raises:
             DataError: an image or item cannot be used, or one without an image and a vector is not there.
-            RequestError: 403, an index of format 1; 422, the key is another request's; 503, too many wait, or the index cannot be written to.
+            RequestError: 422, the key is another request's; 503, too many wait, or the index cannot be written to.
         """
-        self._living()
         if once is not None and (known := await self._turn(lambda index: _known(index, once), client)):
             return known
         change = Change("put", self._name, [one.id for one in items], by=author.get())
@@ -145,14 +144,13 @@ class Writing:
 
         Raises:
             DataError: the filter names what no item has.
-            RequestError: 403, an index of format 1; 503, see `put`.
+            RequestError: 503, see `put`.
         """
-        self._living()
         chosen = as_filter(_EVERY) if every else where
         change = Change("delete", self._name, ids, chosen, author.get())
         return await self._turn(lambda index: index.delete(ids, where=chosen), client, change)
 
-    async def _turn(self, work: Callable[[Collection], T], client: str, change: Change | None = None) -> T:
+    async def _turn(self, work: Callable[[Index], T], client: str, change: Change | None = None) -> T:
         """Do some work in the one thread that writes; what changes the index is recorded.
 
         Raises:
@@ -161,7 +159,6 @@ class Writing:
 
         def do(job: Job[T]) -> T:
             with self._searcher.current.use() as index:
-                assert isinstance(index, Collection)
                 if change is None:
                     return work(index)
                 with recorded(self._audit, change) as outcome:
@@ -182,10 +179,6 @@ class Writing:
             raise
         except StoreError as fault:
             raise store_failed(fault, _REFUSED, "", self._settings.debug) from None
-
-    def _living(self) -> None:
-        if not isinstance(self._searcher.index, Collection):
-            raise RequestError(403, "This index cannot be changed: it is a folder of format 1.")
 
     async def _small(self, items: Sequence[New], client: str) -> list[bytes]:
         """Return small pictures of the images of which no more is kept."""
@@ -223,7 +216,6 @@ class Writing:
     def _arrays(self, bundle: Bundle, inputs: NDArray[Any]) -> list[dict[str, Floats]]:
         """Return the arrays that the index keeps of images or features."""
         index = self._searcher.index
-        assert isinstance(index, Collection)
         keeps = FEATURES in index.generation.widths
         with stage("encode", len(inputs)):
             features = bundle.features(inputs) if keeps else None
@@ -232,7 +224,6 @@ class Writing:
 
     def _of_vectors(self, bundle: Bundle, items: Sequence[New]) -> list[dict[str, Floats]]:
         given, index = bundle.manifest.input, self._searcher.index
-        assert isinstance(index, Collection)
         width = given.shape[0] if given.kind == "features" else bundle.manifest.vector
         what = "features" if given.kind == "features" else "numbers"
         if wrong := [one for one in items if len(one.vector or ()) != width]:
@@ -265,7 +256,7 @@ def _rows(encoded: Encoded, features: Floats | None) -> list[dict[str, Floats]]:
     return [{name: array[at] for name, array in arrays.items()} for at in range(len(encoded.vector))]
 
 
-def _known(index: Collection, once: Once) -> bytes | None:
+def _known(index: Index, once: Once) -> bytes | None:
     """Return the answer that a request under a key was given before.
 
     Raises:
@@ -283,7 +274,7 @@ def _known(index: Collection, once: Once) -> bytes | None:
 
 
 def _written(
-    index: Collection,
+    index: Index,
     items: Sequence[New],
     made: dict[str, Item],
     bundle: Bundle,

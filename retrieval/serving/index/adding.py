@@ -1,4 +1,4 @@
-"""Add items to a living index: what is there already and has not changed is passed over, so that the same call goes on where one stopped."""
+"""Add items to an index: what is there already and has not changed is passed over, so that the same call goes on where one stopped."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from retrieval.errors import DataError, at_least_one, listed
+from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits, thumbnail
-from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.embedded import Vectors
-from retrieval.serving.index.encoding import Encoding
-from retrieval.serving.index.journal import Done
+from retrieval.serving.index.encoding import Done, Encoding
 from retrieval.serving.index.origins import Origin, Source, Sources
 from retrieval.serving.index.readers import contents
-from retrieval.serving.index.seals import Seals, plain
 from retrieval.serving.index.sources import collect
 from retrieval.serving.progress import Progress, showing
 from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Item, Keep, Superseded
+
+if TYPE_CHECKING:
+    from retrieval.serving.index.index import Index
 
 _PAGE = 1000
 _ROWS = 4096
@@ -62,7 +64,7 @@ class Added:
 
 
 def add_sources(
-    index: Collection,
+    index: Index,
     sources: StrPath | Sequence[StrPath],
     *,
     keep: Keep = "reference",
@@ -74,22 +76,21 @@ def add_sources(
     progress: Progress = True,
     whole: bool = False,
 ) -> Added:
-    """Embed what sources name and add it; see `LivingIndex.add`. With `whole`, an image that cannot be used ends it: nothing is kept then."""
+    """Embed what sources name and add it; see `Index.add`. With `whole`, an image that cannot be used ends it: nothing is kept then."""
     began = time.monotonic()
     batch = at_least_one("batch", batch)
     named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     with showing(progress):
         found, vectors = _found(index, named, keep)
-        seals = Seals(index.sha256, create=True)
         total = Added(repeated=found.repeated, left_out=found.left_out)
         for attempt in range(_TRIES):
             work, there = _changes(index, found)
-            sink = _Sink(index, index.bundle, keep, work.items, seals, whole)
+            sink = _Sink(index, index.bundle, keep, work.items, whole)
             encoding = vectors or Encoding(
                 index.bundle,
                 work,
                 batch,
-                workers or os.cpu_count() or 1,
+                workers or cores(),
                 limits or Limits(),
                 skip_bad or not whole,
                 _KEPT.get(keep),
@@ -105,7 +106,7 @@ def add_sources(
                 vectors = vectors and Vectors.of(named, index, keep)
             finally:
                 total = replace(total, added=total.added + sink.added, changed=total.changed + sink.changed)
-        changed, unchanged = _relabel(index, there, seals)
+        changed, unchanged = _relabel(index, there)
         removed = _remove_others(index, {item.key for item in found.items}) if sync and not sink.faults else 0
     if sink.faults and not skip_bad:
         raise DataError(
@@ -123,7 +124,7 @@ def add_sources(
     )
 
 
-def _found(index: Collection, named: Sequence[StrPath], keep: Keep) -> tuple[Sources, Vectors | None]:
+def _found(index: Index, named: Sequence[StrPath], keep: Keep) -> tuple[Sources, Vectors | None]:
     """Return what the sources name, and its vectors where they come with it."""
     vectors = Vectors.of(named, index, keep)
     found = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
@@ -145,7 +146,7 @@ def refuse_twice(found: Sources) -> None:
         )
 
 
-def _changes(index: Collection, found: Sources) -> tuple[Sources, list[Source]]:
+def _changes(index: Index, found: Sources) -> tuple[Sources, list[Source]]:
     """Return what is to be embedded, and what is there already.
 
     What a migration left out of the served generation has no vector, and is embedded whether its file has changed or not. The first
@@ -160,13 +161,16 @@ def _changes(index: Collection, found: Sources) -> tuple[Sources, list[Source]]:
         for item in page:
             known = there.get(item.key)
             whole = known is not None and (not arrays or known.arrays)
-            (same if whole and known and plain(known.stamp) == item.stamp() else new).append(item)
+            (same if whole and known and known.stamp == item.stamp() else new).append(item)
     return replace(found, items=new), same
 
 
-def _relabel(index: Collection, same: Sequence[Source], seals: Seals) -> tuple[int, int]:
-    """Give items whose files have not changed their new labels and metadata, and this user's seal where they came from another's hand;
-    return how many there were, and how many are as they were."""
+def _relabel(index: Index, same: Sequence[Source]) -> tuple[int, int]:
+    """Give items whose files have not changed their new labels, metadata and paths.
+
+    Returns:
+        How many items changed, and how many are as they were.
+    """
     changed = 0
     for start in range(0, len(same), _PAGE):
         page = {item.key: item for item in same[start : start + _PAGE]}
@@ -175,7 +179,7 @@ def _relabel(index: Collection, same: Sequence[Source], seals: Seals) -> tuple[i
             key
             for key, known in there.items()
             if (known.label, dict(known.metadata)) != (page[key].label, page[key].metadata)
-            or (known.path, known.stamp) != _named(page[key], known, seals)
+            or known.path != _path(page[key], known)
         ]
         if other:
             whole = index.store.get(other, arrays=True)
@@ -184,8 +188,7 @@ def _relabel(index: Collection, same: Sequence[Source], seals: Seals) -> tuple[i
                     item,
                     label=page[key].label,
                     metadata=page[key].metadata,
-                    path=_named(page[key], item, seals)[0],
-                    stamp=_named(page[key], item, seals)[1],
+                    path=_path(page[key], item),
                     original=index.store.original(key),
                 )
                 for key, item in whole.items()
@@ -195,13 +198,12 @@ def _relabel(index: Collection, same: Sequence[Source], seals: Seals) -> tuple[i
     return changed, len(same) - changed
 
 
-def _named(source: Source, known: Item, seals: Seals) -> tuple[Path | None, str | None]:
-    """Return the path and the stamp of an item that is there, as this user names it: the path in the index may be a stranger's word."""
-    path = None if known.path is None or source.row is not None else source.path
-    return path, seals.stamp(source.stamp(), path)
+def _path(source: Source, known: Item) -> Path | None:
+    """Return the path of an item that the index has already: its file may have moved."""
+    return None if known.path is None or source.row is not None else source.path
 
 
-def _remove_others(index: Collection, wanted: set[str]) -> int:
+def _remove_others(index: Index, wanted: set[str]) -> int:
     """Delete items that are not wanted."""
     removed, after = 0, None
     while page := index.store.scan(after=after, limit=_PAGE):
@@ -213,18 +215,16 @@ def _remove_others(index: Collection, wanted: set[str]) -> int:
 
 @dataclass
 class _Sink:
-    """Takes what was encoded, and writes it to the index every now and then; stands where a journal does."""
+    """Takes what was encoded, and writes it to the index every second or so."""
 
-    index: Collection
+    index: Index
     bundle: Bundle
     keep: Keep
     items: Sequence[Source]
-    seals: Seals
     whole: bool = False
     faults: list[str] = field(default_factory=list)
     added: int = 0
     changed: int = 0
-    done: list[Done] = field(default_factory=list)
     _at: int = 0
     _waiting: list[Item] = field(default_factory=list)
     _since: float = field(default_factory=time.monotonic)
@@ -275,7 +275,7 @@ class _Sink:
             source.label,
             source.metadata,
             path,
-            self.seals.stamp(entry.stamp, path),
+            entry.stamp,
             self.keep,
             entry.original,
             entry.bytes,
@@ -297,7 +297,7 @@ _KEPT: dict[str, Callable[[bytes, Image.Image], bytes]] = {
 
 
 def originals(
-    index: Collection, items: Sequence[Item], most: int
+    index: Index, items: Sequence[Item], most: int
 ) -> Iterator[tuple[Item, Path | bytes | Origin | DataError | None]]:
     """Give the original of each item, of `most` bytes: kept bytes, a file, an address, or why there is none.
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError, at_least_one
 from retrieval.serving.filters import Filter
-from retrieval.serving.index.base import measured
-from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.contract import Floats
+from retrieval.serving.index.measuring import measured
 from retrieval.serving.progress import Meter
 from retrieval.serving.runtime import load_faiss
 from retrieval.serving.store.contract import CODE, Item
+
+if TYPE_CHECKING:
+    from retrieval.serving.index.index import Index
 
 _PAGE = 256
 _FIRST, _MOST = 8, 1024
@@ -52,8 +55,8 @@ class Cluster:
     labels: tuple[tuple[str | None, int], ...]
 
 
-def duplicates(index: Collection, within: float, *, where: Filter | None = None) -> list[Alike]:
-    """Return groups of items within a distance of each other, largest group first; see `LivingIndex.duplicates`."""
+def duplicates(index: Index, within: float, *, where: Filter | None = None) -> list[Alike]:
+    """Return groups of items within a distance of each other, largest group first; see `Index.duplicates`."""
     if not within >= 0:
         raise DataError(f"The distance of duplicates is a number from 0 on, not {within}.")
     parent: dict[str, str] = {}
@@ -81,7 +84,7 @@ def duplicates(index: Collection, within: float, *, where: Filter | None = None)
 
 
 def _near(
-    index: Collection, items: Sequence[Item], within: float, where: Filter | None
+    index: Index, items: Sequence[Item], within: float, where: Filter | None
 ) -> list[list[tuple[str, float]]]:
     """Return for each item the others within a distance of it, as the bundle measures."""
     bundle = index.bundle
@@ -108,10 +111,8 @@ def _near(
     return out
 
 
-def clusters(
-    index: Collection, count: int, *, where: Filter | None = None, typical: int = 5
-) -> list[Cluster]:
-    """Return clusters of items, largest first; see `LivingIndex.clusters`."""
+def clusters(index: Index, count: int, *, where: Filter | None = None, typical: int = 5) -> list[Cluster]:
+    """Return clusters of items, largest first; see `Index.clusters`."""
     count = at_least_one("The number of clusters", count)
     total = index.store.count(where)
     if total < count:
@@ -155,7 +156,7 @@ def clusters(
     return sorted(made, key=lambda cluster: (-cluster.count, cluster.typical))
 
 
-def pages(index: Collection, where: Filter | None = None, size: int = _PAGE) -> Iterator[list[Item]]:
+def pages(index: Index, where: Filter | None = None, size: int = _PAGE) -> Iterator[list[Item]]:
     """Give all items that match, with arrays, some at a time; without those that the served generation does without."""
     after = None
     while page := index.store.scan(where, after=after, limit=size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -23,10 +24,11 @@ class Begun:
     """
 
     def __init__(self, address: Address) -> None:
-        from retrieval.host.trust import record_file
+        import platformdirs
 
         name = hashlib.sha256(str(address).encode()).hexdigest()[:32]
-        self._path: Path = record_file().parent / "begun" / name
+        folder = os.environ.get("RETRIEVAL_DATA") or platformdirs.user_data_dir("retrieval")
+        self._path = Path(folder) / "begun" / name
 
     @property
     def identity(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Look through a whole living index: every page, every block, every structure, every bundle; elsewhere every item."""
+"""Look through a whole index: every page, every block, every structure, every bundle; elsewhere every item."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_index(folder: Path) -> tuple[list[str], list[str]]:
     """
     if not folder.is_dir():
         raise StoreError(f"{folder} is not an index: there is no such folder.")
-    with Meter("checking", 0, "blocks") as meter:
+    with Meter("checking", 0, "arrays") as meter:
         return check_record(folder, meter.update)
 
 

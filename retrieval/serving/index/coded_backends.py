@@ -30,7 +30,7 @@ class IvfPq(ListsBackend):
         lists: number of clusters; 0 takes four times the square root of the number of vectors, at least 39 a cluster; 1 makes a plain table of codes.
         probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
         bytes: of a vector's code, at most its numbers; it divides them, or the next number that does is taken.
-        expand: how many times as many candidates as are wanted a living index measures again on the vectors.
+        expand: how many times as many candidates as are wanted an index measures again on the vectors.
         gpus: where FAISS finds several GPUs: `one` of them, `replicas` (all codes on each, more searches at once) or `shards` (a part on each, more vectors). A GPU takes codes of 8 bits in at most 64 parts; others stay on the CPU.
         float16: whether a GPU computes with tables in 16 bits: faster; distances are rounded.
     """
@@ -84,7 +84,7 @@ class Rabitq(ListsBackend):
         lists: number of clusters; 0 takes four times the square root of the number of vectors, at least 39 a cluster; 1 makes a plain table of codes.
         probes: how many lists a search looks at; 0 takes a sixteenth of them, at least 8.
         bits: of each number; more find better and need more memory.
-        expand: how many times as many candidates as are wanted a living index measures again on the vectors.
+        expand: how many times as many candidates as are wanted an index measures again on the vectors.
     """
 
     on_gpu = False
@@ -167,7 +167,7 @@ class Sq8(FaissBackend):
     """Search in a table of vectors of one byte a number: a quarter of the memory, and nearly exact.
 
     Args:
-        expand: how many times as many candidates as are wanted a living index measures again on the vectors.
+        expand: how many times as many candidates as are wanted an index measures again on the vectors.
     """
 
     on_gpu = False

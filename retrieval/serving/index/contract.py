@@ -53,12 +53,12 @@ class IndexBackend(ABC):
 
     @property
     def expand(self) -> int:
-        """How many times as many candidates as are wanted a living index asks for: those of coarse vectors come in another order."""
+        """How many times as many candidates as are wanted an index asks for: those of coarse vectors come in another order."""
         return 1
 
     @property
     def selective(self) -> bool:
-        """Whether `search_selected` is there; if not, a living index searches exactly among the items that match a filter."""
+        """Whether `search_selected` is there; if not, an index searches exactly among the items that match a filter."""
         return False
 
     def search_selected(self, queries: Floats, k: int, keep: NDArray[np.bool_]) -> tuple[Floats, Rows]:
@@ -85,7 +85,7 @@ class IndexBackend(ABC):
         """
 
     def save_beside(self, path: Path) -> None:
-        """Write all that `load_beside` needs to one new file. A living index keeps the vectors beside it: they need not be in it.
+        """Write all that `load_beside` needs to one new file. An index keeps the vectors beside it: they need not be in it.
 
         By default it holds what `save` writes.
         """

@@ -1,4 +1,4 @@
-"""Create a living index: embed, add, and put it in place whole."""
+"""Create an index: embed, add, and put it in place whole."""
 
 from __future__ import annotations
 
@@ -13,25 +13,101 @@ from pathlib import Path
 from typing import Any
 
 from retrieval.errors import DataError, StoreError, at_least_one
+from retrieval.host.files import rename_whole
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
-from retrieval.serving.files.places import StrPath
+from retrieval.serving.files.places import StrPath, kind_of
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, add_sources
 from retrieval.serving.index.backends import make_backend, short_name
 from retrieval.serving.index.begun import Begun
-from retrieval.serving.index.collection import Collection
-from retrieval.serving.index.files import put_in_place, refuse_existing
 from retrieval.serving.index.heads import features_of
-from retrieval.serving.index.summary import Summary
+from retrieval.serving.index.index import Index, Summary
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.providers import Device
 from retrieval.serving.store.address import Address, place_of
 from retrieval.serving.store.contract import Keep, Store, StoreUnavailable, widths_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.place import StorePlace, store_place
+from retrieval.serving.store.record import FILE as RECORD
 from retrieval.serving.store.structure import Wanted
 from retrieval.serving.store.writing import create_local
+
+
+def build_index(
+    bundle: StrPath | Bundle,
+    sources: StrPath | Sequence[StrPath],
+    output: StrPath | Address,
+    *,
+    backend: str = "auto",
+    options: Mapping[str, Any] | None = None,
+    plugins: Sequence[str] = (),
+    variant: str | None = None,
+    keep: Keep = "reference",
+    keep_features: bool = False,
+    skip_bad: bool = False,
+    replace: bool = False,
+    batch: int = 32,
+    workers: int | None = None,
+    limits: Limits | None = None,
+    progress: Progress = True,
+    device: Device = "auto",
+) -> Index:
+    """Embed items, create an index of them, whole or not at all, and open it.
+
+    An interrupted run leaves `<output>.partial`; the same call goes on from there. At an address it leaves the index with what was added
+    until then, and `Index.add` goes on. A failed run leaves nothing.
+
+    Args:
+        bundle: a bundle, or its folder.
+        sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or `.npz` features; see `retrieval.serving.index.sources.collect`. An empty
+            list makes an empty index.
+        output: the folder to write, whose parent must exist; or the address of a store that a plugin brings, as text.
+        backend: structure of large segments: "auto" (by size), "flat", "hnsw", "ivf", or a plugin's `PLUGIN.name`.
+        options: the back end's parameters.
+        plugins: files or modules to load as plugins besides the installed ones.
+        variant: encode with this variant of the encoder; queries will be, too.
+        keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
+        keep_features: keep the backbone's features too, so that another head takes seconds (`Index.migrate`). The bundle is
+            split, or takes features.
+        skip_bad: leave out images that cannot be used, each reported on standard error, instead of refusing all.
+        replace: put the new index in the place of one that is there; at an address that is deleted first.
+        batch: items that go through the encoder at once.
+        workers: threads that decode; as many as there are cores by default.
+        limits: the largest images that are decoded.
+        progress: True shows a bar, False nothing; a function is told (what, done, total).
+        device: of the encoder: "auto", "cpu" or "cuda".
+
+    Returns:
+        The index, to which items can be added. Its `summary` says what was done.
+
+    Raises:
+        DataError: images that cannot be used, or an id twice: all are found, the first ten named.
+        StoreError: the output exists, another process is building it, or it cannot be written.
+        BundleError: the bundle cannot be used, or gives no features that could be kept.
+        PluginError: the back end does not exist, or refuses its parameters.
+    """
+    summary = create_index(
+        output,
+        bundle,
+        sources,
+        backend=backend,
+        options=options,
+        plugins=plugins,
+        variant=variant,
+        keep=keep,
+        keep_features=keep_features,
+        skip_bad=skip_bad,
+        replace=replace,
+        batch=batch,
+        workers=workers,
+        limits=limits,
+        progress=progress,
+        device=device,
+    )
+    index = Index.open(summary.path, device=device, plugins=plugins)
+    index.summary = summary
+    return index
 
 
 def create_index(
@@ -52,9 +128,8 @@ def create_index(
     limits: Limits | None = None,
     progress: Progress = True,
     device: Device = "auto",
-    signed_by: StrPath | None = None,
 ) -> Summary:
-    """Create a living index, with what sources name in it, whole or not at all.
+    """Create an index, with what sources name in it, whole or not at all.
 
     An interrupted run leaves `<output>.partial`, and the same call goes on from there; at an address it leaves the index with what was
     added, and the same call of the same user on the same machine goes on. A failed one leaves nothing. The arguments and errors are those of `retrieval.build_index`.
@@ -70,11 +145,7 @@ def create_index(
         target = place.absolute()
         refuse_existing(target, replace)
         wanted = _wanted(backend, options, plugins)
-    opened = (
-        bundle
-        if isinstance(bundle, Bundle)
-        else Bundle.open(bundle, variant=variant, device=device, signed_by=signed_by)
-    )
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, variant=variant, device=device)
     widths = widths_of(opened, features=features_of(opened) if keep_features else None)
     adding = {
         "skip_bad": skip_bad,
@@ -92,13 +163,38 @@ def create_index(
         partial = target.with_name(f"{target.name}.partial")
         try:
             store = _begun(partial, opened, widths, wanted, keep, plugins)
-            with Collection(partial, store, device=device) as index:
+            with Index(partial, store, device=device) as index:
                 summary = _filled(index, store, sources, keep, adding)
-            put_in_place(partial, target, replace=replace)
+            rename_whole(partial, target, replace=replace, taken=_exists(target))
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return dataclasses.replace(summary, path=target, seconds=time.monotonic() - began)
+
+
+def refuse_existing(output: Path, replace: bool) -> None:
+    """Refuse to overwrite, unless the user asked for it and it is an index.
+
+    Raises:
+        StoreError: something is there already, or the folder to write to does not exist.
+    """
+    if not output.parent.is_dir():
+        raise StoreError(f"{output} cannot be written: there is no folder {output.parent}.")
+    if not (output.exists() or output.is_symlink()):
+        return
+    if not output.is_dir():
+        raise StoreError(f"{output} is a file, and an index is a folder. Choose another name.")
+    if not replace:
+        raise _exists(output)
+    if output.is_symlink() or kind_of(output) != "index" or not (output / RECORD).is_file():
+        raise StoreError(f"{output} is not an index, so --replace does not touch it. Choose another name.")
+
+
+def _exists(output: Path) -> StoreError:
+    return StoreError(
+        f"{output} exists already. Choose another name, or pass --replace (in Python replace=True) to put "
+        "the new index there."
+    )
 
 
 def _refuse_backend(address: Address, backend: str, options: Mapping[str, Any] | None) -> None:
@@ -169,7 +265,7 @@ def _at(
         store = at.create(bundle, widths, identity=identity)
     try:
         try:
-            index = Collection(at.address, store, device=device)
+            index = Index(at.address, store, device=device)
         except BaseException:
             store.close()
             raise
@@ -190,7 +286,7 @@ def _at(
 
 
 def _filled(
-    index: Collection,
+    index: Index,
     store: LocalStore,
     sources: StrPath | Sequence[StrPath],
     keep: Keep,

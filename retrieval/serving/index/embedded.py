@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +21,16 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.strict_json import parse_json, strict_loads
-from retrieval.serving.index.collection import Collection
-from retrieval.serving.index.encoding import Sink
-from retrieval.serving.index.journal import Done
+from retrieval.serving.index.encoding import Done, Sink
 from retrieval.serving.index.locations import Location, shown
 from retrieval.serving.index.origins import Origin, Source, Sources
 from retrieval.serving.index.plain_values import text_problem
 from retrieval.serving.index.tables import Table, list_lengths, sentences
 from retrieval.serving.progress import Meter
 from retrieval.serving.store.contract import Keep
+
+if TYPE_CHECKING:
+    from retrieval.serving.index.index import Index
 
 PLAN = "embedding.json"
 BAD = "bad.jsonl"
@@ -243,7 +244,7 @@ class Vectors:
         self.sources = Sources([item for some, _ in self._rows(()) for item, _ in some])
 
     @classmethod
-    def of(cls, named: Sequence[object], index: Collection, keep: Keep) -> Vectors | None:
+    def of(cls, named: Sequence[object], index: Index, keep: Keep) -> Vectors | None:
         """Return the embeddings that are named as sources of an index; None where none is.
 
         Raises:

@@ -1,10 +1,10 @@
-"""The long part of building an index: decode and encode every item."""
+"""Decode and encode items: the long part of building an index."""
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +14,6 @@ from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.images import Limits, decode, read_image
-from retrieval.serving.index.journal import Done, Journal
 from retrieval.serving.index.origins import Source, Sources
 from retrieval.serving.index.readers import contents
 from retrieval.serving.progress import Meter
@@ -23,17 +22,32 @@ from retrieval.serving.threads import ahead
 _SHOWN = 10  # faults that a message spells out
 
 
-class Sink(Protocol):
-    """Takes what was encoded: a `Journal`, or a living index.
+@dataclass(frozen=True)
+class Done:
+    """One item that was decoded, or why it could not be.
 
     Attributes:
-        done: the items that need no more work, in order.
+        stamp: names the item and its state (`Source.stamp`).
+        fault: why it was skipped; None when it was encoded.
+        bytes: size of the original image.
+        width: of the original image, in pixels.
+        height: of the original image, in pixels.
+        original: what the index keeps of the original.
     """
 
-    done: list[Done]
+    stamp: str
+    fault: str | None = None
+    bytes: int | None = None
+    width: int | None = None
+    height: int | None = None
+    original: builtins.bytes | None = None
+
+
+class Sink(Protocol):
+    """Takes what was encoded: an index, or a part of a folder of embeddings."""
 
     def append(self, entries: Sequence[Done], arrays: dict[str, NDArray[np.float32]]) -> None:
-        """Take items in order, and the numbers of those that were encoded."""
+        """Take items in order, and the rows of those that have no fault."""
 
     def sync(self) -> None:
         """Have all of it on the disk."""
@@ -49,7 +63,7 @@ class _Decoded:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Items decoded in threads and encoded in batches, into a journal.
+    """Items decoded in threads and encoded in batches, into a sink.
 
     Args:
         bundle: encodes.
@@ -73,45 +87,27 @@ class Encoding:
     features: bool = False
     tell: bool = True
 
-    def journal(self, folder: Path) -> Journal:
-        """Open the journal in a folder, which goes on with what an earlier run of the same work has done."""
-        manifest = self.bundle.manifest
-        codes = {"codes": manifest.code} if self.bundle.has_code and manifest.code else {}
-        header = {
-            "bundle": self.bundle.sha256,
-            "variant": self.bundle.variant,
-            "limits": [self.limits.pixels, self.limits.bytes],
-        }
-        return Journal(
-            folder,
-            header,
-            {"vectors": manifest.vector, **codes},
-            [item.stamp() for item in self.sources.items],
-        )
-
-    def encode(self, journal: Sink) -> None:
-        """Work through the items that the journal does not have yet.
+    def encode(self, sink: Sink) -> None:
+        """Decode and encode all items.
 
         Raises:
             DataError: images that cannot be used, without `skip_bad`; all of them were looked for.
         """
         items = self.sources.items
         faults: list[str] = []
-        with Meter("encoding", len(items), "items", done=len(journal.done)) as meter:
-            for entry in journal.done:
-                self._report(entry, faults, meter)
+        with Meter("encoding", len(items), "items") as meter:
             waiting: list[_Decoded] = []
-            for decoded in self._decode(items[len(journal.done) :]):
+            for decoded in self._decode(items):
                 self._report(decoded.done, faults, meter)
                 meter.update()
                 if faults and not self.skip_bad:
                     continue  # nothing will be written: only look for all that is wrong
                 waiting.append(decoded)
                 if len(waiting) == self.batch:
-                    self._flush(waiting, journal)
+                    self._flush(waiting, sink)
                     waiting = []
             if not (faults and not self.skip_bad):
-                self._flush(waiting, journal)
+                self._flush(waiting, sink)
         if faults and not self.skip_bad:
             more = f"\n  … and {len(faults) - _SHOWN:,} more" if len(faults) > _SHOWN else ""
             shown = "\n".join(f"  - {fault}" for fault in faults[:_SHOWN])
@@ -121,7 +117,7 @@ class Encoding:
             )
         if len(faults) == len(items):
             raise DataError(f"None of the {len(items):,} items can be used. The first: {faults[0]}")
-        journal.sync()
+        sink.sync()
 
     def _report(self, entry: Done, faults: list[str], meter: Meter) -> None:
         if entry.fault is not None:
@@ -169,7 +165,7 @@ class Encoding:
             return _Decoded(Done(item.stamp(), fault), None)
         return _Decoded(Done(item.stamp()), values)
 
-    def _flush(self, decoded: list[_Decoded], journal: Sink) -> None:
+    def _flush(self, decoded: list[_Decoded], sink: Sink) -> None:
         if not decoded:
             return
         good = [one.pixels for one in decoded if one.pixels is not None]
@@ -183,4 +179,4 @@ class Encoding:
         arrays = {"vectors": encoded.vector, **({"features": features} if self.features else {})}
         if encoded.code is not None:
             arrays["codes"] = encoded.code
-        journal.append([one.done for one in decoded], arrays)
+        sink.append([one.done for one in decoded], arrays)

@@ -1,39 +1,31 @@
-"""Another bundle for a living index, while it is searched: all items are embedded again, or another head is applied to the features that
+"""Another bundle for an index, while it is searched: all items are embedded again, or another head is applied to the features that
 are kept of them, beside the old generation; then one switch."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import BundleError, DataError, StoreError, listed
-from retrieval.host.files import rename_whole, sync_below
+from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits, decode
 from retrieval.serving.index.adding import originals
-from retrieval.serving.index.built import built_here
-from retrieval.serving.index.collection import Collection
-from retrieval.serving.index.frozen import FrozenIndex
 from retrieval.serving.index.heads import applies, behind, features_of, gives_features
 from retrieval.serving.index.origins import Origin
-from retrieval.serving.index.seals import Seals
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Generation, Item, widths_of
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import Wanted
-from retrieval.serving.store.writing import create_local, identity_of
 from retrieval.serving.threads import ahead
+
+if TYPE_CHECKING:
+    from retrieval.serving.index.index import Index
 
 _ITEMS = 512  # at a time: a kill costs no more
 _ROWS = 4096  # the same, where only a head runs; so many become a segment at once
@@ -58,7 +50,7 @@ class Migrated:
 
 
 def migrate(
-    index: Collection,
+    index: Index,
     bundle: StrPath | Bundle,
     *,
     skip_bad: bool = False,
@@ -66,7 +58,7 @@ def migrate(
     limits: Limits | None = None,
     progress: Progress = True,
 ) -> Migrated:
-    """Embed all items with another bundle and serve that; see `LivingIndex.migrate`."""
+    """Embed all items with another bundle and serve that; see `Index.migrate`."""
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     index.follow()
     with tempfile.TemporaryDirectory() as folder:
@@ -79,8 +71,8 @@ def migrate(
     return work.done(skip_bad, progress)
 
 
-def rollback(index: Collection, *, progress: Progress = True) -> Migrated:
-    """Serve the newest kept generation again; see `LivingIndex.rollback`."""
+def rollback(index: Index, *, progress: Progress = True) -> Migrated:
+    """Serve the newest kept generation again; see `Index.rollback`."""
     kept = [one for one in index.store.generations() if one.state == "kept"]
     if not kept:
         raise StoreError(f"The index {index.path} keeps no older generation to go back to.")
@@ -90,7 +82,7 @@ def rollback(index: Collection, *, progress: Progress = True) -> Migrated:
     return _Work(index, opened, chosen, 32, Limits()).done(False, progress)
 
 
-def _head_of(index: Collection, head: Bundle, folder: Path) -> Bundle:
+def _head_of(index: Index, head: Bundle, folder: Path) -> Bundle:
     """Return the bundle that serves an index with a bundle of features: where the index is of images, behind the backbone of its own.
 
     Raises:
@@ -123,7 +115,7 @@ class _Work:
         limits: the largest images that are decoded.
     """
 
-    index: Collection
+    index: Index
     bundle: Bundle
     generation: Generation
     batch: int
@@ -213,7 +205,7 @@ class _Work:
 
 
 def _pixels(
-    index: Collection, bundle: Bundle, items: Sequence[Item], limits: Limits
+    index: Index, bundle: Bundle, items: Sequence[Item], limits: Limits
 ) -> Iterator[tuple[Item, NDArray[np.uint8] | str]]:
     """Give the encoder's input of each item's original, or why there is none."""
     preprocessing = bundle.manifest.input.preprocessing
@@ -236,62 +228,5 @@ def _pixels(
         except OSError as fault:
             return item, f"{item.id} cannot be read: {fault.strerror or fault}."
 
-    workers = os.cpu_count() or 1
+    workers = cores()
     yield from ahead(one, originals(index, items, limits.bytes), workers=workers, most=4 * workers)
-
-
-def lift(path: Path, *, progress: Progress = True) -> int:
-    """Make a living index of a folder of format 1, in its place: same items, same vectors; return how many.
-
-    Args:
-        path: the folder.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
-
-    Raises:
-        StoreError: it is damaged, or the disk refuses; the folder is as it was.
-    """
-    fresh = path.with_name(f".{path.name}.lifted")
-    shutil.rmtree(fresh, ignore_errors=True)
-    try:
-        with FrozenIndex.open(path) as old, showing(progress), Meter("lifting", len(old), "items") as meter:
-            said = old.manifest.backend
-            wanted = Wanted(said.name, said.options) if said.name != "flat" else Wanted()
-            create_local(fresh, old.bundle, widths_of(old.bundle), structure=wanted)
-            own = Seals(identity_of(fresh), create=True) if old.sha256 in built_here() else None
-            seen: Counter[str] = Counter()
-            with LocalStore(fresh, upkeep=False) as store:
-                for start in range(0, len(old), 8192):
-                    items = [
-                        _lifted(old, number, seen) for number in range(start, min(start + 8192, len(old)))
-                    ]
-                    items = [own.sealed(item) for item in items] if own else items
-                    store.upsert(items, old.bundle.sha256)
-                    meter.update(len(items))
-                store.compact()
-            count = len(old)
-        sync_below(fresh)
-        rename_whole(fresh, path, replace=True, taken=StoreError(f"{path} is there."))
-    finally:
-        with suppress(OSError):
-            shutil.rmtree(fresh, ignore_errors=True)
-    return count
-
-
-def _lifted(old: FrozenIndex, number: int, seen: Counter[str]) -> Item:
-    item = old.item(number)
-    assert item is not None
-    seen[item.key] += 1
-    id = item.key if seen[item.key] == 1 else f"{item.key} ({seen[item.key]})"
-    return Item(
-        id,
-        item.label,
-        item.metadata,
-        item.path,
-        None,
-        "reference",
-        None,
-        item.bytes,
-        item.width,
-        item.height,
-        old.arrays(number),
-    )

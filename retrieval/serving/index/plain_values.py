@@ -16,9 +16,11 @@ ROW_CHARACTERS = 1_000_000
 
 
 def label_text(label: str | int | float | None) -> str | None:
-    """Return a label as text: true and false as JSON writes them, None for an empty one."""
+    """Return a label as text: true and false as JSON writes them, None for an empty one or NaN."""
     if isinstance(label, bool):
         return str(label).lower()
+    if isinstance(label, float) and math.isnan(label):
+        return None
     return None if label is None or label == "" else str(label)
 
 

@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from retrieval.errors import DataError, MissingDependency, printable
+from retrieval.host.walk import files_below
 from retrieval.serving.images import EXTENSIONS
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
@@ -190,6 +191,14 @@ def open_address(address: str) -> BinaryIO:
         return cast(BinaryIO, io.BufferedReader(_File(system.open(path, "rb"), address), _BUFFER))
 
 
+def _listing(system: Any, root: str) -> dict[str, dict[str, Any]]:
+    """Return what a file system tells of each file below a folder."""
+    if "file" in system.protocol:  # fsspec takes a link to a folder of this machine for a file
+        return {str(path): system.info(str(path)) for path in files_below(Path(root))}
+    found: dict[str, dict[str, Any]] = system.find(root, detail=True)
+    return found
+
+
 def find_images(address: str) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the images below a folder, by their extension, as paths below it with their stamps; and notes on other files.
 
@@ -198,7 +207,7 @@ def find_images(address: str) -> tuple[list[tuple[str, str]], list[str]]:
     """
     with _sentences(address):
         system, root = _system(address)
-        found = system.find(root, detail=True)
+        found = _listing(system, root)
     if len(found) > _FILES:
         raise DataError(f"{address} holds {len(found):,} files; {_FILES:,} are read.")
     images: list[tuple[str, str]] = []

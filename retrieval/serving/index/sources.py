@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import tempfile
 import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.errors import DataError, did_you_mean, listed
-from retrieval.serving.files.columns import typed
+from retrieval.errors import DataError, listed
+from retrieval.host.walk import own_name
+from retrieval.serving.files.columns import is_missing_text, typed
+from retrieval.serving.files.csv_table import CsvTable
 from retrieval.serving.image_files import find_images
 from retrieval.serving.index import remote
 from retrieval.serving.index.locations import Location, shown
@@ -34,8 +33,8 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     """Return what the given files and folders hold.
 
     A folder is searched for images; an item's label is the first folder below it, or the given folder's own name for
-    images directly in it. A `.csv` has the columns `path` (relative to the CSV), optionally `label` and `key`, and
-    any others, kept as metadata (see `retrieval.serving.files.columns`). A Parquet table has a column `path`, or `image` with
+    images directly in it. A `.csv` has the columns `path` (relative to the CSV), optionally `label` and `key` or `id`,
+    and any others, kept as metadata (see `retrieval.serving.files.csv_table` and `columns`). A Parquet table has a column `path`, or `image` with
     the bytes of each (or a struct of `bytes` and `path`), or for features a list `features` or `vector`; optionally `label` and
     `key` or `id`, and any others, kept as metadata: NaN and infinity as null, times and decimal numbers as text. A `.tar`, `.tar.gz` or `.tgz` has the
     layout of WebDataset (see `retrieval.serving.index.shards.read_shard`). An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
@@ -145,7 +144,9 @@ def _folder(folder: Path | Location, prefix: bool) -> tuple[list[Source], list[s
     """Return the images of a folder as items, and notes on other files."""
     if isinstance(folder, Path):
         found = find_images(folder)
-        return _local_folder(folder, found.images, prefix), found.notes(folder)
+        # a link that leads nowhere is an item that cannot be read: the reader names it, or skips it
+        files = sorted([*found.images, *found.nowhere])
+        return _local_folder(folder, files, prefix), found.notes(folder)
     images, notes = remote.find_images(folder.text)
     own = remote.file_name(folder.text.rstrip("/")) or "images"
     items = []
@@ -157,12 +158,12 @@ def _folder(folder: Path | Location, prefix: bool) -> tuple[list[Source], list[s
 
 
 def _local_folder(folder: Path, images: list[Path], prefix: bool) -> list[Source]:
-    own = folder.resolve()
+    own = own_name(folder)
     items = []
     for path in images:
         inside = path.relative_to(folder)
-        label = inside.parts[0] if len(inside.parts) > 1 else own.name
-        key = shown(Path(own.name) / inside if prefix else inside)
+        label = inside.parts[0] if len(inside.parts) > 1 else own
+        key = shown(Path(own) / inside if prefix else inside)
         items.append(Source(key, shown(Path(label)), path.absolute()))
     return items
 
@@ -173,31 +174,17 @@ def read_csv(path: Path | Location) -> list[Source]:
     Raises:
         DataError: it cannot be read, lacks the column `path`, or has lines that do not fit its header, all of them named.
     """
-    problems: list[tuple[int, str]] = []
+    raw = (lambda: path.open("rb")) if isinstance(path, Path) else path.open
+    table = CsvTable(str(path), ("path",), raw)
+    table.files(path.parent if isinstance(path, Path) else None)
+    problems = table.problems
+    id = next((name for name in ("key", "id") if name in table.columns), None)
     items: list[tuple[int, Source]] = []
-    try:
-        raw = path.open("rb") if isinstance(path, Path) else path.open()
-        with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            columns = list(reader.fieldnames or [])
-            if "path" not in columns:
-                found = ", ".join(columns) or "none"
-                raise DataError(
-                    f"{path} needs a column 'path' (it has: {found}).{did_you_mean('path', columns)}"
-                )
-            if len(set(columns)) != len(columns):
-                raise DataError(f"{path} has two columns of the same name.")
-            for row in reader:
-                if problem := _csv_problem(row):
-                    problems.append((reader.line_num, problem))
-                else:
-                    items.append((reader.line_num, _csv_item(path, row)))
-    except OSError as fault:
-        raise DataError(f"{path} cannot be read: {fault.strerror or fault}.") from None
-    except UnicodeDecodeError as fault:
-        raise DataError(f"{path} is not UTF-8 text: {fault.reason} at byte {fault.start}.") from None
-    except csv.Error as fault:
-        raise DataError(f"{path} is not a CSV file: {fault} (line {reader.line_num}).") from None
+    for line, row in table.rows:
+        if problem := _csv_problem(row):
+            problems.append((line, problem))
+        else:
+            items.append((line, _csv_item(path, row, id)))
     if problems:
         # a missing file alone is an image that cannot be used, and may be skipped
         problems += [
@@ -214,10 +201,8 @@ def read_csv(path: Path | Location) -> list[Source]:
     )
 
 
-def _csv_problem(row: dict[Any, Any]) -> str:
+def _csv_problem(row: dict[str, str]) -> str:
     """Return what is wrong with a line, as one sentence; "" for nothing."""
-    if None in row or None in row.values():
-        return "has more or fewer fields than the header."
     if not row["path"] or "\0" in row["path"]:
         return "'path' is empty or is not a path."
     if sum(map(len, row.values())) > _ROW_CHARACTERS:
@@ -225,11 +210,12 @@ def _csv_problem(row: dict[Any, Any]) -> str:
     return ""
 
 
-def _csv_item(path: Path | Location, row: dict[str, str]) -> Source:
-    name = row["path"]
-    metadata = {column: value for column, value in row.items() if column not in ("path", "label", "key")}
+def _csv_item(path: Path | Location, row: dict[str, str], id: str | None) -> Source:
+    name, label = row["path"], row.get("label", "")
+    metadata = {column: value for column, value in row.items() if column not in ("path", "label", id)}
     local, origin = _named(path, name)
-    return Source(row.get("key") or name, row.get("label") or None, local, metadata, origin=origin)
+    key = (row[id] if id else "") or name
+    return Source(key, None if is_missing_text(label) else label, local, metadata, origin=origin)
 
 
 def _read_table(location: Location) -> tuple[list[Source], list[str]]:
@@ -305,7 +291,7 @@ def _features(paths: list[Path]) -> Sources:
         items += [
             Source(
                 keys[row] if keys else f"{path.stem}/{row}",
-                labels[row] if labels else None,
+                None if not labels or is_missing_text(labels[row]) else labels[row],
                 whole,
                 row=start + row,
             )

@@ -26,6 +26,18 @@ def is_table(name: str) -> bool:
     return name.lower().endswith((".parquet", ".pq"))
 
 
+def holds_vectors(location: Location) -> bool:
+    """Whether a Parquet table has a column of vectors and none of images.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    arrow = _pyarrow()
+    with location.open() as raw, sentences(location):
+        names = arrow.parquet.ParquetFile(raw).schema_arrow.names
+    return any(name in names for name in _VECTORS) and not {"image", "path"} & {*names}
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """A row as an item.

@@ -8,23 +8,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.index.alike import pages
 from retrieval.serving.index.backends import make_backend
-from retrieval.serving.index.base import MARGIN
-from retrieval.serving.index.collection import Collection
 from retrieval.serving.index.contract import Floats, IndexBackend, Rows, checked_search
-from retrieval.serving.local.compact import Compact
-from retrieval.serving.local.compact import build as build_compact
-from retrieval.serving.local.exact import nearest
+from retrieval.serving.index.measuring import MARGIN
 from retrieval.serving.manifest import Manifest
 from retrieval.serving.merging import merged
 from retrieval.serving.progress import Meter
 from retrieval.serving.runtime import load_faiss
+from retrieval.serving.store.search import Companion, nearest
+
+if TYPE_CHECKING:
+    from retrieval.serving.index.index import Index
 
 _QUERIES = 200
 _LEAST = 1000
@@ -119,7 +119,7 @@ class _Sample:
 
     Attributes:
         vectors: (N, P).
-        spans: first and last-but-one column of each sub-space; one for all columns where there are none.
+        spans: half-open column range `(start, stop)` of each sub-space; one of all columns without any.
         manifest: of the bundle.
     """
 
@@ -127,10 +127,10 @@ class _Sample:
     spans: Sequence[tuple[int, int]]
     manifest: Manifest
 
-    def exactly(self, queries: Floats, compact: Compact | None = None) -> list[Rows]:
+    def exactly(self, queries: Floats, companion: Companion | None = None) -> list[Rows]:
         """Return the ten nearest of each query."""
         spans: Sequence[tuple[int, int] | None] = self.spans if len(self.spans) > 1 else [None]
-        found = [nearest(queries, self.vectors, _K + MARGIN, span=span, compact=compact)[1] for span in spans]
+        found = [nearest(queries, self.vectors, _K + MARGIN, span=span, companion=companion)[1] for span in spans]
         return self._ordered(queries, found)
 
     def proposed(self, backends: Sequence[IndexBackend], name: str, queries: Floats) -> list[Rows]:
@@ -152,8 +152,8 @@ class _Sample:
         return out
 
 
-def tune(index: Collection, *, recall: float = 0.95, memory: int | None = None, most: int = 200_000) -> Tuned:
-    """Measure structures on an index's own vectors; see `LivingIndex.tune`."""
+def tune(index: Index, *, recall: float = 0.95, memory: int | None = None, most: int = 200_000) -> Tuned:
+    """Measure structures on an index's own vectors; see `Index.tune`."""
     if not 0 < recall <= 1:
         raise DataError(f"Recall is a share above 0 and at most 1, not {recall}.")
     vectors, total = _drawn(index, most + _QUERIES)
@@ -183,7 +183,7 @@ def tune(index: Collection, *, recall: float = 0.95, memory: int | None = None, 
     return Tuned(tuple(trials), chosen, len(held), recall, memory, when)
 
 
-def _drawn(index: Collection, most: int) -> tuple[Floats, int]:
+def _drawn(index: Index, most: int) -> tuple[Floats, int]:
     """Return vectors of items, at most so many, chosen at random but repeatably; and how many items there are."""
     total = index.store.count()
     chance = min(1.0, 1.05 * most / max(1, total))
@@ -230,10 +230,10 @@ def _tried(
     vectors = sample.vectors
     began = time.perf_counter()
     if name == "flat":
-        compact = build_compact(vectors) if len(sample.spans) == 1 else None
+        companion = Companion.build(vectors) if len(sample.spans) == 1 else None
         seconds = time.perf_counter() - began
-        size = 0 if compact is None else compact.table.nbytes
-        spent = _spent(lambda query: sample.exactly(query, compact), queries)
+        size = 0 if companion is None else companion.table.nbytes
+        spent = _spent(lambda query: sample.exactly(query, companion), queries)
         yield Trial(name, {}, 1.0, spent, size * total // len(vectors), seconds)
         return
     built = [make_backend(name, options) for _ in sample.spans]

@@ -59,6 +59,9 @@ def append(path: Path, row: int, width: int, chunks: Iterable[Floats], last: int
     handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
         size = os.fstat(handle).st_size
+        if not size and hasattr(os, "geteuid") and os.geteuid() == 0:
+            owner = path.parent.stat()  # who owns the index must be able to write what root makes
+            os.fchown(handle, owner.st_uid, owner.st_gid)
         for chunk in chunks:
             data = memoryview(np.ascontiguousarray(chunk, "<f4")).cast("B")
             if at + len(data) > size:

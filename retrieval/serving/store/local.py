@@ -629,5 +629,6 @@ def _bytes_of(folder: Path) -> int:
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
-                size += Path(parent, name).stat().st_blocks * 512
+                known = Path(parent, name).stat()
+                size += min(known.st_size, known.st_blocks * 512)  # files grow in steps, with holes
     return size

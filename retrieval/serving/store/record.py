@@ -155,10 +155,11 @@ class Record:
                 "main", apsw.SQLITE_FCNTL_RESERVE_BYTES, ctypes.addressof(reserved)
             )
             connection.execute("pragma journal_mode = wal; pragma synchronous = full")
-            with connection:
-                for sql in TABLES.values():
-                    connection.execute(sql)
-                connection.execute("insert into state values ('seq', 0)")
+            connection.execute("begin")
+            for sql in TABLES.values():
+                connection.execute(sql)
+            connection.execute("insert into state values ('seq', 0)")
+            connection.execute("commit")
         finally:
             connection.close()
 
@@ -340,7 +341,8 @@ class Record:
             try:
                 yield connection
             finally:
-                connection.execute("rollback")
+                if connection.in_transaction:
+                    connection.execute("rollback")
 
     def _acknowledge(self, seq: int) -> None:
         """Note in a small file, without waiting for the disk, that a transaction was written.

@@ -23,8 +23,9 @@ from retrieval.host.files import whole_file
 from retrieval.serving.files.plain import open_plain
 from retrieval.serving.index.backends import choose, make_backend, short_name
 from retrieval.serving.index.contract import IndexBackend, using
-from retrieval.serving.store.arrays import file_of
+from retrieval.serving.store.arrays import ARRAYS, file_of
 from retrieval.serving.store.items import Floats
+from retrieval.serving.store.search import Companion
 
 log = logging.getLogger("retrieval.serving.store")
 
@@ -32,6 +33,9 @@ LEAST = 20_000
 """Vectors from which a generation gets a structure: fewer are searched exactly in a moment."""
 GROWTH = 8
 """A structure is built anew when the rows behind it are more than one in so many of its own."""
+COMPANION = "companion"
+"""The structure of exact search: a narrow table (`search.Companion`), for a single sub-space."""
+COMPANION_LEAST = 50_000
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,12 @@ class Wanted:
     backend: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def of(self, count: int, width: int) -> str | None:
-        """Return the back end for `count` vectors of `width` numbers; None: exact search."""
+    def of(self, count: int, width: int, spaces: int) -> tuple[str, dict[str, Any]] | None:
+        """Return the back end, and its options, for vectors in so many sub-spaces; None: none."""
         name = choose(count, width) if self.backend == "auto" else short_name(self.backend)
-        return None if name == "flat" or count < LEAST else name
+        if name == "flat":
+            return (COMPANION, {}) if spaces == 1 and count >= COMPANION_LEAST else None
+        return None if count < LEAST else (name, dict(self.options))
 
     def text(self) -> str:
         """Return it as the record keeps it."""
@@ -99,10 +105,12 @@ class Loaded:
     Attributes:
         structure: what the record says of it.
         backends: one for each sub-space.
+        companion: what exact search reads in the vectors' place.
     """
 
     structure: Structure
-    backends: Sequence[IndexBackend]
+    backends: Sequence[IndexBackend] = ()
+    companion: Companion | None = None
 
 
 def build(
@@ -122,16 +130,26 @@ def build(
         OSError: the disk refuses.
     """
     files = []
+    if name == COMPANION:
+        if (companion := Companion.build(vectors)) is not None:
+            files.append(_saved(file_of(folder, stem, name), companion.save))
+        return Structure(name, {}, len(vectors), tuple(files))
     for number, (start, stop) in enumerate(spans):
         backend = make_backend(name, options, plugins)
         with using(name, "build"):
             backend.build(np.ascontiguousarray(vectors[:, start:stop]), report)
         path = file_of(folder, stem, f"{number}.{name.replace('/', '-')}")
-        with using(name, "save"), whole_file(path) as temporary:
-            temporary.unlink()
-            backend.save_beside(temporary)
-        files.append((path.name, sha256_of(path)))
+        with using(name, "save"):
+            files.append(_saved(path, backend.save_beside))
     return Structure(name, dict(options), len(vectors), tuple(files))
+
+
+def _saved(path: Path, save: Callable[[Path], object]) -> tuple[str, str]:
+    """Write a file whole; return its name and SHA-256."""
+    with whole_file(path) as temporary:
+        temporary.unlink()
+        save(temporary)
+    return path.name, sha256_of(path)
 
 
 def load(
@@ -145,10 +163,16 @@ def load(
     backends = []
     name = structure.backend
     try:
-        for (file, expected), (start, stop) in zip(structure.files, spans, strict=True):
-            path = file_of(folder, *file.split(".", 1))
-            if not is_whole(path, expected):
+        for file, expected in structure.files:
+            if not is_whole(folder / ARRAYS / file, expected):
                 raise StoreError(f"{file} is missing or was altered.")
+        if name == COMPANION:
+            paths = [folder / ARRAYS / file for file, _ in structure.files]
+            size = (structure.rows, vectors.shape[1])
+            companion = Companion.load(paths[0], *size) if paths else None
+            return Loaded(structure, companion=companion)
+        for (file, _), (start, stop) in zip(structure.files, spans, strict=True):
+            path = folder / ARRAYS / file
             backend = make_backend(name, structure.options, plugins)
             with using(name, "load"):
                 backend.load_beside(path, vectors[: structure.rows, start:stop])

@@ -6,11 +6,13 @@ transaction at the end has the record name them.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
 import apsw
 import numpy as np
@@ -152,7 +154,7 @@ class Upkeep:
     def _is_due(self, view: View) -> bool:
         if view.dead > max(_LEAST_DEAD, view.rows // _DEAD):
             return True
-        wanted = self._wanted(view.count, view.generation.widths[VECTOR])
+        wanted = self._wanted(view.generation, view.count)
         structure = Structure.parse(view.said)
         if wanted is None:
             return False
@@ -162,13 +164,12 @@ class Upkeep:
             return True
         return (view.rows - structure.rows) * GROWTH > max(LEAST, structure.rows)
 
-    def _wanted(self, count: int, width: int) -> tuple[str, Mapping[str, object]] | None:
-        """Return the back end and options that so many vectors are to have."""
+    def _wanted(self, generation: Generation, count: int) -> tuple[str, dict[str, Any]] | None:
+        """Return the back end and options that so many vectors of a generation are to have."""
         with self.record.reading() as connection:
             sql = "select value from state where key = 'structure'"
             wanted = Wanted.parse(value(connection, sql))
-        name = wanted.of(count, width)
-        return None if name is None else (name, dict(wanted.options))
+        return wanted.of(count, generation.widths[VECTOR], len(generation.spans))
 
     # For who waits
 
@@ -233,7 +234,7 @@ class Upkeep:
                 connection, "select stem, rows from generations where g = ?", (known.number,)
             ) or [(None, 0)]
             if old != view.stem or not is_mine(connection, stem):
-                return seq  # dropped meanwhile, or another process took the work over
+                return 0  # dropped meanwhile, or another process took the work over
             tail = _tail(connection, known, view, now)
             self._swap(connection, known, stem, new, structure, view, rows, tail)
         tidy(self.record)
@@ -276,7 +277,7 @@ class Upkeep:
         if view is None:
             return
         present = Structure.parse(view.said)
-        wanted = self._wanted(view.count, view.generation.widths[VECTOR])
+        wanted = self._wanted(view.generation, view.count)
         if wanted is None and present is None:
             return
         if present is not None and wanted is not None and present.rows == view.rows:
@@ -302,7 +303,7 @@ class Upkeep:
     ) -> Structure | None:
         """Build a structure over the first rows of a file, with files of a stem, and load it."""
         width = generation.widths[VECTOR]
-        wanted = self._wanted(rows, width)
+        wanted = self._wanted(generation, rows)
         if wanted is None or not rows:
             return None
         folder, plugins = self.record.folder, self.views.plugins
@@ -347,8 +348,11 @@ class Upkeep:
                 if not len(rows) and value(connection, held, (source.number,)) == view.rows:
                     newest = "select seq from sqlite_sequence where name = 'items'"
                     last = max(upto, int(value(connection, newest) or 0))
-                chunks = {name: [made[name]] for name in target.widths} if made else {}
-                keep_rows(connection, self.record.folder, target, numbers[rows], chunks)
+                text = json.dumps(numbers[rows].tolist())
+                alive = "select n from items where n in (select value from json_each(?))"
+                left = np.isin(numbers[rows], [n for (n,) in ask(connection, alive, (text,))])
+                chunks = {name: [array[left]] for name, array in made.items()}
+                keep_rows(connection, self.record.folder, target, numbers[rows][left], chunks)
                 connection.execute(
                     "insert or ignore into left_out select ?, n from left_out"
                     " where g = ? and n > ? and n <= ?",

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.index.contract import checked_search, checked_selection
-from retrieval.serving.local.exact import nearest
 from retrieval.serving.store.arrays import Array, Sums, file_of
 from retrieval.serving.store.items import FEATURES, VECTOR, Floats, Generation
 from retrieval.serving.store.record import Record, ask, value
+from retrieval.serving.store.search import nearest
 from retrieval.serving.store.structure import Loaded, Structure, load
 
 Mask = NDArray[np.bool_]
@@ -144,16 +144,21 @@ class View:
         span = self.generation.spans[space]
         keep = self.alive if only is None else only
         covered, parts = 0, []
+        whole = span == (0, vectors.shape[1])
         if self.structure is not None:
             covered = self.structure.structure.rows
             near = None if keep is None else keep[:covered]
-            rows = _proposed(self.structure, space, queries[:, slice(*span)], count, near, only)
-            if rows is None:
-                covered = 0
-            else:
-                parts.append(_measured(queries, vectors, span, rows, count))
+            companion = self.structure.companion
+            if self.structure.backends:
+                own = queries if whole else np.ascontiguousarray(queries[:, slice(*span)])
+                rows = _proposed(self.structure, space, own, count, near, only)
+                if rows is not None:
+                    parts.append(_measured(queries, vectors, span, rows, count))
+            elif companion is not None:
+                part = vectors[:covered]
+                parts.append(nearest(queries, part, count, keep=near, companion=companion))
+            covered = covered if parts else 0
         if covered < self.rows:
-            whole = span == (0, vectors.shape[1])
             squared, rows = nearest(
                 queries,
                 vectors[covered:],
@@ -231,7 +236,6 @@ def _measured(
 
     They are measured as `serving.merging.merged` does: in float64, from the vectors themselves.
     """
-    columns = slice(*span)
     start, stop = span
     near = vectors[rows.ravel()]  # row -1, for none, is masked below
     exact = np.repeat(queries.astype(np.float64), rows.shape[1], axis=0)

@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from retrieval.errors import DataError
+from retrieval.host.cores import cores
 from retrieval.serving.progress import Meter
 from retrieval.training.comparison.jobs import (
     Figures,
@@ -87,9 +88,9 @@ class Workers:
 
     @contextlib.contextmanager
     def _processes(self) -> Iterator[None]:
-        cores = max(1, (os.cpu_count() or 1) // self.count)
+        share = max(1, cores() // self.count)
         self._pool = ProcessPoolExecutor(
-            self.count, multiprocessing.get_context("spawn"), initializer=begin_worker, initargs=(cores,)
+            self.count, multiprocessing.get_context("spawn"), initializer=begin_worker, initargs=(share,)
         )
         try:
             yield

@@ -40,7 +40,7 @@ def _serve(setup: Setup, control: socket.socket) -> None:
 
     require_server()
     from retrieval.serving.http.processes.figures import count_in
-    from retrieval.serving.index.open import open_index
+    from retrieval.serving.index.index import open_index
 
     settings = checked(setup.settings, setup.host)
     member = Member(setup, control)
@@ -54,7 +54,6 @@ def _serve(setup: Setup, control: socket.socket) -> None:
         threads=starting.threads,
         device=setup.device,
         plugins=setup.plugins,
-        signed_by=setup.signed_by,
     )
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.socket(fileno=each)) for each in setup.listeners]

@@ -35,7 +35,6 @@ class Setup:
         settings: of the whole server, of which it takes its share.
         plugins: files or modules of a third-party back end or store.
         device: of the encoder.
-        signed_by: a public key's file.
         listeners: descriptors of the sockets that all processes take connections of.
         door: descriptor of the socket by which the others reach it.
     """
@@ -48,7 +47,6 @@ class Setup:
     settings: Settings
     plugins: tuple[str, ...]
     device: Device
-    signed_by: Path | None
     listeners: tuple[int, ...]
     door: int
 

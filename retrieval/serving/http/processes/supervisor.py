@@ -23,7 +23,6 @@ from pydantic import TypeAdapter
 
 from retrieval.errors import StoreError
 from retrieval.host.scratch import scratch_folder
-from retrieval.serving.files.places import StrPath
 from retrieval.serving.http.access.source import VARIABLE
 from retrieval.serving.http.listening import listen
 from retrieval.serving.http.log import Log
@@ -298,7 +297,6 @@ def supervise(
     settings: Settings,
     plugins: Sequence[str],
     device: Device,
-    signed_by: StrPath | None,
     announce: Callable[[Settings, list[socket.socket], int], object],
 ) -> None:
     """Serve by several processes until SIGINT or SIGTERM; requests under way are finished first.
@@ -310,7 +308,6 @@ def supervise(
         settings: limits, of all processes together.
         plugins: files or modules of a third-party back end or store.
         device: of the encoder.
-        signed_by: a public key's file.
         announce: is told settings, listening sockets and the number of items when the first process serves.
 
     Raises:
@@ -341,7 +338,6 @@ def supervise(
             settings,
             tuple(plugins),
             device,
-            None if signed_by is None else Path(signed_by),
             tuple(each.fileno() for each in listeners),
             -1,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,8 +19,7 @@ from retrieval.serving.http.sending import answer, as_json
 from retrieval.serving.http.settings import Role
 from retrieval.serving.http.site import Served, Site, parameters_of
 from retrieval.serving.http.waiting import client_of, in_time
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.collection import Collection
+from retrieval.serving.index.index import Index
 
 
 class About:
@@ -53,7 +51,7 @@ class About:
         return answer(await in_time(request, reading, self._settings.deadline))
 
     def _described(self, served: Served, index: Index, role: Role | None) -> dict[str, Any]:
-        bundle = index.follow() if isinstance(index, Collection) else index.bundle
+        bundle, stats = index.follow(), index.stats()
         manifest, settings = bundle.manifest, self._settings
         return {
             "index": served.name,
@@ -64,7 +62,15 @@ class About:
             "vector": manifest.vector,
             "distance": manifest.distance.name,
             "rescores": manifest.rescorer is not None,
-            **_living(index),
+            "format": 2,
+            "generation": index.generation.number,
+            "generations": [
+                {"number": one.number, "state": one.state, "bundle": one.bundle} for one in stats.generations
+            ],
+            "bytes": stats.bytes,
+            "segments": stats.details.get("segments"),
+            "fresh": stats.details.get("fresh"),
+            **index.store.settings(),
             "role": role,
             "limits": {
                 "bytes": settings.max_bytes,
@@ -88,11 +94,8 @@ class About:
         change = Change("snapshot", served.name, by=author.get())
 
         def work() -> bytes:
-            with served.searcher.current.use() as index:
-                if not isinstance(index, Collection):
-                    raise RequestError(403, "This index never changes: copy its folder. It is of format 1.")
-                with recorded(self._site.audit, change):
-                    index.snapshot(folder / name)
+            with served.searcher.current.use() as index, recorded(self._site.audit, change):
+                index.snapshot(folder / name)
             return as_json({"snapshot": name})
 
         try:
@@ -105,21 +108,3 @@ class About:
     async def openapi(self, request: Request) -> Response:
         """Give the OpenAPI document."""
         return answer(document())
-
-
-def _living(index: Index) -> Mapping[str, Any]:
-    """Return what only a living index has."""
-    if not isinstance(index, Collection):
-        return {"format": 1}
-    stats = index.stats()
-    return {
-        "format": 2,
-        "generation": index.generation.number,
-        "generations": [
-            {"number": one.number, "state": one.state, "bundle": one.bundle} for one in stats.generations
-        ],
-        "bytes": stats.bytes,
-        "segments": stats.details.get("segments"),
-        "fresh": stats.details.get("fresh"),
-        **index.store.settings(),
-    }

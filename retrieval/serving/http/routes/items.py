@@ -9,7 +9,6 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import Response
 
-from retrieval.serving.http.asking import number_of
 from retrieval.serving.http.body import JSON_BYTES, Body
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.forms import Form
@@ -19,9 +18,7 @@ from retrieval.serving.http.sending import answer, as_json
 from retrieval.serving.http.site import Served, Site, prefix_of
 from retrieval.serving.http.waiting import arrived, client_of, in_time
 from retrieval.serving.http.writing import New
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.collection import Collection
-from retrieval.serving.index.items import Item as Listed
+from retrieval.serving.index.index import Index
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.items import check_id
 
@@ -100,32 +97,29 @@ def usable_id(id: str) -> str:
     return id
 
 
-def item_json(
-    served: Served, item: Item | Listed, prefix: str, id: str | int, fields: list[str] | None = None
-) -> dict[str, Any]:
+def item_json(served: Served, item: Item, prefix: str, fields: list[str] | None = None) -> dict[str, Any]:
     """Return an item for a client.
 
     Args:
         served: its index.
         item: the item.
         prefix: of addresses.
-        id: by which the index knows it.
         fields: of the metadata; None for all.
     """
     metadata: Mapping[str, Any] = item.metadata
     if fields is not None:
         metadata = {name: item.metadata[name] for name in fields if name in item.metadata}
-    here = f"{prefix}/items/{quote(str(id), safe='')}"
-    shown = served.searcher.gallery.offers(item)
+    here = f"{prefix}/items/{quote(item.id, safe='')}"
+    shown = served.searcher.gallery.offers(item.path, item.keep)
     return {
-        "id": id,
-        "key": item.key if isinstance(item, Listed) else item.id,
+        "id": item.id,
+        "key": item.id,
         "label": item.label,
         "metadata": dict(metadata),
         "bytes": item.bytes,
         "width": item.width,
         "height": item.height,
-        "keep": item.keep if isinstance(item, Item) else "reference",
+        "keep": item.keep,
         "image_url": f"{here}/image" if shown else None,
         "thumbnail_url": f"{here}/thumbnail" if shown else None,
     }
@@ -137,18 +131,12 @@ def _whole(served: Served, index: Index, id: str, prefix: str, *, vector: bool) 
     Raises:
         RequestError: 404, there is none.
     """
-    item: Item | Listed | None
-    if isinstance(index, Collection):
-        item = index.get([id], arrays=vector).get(id)
-        numbers = item.arrays.get("vector") if item is not None else None
-        name: str | int = id
-    else:
-        name = number_of(id, index)
-        item, numbers = index.item(name), index.vector(name)
+    item = index.get([id], arrays=vector).get(id)
     if item is None:
         raise RequestError(404, _NONE)
+    numbers = item.arrays.get("vector")
     own = {"vector": None if numbers is None else numbers.tolist()} if vector else {}
-    return item_json(served, item, prefix, name) | own
+    return item_json(served, item, prefix) | own
 
 
 def _of_form(id: str, form: Form) -> New:

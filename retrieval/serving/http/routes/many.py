@@ -10,7 +10,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from retrieval.errors import DataError
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, filter_to_json
 from retrieval.serving.http.body import JSON_BYTES, Body
@@ -32,8 +31,7 @@ from retrieval.serving.http.sending import answer, as_json
 from retrieval.serving.http.site import Served, Site, parameters_of, prefix_of
 from retrieval.serving.http.waiting import arrived, client_of, in_time
 from retrieval.serving.http.writing import New, Once
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.collection import Collection
+from retrieval.serving.index.index import Index
 
 PAGE, MAX_PAGE = 100, 1000
 LONGEST_KEY = 255
@@ -178,20 +176,12 @@ def _page(
     """Return a page and the cursor of the next one; for a thread.
 
     Raises:
-        DataError: the filter names what no item has, or the index takes none.
+        DataError: the filter names what no item has.
     """
-    if isinstance(index, Collection):
-        found = index.scan(where, after=after, limit=limit + 1)
-        items = [item_json(served, item, prefix, item.id, fields) for item in found]
-    else:
-        if where is not None:
-            raise DataError("this index is listed without filters: it is a folder of format 1.")
-        start = int(after) + 1 if after is not None and after.isdecimal() else 0
-        numbers = range(start, min(start + limit + 1, len(index)))
-        listed = ((number, index.item(number)) for number in numbers)
-        items = [item_json(served, item, prefix, number, fields) for number, item in listed if item]
+    found = index.scan(where, after=after, limit=limit + 1)
+    items = [item_json(served, item, prefix, fields) for item in found]
     more = len(items) > limit
-    return {"items": items[:limit], "cursor": _cursor(str(items[limit - 1]["id"]), where) if more else None}
+    return {"items": items[:limit], "cursor": _cursor(items[limit - 1]["id"], where) if more else None}
 
 
 def _cursor(after: str, where: Filter | None) -> str:

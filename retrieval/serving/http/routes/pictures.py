@@ -9,14 +9,12 @@ from contextlib import ExitStack
 from starlette.requests import Request
 from starlette.responses import Response
 
-from retrieval.serving.http.asking import number_of
 from retrieval.serving.http.originals import Originals
 from retrieval.serving.http.pictures import PIECE, Picture
 from retrieval.serving.http.routes.ids import id_of
 from retrieval.serving.http.sending import Pieces, slices
 from retrieval.serving.http.site import Site
 from retrieval.serving.http.waiting import client_of, in_time
-from retrieval.serving.index.frozen import FrozenIndex
 
 
 class Pictures:
@@ -40,19 +38,13 @@ class Pictures:
 
     async def _picture(self, request: Request, *, small: bool) -> Response:
         served, client, deadline = self._site.of(request), client_of(request), self._settings.deadline
-        id, index = id_of(request), served.searcher.index
-        end = "-small" if small else ""
-        frozen = None
-        if isinstance(index, FrozenIndex):  # nothing of it changes, so that its number is enough
-            frozen = f"{index.sha256[:16]}-{number_of(id, index)}{end}"
-        if frozen is not None and _has(request, frozen):
-            return Response(status_code=304, headers=_tagged(frozen))
+        id, end = id_of(request), "-small" if small else ""
         originals, budget = served.originals, self._site.budget
         with ExitStack() as stack:
             upload = stack.enter_context(budget.upload())
             upload.arriving = False
             picture = await in_time(request, originals.picture(id, client), deadline)
-            tag = frozen or picture.tag + end
+            tag = picture.tag + end
             if _has(request, tag):
                 return Response(status_code=304, headers=_tagged(tag))
             if small or picture.content is not None or picture.media_type is None:

@@ -16,7 +16,7 @@ from retrieval.serving.http.queries import OPTIONS, Query, read_batch, read_quic
 from retrieval.serving.http.sending import answer, as_json
 from retrieval.serving.http.site import Served, Site, parameters_of, prefix_of
 from retrieval.serving.http.waiting import arrived, client_of, in_time
-from retrieval.serving.index.base import Hit
+from retrieval.serving.index.index import Hit
 from retrieval.serving.stages import current
 
 _ONE = 'Send multipart/form-data with a field "image", the image itself as image/… or application/octet-stream, or application/json with {"vector": [...]}.'
@@ -116,10 +116,14 @@ def _hit(hit: Hit, served: Served, prefix: str, query: Query) -> dict[str, Any]:
     metadata = dict(hit.metadata)
     if query.fields is not None:
         metadata = {name: metadata[name] for name in query.fields if name in metadata}
-    here = f"{prefix}/items/{quote(str(hit.id), safe='')}" if served.searcher.gallery.shows(hit) else None
+    here = (
+        f"{prefix}/items/{quote(hit.id, safe='')}"
+        if served.searcher.gallery.offers(hit.path, hit.keep)
+        else None
+    )
     return {
         "id": hit.id,
-        "key": hit.key,
+        "key": hit.id,
         "label": hit.label,
         "distance": hit.distance,
         "metadata": metadata,

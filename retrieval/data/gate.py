@@ -1,0 +1,75 @@
+"""The gate that every dataset passes, whoever reads it: labels, keys and numbers that cannot be trained on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.data.error_lists import refuse, some
+from retrieval.model.contracts import Dataset
+
+D = TypeVar("D", bound=Dataset)
+_BLOCK_BYTES = 1 << 24
+
+
+def usable(dataset: D, where: str) -> D:
+    """Return a dataset whose items can be used.
+
+    Args:
+        dataset: the items.
+        where: what the error names, as the beginning of a sentence: the file, or the dataset.
+
+    Raises:
+        DataError: with every problem: vectors that are not finite, items without a label, equal keys.
+    """
+    problems = []
+    if dataset.kind == "features" and dataset.arrays is not None:
+        problems += _not_finite(dataset.arrays)
+    unlabelled = [i for i, label in enumerate(dataset.labels) if is_missing(label)]
+    if unlabelled:
+        several = len(unlabelled) > 1
+        problems.append(
+            f"{len(unlabelled):,} of {len(dataset.labels):,} items {'have' if several else 'has'} no "
+            f"label: {some([dataset.keys[i] for i in unlabelled])}. "
+            f"Give {'each' if several else 'it'} one, or leave {'them' if several else 'it'} out."
+        )
+    if len(set(dataset.keys)) < len(dataset.keys):
+        problems += [
+            f"'{key}' is the key of {count:,} items. Give each item a key of its own."
+            for key, count in Counter(dataset.keys).items()
+            if count > 1
+        ]
+    if problems:
+        refuse(where, problems)
+    return dataset
+
+
+def is_missing(label: Any) -> bool:
+    """Return whether a value stands for no label: None, blank text, NaN or pandas' NA."""
+    if label is None or isinstance(label, str):
+        return not (label and label.strip())
+    try:
+        return bool(label != label)  # NaN alone differs from itself
+    except (TypeError, ValueError):  # pandas' NA compares with nothing
+        return True
+
+
+def _not_finite(vectors: NDArray[Any]) -> list[str]:
+    """Return what is wrong with the numbers of vectors (N, F), which may be mapped from a file."""
+    rows = max(1, _BLOCK_BYTES // max(1, vectors[:1].nbytes))
+    bad: list[int] = []
+    for start in range(0, len(vectors), rows):
+        finite = np.isfinite(vectors[start : start + rows])
+        if not finite.all():
+            bad += (start + np.flatnonzero(~finite.all(axis=1))).tolist()
+    if not bad:
+        return []
+    several = len(bad) > 1
+    return [
+        f"{len(bad):,} row{'s' if several else ''} of features hold{'' if several else 's'} NaN, "
+        f"infinity or numbers too large for 32 bits: {some(bad, 10)}. "
+        f"Remove or mend {'them' if several else 'it'}."
+    ]

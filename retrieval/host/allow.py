@@ -1,0 +1,111 @@
+"""Whether plugin files that a recipe or a run's folder brings may run: only if the user says so.
+
+A plugin is a program, so reading somebody's recipe could run whatever they wrote, with the reader's rights. The user says so
+with `--allow-plugins`, by an answer on a terminal, or with RETRIEVAL_ALLOW_PLUGINS=1 in the environment, which is also how
+processes that a command starts know. What the user names with `--plugin` or installed is the user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+
+from retrieval.errors import PluginError
+from retrieval.host.file_plugins import FilePlugin, is_file_plugin
+
+ALLOW = "RETRIEVAL_ALLOW_PLUGINS"
+_YES = "1"
+
+Ask = Callable[[str], bool]
+_ask: ContextVar[Ask | None] = ContextVar("ask", default=None)
+
+
+@contextlib.contextmanager
+def answering(ask: Ask | None, allowed: bool = False) -> Iterator[None]:
+    """Answer the question whether plugins may run, inside.
+
+    Args:
+        ask: is given the question once, a sentence that names the files; None refuses them.
+        allowed: whether they may run unasked.
+    """
+    token, before = _ask.set(ask), os.environ.get(ALLOW)
+    if allowed:
+        os.environ[ALLOW] = _YES
+    try:
+        yield
+    finally:
+        _ask.reset(token)
+        if before is None:
+            os.environ.pop(ALLOW, None)
+        else:
+            os.environ[ALLOW] = before
+
+
+def require(items: Sequence[str], where: Path) -> None:
+    """Refuse plugin files that a recipe brings, unless the user allows them.
+
+    Args:
+        items: files, folders or modules that the recipe names; paths are absolute.
+        where: the recipe.
+
+    Raises:
+        PluginError: nobody said that they may run; the sentence names them.
+    """
+    if os.environ.get(ALLOW) == _YES:
+        return
+    files = dict.fromkeys(file for item in items for file in sources(item, where.parent))
+    if not files:
+        return
+    several = len(files) > 1
+    brings = (
+        f"{where} brings {'plugin files that run' if several else 'a plugin file that runs'} with your rights: "
+        f"{', '.join(map(str, files))}."
+    )
+    ask = _ask.get()
+    if ask is None or not ask(brings):
+        raise PluginError(
+            f"{brings} Nothing was run. Read {'them' if several else 'it'}, then repeat the command with "
+            f"--allow-plugins (in Python with {ALLOW}=1 in the environment)."
+        )
+    os.environ[ALLOW] = _YES  # asked once: the command's other recipes and processes know
+
+
+def sources(item: str, near: Path) -> list[Path]:
+    """Return the files that loading a plugin runs; none for a module that is installed.
+
+    Args:
+        item: a `.py` file, which runs what it imports beside itself; a folder, or a module's name.
+        near: the folder of the recipe that names it.
+    """
+    if is_file_plugin(item):
+        if not Path(item).exists():
+            return []  # which is said where it is loaded
+        plugin = FilePlugin.at(item)
+        return [plugin.home / name for name in plugin.sources]
+    return _module_files(item.partition(".")[0], near)
+
+
+def _module_files(name: str, near: Path) -> list[Path]:
+    """Return the files of a module that lies where the command runs or beside the recipe, rather than being installed."""
+    if name in sys.modules or not name.isidentifier():
+        return []
+    try:
+        spec = importlib.util.find_spec(name)  # of a name without dots: nothing is imported
+    except (ImportError, ValueError):
+        return []
+    installed = [Path(sysconfig.get_path(each)).resolve() for each in ("stdlib", "purelib", "platlib")]
+    places = [Path.cwd().resolve(), near.resolve()]
+    files: list[Path] = []
+    for place in [spec.origin, *(spec.submodule_search_locations or ())] if spec else []:
+        path = Path(place or "").resolve()
+        if any(path.is_relative_to(p) for p in places) and not any(path.is_relative_to(p) for p in installed):
+            files += (
+                sorted(p.resolve() for p in path.rglob("*.py") if p.is_file()) if path.is_dir() else [path]
+            )
+    return files

@@ -1,0 +1,81 @@
+"""How many cores this process may use: fewer than the machine has, in a container or under `taskset`."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+
+def cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process may use, at least 1: those of its affinity, or of its cgroups' quota if fewer.
+
+    A quota of 1.5 cores counts as 2.
+
+    Args:
+        root: the folder that holds `proc` and `sys`.
+    """
+    return max(1, math.ceil(min(_affinity(), _quota(root))))
+
+
+def default_threads() -> int:
+    """Return how many threads a computation has by default: the user's `OMP_NUM_THREADS`, or one for each core."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else cores()
+
+
+def limit_threads(root: Path = Path("/")) -> None:
+    """Have torch, FAISS and BLAS start no more threads than the quota allows, where they are loaded after this.
+
+    They follow the affinity by themselves, and know no quota. A user's own `OMP_NUM_THREADS` is left alone.
+
+    Args:
+        root: the folder that holds `proc` and `sys`.
+    """
+    allowed = cores(root)
+    if allowed < _affinity():
+        os.environ.setdefault("OMP_NUM_THREADS", str(allowed))
+
+
+def _affinity() -> int:
+    if hasattr(os, "process_cpu_count"):  # Python 3.13; the user's PYTHON_CPU_COUNT counts, too
+        return os.process_cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _quota(root: Path) -> float:
+    """Return how many cores' time the cgroups of this process allow; infinity where they set no limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # no Linux, or no /proc
+        return math.inf
+    mounted = root / "sys/fs/cgroup"
+    found = [math.inf]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2, which is a subfolder where both versions are mounted
+            bases = [mounted, mounted / "unified"]
+        elif "cpu" in controllers.split(","):
+            bases = [mounted / controllers, mounted / "cpu"]
+        else:
+            continue
+        # A limit of a parent holds for its children. In a container the path may be the host's, which is not there.
+        names = [name for name in path.split("/") if name]
+        found += [_limit(base.joinpath(*names[:depth])) for base in bases for depth in range(len(names) + 1)]
+    return min(found)
+
+
+def _limit(folder: Path) -> float:
+    """Return how many cores' time one cgroup allows: `cpu.max` of version 2, or the two files of version 1."""
+    try:
+        quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()[:2]
+    except (OSError, ValueError):
+        try:
+            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8").strip()
+            period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return math.inf
+    # "max" in version 2 and -1 in version 1 are no limit
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() and int(period) else math.inf

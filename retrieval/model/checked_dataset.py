@@ -1,0 +1,244 @@
+"""What a plugin's dataset gives is checked where it enters the host: its columns once, each item when it is asked for."""
+
+from __future__ import annotations
+
+import numbers
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from retrieval.errors import DataError, PluginError
+from retrieval.host.plugin_calls import calling
+from retrieval.model.contracts import Dataset
+from retrieval.model.guard import shown
+from retrieval.serving.images import check_range, from_array
+
+_COLUMNS = ("labels", "keys", "splits", "roles", "metadata", "arrays", "files")
+_IMAGE = "a Pillow image, or uint8 pixels (H, W) or (H, W, 3)"
+_ROWS = 65_536
+"""Vectors that are looked through at a time."""
+
+
+def check_dataset(dataset: Any, name: str) -> Dataset:
+    """Return a dataset whose columns are checked now, and its items whenever one is asked for.
+
+    Args:
+        dataset: what the factory made.
+        name: its name.
+
+    Raises:
+        PluginError: it is no dataset, or its columns break the contract; the sentence lists every fault.
+    """
+    if not isinstance(dataset, Dataset):
+        raise PluginError(f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.Dataset.")
+    with calling(f"The dataset {name}"):
+        return CheckedDataset(dataset, name)
+
+
+class CheckedDataset(Dataset):
+    """A plugin's dataset: labels and keys are text, columns are lists, items are images or vectors.
+
+    A label or key is text; a whole number is its digits, and True and False are these words, also where
+    they come from NumPy or in a tensor. Anything else is refused: the text of 1.0 or of a tensor is no name.
+
+    Args:
+        dataset: what the plugin gave; its other attributes are this dataset's too.
+        name: its name.
+
+    Raises:
+        PluginError: its columns break the contract; the sentence lists every fault.
+    """
+
+    def __init__(self, dataset: Dataset, name: str) -> None:
+        self._dataset, self._name = dataset, name
+        self._width: int | None = None
+        self.kind = dataset.kind
+        wrong = []
+        if self.kind not in ("image", "features"):
+            wrong.append(f'kind is {self.kind!r}, and must be "image" or "features"')
+        columns = {part: getattr(dataset, part, None) for part in _COLUMNS}
+        lengths = _lengths(dataset, columns, wrong)
+        if len(set(lengths.values())) > 1:
+            each = ", ".join(f"{n} {part}" for part, n in lengths.items())
+            wrong.append(f"its parts differ in length: {each}")
+        lists = {part: _listed(column) if part in lengths else None for part, column in columns.items()}
+        self.labels = _texts(lists["labels"] or [], "labels", "a label", wrong)
+        found = len(wrong)
+        self.keys = _texts(lists["keys"] or [], "keys", "a key", wrong)
+        if len(wrong) == found:
+            _check_keys(self.keys, wrong)
+        self.splits, self.roles = lists["splits"], lists["roles"]
+        self.metadata, self.files = lists["metadata"], lists["files"]
+        _check_each(self.metadata, "metadata", Mapping, "a mapping from columns to values", wrong)
+        _check_each(self.files, "files", os.PathLike, "a pathlib.Path", wrong)
+        self.arrays = columns["arrays"]
+        _check_arrays(self.arrays, self.kind, wrong)
+        self.notes = dataset.notes
+        if isinstance(self.notes, str) or not all(isinstance(note, str) for note in self.notes):
+            wrong.append(f"notes is {shown(self.notes)}, and must be a list of sentences")
+        if wrong:
+            raise PluginError(f"The dataset {name} breaks its contract: {'; '.join(wrong)}.")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also while it is being unpickled, when there is no dataset yet
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __getitem__(self, index: int) -> Image.Image | NDArray[Any]:
+        """Return an item: a Pillow image, or a vector (F,).
+
+        Raises:
+            PluginError: the dataset fails, or gives something else.
+            DataError: the image cannot be read, or nothing says what white is in it.
+        """
+        what = f"The dataset {self._name}, asked for item {index} ({self.keys[index]}),"
+        try:
+            with calling(what):
+                item: Any = self._dataset[index]
+                if isinstance(item, Image.Image):
+                    item.load()  # an image that was opened and not read yet fails here
+        except OSError as error:
+            raise DataError(f"{what} cannot read it: {error.strerror or error}.") from error
+        return self._vector(item, what) if self.kind == "features" else _image(item, what)
+
+    def _vector(self, item: Any, what: str) -> NDArray[Any]:
+        if self._width is None:
+            self._width = len(item) if isinstance(item, np.ndarray) and item.ndim == 1 else None
+        width = self._width if self.arrays is None else self.arrays.shape[1]
+        if not (isinstance(item, np.ndarray) and item.shape == (width,) and item.dtype.kind in "fiu"):
+            size = "(F,)" if width is None else f"({width},)"
+            raise PluginError(
+                f"{what} gave {shown(item)}; it must give a vector: a numpy array of numbers of shape {size}."
+            )
+        if not np.isfinite(item).all():
+            raise DataError(f"{what} gave NaN or infinity; leave the item out, or mend it.")
+        return item
+
+
+def _image(item: Any, what: str) -> Image.Image:
+    """Return an item as an image.
+
+    Raises:
+        PluginError: it is none.
+        DataError: nothing says what white is in it.
+    """
+    if isinstance(item, Image.Image) and min(item.size) > 0:
+        check_range(item, f"{what} gave an image that")
+        return item
+    hint = ""
+    if isinstance(item, np.ndarray):
+        try:
+            return from_array(item)
+        except DataError:
+            hint = " Values from 0 to 1 are scaled by (255 * x).round().astype('uint8')."
+    elif isinstance(item, Image.Image):
+        raise PluginError(f"{what} gave an image of {item.width} × {item.height} pixels.")
+    elif isinstance(item, Tensor):
+        hint = " torchvision.transforms.functional.to_pil_image makes an image of a tensor."
+    elif isinstance(item, tuple | list | Mapping):
+        hint = " Give the image alone: labels are what `labels` holds."
+    elif isinstance(item, bytes | str | os.PathLike):
+        hint = " retrieval.data.datasets.FileDataset opens files."
+    raise PluginError(f"{what} gave {shown(item)}; it must give {_IMAGE}.{hint}")
+
+
+def _lengths(dataset: Dataset, columns: Mapping[str, Any], wrong: list[str]) -> dict[str, int]:
+    """Return how many entries each column has, without those that are none."""
+    lengths: dict[str, int] = {}
+    for part, column in columns.items():
+        if column is None:
+            if part in ("labels", "keys"):
+                wrong.append(f"it has no {part}, one for each item")
+            continue
+        try:
+            lengths[part] = len(column)
+        except TypeError:
+            wrong.append(f"{part} is {shown(column)}, and must hold one entry per item")
+            continue
+        if isinstance(column, str | bytes | Mapping | Set):
+            del lengths[part]
+            wrong.append(f"{part} is {shown(column)}, and must hold one entry per item, in order")
+    if "labels" in lengths and len(dataset) != lengths["labels"]:
+        lengths["by len()"] = len(dataset)
+    return lengths
+
+
+def _listed(column: Any) -> list[Any]:
+    """Return a column as a list: a pandas column would be asked by its own index, a tensor gives tensors."""
+    return column.tolist() if isinstance(column, np.ndarray | Tensor) else list(column)
+
+
+def _texts(column: Sequence[Any], part: str, one: str, wrong: list[str]) -> list[str]:
+    """Return a column as text, and say what is none."""
+    texts, others = [], []
+    for number, value in enumerate(column):
+        text = _text(value)
+        if text is None:
+            others.append(number)
+        texts.append(text or "")
+    if others:
+        first = column[others[0]]
+        given = f"text as bytes ({first!r:.40})" if isinstance(first, bytes) else shown(first)
+        more = f" (and {len(others) - 1:,} more such entries)" if len(others) > 1 else ""
+        wrong.append(f"{part} has {given} for item {others[0]}{more}, and {one} is text or a whole number")
+    return texts
+
+
+def _text(value: Any) -> str | None:
+    """Return a label or key as text; "" of None, which is none; None of what is no name."""
+    if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, bool | np.bool_):
+        return str(bool(value))
+    if isinstance(value, numbers.Integral):
+        return str(int(value))
+    return "" if value is None else None
+
+
+def _check_keys(keys: Sequence[str], wrong: list[str]) -> None:
+    """Say which keys are missing or there twice."""
+    counts = Counter(keys)
+    if empty := counts.pop("", 0):
+        wrong.append(f"{empty:,} item{'s have' if empty > 1 else ' has'} no key")
+    if twice := [key for key, number in counts.items() if number > 1]:
+        more = f", and {len(twice) - 1:,} more keys are there twice" if len(twice) > 1 else ""
+        wrong.append(f"the key {twice[0]!r} is that of {counts[twice[0]]:,} items{more}")
+
+
+def _check_each(column: Sequence[Any] | None, part: str, kind: type, must: str, wrong: list[str]) -> None:
+    """Say where an entry of a column is of another kind."""
+    others = [number for number, each in enumerate(column or ()) if not isinstance(each, kind)]
+    if others and column is not None:
+        wrong.append(f"{part} has {shown(column[others[0]])} for item {others[0]}, and must have {must}")
+
+
+def _check_arrays(arrays: Any, kind: str, wrong: list[str]) -> None:
+    """Say what an array of all items must be."""
+    if arrays is None:
+        return
+    if not isinstance(arrays, np.ndarray):
+        wrong.append(f"arrays is {shown(arrays)}, and must be a numpy array")
+    elif kind == "features":
+        if arrays.ndim != 2:
+            wrong.append(f"arrays has the shape {arrays.shape}, and must be (N, F)")
+        elif arrays.dtype.kind not in "fiu":
+            wrong.append(f"arrays has the type {arrays.dtype}, and must be float32")
+        else:
+            blocks = range(0, len(arrays), _ROWS)
+            bad = [
+                i + int(j) for i in blocks for j in np.flatnonzero(~np.isfinite(arrays[i : i + _ROWS]).all(1))
+            ]
+            if bad:
+                wrong.append(f"arrays holds NaN or infinity in {len(bad):,} rows, first in row {bad[0]}")
+    elif arrays.ndim not in (3, 4) or (arrays.ndim == 4 and arrays.shape[3] not in (1, 3)):
+        wrong.append(f"arrays has the shape {arrays.shape}, and must be (N, H, W) or (N, H, W, 3)")
+    elif arrays.dtype != np.uint8:
+        wrong.append(f"arrays has the type {arrays.dtype}, and pixels must be uint8, from 0 to 255")

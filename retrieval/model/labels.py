@@ -1,0 +1,173 @@
+"""The one reading of labels that callers give as lists or arrays: text or whole numbers, of one kind, none missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import DataError
+
+EXACT = 2.0**53
+"""Above it, not every whole number has a float64 of its own."""
+
+ADVICE = "Leave those items out, or give them a label."
+
+
+class LabelsError(DataError, ValueError):
+    """Labels that cannot be used; a ValueError too, which scikit-learn's users expect of `fit`."""
+
+
+def read_labels(labels: Any, what: str = "labels", advice: str = ADVICE) -> NDArray[Any]:
+    """Return labels (N,) as an array of text, or of whole numbers, whose values are equal exactly where the labels are.
+
+    Floats that are whole numbers, as pandas makes them of a column that had gaps, are read as whole numbers.
+
+    Args:
+        labels: a list, an array, a tensor, a pandas Series or Categorical, or whatever else NumPy reads as an array.
+        what: what the labels are, in the plural, for the sentences: "gallery labels".
+        advice: what to do about missing ones.
+
+    Raises:
+        LabelsError: labels are missing, are of two kinds, are neither text nor whole numbers, or are not one-dimensional.
+    """
+    array = read_values(labels, what, advice)
+    kind = array.dtype.kind
+    if kind == "b":
+        return array.astype(np.int64)
+    if kind in "iuU":
+        return array
+    values = array.tolist()
+    for row, value in enumerate(values):
+        if not isinstance(value, str) and not _is_whole(value):
+            raise LabelsError(
+                f"The {what} must be whole numbers or text, so that they compare exactly; row {row} is {_shown(value)}."
+            )
+    return array.astype(str) if values and isinstance(values[0], str) else _whole_numbers(values)
+
+
+def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
+    """Return values (N,) as an array in which each is what it was, none missing, and text not beside anything else.
+
+    Args:
+        values: as `read_labels` takes them.
+        what: what the values are, in the plural, for the sentences.
+        advice: what to do about missing ones.
+
+    Raises:
+        LabelsError: values are missing (None, NaN, NaT, NA or masked), are of two kinds, or are not one-dimensional.
+    """
+    array = _unchanged(values)
+    if array.ndim != 1:
+        raise LabelsError(f"The {what} are of shape {array.shape}: one for each item is needed.")
+    if array.dtype.kind == "f":
+        missing = np.flatnonzero(np.isnan(array))
+    elif array.dtype.kind == "O":
+        missing = np.flatnonzero([is_missing(value) for value in array])
+    else:
+        return array
+    if len(missing):
+        rows = ", ".join(str(row) for row in missing[:5].tolist()) + (", …" if len(missing) > 5 else "")
+        are, plural = ("are", "s") if len(missing) > 1 else ("is", "")
+        raise LabelsError(
+            f"{len(missing):,} of {len(array):,} {what} {are} missing (None or NaN), in row{plural} {rows} from 0 on. "
+            f"{advice}"
+        )
+    texts = np.array([isinstance(value, str) for value in array], bool)
+    if texts.any() and not texts.all():
+        text, number = int(texts.argmax()), int((~texts).argmax())
+        raise LabelsError(
+            f"The {what} are of two kinds, which never match: row {text} is {_shown(array[text])} and row {number} is "
+            f"{_shown(array[number])}. Make them all text, or all whole numbers."
+        )
+    return array
+
+
+def learner_labels(y: Any) -> Any:
+    """Return the labels that a learner's `fit` is given, read as `read_labels` does.
+
+    What scikit-learn's `validate_data` refuses by itself is returned as it came: None, other shapes, and numbers that
+    are infinite or not whole.
+
+    Raises:
+        LabelsError: labels are missing, or of two kinds.
+    """
+    array = None if y is None else _unchanged(y)
+    if array is None or array.ndim != 1 or not len(array):
+        return y
+    array = read_values(array, "labels")
+    if array.dtype.kind != "O":
+        return array
+    return read_labels(array) if all(isinstance(value, str) or _is_whole(value) for value in array) else y
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a value says that there is none: None, NaN of any type, pandas' NaT or NA."""
+    if (
+        value is None or type(value).__name__ == "NAType"
+    ):  # NA compares as NA, which is neither true nor false
+        return True
+    try:
+        return bool(value != value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _unchanged(labels: Any) -> NDArray[Any]:
+    """Return labels as an array in which each value is what it was: NumPy makes text of NaN and numbers beside text."""
+    if isinstance(labels, np.ma.MaskedArray):
+        shown: NDArray[Any] = labels.data.astype(object)
+        shown[np.ma.getmaskarray(labels)] = None
+        return shown
+    if callable(detach := getattr(labels, "detach", None)):
+        labels = detach().cpu()
+    if isinstance(labels, str | bytes) or not isinstance(labels, Iterable) or hasattr(labels, "__array__"):
+        array = np.asarray(labels)
+        if array.dtype.kind in "biufUO":
+            return array
+        return _of_values(array.tolist() if array.ndim == 1 else array)
+    values = list(labels)
+    kinds = set(map(type, values))
+    if kinds in ({str}, {int}, {bool}):
+        array = np.asarray(values)
+        # of whole numbers beyond int64, NumPy may make floats, which are not exact
+        return array if array.dtype.kind in "biuU" else _of_values(values)
+    return _of_values([_plain(value) for value in values])
+
+
+def _of_values(values: Any) -> NDArray[Any]:
+    """Return an array of objects, (N,) whatever the values are."""
+    array = np.empty(len(values), object)
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
+
+
+def _plain(value: Any) -> Any:
+    """Return a NumPy scalar, or a tensor of no dimension, as Python's value."""
+    item: Callable[[], Any] | None = getattr(value, "item", None)
+    return item() if item is not None and getattr(value, "ndim", None) == 0 else value
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, float | np.floating):
+        number = float(value)
+        return abs(number) <= EXACT and number.is_integer()
+    return isinstance(value, int | np.integer | np.bool_)
+
+
+def _whole_numbers(values: list[Any]) -> NDArray[Any]:
+    whole = [int(value) for value in values]
+    for kind in (np.int64, np.uint64):
+        try:
+            return np.array(whole, kind)
+        except OverflowError:
+            continue
+    return np.array(whole, object)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:39] + '…'} ({type(value).__name__})"

@@ -1,0 +1,635 @@
+"""An index: items in a store, searched with the bundle of the generation that is served."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeAlias, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL.Image import Image
+
+from retrieval.errors import DataError, StoreError, at_least_one
+from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.files.places import StrPath, instead, kind_of
+from retrieval.serving.filters import Filter, as_filter
+from retrieval.serving.images import Limits
+from retrieval.serving.index.adding import Added, add_sources
+from retrieval.serving.index.alike import Alike, Cluster, clusters, duplicates
+from retrieval.serving.index.contract import Floats
+from retrieval.serving.index.measuring import Distances, by_id, candidates_of, distances_of, measured_alone
+from retrieval.serving.index.migrating import Migrated, migrate, rollback
+from retrieval.serving.index.tuning import Tuned, tune
+from retrieval.serving.progress import Meter, Progress, showing
+from retrieval.serving.providers import Device
+from retrieval.serving.queries import encode_queries
+from retrieval.serving.stages import stage
+from retrieval.serving.store.address import Address, IndexPlace, place_of
+from retrieval.serving.store.contract import (
+    Generation,
+    Item,
+    Keep,
+    Stats,
+    Store,
+    Superseded,
+)
+from retrieval.serving.store.items import own
+from retrieval.serving.store.place import store_place
+
+Where: TypeAlias = "str | Mapping[str, Any] | Filter | None"
+
+_TRIES = 5
+_QUERIES_AT_ONCE = 256  # bounds the memory of measuring candidates
+
+
+@dataclass(frozen=True, init=False)
+class Hit:
+    """One answer of a search: an item and its distance to the query; smaller is closer.
+
+    Attributes:
+        id: of the item.
+        label: of the item; None when it has none.
+        distance: to the query.
+        metadata: of the item.
+        path: the file that was indexed, None for features.
+        keep: what the index keeps of the original: see `retrieval.serving.store.contract.Keep`.
+    """
+
+    id: str
+    label: str | None
+    distance: float
+    metadata: Mapping[str, Any]
+    path: Path | None = None
+    keep: str = "reference"
+
+    def __init__(
+        self,
+        id: str,
+        label: str | None,
+        distance: float,
+        metadata: Mapping[str, Any],
+        path: Path | None = None,
+        keep: str = "reference",
+    ) -> None:
+        # A batch makes thousands of hits, and the __init__ of a frozen dataclass takes three times as long.
+        values = self.__dict__
+        values["id"], values["label"], values["distance"] = id, label, distance
+        values["metadata"], values["path"], values["keep"] = metadata, path, keep
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What building an index did, and how long it took.
+
+    Attributes:
+        path: the index.
+        count: items in it.
+        skipped: why an image could not be used, a sentence each.
+        repeated: files that were named more than once and taken once.
+        resumed: items that an interrupted run had added already.
+        backend: the back end's name, chosen or given; at an address the store's.
+        recall_at_10: of an approximate back end, else None.
+        seconds: how long it took.
+        left_out: a sentence on the files of folders that are not images, for each reason.
+    """
+
+    path: IndexPlace
+    count: int
+    skipped: tuple[str, ...]
+    repeated: int
+    resumed: int
+    backend: str
+    recall_at_10: float | None
+    seconds: float
+    left_out: tuple[str, ...] = ()
+
+
+class Index:
+    """An opened index: items come, change and go, and it is searched all the while.
+
+    Its methods may be called from several threads at once.
+
+    Args:
+        path: the folder or address.
+        store: what keeps its items.
+        threads: of one call of the encoder; None leaves it to ONNX Runtime.
+        device: of the encoder.
+
+    Attributes:
+        path: the folder, or the address.
+        store: what keeps its items.
+        summary: what building it did, where `retrieval.build_index` gave it; else None.
+    """
+
+    summary: Summary | None = None
+
+    def __init__(
+        self, path: IndexPlace, store: Store, threads: int | None = None, device: Device = "auto"
+    ) -> None:
+        self.path = path
+        self.store = store
+        self._threads, self._device = threads, device
+        self._lock = threading.Lock()
+        self._closed = False
+        self._served: tuple[Generation, Bundle] | None = None
+        self._identity = store.identity()
+        self.follow()
+
+    @classmethod
+    def open(
+        cls,
+        path: StrPath | Address,
+        *,
+        threads: int | None = None,
+        device: Device = "auto",
+        plugins: Iterable[str] = (),
+    ) -> Self:
+        """Open a folder or an address; see `retrieval.open_index`."""
+        place = place_of(path)
+        store = open_store(place, plugins)
+        try:
+            return cls(place, store, threads, device)
+        except BaseException:
+            store.close()
+            raise
+
+    def follow(self) -> Bundle:
+        """Open the bundle of the generation that is served now, and return it."""
+        with self._lock:
+            served = next(one for one in self.store.generations() if one.state == "served")
+            if self._served is None or self._served[0].number != served.number:
+                bundle = Bundle.open(
+                    self.store.bundle(served),
+                    variant=served.variant,
+                    threads=self._threads,
+                    device=self._device,
+                )
+                if bundle.sha256 != served.bundle:
+                    raise StoreError(
+                        f"The index {self.path} is damaged: its bundle is not the one that "
+                        "embedded its items."
+                    )
+                self._served = (served, bundle)
+            return self._served[1]
+
+    @property
+    def bundle(self) -> Bundle:
+        """The served generation's bundle: it encodes queries and, where it has a rescorer, orders candidates."""
+        assert self._served is not None
+        return self._served[1]
+
+    @property
+    def generation(self) -> Generation:
+        """The generation that is served."""
+        assert self._served is not None
+        return self._served[0]
+
+    @property
+    def identity(self) -> str:
+        """The index's own id, which copies and snapshots keep."""
+        return self._identity
+
+    def __len__(self) -> int:
+        return self.store.count()
+
+    def __repr__(self) -> str:
+        return f"Index {self.path}: {len(self):,} items, vectors of {self.bundle.manifest.vector}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the store; the index cannot be searched any more."""
+        self._closed = True
+        self.store.close()
+
+    def require_open(self) -> None:
+        """Raise a `StoreError` once the index is closed."""
+        if self._closed:
+            raise StoreError(f"The index {self.path} was closed. Open it again with retrieval.open_index.")
+
+    def changed(self) -> str | None:
+        """Return a sentence when the folder was replaced or removed; what changes within it is meant to."""
+        return self.store.changed()
+
+    # Searching
+
+    @overload
+    def search(
+        self,
+        queries: StrPath | bytes | Image,
+        k: int = 10,
+        *,
+        candidates: int | None = None,
+        where: Where = None,
+    ) -> list[Hit]: ...
+    @overload
+    def search(
+        self,
+        queries: Encoded | list[Any],
+        k: int = 10,
+        *,
+        candidates: int | None = None,
+        where: Where = None,
+    ) -> list[list[Hit]]: ...
+    @overload
+    def search(
+        self, queries: Any, k: int = 10, *, candidates: int | None = None, where: Where = None
+    ) -> list[Any]: ...
+    def search(
+        self, queries: Any, k: int = 10, *, candidates: int | None = None, where: Where = None
+    ) -> list[Any]:
+        """Return the nearest items of a query, nearest first; equal distances by id. Of several queries, a list of such lists.
+
+        Without a rescorer the distance is measured on the stored vectors, Euclidean unless the bundle
+        says otherwise (with sub-spaces, what the bundle's merge makes of them:
+        `retrieval.serving.merging`). With one, it is the rescorer's.
+
+        Args:
+            queries: one query, which gives one list of hits:
+
+                - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its pixels,
+                  uint8 (H, W) or (H, W, 3);
+                - a vector: (F,) features where the bundle takes features, otherwise (P,) as its
+                  encoder gives.
+
+                Or several, which give one list of hits each: a list of images or of vectors, an array
+                (N, F) or (N, P), or `Encoded`, which the bundle's `encode` gave.
+            k: how many; all items when there are fewer.
+            candidates: how many the rescorer is given, in each sub-space; the bundle's own number by
+                default.
+            where: only items that match, as text (`price < 20 and label in ('shoe', 'boot')`) or as
+                JSON; see `retrieval.serving.filters`.
+
+        Raises:
+            DataError: an image cannot be decoded, a vector has another width or holds NaN, a list mixes
+                images and vectors, k is below 1, or encoded vectors come alone where a rescorer needs
+                codes. In a list, the message names the item.
+            StoreError: the index was closed.
+        """
+        k = at_least_one("k", k)
+        if candidates is not None:
+            candidates = at_least_one("The number of candidates", candidates)
+        self.require_open()
+        where = as_filter(where)
+        for attempt in range(_TRIES):
+            bundle = self.bundle
+            encoded, alone = encode_queries(bundle, queries)
+            query, code = _checked(bundle, encoded)
+            try:
+                hits: list[list[Hit]] = []
+                for start in range(0, len(query), _QUERIES_AT_ONCE):
+                    rows = slice(start, start + _QUERIES_AT_ONCE)
+                    part_code = None if code is None else code[rows]
+                    hits += self._nearest(query[rows], part_code, bundle, k, candidates, where)
+                return hits[0] if alone else hits
+            except Superseded:
+                # Another generation is served since. Queries that came encoded cannot be encoded again.
+                if isinstance(queries, Encoded) or attempt == _TRIES - 1:
+                    raise
+        raise AssertionError
+
+    def _nearest(
+        self,
+        query: Floats,
+        code: Floats | None,
+        bundle: Bundle,
+        k: int,
+        candidates: int | None,
+        where: Filter | None,
+    ) -> list[list[Hit]]:
+        """Return the hits of each query, all of which `bundle` encoded."""
+        try:
+            proposed = self.store.propose(
+                query, candidates_of(bundle, k, candidates), bundle.sha256, where=where
+            )
+        except Superseded:
+            self.follow()
+            raise
+        if measured_alone(bundle) and all(each.distances is not None for each in proposed):
+            return [
+                _hits(each.items, each.distances[:k].tolist())
+                for each in proposed
+                if each.distances is not None
+            ]
+        proposed = [each if each.distances is None else by_id(each) for each in proposed]
+        distances = distances_of(bundle, query, code, proposed, k)
+        return [
+            _ordered(each.items, own_distances, k)
+            for each, own_distances in zip(proposed, distances, strict=True)
+        ]
+
+    def duplicates(self, within: float, *, where: Where = None, progress: Progress = True) -> list[Alike]:
+        """Return groups of items within a distance of one another, directly or through others; the largest group first.
+
+        Args:
+            within: the distance, as searches give it.
+            where: only among items that match.
+            progress: True shows a bar, False nothing; a function is told (what, done, total).
+        """
+        with showing(progress):
+            return duplicates(self, within, where=as_filter(where))
+
+    def clusters(self, count: int, *, where: Where = None, progress: Progress = True) -> list[Cluster]:
+        """Return clusters of items by k-means on their vectors, the largest first.
+
+        Args:
+            count: how many.
+            where: only items that match.
+            progress: True shows a bar, False nothing; a function is told (what, done, total).
+
+        Raises:
+            DataError: there are fewer items.
+        """
+        with showing(progress):
+            return clusters(self, count, where=as_filter(where))
+
+    # Items
+
+    def add(
+        self,
+        sources: StrPath | Sequence[StrPath],
+        *,
+        keep: Keep = "reference",
+        sync: bool = False,
+        skip_bad: bool = False,
+        batch: int = 32,
+        workers: int | None = None,
+        limits: Limits | None = None,
+        progress: Progress = True,
+    ) -> Added:
+        """Embed images or features and add them; what is there and has not changed is passed over.
+
+        What was added is on the disk from second to second: after a kill the same call goes on.
+
+        Args:
+            sources: one or more files, folders, CSV manifests, Parquet tables, tar shards, or `.npz`
+                features; see `retrieval.serving.index.sources.collect`.
+            keep: what the index keeps of originals: "reference", "copy", "thumbnail" or "nothing".
+            sync: make the index equal to the sources: items that they do not name are deleted.
+            skip_bad: pass over images that cannot be used; without it they are all named in the error,
+                and the others are added.
+            batch: items that go through the encoder at once.
+            workers: threads that decode; as many as there are cores by default.
+            limits: the largest images that are decoded.
+            progress: True shows a bar, False nothing; a function is told (what, done, total).
+
+        Raises:
+            DataError: no items, an id twice, or images that cannot be used.
+            StoreError: read-only, another writer holds the index, or the disk refuses.
+        """
+        return add_sources(
+            self,
+            sources,
+            keep=keep,
+            sync=sync,
+            skip_bad=skip_bad,
+            batch=batch,
+            workers=workers,
+            limits=limits,
+            progress=progress,
+        )
+
+    def upsert(self, items: Sequence[Item]) -> int:
+        """Add items that are embedded already, or put them in the place of others; return how many took another's place.
+
+        Raises:
+            DataError: an item that cannot be kept; all are named, and none is kept.
+            StoreError: read-only, another writer holds the index, or the disk refuses.
+        """
+        with stage("write", len(items)):
+            return self.store.upsert(items, self.bundle.sha256)
+
+    def delete(self, ids: str | Iterable[str] = (), *, where: Where = None) -> int:
+        """Delete items by id, or all that match; return how many there were. Unknown ids are passed over.
+
+        Raises:
+            DataError: the filter cannot be read, or names what no item has.
+            StoreError: read-only, another writer holds the index, or the disk refuses.
+        """
+        where = as_filter(where)
+        with stage("write"):
+            return self.store.delete([ids] if isinstance(ids, str) else ids, where=where)
+
+    def get(self, ids: str | Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
+        """Return items by id; unknown ids are left out.
+
+        Args:
+            ids: one or more.
+            arrays: with their vectors.
+
+        Raises:
+            StoreError: the index was closed, or is damaged.
+        """
+        self.require_open()
+        return self.store.get([ids] if isinstance(ids, str) else ids, arrays=arrays)
+
+    def vector(self, id: str) -> Floats:
+        """Return the stored vector (P,) of an item by its id.
+
+        Raises:
+            DataError: there is no such item, or the generation that is served does without it.
+        """
+        item = self.get([id], arrays=True).get(id)
+        if item is None:
+            raise DataError(f"The index {self.path} has no item '{id}'.")
+        if not item.arrays:
+            raise DataError(
+                f"The generation that is served in {self.path} does without the item '{id}': it could "
+                "not be embedded when the index was migrated. Add it again."
+            )
+        return np.array(item.vector)
+
+    def scan(self, where: Where = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
+        """Return a page of items, in the order of their ids: the first `limit` behind `after`."""
+        return self.store.scan(as_filter(where), after=after, limit=limit)
+
+    def count(self, where: Where = None) -> int:
+        """Return how many items match."""
+        return self.store.count(as_filter(where))
+
+    def stats(self) -> Stats:
+        """Return what the index holds."""
+        return self.store.stats()
+
+    # The index as a whole
+
+    def migrate(
+        self, bundle: StrPath | Bundle, *, skip_bad: bool = False, progress: Progress = True
+    ) -> Migrated:
+        """Embed all items with another bundle, then serve that; searches and writes go on meanwhile.
+
+        Where the index keeps features and the bundle's backbone is theirs (`Bundle.backbone_sha256`),
+        its head is applied to them: no original is opened. So is a bundle of features of their width:
+        then it is served behind the index's own backbone, and images are queries as before; that these
+        features are the ones it was learned on is for you to know. Otherwise originals are embedded
+        again.
+
+        An answer is of one bundle, always. The old generation is kept for `rollback` until it is
+        dropped. After a kill the same call goes on.
+
+        Args:
+            bundle: a bundle, or its folder.
+            skip_bad: leave out items whose original is gone or cannot be used; without it they are
+                named, and nothing is switched.
+            progress: True shows a bar, False nothing; a function is told (what, done, total).
+
+        Raises:
+            DataError: an item's original is gone or cannot be used.
+            BundleError: the bundle takes features, and the index keeps none, or of another width.
+            StoreError: read-only, another writer holds the index, or the disk refuses.
+        """
+        return migrate(self, bundle, skip_bad=skip_bad, progress=progress)
+
+    def rollback(self, *, progress: Progress = True) -> Migrated:
+        """Serve the generation before; items that came since are embedded for it first."""
+        return rollback(self, progress=progress)
+
+    def drop_old(self) -> int:
+        """Delete every generation that is not served; return how many."""
+        others = [one for one in self.store.generations() if one.state != "served"]
+        for generation in others:
+            self.store.drop(generation)
+        return len(others)
+
+    def snapshot(self, target: StrPath) -> Path:
+        """Write a copy of one moment to a new folder, which opens as an index.
+
+        Raises:
+            StoreError: there is something already, or the disk refuses.
+        """
+        self.store.snapshot(Path(target))
+        return Path(target)
+
+    def tune(
+        self,
+        *,
+        recall: float = 0.95,
+        memory: int | None = None,
+        most: int = 200_000,
+        apply: bool = True,
+        progress: Progress = True,
+    ) -> Tuned:
+        """Measure which structure finds fastest what it must, on this index's own vectors, and take it; the index keeps the table.
+
+        200 vectors are held out as queries; structures are built over the others, at most `most` of them.
+
+        Args:
+            recall: share of the ten nearest that must be found.
+            memory: bytes of the vectors and the structure together; None for no limit.
+            most: vectors that structures are built over, taken at random where there are more.
+            apply: whether to keep the table, and build the chosen structure for the index's segments, now.
+            progress: True shows a bar, False nothing; a function is told (what, done, total).
+
+        Raises:
+            DataError: limits that are none, or too few items.
+            StoreError: the store chooses structures itself, or the index cannot be written to.
+        """
+        store = self.store
+        if not store.structures:
+            raise StoreError(
+                f"The store of {self.path} chooses by itself how it searches: there is nothing to tune."
+            )
+        with showing(progress):
+            tuned = tune(self, recall=recall, memory=memory, most=most)
+            if not apply:
+                return tuned
+            store.keep_tuned(tuned.as_dict())
+            if tuned.chosen is not None:
+                with Meter("indexing", len(self), "items") as meter:
+                    store.take_structure(
+                        tuned.chosen.backend,
+                        tuned.chosen.options,
+                        lambda done, total: meter.reach(done, total, "indexing"),
+                    )
+        return tuned
+
+
+def open_index(
+    path: StrPath | Address,
+    *,
+    threads: int | None = None,
+    device: Device = "auto",
+    plugins: Iterable[str] = (),
+) -> Index:
+    """Open an index.
+
+    Args:
+        path: its folder; or the address of a store that a plugin brings, such as
+            `milvus://host:19530/photos`, as text.
+        threads: of one call of the encoder; None leaves it to ONNX Runtime.
+        device: of the encoder: "auto", "cpu" or "cuda".
+        plugins: files or modules of a third-party back end or store that is not installed.
+
+    Raises:
+        StoreError: missing, damaged, or of another format.
+        BundleError: its bundle cannot be used.
+        PluginError: the plugin of its back end, or of its store, is not there.
+    """
+    return Index.open(path, threads=threads, device=device, plugins=plugins)
+
+
+def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
+    """Open what keeps an index's items, without its bundle.
+
+    Raises:
+        StoreError: missing, damaged, of another format, or no index.
+    """
+    if isinstance(place, Path) and kind_of(place) != "index":
+        missing = "" if place.is_dir() else ": there is no such folder"
+        raise StoreError(f"{place} is not an index{missing}.{instead(place, 'index')}")
+    return store_place(place, plugins).open()
+
+
+def _checked(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
+    """Return query vectors (Q, P), and codes where the bundle rescores."""
+    rescores, width = bundle.manifest.rescorer is not None, bundle.manifest.vector
+    if isinstance(queries, Encoded):
+        if queries.bundle not in ("", bundle.sha256):
+            raise Superseded(
+                "The queries were encoded with another bundle than the one that is served. Encode them again."
+            )
+        query, code = queries.query, queries.code
+    else:
+        query, code = np.atleast_2d(np.asarray(queries)), None
+        if query.dtype.kind not in "fiu":
+            raise DataError(f"A query vector holds real numbers, not {query.dtype}.")
+    if query.ndim != 2 or query.shape[1] != width:
+        raise DataError(f"A query vector of this index has {width} numbers, not {query.shape[-1]}.")
+    with np.errstate(over="ignore"):
+        query = np.ascontiguousarray(query, dtype=np.float32)
+    if not np.isfinite(query).all():
+        raise DataError("A query vector holds NaN, infinity or a number beyond float32.")
+    if rescores and code is None:
+        raise DataError(
+            "This index orders its answers with a rescorer, which needs the query's code: give an "
+            "image (or features), not an encoded vector."
+        )
+    return query, code if rescores else None
+
+
+def _hits(items: Sequence[Item], distances: Sequence[float]) -> list[Hit]:
+    """Return a hit for each distance, of the items in their order, which may be more."""
+    return [
+        Hit(
+            item.id,
+            item.label,
+            distance,
+            own(item.metadata) if item.metadata else {},
+            item.path,
+            item.keep,
+        )
+        for item, distance in zip(items, distances, strict=False)
+    ]
+
+
+def _ordered(items: Sequence[Item], distances: Distances, k: int) -> list[Hit]:
+    """Return hits of the nearest k candidates; equal distances in the candidates' order."""
+    order = np.argsort(distances, kind="stable")[:k]
+    return _hits([items[row] for row in order.tolist()], distances[order].tolist())

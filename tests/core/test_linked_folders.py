@@ -1,0 +1,158 @@
+"""Every reader of folders follows links, ends at circles, and names links that lead nowhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import retrieval
+import torchvision
+from PIL import Image
+from retrieval.client.folder import walk
+from retrieval.data.findings import Findings
+from retrieval.errors import DataError
+from retrieval.export.photos import Photos
+from retrieval.host.walk import files_below, leads_nowhere
+from retrieval.serving.image_files import find_images
+from retrieval.serving.index.sources import collect
+
+
+def keys(folder: Path, **values: Any) -> list[str]:
+    return list(retrieval.create("dataset", "core.image_folder", folder=str(folder), **values).keys)
+
+
+def found_by(folder: Path) -> dict[str, list[str]]:
+    """The images below a folder, by each reader of folders."""
+    return {
+        "training": keys(folder),
+        "index": [item.key for item in collect([folder], "image").items],
+        "push": [path.relative_to(folder).as_posix() for path, image in walk(folder) if image],
+        "find_images": [p.relative_to(folder).as_posix() for p in find_images(folder).images],
+    }
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Four classes of three images."""
+    random = np.random.default_rng(0)
+    for label in "0123":
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for number in range(3):
+            pixels = random.integers(0, 256, (8, 8, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{number}.png")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def linked(photos: Path) -> Path:
+    """The same, where three classes are links, one of which leads over a second link."""
+    folder = photos.parent / "linked"
+    folder.mkdir()
+    (photos.parent / "store").symlink_to(photos)
+    for label, home in (("0", photos), ("1", photos), ("2", photos.parent / "store")):
+        (folder / label).symlink_to(home / label)
+    (folder / "3").mkdir()
+    for number in range(3):
+        (folder / "3" / f"{number}.png").symlink_to(photos / "3" / f"{number}.png")
+    return folder
+
+
+def checked(folder: Path) -> Findings:
+    return retrieval.check_data(folder, progress=False)
+
+
+def test_every_reader_follows_links_as_torchvision_does(photos: Path, linked: Path) -> None:
+    wanted = [f"{label}/{number}.png" for label in "0123" for number in range(3)]
+    theirs = torchvision.datasets.ImageFolder(str(linked)).samples
+    assert [Path(path).relative_to(linked).as_posix() for path, _ in theirs] == wanted
+    assert found_by(linked) == dict.fromkeys(found_by(photos), wanted) == found_by(photos)
+    assert len(Photos([linked], 0).files) == 12
+    found = checked(linked)
+    assert found.clean and len(found.subjects) == 12 and found.as_dict()["labels"] == 4
+
+
+def test_sides_that_are_links_are_the_split(photos: Path) -> None:
+    folder = photos.parent / "split"
+    folder.mkdir()
+    (folder / "train").symlink_to(photos)
+    (folder / "test").symlink_to(photos)
+    data = retrieval.create("dataset", "core.image_folder", folder=str(folder))
+    assert list(data.splits or ()) == ["test"] * 12 + ["train"] * 12
+    assert checked(folder).counts()["leaks"] == 12
+
+
+def test_a_folder_that_is_itself_a_link_keeps_its_own_name(photos: Path) -> None:
+    cats = photos.parent / "cats"
+    cats.symlink_to(photos / "0")
+    assert {item.label for item in collect([cats], "image").items} == {"cats"}
+    both = collect([cats, photos], "image").items
+    assert [item.key for item in both][:4] == ["cats/0.png", "cats/1.png", "cats/2.png", "photos/0/0.png"]
+
+
+def test_a_circle_of_links_ends(photos: Path) -> None:
+    plain = sorted(files_below(photos))
+    (photos / "0" / "up").symlink_to(photos)
+    (photos / "1" / "here").symlink_to(".")
+    found = sorted(files_below(photos))
+    assert set(plain) <= set(found) and len(found) == 12  # `up` is the folder it lies in
+    (photos / "2" / "aside").symlink_to(photos / "3")
+    (photos / "3" / "aside").symlink_to(photos / "2")
+    assert len(list(files_below(photos))) == 12 + 3 + 3
+
+
+def test_folders_that_all_link_to_one_another_are_refused_in_time(tmp_path: Path) -> None:
+    names = [f"folder{number}" for number in range(12)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        for other in names:
+            (tmp_path / name / other).symlink_to(tmp_path / other)
+    with pytest.raises(DataError, match="more than 100 times"):
+        list(files_below(tmp_path))
+
+
+def test_a_link_that_leads_nowhere_is_named(linked: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (linked / "4").symlink_to(linked / "gone")
+    (linked / "3" / "9.png").symlink_to(linked / "9.png")
+    (linked / "3" / "loop.png").symlink_to("loop.png")
+    assert leads_nowhere(linked / "4") and leads_nowhere(linked / "3" / "loop.png")
+    sentence = r"3 links lead nowhere: 3/9\.png, 3/loop\.png, 4\. Mend or remove them\."
+    with pytest.raises(DataError, match=f"{sentence} Set .*skip_bad"):
+        keys(linked)
+    data = retrieval.create("dataset", "core.image_folder", folder=str(linked), skip_bad=True)
+    assert len(data) == 12 and any("3 links lead nowhere" in note for note in data.notes)  # type: ignore[attr-defined]
+    assert len(Photos([linked], 0).files) == 12 and "3 links lead nowhere" in caplog.text
+    found = checked(linked)
+    assert [why for _, why in found.broken] == [
+        f"{linked}/{name} is a link that leads nowhere." for name in ("3/9.png", "3/loop.png", "4")
+    ]
+    assert not found.clean
+    pushed = {path.name for path, image in walk(linked) if image}
+    assert {"4", "9.png", "loop.png"} <= pushed
+
+
+def test_a_folder_of_nothing_but_lost_links_says_so(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "0").symlink_to("gone")
+    with pytest.raises(DataError, match=r"holds no image .* 1 link leads nowhere: 0\. Mend or remove it"):
+        find_images(tmp_path / "photos")
+
+
+def test_a_folder_at_an_address_of_this_machine_follows_links(linked: Path) -> None:
+    (linked / "3" / "up").symlink_to(linked)
+    items = collect([f"file://{linked}"], "image").items
+    assert [item.key for item in items] == [
+        f"{label}/{number}.png" for label in "0123" for number in range(3)
+    ]
+
+
+def test_published_layouts_follow_links_and_name_lost_ones(linked: Path) -> None:
+    root = linked.parent / "101_ObjectCategories"
+    root.symlink_to(linked)
+    values = {"folder": str(linked.parent), "counts": "any"}
+    assert len(retrieval.create("dataset", "sets.caltech101", **values)) == 12
+    (linked / "4").symlink_to("gone")
+    with pytest.raises(DataError, match="1 link leads nowhere: 4"):
+        retrieval.create("dataset", "sets.caltech101", **values)
+    assert len(retrieval.create("dataset", "sets.caltech101", **values, skip_bad=True)) == 12

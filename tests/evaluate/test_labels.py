@@ -1,0 +1,207 @@
+"""A missing label is no class, and labels of two kinds never match, wherever the face takes labels."""
+
+from __future__ import annotations
+
+import decimal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from retrieval import DataError, evaluate, plot
+from retrieval.evaluation.clusters import cluster_figures
+from retrieval.evaluation.exclusion import Exclusion
+from retrieval.evaluation.pairwise import ArrayRows, pairwise
+from retrieval.evaluation.relevance import Levels, Tags
+from retrieval.evaluation.verification import verification
+from retrieval.model.labels import read_labels
+
+NAN = float("nan")
+CODES = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+MISSING: dict[str, Any] = {
+    "NaN beside text": ["a", NAN, "a", NAN, "b", "b"],
+    "None beside text": ["a", None, "a", None, "b", "b"],
+    "NaN beside numbers": [1, NAN, 1, NAN, 2, 2],
+    "array of floats": np.array([1, NAN, 1, NAN, 2, 2]),
+    "array of objects": np.array(["a", NAN, "a", None, "b", "b"], object),
+    "NumPy's NaN": [np.str_("a"), np.float32("nan"), "a", np.float64("nan"), "b", "b"],
+    "not a time": ["a", np.datetime64("NaT"), "a", np.datetime64("NaT"), "b", "b"],
+    "decimal": ["a", decimal.Decimal("NaN"), "a", decimal.Decimal("NaN"), "b", "b"],
+    "masked array": np.ma.masked_array([1, 9, 1, 9, 2, 2], [0, 1, 0, 1, 0, 0]),
+    "tensor": torch.tensor([1, NAN, 1, NAN, 2, 2]),
+}
+WHERE = r"2 of 6 (gallery )?labels are missing .* rows 1, 3 from 0 on\. Leave those items out"
+TWO_KINDS: dict[str, Any] = {
+    "list": ["1", 1, "2", 2, "3", 3],
+    "objects": np.array(["1", 1, "2", 2, "3", 3], object),
+    "NumPy's": [np.str_("1"), np.int64(1), "2", 2, "3", 3],
+}
+TAKERS: dict[str, Callable[[Any], Any]] = {
+    "evaluate": lambda labels: evaluate(CODES, labels),
+    "gallery": lambda labels: evaluate(CODES, ["a", "b"] * 3, gallery=CODES, gallery_labels=labels),
+    "pairwise": lambda labels: pairwise(ArrayRows(CODES), labels),
+    "clusters": lambda labels: cluster_figures(CODES, labels),
+    "map": lambda labels: plot.map(CODES, labels),
+}
+takers = pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
+
+
+@takers
+@pytest.mark.parametrize("labels", MISSING.values(), ids=MISSING)
+def test_a_missing_label_is_refused_with_its_row(take: Callable[[Any], Any], labels: Any) -> None:
+    with pytest.raises(DataError, match=WHERE):
+        take(labels)
+
+
+@takers
+@pytest.mark.parametrize("labels", TWO_KINDS.values(), ids=TWO_KINDS)
+def test_text_beside_numbers_is_refused_with_a_row_of_each(take: Callable[[Any], Any], labels: Any) -> None:
+    with pytest.raises(DataError, match=r"two kinds, .* row 0 is '1' \(str\) and row 1 is 1 \(int\)"):
+        take(labels)
+
+
+@pytest.mark.parametrize("kind", ["object", "str", "string", "category", "Int64", "Float64"])
+def test_what_pandas_holds_is_read_by_the_same_rule(kind: str) -> None:
+    pandas = pytest.importorskip("pandas")
+    numbers = kind in ("Int64", "Float64")
+    whole = [1, 1, 1, 1, 2, 2] if numbers else ["a", "a", "a", "a", "b", "b"]
+    gaps = [None if row in (1, 3) else label for row, label in enumerate(whole)]
+    assert evaluate(CODES, pandas.Series(whole, dtype=kind)).values == evaluate(CODES, whole).values
+    with pytest.raises(DataError, match=WHERE):
+        evaluate(CODES, pandas.Series(gaps, dtype=kind))
+    with pytest.raises(DataError, match=WHERE):
+        evaluate(CODES, list(pandas.Series(gaps, dtype=kind)))
+
+
+def test_not_a_time_of_pandas_is_missing() -> None:
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(DataError, match=WHERE):
+        evaluate(CODES, ["a", pandas.NaT, "a", pandas.NA, "b", "b"])
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["0", "0", "1", "1", "2", "2"],
+        tuple("001122"),
+        np.array(list("001122"), object),
+        [0, 0, 1, 1, 2, 2],
+        [0.0, 0.0, 1.0, 1.0, 2.0, 2.0],
+        np.array([0, 0, 1, 1, 2, 2], np.float32),
+        torch.tensor([0, 0, 1, 1, 2, 2]),
+        list(torch.tensor([0, 0, 1, 1, 2, 2])),
+        [np.int8(0), np.uint64(0), 1, 1, 2, 2],
+        np.ma.masked_array([0, 0, 1, 1, 2, 2], False),
+        {row: row // 2 for row in range(6)}.values(),
+    ],
+    ids=repr,
+)
+def test_labels_that_are_all_there_are_read_alike(labels: Any) -> None:
+    assert evaluate(CODES, labels).values == evaluate(CODES, [0, 0, 1, 1, 2, 2]).values
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [2**62, 2**62 + 1],
+        [2**63, 2**63 + 1],
+        [2**70, 2**70 + 1],
+        [-1, 2**63],
+        [-1, 2**70],
+        [2**53, 2**53 + 1],
+    ],
+)
+def test_large_whole_numbers_stay_apart(labels: list[int]) -> None:
+    assert [int(label) for label in read_labels(labels)] == labels
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ([1.5, 2, 3, 1, 1, 1], r"whole numbers or text.*row 0 is 1\.5 \(float\)"),
+        ([1, 2, np.inf, 1, 1, 1], r"row 2 is inf"),
+        ([1, 2.0**60, 1, 1, 1, 1], r"row 1 is 1\.15"),
+        ([(1, 2)] * 6, r"row 0 is \(1, 2\) \(tuple\)"),
+        ([b"a"] * 6, r"row 0 is b'a' \(bytes\)"),
+        (np.array(["2026-01-01"] * 6, "datetime64[D]"), r"row 0 is datetime\.date"),
+        (np.ones((6, 1), int), r"shape \(6, 1\)"),
+        ("aabbcc", r"shape \(\)"),
+        (None, r"shape \(\)"),
+        ([1, 2], "6 codes and 2 labels: one label per item"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_label_is_shown(labels: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        evaluate(CODES, labels)
+
+
+def test_without_items_the_sentence_says_so() -> None:
+    with pytest.raises(DataError, match="There are no items"):
+        evaluate(CODES[:0], [])
+    with pytest.raises(DataError, match="no items: 6 queries and a gallery of 0"):
+        evaluate(CODES, [1] * 6, gallery=CODES[:0], gallery_labels=[])
+    with pytest.raises(DataError, match="no items"):
+        pairwise(ArrayRows(CODES[:0]), [])
+
+
+@pytest.mark.parametrize("missing", [NAN, None, np.datetime64("NaT")], ids=repr)
+def test_a_missing_value_is_no_group(missing: Any) -> None:
+    labels = ["a", "a", "b", "b", "c", "c"]
+    assert set(evaluate(CODES, labels, by=["v", "w"] * 3).groups) == {"v", "w"}
+    with pytest.raises(DataError, match=r"3 of 6 values to group by are missing .* rows 1, 3, 5 from 0 on"):
+        evaluate(CODES, labels, by=["v", missing] * 3)
+    with pytest.raises(DataError, match="values to group by are of two kinds"):
+        evaluate(CODES, labels, by=["1", 1] * 3)
+
+
+@pytest.mark.parametrize("missing", [NAN, np.float32("nan"), None, ""], ids=repr)
+def test_a_missing_value_to_exclude_by_is_shared_with_none(missing: Any) -> None:
+    labels = [0, 0, 1, 1, 2, 2]
+    shown = evaluate(CODES, labels).values
+    assert evaluate(CODES, labels, exclude=Exclusion([missing] * 6)).values == shown
+    assert evaluate(CODES, labels, exclude=Exclusion(np.full(6, missing, object))).values == shown
+
+
+def test_a_missing_level_is_shared_with_none() -> None:
+    rows = np.arange(3)
+    assert (Levels([["a", "b", "c"], [NAN] * 3])(rows) == Levels([["a", "b", "c"], [None] * 3])(rows)).all()
+
+
+@pytest.mark.parametrize("tags", [["ab", "b"], [["ab"], NAN], [["ab"], None], [["ab"], [NAN]]], ids=repr)
+def test_tags_that_are_no_lists_of_text_are_refused(tags: Any) -> None:
+    with pytest.raises(DataError, match=r"query labels in row [01] are .*give each item a list of text"):
+        Tags(tags)
+
+
+@pytest.mark.parametrize(
+    ("same", "says"),
+    [
+        ([True, NAN, False, False], r"1 of 4 pairs' kinds is missing \(None or NaN\), in row 1"),
+        ([True, None, False, False], "in row 1"),
+        ([1.0, NAN, 0.0, 0.0], "in row 1"),
+        (["True", "False", "True", "False"], "row 0 is 'True'"),
+        ([1, -1, 1, -1], "row 1 is -1"),
+        ([1, 0.5, 0, 0], r"row 1 is 0\.5"),
+    ],
+)
+def test_a_pair_is_the_same_or_it_is_not(same: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        verification([0.1, 0.2, 0.3, 0.4], same, [0, 1, 0, 1])
+
+
+def test_kinds_of_pairs_are_read_as_truth_or_as_one_and_zero() -> None:
+    distances, folds = [0.1, 0.2, 0.3, 0.4], [0, 1, 0, 1]
+    expected = verification(distances, [True, True, False, False], folds).values
+    for same in ([1, 1, 0, 0], [1.0, 1.0, 0.0, 0.0], np.array([True, True, False, False], object)):
+        assert verification(distances, same, folds).values == expected
+    assert verification(distances, torch.tensor([True, True, False, False]), folds).values == expected
+
+
+@pytest.mark.parametrize("folds", [[0, NAN, 0, 1], ["a", NAN, "a", "b"], ["a", None, "a", "b"]])
+def test_a_missing_fold_is_no_fold(folds: Any) -> None:
+    with pytest.raises(
+        DataError, match=r"1 of 4 folds is missing .* row 1 from 0 on\. Leave those pairs out"
+    ):
+        verification([0.1, 0.2, 0.3, 0.4], [True, True, False, False], folds)

@@ -1,0 +1,158 @@
+"""A stranger's recipe or run runs no plugin of its own before the user says so."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from retrieval.errors import PluginError
+from retrieval.host.allow import answering
+from retrieval.recipe.read import read_recipe
+
+PLUGIN = """
+import pathlib
+from retrieval import hookimpl
+
+pathlib.Path(__file__).with_name("ran").touch()
+
+class Mean:
+    def __call__(self, embeddings, labels):
+        return embeddings.square().mean()
+
+@hookimpl
+def retrieval_losses():
+    return {"mean": Mean}
+"""
+RECIPE = """
+plugins = ["theirs.py"]
+data.name = "core.digits"
+split.by = "class"
+sampler = { classes = 3, items = 4, batches = 1 }
+backbone = { name = "core.pixels", size = 8 }
+head.embedding_size = 8
+loss.name = "theirs.mean"
+train.epochs = 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user who allows nothing yet, in a folder with a stranger's recipe."""
+    monkeypatch.delenv("RETRIEVAL_ALLOW_PLUGINS")
+    folder = tmp_path / "stranger"
+    folder.mkdir()
+    (folder / "theirs.py").write_text(PLUGIN)
+    (folder / "recipe.toml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def refused(outcome: Any, *files: Path) -> None:
+    assert (outcome.code, outcome.out) == (2, ""), outcome
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("Error: ") and "--allow-plugins" in line
+    assert all(str(file) in line for file in files)
+
+
+def test_every_command_refuses_and_the_flag_lets_it_run(stranger: Path, cli: Callable[..., Any]) -> None:
+    recipe, plugin, ran = stranger / "recipe.toml", stranger / "theirs.py", stranger / "ran"
+    refused(cli("check", recipe), plugin)
+    refused(cli("train", recipe, "--output", "run"), plugin)
+    assert not ran.exists() and not Path("run").exists()
+    assert cli("train", recipe, "--output", "run", "--allow-plugins").code == 0
+    assert ran.exists()
+    refused(cli("check", recipe), plugin)  # it was for once
+
+    copy = Path("run/plugins/theirs.py").resolve()
+    (copy.parent / "ran").unlink(missing_ok=True)
+    refused(cli("evaluate", "run"), copy)
+    refused(cli("export", "run"), copy)
+    assert not (copy.parent / "ran").exists()
+    assert cli("evaluate", "run", "--allow-plugins").code == 0 and (copy.parent / "ran").exists()
+
+
+def test_what_the_user_names_is_the_users_word(stranger: Path, cli: Callable[..., Any]) -> None:
+    recipe, plugin = stranger / "recipe.toml", stranger / "theirs.py"
+    assert cli("plugins", "show", "theirs.mean", "--plugin", plugin).code == 0
+    assert cli("check", recipe, "--plugin", plugin).code == 0
+    refused(cli("check", recipe), plugin)
+
+
+def test_python_is_told_what_allows_it(stranger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PluginError, match="in Python with RETRIEVAL_ALLOW_PLUGINS=1 in the environment"):
+        read_recipe(stranger / "recipe.toml")
+    asked: list[str] = []
+    with answering(lambda brings: not asked.append(brings)):
+        assert read_recipe(stranger / "recipe.toml") and read_recipe(stranger / "recipe.toml")
+    assert len(asked) == 1
+    monkeypatch.setenv("RETRIEVAL_ALLOW_PLUGINS", "1")
+    assert read_recipe(stranger / "recipe.toml")
+
+
+def test_bytecode_beside_the_file_never_runs(stranger: Path, cli: Callable[..., Any]) -> None:
+    plugin = stranger / "theirs.py"
+    evil = stranger / "evil.py"
+    evil.write_text(PLUGIN.replace('"ran"', '"evil"'))
+    import importlib.util
+    import py_compile
+
+    py_compile.compile(
+        str(evil),
+        importlib.util.cache_from_source(str(plugin)),
+        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+    )
+    assert cli("check", stranger / "recipe.toml", "--allow-plugins").code == 0
+    assert (stranger / "ran").exists() and not (stranger / "evil").exists()
+
+
+def test_a_module_beside_the_recipe_is_no_installed_one(
+    stranger: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = stranger / "their_package"
+    package.mkdir()
+    (package / "__init__.py").write_text(PLUGIN)
+    (package / "more.py").write_text("")
+    recipe = stranger / "recipe.toml"
+    recipe.write_text(
+        RECIPE.replace("theirs.py", "their_package").replace("theirs.mean", "their_package.mean")
+    )
+    monkeypatch.syspath_prepend(stranger)
+    refused(cli("check", recipe), package / "__init__.py", package / "more.py")
+    assert "their_package" not in sys.modules
+    assert cli("check", recipe, "--allow-plugins").code == 0
+
+
+@pytest.mark.parametrize(("answer", "code"), [(b"n\n", 2), (b"y\n", 0)])
+def test_on_a_terminal_it_asks(stranger: Path, answer: bytes, code: int) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "retrieval.cli", "check", "recipe.toml"]
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, cwd=stranger) as running:
+        os.close(slave)
+        seen = b""
+        while b"Run what is in there?" not in seen:
+            seen += os.read(master, 1000)
+        assert not (stranger / "ran").exists()
+        os.write(master, answer)
+        try:
+            while block := os.read(master, 1000):
+                seen += block
+        except OSError:  # the terminal of a process that ended
+            pass
+        assert running.wait(60) == code, seen
+    os.close(master)
+    assert (stranger / "ran").exists() == (code == 0)
+
+
+def test_escape_codes_in_names_never_reach_a_terminal(stranger: Path, cli: Callable[..., Any]) -> None:
+    evil = stranger / "\x1b[2J\x1b]0;owned\x07\u202e.toml"
+    shutil.copy(stranger / "recipe.toml", evil)
+    outcome = cli("check", evil)
+    assert outcome.code == 2 and "\\x1b[2J\\x1b]0;owned\\x07\\u202e" in outcome.err
+    assert not set("\x1b\x07\u202e") & set(outcome.err)

@@ -1,0 +1,167 @@
+"""Threads, processes and sessions by the cores that a process may use: affinity and the cgroup's quota."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from retrieval.host import cores as of_cores
+from retrieval.host.cores import cores, default_threads, limit_threads
+
+ROOT = Path(__file__).parents[2]
+V1 = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+
+
+def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
+    """A file tree as the kernel shows one: /proc/self/cgroup, and files below /sys/fs/cgroup."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(groups)
+    for name, text in files.items():
+        file = root / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    return root
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen cores, all of which this process may use."""
+    monkeypatch.setattr(of_cores, "_affinity", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "200000 100000"}, 2),
+        ("0::/\n", {"cpu.max": "150000 100000"}, 2),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "1000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "max 100000"}, 16),
+        ("0::/\n", {"cpu.max": "9900000 100000"}, 16),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000"}, 3),
+        ("0::/a/b\n", {"a/b/cpu.max": "100000 100000", "a/cpu.max": "300000 100000"}, 1),
+        # the path of the host, in a container that sees its own group as the root
+        ("0::/docker/0123\n", {"cpu.max": "400000 100000"}, 4),
+        ("0::/../..\n", {"cpu.max": "400000 100000"}, 4),
+        ("3:memory:/\n2:cpu,cpuacct:/\n", {f"cpu,cpuacct/{V1[0]}": "250000", f"cpu,cpuacct/{V1[1]}": "100000"}, 3),
+        ("1:cpu:/\n0::/\n", {f"cpu/{V1[0]}": "-1", f"cpu/{V1[1]}": "100000"}, 16),
+        ("1:cpuacct,cpu:/a\n", {f"cpu/a/{V1[0]}": "200000", f"cpu/a/{V1[1]}": "100000"}, 2),
+        ("1:cpu:/\n0::/\n", {"unified/cpu.max": "200000 100000"}, 2),
+        ("0::/\n", {"cpu.max": "no numbers"}, 16),
+        ("0::/\n", {"cpu.max": "100000 0"}, 16),
+        ("0::/\n", {"cpu.max": ""}, 16),
+        ("", {}, 16),
+    ],
+)  # fmt: skip
+def test_the_quota_of_a_cgroup(groups: str, files: dict[str, str], expected: int, tmp_path: Path) -> None:
+    assert cores(tree(tmp_path, groups, files)) == expected
+
+
+@pytest.mark.usefixtures("machine")
+def test_without_cgroups_the_affinity_counts(tmp_path: Path) -> None:
+    assert cores(tmp_path) == 16
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_users_own_number_of_threads_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = tree(tmp_path, "0::/\n", {"cpu.max": "800000 100000"})
+    limit_threads(half)
+    assert os.environ["OMP_NUM_THREADS"] == "8"
+    assert default_threads() == 8
+    for said, threads in (("3", 3), ("4,2", 4), (" 5 ", 5)):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        limit_threads(half)
+        assert os.environ["OMP_NUM_THREADS"] == said
+        assert default_threads() == threads
+    for nonsense in ("", "0", "-1", "many"):
+        monkeypatch.setenv("OMP_NUM_THREADS", nonsense)
+        assert default_threads() == cores()
+
+
+@pytest.mark.usefixtures("machine")
+def test_without_a_quota_nothing_is_set(tmp_path: Path) -> None:
+    limit_threads(tmp_path)
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def asked(code: str, *, one_core: bool = True) -> Any:
+    """What a child prints as JSON, of which `os.cpu_count` says that it has 64 cores."""
+    pin = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})" if one_core else ""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import json, os\nos.cpu_count = lambda: 64\n{pin}\n{code}"],
+        env=environment, check=True, capture_output=True, text=True, timeout=120, cwd=ROOT,
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
+def test_every_default_follows_the_affinity() -> None:
+    found = asked(
+        """
+import faiss, torch
+import numpy as np
+from retrieval.data.datasets import ArrayDataset
+from retrieval.data.raw import RawInputs
+from retrieval.host.cores import cores, default_threads
+from retrieval.serving.decoding.pool import Decoders
+from retrieval.serving.http.server import Starting
+from retrieval.serving.http.settings import Settings
+from retrieval.serving.images import Preprocessing
+from retrieval.serving.runtime import load_onnxruntime
+from retrieval.serving.sessions import session_options
+
+onnxruntime = load_onnxruntime()
+raw = RawInputs(ArrayDataset(np.zeros((4, 8, 8), np.uint8), list("aabb")), Preprocessing((8, 8), 3), budget=0)
+print(json.dumps({
+    "cores": cores(),
+    "threads": default_threads(),
+    "torch": torch.get_num_threads(),
+    "FAISS": faiss.omp_get_max_threads(),
+    "session": session_options(onnxruntime, None).intra_op_num_threads,
+    "explicit session": session_options(onnxruntime, 3).intra_op_num_threads,
+    "decoding threads": raw._threads._max_workers,
+    "decoding processes": Decoders(None)._most,
+    "encoder of a server": Starting(Settings(workers=1), "127.0.0.1").threads,
+}))
+"""
+    )
+    assert found.pop("explicit session") == 3
+    assert found.pop("decoding processes") == 2  # one, and one for slow images
+    assert found == dict.fromkeys(found, 1)
+
+
+@pytest.mark.skipif(cores() < 2, reason="one core: a quota limits nothing")
+def test_torch_faiss_and_blas_follow_the_quota(tmp_path: Path) -> None:
+    tree(tmp_path, "0::/\n", {"cpu.max": "100000 100000"})
+    found = asked(
+        f"""
+from pathlib import Path
+from retrieval.host.cores import limit_threads
+limit_threads(Path({str(tmp_path)!r}))
+import faiss, torch, numpy
+from threadpoolctl import threadpool_info
+print(json.dumps([torch.get_num_threads(), faiss.omp_get_max_threads(), *(p["num_threads"] for p in threadpool_info())]))
+""",
+        one_core=False,
+    )
+    assert set(found) == {1}
+
+
+def test_nothing_else_counts_the_machines_cores() -> None:
+    counts = re.compile(r"cpu_count|sched_getaffinity|hardware_concurrency")
+    found = [
+        str(path.relative_to(ROOT))
+        for folder in ("retrieval", "plugins")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if counts.search(path.read_text(encoding="utf-8"))
+    ]
+    assert found == ["retrieval/host/cores.py"]

@@ -1,0 +1,84 @@
+"""No telemetry: a search asks for no name, opens no connection and leaves nothing in the home folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STRACE = shutil.which("strace")
+SEARCH = """
+import sys, time
+import retrieval
+with retrieval.open_index(sys.argv[1]) as index:
+    index.search(sys.argv[2], k=1)
+time.sleep(2)
+"""
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    """A user's environment, with a home of its own and nothing said about telemetry."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("XDG_") and k != "ORT_DISABLE_TELEMETRY"}
+    return kept | {"HOME": str(home), "OMP_NUM_THREADS": "1"} | more
+
+
+@pytest.mark.parametrize("way", ["command", "face"])
+def test_a_search_calls_nobody_and_leaves_the_home_folder_alone(
+    way: str, index_path: Path, photos: Path, tmp_path: Path
+) -> None:
+    home, trace = tmp_path / "home", tmp_path / "trace"
+    home.mkdir()
+    query = next((photos / "3").glob("*.png"))
+    line = ["-m", "retrieval.cli", "search"] if way == "command" else ["-c", SEARCH]
+    traced = [STRACE, "-f", "-qq", "-e", "trace=network", "-o", str(trace)] if STRACE else []
+    subprocess.run(
+        [*traced, sys.executable, *line, index_path, query],
+        cwd=tmp_path, env=environment(home), check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert not list(home.rglob("*"))
+    if traced:
+        assert "AF_INET" not in trace.read_text(encoding="utf-8", errors="replace")
+
+
+@pytest.mark.skipif(STRACE is None, reason="strace is not installed")
+def test_strace_sees_a_name_that_is_looked_up(tmp_path: Path) -> None:
+    asks = "import socket\ntry: socket.getaddrinfo('retrieval.invalid', 80)\nexcept OSError: pass"
+    subprocess.run(
+        [
+            str(STRACE),
+            "-f",
+            "-qq",
+            "-e",
+            "trace=network",
+            "-o",
+            str(tmp_path / "trace"),
+            sys.executable,
+            "-c",
+            asks,
+        ],
+        check=True,
+        timeout=60,
+    )
+    assert "AF_INET" in (tmp_path / "trace").read_text(encoding="utf-8", errors="replace")
+
+
+@pytest.mark.parametrize(
+    "module", ["retrieval", "retrieval.serving.runtime", "retrieval.export.variants", "retrieval_core"]
+)
+@pytest.mark.parametrize(("said", "stays"), [(None, "1"), ("0", "0")])
+def test_every_module_turns_it_off_unless_the_user_has_said_otherwise(
+    module: str, said: str | None, stays: str, tmp_path: Path
+) -> None:
+    code = (
+        f"import sys, os, {module}; print('onnxruntime' in sys.modules, os.environ['ORT_DISABLE_TELEMETRY'])"
+    )
+    more = {} if said is None else {"ORT_DISABLE_TELEMETRY": said}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(tmp_path, **more), check=True,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.split() == ["False", stays]

@@ -1,0 +1,192 @@
+"""What a plugin's dataset gives in place of images, vectors, labels and keys is one sentence, or is converted by the rule that its page has."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import retrieval
+import torch
+from PIL import Image
+from retrieval.errors import DataError, PluginError
+from retrieval.model.checked_dataset import check_dataset
+from sklearn.datasets import load_digits
+
+PIXELS = (load_digits().images[:40] * 15.9).astype(np.uint8)
+
+
+class Items(retrieval.Dataset):
+    """Digits, with what a test puts in place of an item or a column."""
+
+    def __init__(self, make: Callable[[np.ndarray], Any] = lambda x: x, **columns: Any) -> None:
+        self.make = make
+        self.labels = [str(i % 4) for i in range(40)]
+        self.keys = [f"d/{i}" for i in range(40)]
+        for name, column in columns.items():
+            setattr(self, name, column)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(PIXELS[index])
+
+
+def cut_short(pixels: np.ndarray) -> Image.Image:
+    """An image that is opened, and fails when its pixels are read."""
+    out = io.BytesIO()
+    Image.fromarray(np.tile(pixels, (40, 40))).save(out, "PNG")
+    return Image.open(io.BytesIO(out.getvalue()[:200]))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda x: (Image.fromarray(x), "3"), r"gave a tuple of 2 \(a Image, a str\); it must give a Pillow image, or uint8 pixels .* Give the image alone"),
+        (lambda x: {"image": x}, "gave a dict; it must give a Pillow image.* Give the image alone"),
+        (lambda x: None, "gave None; it must give a Pillow image"),
+        (lambda x: x.tobytes(), "gave a bytes; it must give a Pillow image"),
+        (lambda x: "d/3.png", "gave a str; it must give a Pillow image"),
+        (lambda x: torch.zeros(1, 8, 8), r"gave a tensor of shape \(1, 8, 8\) and type float32; it must .*to_pil_image"),
+        (lambda x: x / 255, r"gave a numpy array of shape \(8, 8\) and type float64; it must give .*round\(\)"),
+        (lambda x: x[None, None], r"gave a numpy array of shape \(1, 1, 8, 8\) and type uint8; it must give"),
+        (lambda x: Image.new("L", (0, 8)), "gave an image of 0 × 8 pixels"),
+        (cut_short, "cannot read it: "),
+        (lambda x: 1 / 0, r"failed: ZeroDivisionError: division by zero \(.*test_dataset_contract.py, line \d+\)"),
+        (lambda x: {}["x"], "failed: KeyError: 'x'"),
+        (lambda x: open("nowhere/3.png"), "cannot read it: No such file or directory"),  # noqa: SIM115, PTH123
+        (lambda x: Image.fromarray(x.astype(np.float32)), r"gave an image that is floating-point grey \(mode F\)"),
+    ],
+)  # fmt: skip
+def test_what_is_no_image_is_one_sentence_that_names_the_item(make: Any, says: str) -> None:
+    dataset = check_dataset(Items(make), "acme.items")
+    with pytest.raises((PluginError, DataError), match=says) as caught:
+        dataset[3]
+    said = str(caught.value)
+    assert said.startswith("The dataset acme.items, asked for item 3 (d/3),") and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda x: torch.zeros(64), r"gave a tensor .*; it must give a vector: a numpy array of numbers"),
+        (lambda x: x, r"gave a numpy array of shape \(8, 8\) .*; it must give a vector"),
+        (lambda x: x.ravel()[: 60 + x[0, 2] % 3], r"of shape \(6\d,\)"),
+        (lambda x: x.ravel().astype(str), "type <U.*; it must give a vector"),
+        (lambda x: np.full(64, np.nan), "gave NaN or infinity"),
+    ],
+)
+def test_what_is_no_vector_is_one_sentence(make: Any, says: str) -> None:
+    dataset = check_dataset(Items(make, kind="features"), "acme.items")
+    with pytest.raises((PluginError, DataError), match=says):
+        list(map(dataset.__getitem__, range(40)))
+
+
+NAMES = [str(i % 4) for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [i % 4 for i in range(40)],
+        np.arange(40) % 4,
+        [np.int64(i % 4) for i in range(40)],
+        torch.arange(40) % 4,
+        [torch.tensor(i % 4) for i in range(40)],
+        np.array(NAMES),
+        [np.str_(name) for name in NAMES],
+    ],
+)
+def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels: Any) -> None:
+    given = Items(labels=labels, keys=torch.arange(40))
+    checked = check_dataset(given, "acme.items")
+    assert checked.labels == NAMES and all(type(label) is str for label in checked.labels)
+    assert checked.keys == [str(i) for i in range(40)]
+    assert given.labels is labels  # the user's own object stays as it is
+    flags = check_dataset(Items(labels=[i % 2 == 0 for i in range(39)] + [np.False_]), "acme.items")
+    assert set(flags.labels) == {"True", "False"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"labels": [float(i % 4) for i in range(40)]}, r"labels has 0\.0 for item 0 \(and 39 more such entries\), and a label is text or a whole number"),
+        ({"labels": [*NAMES[1:], float("nan")]}, "labels has nan for item 39, and a label is text"),
+        ({"labels": [name.encode() for name in NAMES]}, "labels has text as bytes"),
+        ({"labels": torch.zeros(40, 4)}, "labels has a list of 4"),
+        ({"labels": "0123" * 10}, "labels is a str, and must hold one entry per item"),
+        ({"labels": set(NAMES)}, "labels is a set, and must hold one entry per item, in order"),
+        ({"labels": iter(NAMES)}, "labels is a list_iterator, and must hold one entry per item"),
+        ({"labels": NAMES[1:]}, "its parts differ in length: 39 labels, 40 keys"),
+        ({"__class__": type("Longer", (Items,), {"__len__": lambda self: 50})}, "differ in length: 40 labels, 40 keys, 50 by len"),
+        ({"keys": [f"d/{i // 2}" for i in range(40)]}, r"the key 'd/0' is that of 2 items, and 19 more keys are there twice"),
+        ({"keys": [None, *NAMES[1:]]}, "1 item has no key"),
+        ({"keys": [0.5] * 40}, "keys has 0.5 for item 0 .*, and a key is text or a whole number"),
+        ({"metadata": ["price"] * 40}, "metadata has a str for item 0, and must have a mapping from columns to values"),
+        ({"files": ["a.png"] * 40}, "files has a str for item 0, and must have a pathlib.Path"),
+        ({"arrays": PIXELS / 255}, "arrays has the type float64, and pixels must be uint8, from 0 to 255"),
+        ({"arrays": np.zeros((40, 3, 8, 8), np.uint8)}, r"arrays has the shape \(40, 3, 8, 8\), and must be"),
+        ({"arrays": np.full((40, 2), np.nan), "kind": "features"}, "arrays holds NaN or infinity in 40 rows, first in row 0"),
+        ({"arrays": np.full((40, 2), "x"), "kind": "features"}, "arrays has the type <U1, and must be float32"),
+        ({"notes": "read"}, "notes is a str, and must be a list of sentences"),
+    ],
+)  # fmt: skip
+def test_columns_that_break_the_contract_are_one_sentence(columns: dict[str, Any], says: str) -> None:
+    with pytest.raises(PluginError, match=f"^The dataset acme.items breaks its contract: .*{says}"):
+        check_dataset(Items(**columns), "acme.items")
+
+
+def test_every_fault_is_said_at_once() -> None:
+    with pytest.raises(PluginError) as caught:
+        check_dataset(Items(labels=[0.5] * 39, files=["x"] * 40, kind="pictures"), "acme.items")
+    assert all(
+        part in str(caught.value) for part in ("labels has", "files has", "kind is", "differ in length")
+    )
+
+
+def test_a_column_that_fails_is_a_sentence() -> None:
+    class Broken(Items):
+        @property
+        def splits(self) -> Any:  # type: ignore[override]
+            raise KeyError("split")
+
+    with pytest.raises(PluginError, match=r"The dataset acme\.items failed: KeyError: 'split'"):
+        check_dataset(Broken(), "acme.items")
+
+
+def test_a_pandas_column_is_read_in_order_and_not_by_its_index() -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"label": NAMES, "price": range(40)}).iloc[::-1]
+    rows = table[["price"]].to_dict("records")
+    checked = check_dataset(Items(labels=table["label"], metadata=rows), "acme.items")
+    assert checked.labels == NAMES[::-1] and checked.metadata == rows
+
+
+def test_a_checked_dataset_has_the_others_attributes_and_goes_to_other_processes() -> None:
+    checked = check_dataset(Items(np.copy, advice="Look again."), "acme.items")
+    again = pickle.loads(pickle.dumps(checked))
+    assert checked.advice == again.advice == "Look again." and len(again) == 40
+    assert np.array_equal(np.asarray(again[3]), PIXELS[3])
+    with pytest.raises(AttributeError):
+        _ = checked.boxes
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_training_ends_with_the_sentence(workers: int, cache: Path, tmp_path: Path) -> None:
+    table = {
+        "split": {"by": "item"},
+        "sampler": {"classes": 2, "items": 2},
+        "backbone": {"name": "core.convnet", "size": 16, "width": 8},
+        "loss": {"name": "pml.triplet_margin"},
+        "train": {"epochs": 1, "workers": workers},
+        "augmentation": {"crop_scale": [0.5, 1.0]},
+    }
+    with pytest.raises(PluginError, match=r"asked for item \d+ \(d/\d+\), gave a tuple of 2") as caught:
+        retrieval.train(table, tmp_path / "run", dataset=Items(pair), progress=False)
+    assert "The dataset object.Items" in str(caught.value)
+
+
+def pair(pixels: np.ndarray) -> Any:
+    return Image.fromarray(pixels), "0"
