@@ -102,9 +102,9 @@ class MilvusStore(stores.RemoteStore):
         self._set(self.collection(0), {})
 
     def _make(self, generation: stores.Generation) -> None:
-        packed = sum(generation.widths.values()) * (
-            len(generation.spans) > 1 or len(generation.widths) > 1
-        )
+        packed = sum(generation.widths.values())  # as base64 of float32, beside the vector
+        if len(generation.spans) == 1:
+            packed -= generation.widths["vector"]
         if packed * 16 / 3 > TEXT_BYTES:
             raise StoreError(
                 f"{self.address}: Milvus keeps no item with arrays of {packed:,} numbers."
