@@ -25,8 +25,8 @@ import numpy as np
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index
-from retrieval.serving.stores.contract import VECTOR, Item
-from retrieval.serving.testing.bundles import FEATURES, make_bundle
+from retrieval.serving.store.contract import VECTOR, Item
+from retrieval.serving.store.testing.bundles import FEATURES, make_bundle
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 128

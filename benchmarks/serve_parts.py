@@ -30,7 +30,7 @@ from retrieval.serving.http.pool import Job
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.index.index import Index, open_index
-from retrieval.serving.local.exact import nearest
+from retrieval.serving.store.search import nearest
 
 from serve_contestants import Searcher as ByHand
 from serve_data import pixels

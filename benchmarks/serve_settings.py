@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from retrieval.serving.index.index import Index
-from retrieval.serving.local.structures import Wanted
+from retrieval.serving.store.structure import Wanted
 
 from serve_data import Work, works
 from serve_load import Contestant, Seen

@@ -36,7 +36,7 @@ from retrieval.errors import ServerError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index
-from retrieval.serving.testing.bundles import FEATURES, make_bundle
+from retrieval.serving.store.testing.bundles import FEATURES, make_bundle
 
 from soak_server import Server
 

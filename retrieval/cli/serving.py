@@ -19,7 +19,7 @@ from retrieval.serving.http.settings import Settings
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Hit
-    from retrieval.serving.stores.address import IndexPlace
+    from retrieval.serving.store.address import IndexPlace
 
 _LOW_RECALL = 0.9
 _DAY = 86_400.0  # seconds: no time-out is longer

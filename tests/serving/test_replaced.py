@@ -17,7 +17,7 @@ from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.store.contract import Item
 
 WIDTH = 16
 

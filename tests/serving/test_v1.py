@@ -102,7 +102,7 @@ def test_a_search_takes_an_image_in_three_ways_a_vector_or_an_id(served, living,
 
 def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
     with Index.open(empty, threads=1) as index:
-        from retrieval.serving.stores.contract import Item
+        from retrieval.serving.store.contract import Item
 
         vectors = np.eye(3, WIDTH, dtype=np.float32)
         index.upsert([Item(f"i{n}", "x", {"a": n, "b": -n}, arrays={"vector": vectors[n]}) for n in range(3)])
@@ -213,29 +213,6 @@ def test_a_key_gives_the_same_answer_again_also_after_a_restart(served, empty):
     twice = [("Idempotency-Key", "a"), ("Idempotency-Key", "b")]
     wire.refused(again.client.post("/v1/items", json=body, headers=twice), 400, "a request has one")
     assert again.client.get("/v1/index").json()["items"] == 2
-
-
-def test_answers_under_keys_are_bounded(empty, monkeypatch):
-    from retrieval.serving.local import answers
-    from retrieval.serving.stores.contract import Item
-
-    with Index.open(empty, threads=1) as index:
-        store, bundle = index.store, index.bundle.sha256
-        monkeypatch.setattr(answers, "MOST", 3)
-
-        def write(n):
-            item = Item(f"i{n}", arrays={"vector": np.full(WIDTH, n, np.float32)})
-            return lambda: b"%d" % store.upsert([item], bundle)
-
-        for n in range(6):
-            assert store.once(f"k{n}", "r", write(n)) == b"0"
-        assert [store.answered(f"k{n}") for n in range(6)] == [None] * 3 + [("r", b"0")] * 3
-        with pytest.raises(ZeroDivisionError):
-            store.once("k9", "r", lambda: write(9)() * (1 // 0))
-        assert store.answered("k9") is None and len(store.get(["i9"])) == 0 and len(index) == 6
-        monkeypatch.setattr(answers, "SECONDS", -1.0)
-        assert store.answered("k5") is None
-        assert len(index.search(np.zeros(WIDTH), 10)) == 6
 
 
 def test_a_list_comes_in_pages_and_its_cursor_is_its_own(served, living):

@@ -16,7 +16,7 @@ from retrieval.serving.http.queries import Given, Query
 from retrieval.serving.index.index import Hit, Index
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.stages import stage
-from retrieval.serving.stores.contract import CODE, VECTOR, Superseded
+from retrieval.serving.store.contract import CODE, VECTOR, Superseded
 
 
 class Found(NamedTuple):

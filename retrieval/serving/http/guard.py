@@ -14,7 +14,7 @@ from retrieval.errors import StoreError
 from retrieval.serving.http.errors import RequestError
 from retrieval.serving.http.problems import problem
 from retrieval.serving.http.settings import HEALTH, Settings
-from retrieval.serving.stores.contract import StoreUnavailable
+from retrieval.serving.store.contract import StoreUnavailable
 
 log = logging.getLogger("retrieval.serving.http")
 

@@ -10,7 +10,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.http.current import Current
 from retrieval.serving.index.index import Index
 from retrieval.serving.runtime import load_faiss
-from retrieval.serving.stores.contract import StoreUnavailable, Superseded, TooSlow, patience
+from retrieval.serving.store.contract import StoreUnavailable, Superseded, TooSlow, patience
 
 PASSING = (TooSlow, StoreUnavailable)
 """Of which an index's files are not the cause."""

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from retrieval.serving.http.processes.figures import page
 from retrieval.serving.http.tallies import Spreads, Tallies
 from retrieval.serving.stages import STAGES, Trail
-from retrieval.serving.stores.contract import Stats
+from retrieval.serving.store.contract import Stats
 
 if TYPE_CHECKING:
     from retrieval.serving.http.processes.group import Member

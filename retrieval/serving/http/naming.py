@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from retrieval.errors import StoreError
-from retrieval.serving.stores.address import place_of
+from retrieval.serving.store.address import place_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RULE = "A name has 1 to 100 letters, digits, dots, dashes and underscores, and begins with a letter or digit"

@@ -10,7 +10,7 @@ from retrieval.serving.http.guard import store_failed
 from retrieval.serving.http.pictures import KEPT, Picture
 from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.index.index import Index
-from retrieval.serving.stores.contract import patience
+from retrieval.serving.store.contract import patience
 
 
 class Originals:

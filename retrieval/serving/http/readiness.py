@@ -18,7 +18,7 @@ from retrieval.serving.http.guard import UNREACHABLE, report
 from retrieval.serving.http.searcher import DAMAGED, Searcher
 from retrieval.serving.http.storage import can_write, disk_fault
 from retrieval.serving.probing import probe_fault
-from retrieval.serving.stores.contract import StoreUnavailable
+from retrieval.serving.store.contract import StoreUnavailable
 
 log = logging.getLogger("retrieval.serving.http")
 

@@ -35,10 +35,10 @@ from retrieval.serving.http.together import (
     key_of,
 )
 from retrieval.serving.index.index import Index
-from retrieval.serving.local.store import LocalStore
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.stages import stage
-from retrieval.serving.stores.contract import Stats, StoreUnavailable, Superseded, TooSlow, patience
+from retrieval.serving.store.contract import Stats, StoreUnavailable, Superseded, TooSlow, patience
+from retrieval.serving.store.local import LocalStore
 
 DAMAGED = "The index cannot be searched: it is damaged, or its disk fails. The server's log says more."
 _TRIES = 5

@@ -24,7 +24,7 @@ from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.memory import return_large_blocks
 from retrieval.serving.probing import probe_fault
 from retrieval.serving.providers import Device
-from retrieval.serving.stores.address import Address
+from retrieval.serving.store.address import Address
 
 if TYPE_CHECKING:
     from retrieval.serving.http.processes.group import Member

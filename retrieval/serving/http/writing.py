@@ -23,7 +23,7 @@ from retrieval.serving.http.searcher import Searcher
 from retrieval.serving.index.index import Index
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.stages import stage
-from retrieval.serving.stores.contract import (
+from retrieval.serving.store.contract import (
     CODE,
     FEATURES,
     VECTOR,

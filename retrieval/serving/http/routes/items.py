@@ -19,8 +19,8 @@ from retrieval.serving.http.site import Served, Site, prefix_of
 from retrieval.serving.http.waiting import arrived, client_of, in_time
 from retrieval.serving.http.writing import New
 from retrieval.serving.index.index import Index
-from retrieval.serving.stores.contract import Item
-from retrieval.serving.stores.items import check_id
+from retrieval.serving.store.contract import Item
+from retrieval.serving.store.items import check_id
 
 _TYPES = 'Send multipart/form-data with a field "image", or application/json with {"vector": [...]} or {"label": "shoe"}.'
 _FORM = ("label", "metadata", "keep")
