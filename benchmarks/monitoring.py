@@ -21,8 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from retrieval.serving.http.log import Log
-from retrieval.serving.http.metrics import Metrics
+from retrieval.serving.http.monitoring import Log
+from retrieval.serving.http.monitoring import Metrics
 from retrieval.serving.http.observer import Observer
 from retrieval.serving.stages import following, stage
 

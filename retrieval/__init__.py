@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     import retrieval.evaluation.plot as plot
     import retrieval.serving.stores as stores
     import retrieval.serving.testing as testing
-    from retrieval.client.asynchronous import AsyncClient
-    from retrieval.client.synchronous import Client
+    from retrieval.client.clients import AsyncClient, Client
     from retrieval.errors import (
         BundleError,
         DataError,
@@ -140,8 +139,7 @@ __all__ = [
 _load, _ = lazy(
     __name__,
     {
-        "retrieval.client.asynchronous": ["AsyncClient"],
-        "retrieval.client.synchronous": ["Client"],
+        "retrieval.client.clients": ["AsyncClient", "Client"],
         "retrieval.errors": [
             "BundleError",
             "DataError",

@@ -1,8 +1,10 @@
-"""What a caller gives as an image → the bytes of a file."""
+"""What a caller gives of an item or an image → the bytes of a file."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,6 +17,18 @@ if TYPE_CHECKING:
 
     Image: TypeAlias = "str | Path | bytes | Picture | NDArray[np.uint8]"
     """A file's path, a file's bytes, a Pillow image, or pixels (H, W) or (H, W, 3) of 0 to 255."""
+
+
+@dataclass(frozen=True)
+class NewItem:
+    """What an item is to be: of an image, of a vector (P numbers), or, with neither, one that is there and changes."""
+
+    id: str
+    image: Image | None = None
+    vector: Iterable[float] | None = None
+    label: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
 
 _PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # Pillow's modes that a PNG holds
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import io
 import os
+import re
 import stat
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -19,8 +21,6 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from retrieval.errors import DataError
-from retrieval.serving.screening import Limits as Limits
-from retrieval.serving.screening import format_of, screen
 
 # Pillow reads dozens of formats, some through other programs (EPS runs Ghostscript): these are all that we ask it for.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -38,6 +38,86 @@ _HOW = {
     "AVIF": "is AVIF, which needs a newer Pillow: pip install 'pillow>=11.3'.",
     "HEIF": "is HEIC, which needs pillow-heif: pip install 'embedding-retrieval[heif]'.",
 }
+
+
+def _start(*starts: bytes) -> Callable[[bytes], bool]:
+    return lambda head: head.startswith(starts)
+
+
+def _brand(*brands: bytes) -> Callable[[bytes], bool]:
+    """Test the brands that an ISO base media file (AVIF, HEIC) names in its first box."""
+    return lambda head: head[4:8] == b"ftyp" and any(brand in head[8:] for brand in brands)
+
+
+STARTS: dict[str, Callable[[bytes], bool]] = {
+    "JPEG": _start(b"\xff\xd8\xff"),
+    "PNG": _start(b"\x89PNG\r\n\x1a\n"),
+    "GIF": _start(b"GIF87a", b"GIF89a"),
+    "WEBP": lambda head: head[:4] == b"RIFF" and head[8:12] == b"WEBP",
+    "TIFF": _start(b"II*\0", b"MM\0*", b"MM*\0", b"II\0*", b"MM\0+", b"II+\0"),
+    "BMP": lambda head: head[:2] == b"BM" and head[6:10] == b"\0\0\0\0",
+    "PPM": lambda head: re.match(rb"P[1-6]\s+[0-9#]", head) is not None,
+    "AVIF": _brand(b"avif", b"avis"),
+    "HEIF": _brand(b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"),
+}
+"""How a file's first bytes tell its format, by Pillow's name."""
+
+HEAD_BYTES = 64
+"""Bytes that tell a format."""
+
+
+def format_of(content: bytes) -> str | None:
+    """Return the format that a file's first bytes name, as Pillow calls it; None for one that is not known."""
+    head = content[:HEAD_BYTES]
+    return next((name for name, begins in STARTS.items() if begins(head)), None)
+
+
+_REDUCIBLE = 4
+"""How many times `Limits.pixels` a JPEG may have, which is decoded at a half or a quarter of its size."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest images that are decoded.
+
+    Attributes:
+        pixels: width × height. A JPEG with up to four times as many is decoded at a half of its size, as phones' photos
+            of 48 megapixels are.
+        bytes: of the file.
+        side: width and height, in pixels.
+        aspect: how many times longer one side may be than the other.
+    """
+
+    pixels: int = 25_000_000
+    bytes: int = 20_000_000
+    side: int = 20_000
+    aspect: int = 1_000
+
+    @property
+    def memory(self) -> int:
+        """Bytes that decoding and preprocessing one image may take: the most that the largest ones were seen to."""
+        return 64_000_000 + 24 * self.pixels
+
+    def check_size(self, name: str, width: int, height: int, times: int = 1) -> None:
+        """Refuse an image by its size.
+
+        Args:
+            name: of the image, for errors.
+            width: in pixels.
+            height: in pixels.
+            times: how many times `pixels` it may have.
+
+        Raises:
+            DataError: too many pixels, or a side that is too long.
+        """
+        longer, shorter = max(width, height), max(1, min(width, height))
+        said = f"{name} has {width} × {height} pixels; the limit is"
+        if width * height > times * self.pixels:
+            raise DataError(f"{said} {self.pixels:,}. Save it smaller, or raise the limit (--max-pixels).")
+        if longer > self.side:
+            raise DataError(f"{said} {self.side:,} on each side. Save it smaller.")
+        if longer > self.aspect * shorter:
+            raise DataError(f"{said} one side of {self.aspect:,} times the other. Cut it.")
 
 
 @functools.cache
@@ -237,6 +317,8 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _ORIENTATION = 0x0112
+_FIRST_TURNED = 5  # orientations from here on exchange width and height
+_FULL_SIZE = "full_size"
 _BAND = 1_000_000  # pixels
 _PIECE = 65_536  # bytes of a file that grew since it was looked at
 _THUMBNAIL = 256  # pixels of the longer side
@@ -249,7 +331,7 @@ def decode(
 
     Args:
         data: an encoded image's bytes, or the path of its file.
-        limits: larger images are refused by their structure, before a pixel is decoded.
+        limits: larger images are refused by their header, before a pixel is decoded.
         name: what to call it in an error; a path's own name by default, "the file" for bytes.
 
     Raises:
@@ -272,7 +354,6 @@ def decode(
         raise DataError(f"{name} is not an image in a known format ({known}).")
     if not can_open(format):
         raise DataError(f"{name} {_HOW[format]}")
-    screen(content, format, limits, name)
     try:
         return _open(content, format, limits, name)
     except Warning:  # filters that were set since make errors of warnings: ours goes before them
@@ -283,10 +364,16 @@ def decode(
 def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image:
     try:
         image: Image.Image = Image.open(io.BytesIO(content), formats=(format,))
-        limits.check_size(name, *image.size)
+        size = image.size
+        limits.check_size(name, *size, times=_REDUCIBLE if format == "JPEG" else 1)
+        if size[0] * size[1] > limits.pixels:
+            image.draft(None, (size[0] // 2, size[1] // 2))  # what libjpeg leaves out costs no memory
         image.load()
         orientation = _orientation(image)
-        return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+        upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+        if image.size != size:
+            upright.info[_FULL_SIZE] = size[::-1] if orientation >= _FIRST_TURNED else size
+        return upright
     except (DataError, Warning):
         raise
     except MemoryError:
@@ -301,6 +388,12 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
         raise DataError(f"{name} is damaged and cannot be decoded: it cannot be read as {format}.") from None
     except Exception as error:  # Pillow's decoders raise whatever their format's parser does
         raise DataError(f"{name} is damaged and cannot be decoded: {str(error).rstrip('.')}.") from error
+
+
+def full_size(image: Image.Image) -> tuple[int, int]:
+    """Return width and height of the file that `decode` read, upright: larger than the image's where it was reduced."""
+    size: tuple[int, int] = image.info.get(_FULL_SIZE, image.size)
+    return size
 
 
 def _orientation(image: Image.Image) -> int:
@@ -340,7 +433,7 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
 
 def _too_many_bytes(name: str, size: int, limits: Limits) -> DataError:
     return DataError(
-        f"{name} has {size:,} bytes; the limit is {limits.bytes:,}. Save it smaller, or raise the limit."
+        f"{name} has {size:,} bytes; the limit is {limits.bytes:,}. Save it smaller, or raise the limit (--max-bytes)."
     )
 
 

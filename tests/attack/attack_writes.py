@@ -76,8 +76,8 @@ class Attacked:
     """
 
     def __init__(self, folder: Path, *options: str) -> None:
-        from retrieval.serving.http.access.key_file import add_key
-        from retrieval.serving.http.access.keys import Allowance, new_key
+        from retrieval.serving.http.keys import add_key
+        from retrieval.serving.http.keys import Allowance, new_key
         from retrieval.serving.index.creating import create_index
 
         made = makers()

@@ -7,14 +7,14 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import httpx
 import pytest
 from retrieval.serving.index.build import write_index
-from several_processes import Line
+from retrieval.serving.index.creating import create_index
 
 _spec = importlib.util.spec_from_file_location("serving_makers", Path(__file__).with_name("makers.py"))
 _makers = importlib.util.module_from_spec(_spec)
@@ -45,7 +45,7 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def index_path(tmp_path_factory: pytest.TempPathFactory, photos: Path, bundle_path: Path) -> Path:
     """An index of `photos`. Not to be changed."""
     path = tmp_path_factory.mktemp("index") / "digits.index"
-    write_index(bundle_path, [photos], path, progress=False)
+    create_index(path, bundle_path, [photos], progress=False)
     return path
 
 
@@ -60,9 +60,10 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
         python: str = sys.executable,
         verify: ssl.SSLContext | bool = True,
         wait: bool = True,
+        program: Sequence[str] = ("-m", "retrieval.cli"),
     ) -> SimpleNamespace:
         process = subprocess.Popen(
-            [python, "-m", "retrieval.cli", "serve", str(index), "--port", "0", *options],
+            [python, *program, "serve", str(index), "--port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -94,14 +95,6 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
             process.wait()
         process.stdout.close()
         process.stderr.close()
-
-
-@pytest.fixture
-def lines_closed() -> Iterator[None]:
-    """Close the connections that a test of several processes left open."""
-    yield
-    while Line.opened:
-        Line.opened.pop().http.close()
 
 
 def _until_ready(client: httpx.Client) -> None:

@@ -7,10 +7,7 @@ import re
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
-from retrieval.serving.http.metrics import Metrics
-from retrieval.serving.http.protocol import Connections
-from retrieval.serving.http.searcher import Searcher
-from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.app import Application
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.stages import STAGES, Trail
@@ -20,17 +17,14 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 def exposed(path: Path) -> dict[str, set[str]]:
     """Return the names of all samples that a server of two indexes gives, each with the labels that it may have."""
-    gate = Connections(8, 8, 1.0)
-    gate.refused[400] += 1
     with LivingIndex.open(path, threads=1) as index:
-        searcher = Searcher(index, Settings())
-        metrics = Metrics({"one": searcher, "other": searcher}, ["/v1/search"], {"main": gate})
+        app = Application({"one": index, "other": index})
         trail = Trail()
         for name in STAGES:
             trail.note(name, 0.0, 0.5)
-        metrics.answered(trail, "POST", "/v1/search", 503, 1.0)
-        text = metrics.exposition().decode()
-        searcher.close()
+        app._metrics.answered(trail, "POST", "/v1/search", 503, 1.0)
+        text = app._metrics.text().decode()
+        app.close()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

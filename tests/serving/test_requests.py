@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import wire
-from retrieval.serving.index.build import write_index
+from retrieval.serving.index.creating import create_index
 
 LIVE = wire.get("/livez")
 
@@ -109,7 +109,7 @@ def test_other_sites_pages_cannot_search_or_show(port):
     ):
         answer = wire.ask(port, wire.post(body, "application/json", *headers, host=f"localhost:{port}"))
         assert answer.status == status, (headers, answer)
-    for path in ("/", "/page.js", "/v1/items/0/image", "/v1/index", "/nowhere", "/v1/index?x=1"):
+    for path in ("/", "/page.js", "/v1/items/x/image", "/v1/index", "/nowhere", "/v1/index?x=1"):
         answer = wire.ask(port, wire.get(path))
         assert answer.headers["cross-origin-resource-policy"] == "same-origin", path
         assert "frame-ancestors 'none'" in answer.headers["content-security-policy"], path
@@ -176,7 +176,7 @@ def test_no_request_is_the_servers_fault(served, index_path, photos):
 def test_no_path_of_the_machine_is_shown(served, makers, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
     np.savez(tmp_path / "f.npz", features=np.random.default_rng(0).normal(size=(10, 64)))
-    write_index(bundle, [tmp_path / "f.npz"], tmp_path / "i", progress=False)
+    create_index(tmp_path / "i", bundle, [tmp_path / "f.npz"], progress=False)
     port = served(tmp_path / "i").port
     for request in (
         wire.post(wire.form(b"x"), wire.FORM),

@@ -1,0 +1,636 @@
+"""What is done at each address of /v1."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from time import perf_counter
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote
+
+from pydantic_core import to_json
+from starlette.convertors import StringConvertor, register_url_convertor
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
+
+from retrieval.errors import DataError
+from retrieval.serving.files.strict_json import strict_loads
+from retrieval.serving.filters import Filter, as_filter, filter_to_json
+from retrieval.serving.http import bodies
+from retrieval.serving.http.audit import Change
+from retrieval.serving.http.bodies import OPTIONS, Body, BodyMemory, NewItem, Query
+from retrieval.serving.http.keys import Caller
+from retrieval.serving.http.openapi import document
+from retrieval.serving.http.problems import RequestError, request_id_of
+from retrieval.serving.http.served import Index, Served, no_item
+from retrieval.serving.http.settings import BATCH_BYTES, BODY_MEMORY, JSON_BYTES, SEND_SECONDS, Settings
+from retrieval.serving.index.base import Hit
+from retrieval.serving.stages import current
+from retrieval.serving.stores.contract import Item
+from retrieval.serving.stores.items import check_id
+
+T = TypeVar("T")
+
+PAGE, MAX_PAGE = 100, 1000
+_MAX_CURSOR = 8192
+_NO_CURSOR = "The cursor is not one that this server gave for this list. Begin again without one."
+_SEARCH = (
+    'Send multipart/form-data with a field "image", the image itself as image/… or application/octet-stream, '
+    'or application/json with {"vector": [...]}.'
+)
+_BATCH = (
+    'Send multipart/form-data with files in the field "image", or application/json with {"queries": [...]}.'
+)
+_PUT = 'Send multipart/form-data with a field "image", or application/json with {"vector": [...]}.'
+_PATCH = 'Send application/json with {"label": "shoe", "metadata": {"price": 20}}.'
+_ADD = (
+    'Send multipart/form-data with files in the field "image" and their JSON in the field "items", '
+    'or application/json with {"items": [...]}.'
+)
+_SHOWN_BY_BROWSERS = {
+    b"\xff\xd8\xff": "image/jpeg",
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"GIF8": "image/gif",
+    b"BM": "image/bmp",
+}
+
+
+class _AnyText(StringConvertor):
+    """An item's id in an address: any characters, slashes and line breaks too."""
+
+    regex = "(?s:.+)"
+
+
+register_url_convertor("any", _AnyText())
+
+
+class ItemRoute(Route):
+    """A route with an item's id in its path as it was sent: an encoded slash is of the id, `/image` at the end is not."""
+
+    def matches(self, scope: Any) -> tuple[Match, Any]:
+        """Match the path before it is decoded."""
+        if scope["type"] != "http" or "raw_path" not in scope:
+            return Match.NONE, {}
+        path = scope["raw_path"].partition(b"?")[0].decode("latin-1")
+        return super().matches({**scope, "path": path, "root_path": ""})
+
+
+class Routes:
+    """The addresses of /v1.
+
+    Args:
+        indexes: of the server, by name.
+        settings: limits.
+    """
+
+    def __init__(self, indexes: Mapping[str, Served], settings: Settings) -> None:
+        self.indexes, self._settings, self._memory = indexes, settings, BodyMemory()
+
+    def all(self) -> list[BaseRoute]:
+        """Return the routes; those of an index come with its name in the address, and without."""
+        found: list[BaseRoute] = [
+            Route("/v1/indexes", self.list_indexes),
+            Route("/v1/openapi.json", self.openapi),
+        ]
+        for prefix in ("/v1", "/v1/indexes/{index}"):
+            item, one = f"{prefix}/item", f"{prefix}/items/{{id:any}}"
+            found += [
+                Route(f"{prefix}/search", self.search, methods=["POST"]),
+                Route(f"{prefix}/search/batch", self.search_batch, methods=["POST"]),
+                Route(f"{prefix}/index", self.index),
+                Route(f"{prefix}/items", self.list_items),
+                Route(f"{prefix}/items", self.add_items, methods=["POST"]),
+                Route(f"{prefix}/delete", self.delete_items, methods=["POST"]),
+                Route(f"{prefix}/snapshots", self.snapshot, methods=["POST"]),
+            ]
+            for kind, path in ((Route, item), (ItemRoute, one)):
+                found += [
+                    kind(f"{path}/image", self.image),
+                    kind(f"{path}/thumbnail", self.thumbnail),
+                    kind(path, self.get_item),
+                    kind(path, self.put_item, methods=["PUT"]),
+                    kind(path, self.patch_item, methods=["PATCH"]),
+                    kind(path, self.delete_item, methods=["DELETE"]),
+                ]
+        return found
+
+    # Search
+
+    async def search(self, request: Request) -> Response:
+        """Answer one search."""
+        most = self._settings.max_bytes
+        limits: dict[bodies.Kind, int] = {"form": most, "json": JSON_BYTES, "image": most}
+        image_alone = request.headers.get("content-type", "").startswith(
+            ("image/", "application/octet-stream")
+        )
+        parameters = parameters_of(request, *(OPTIONS if image_alone else ()))
+
+        def read(body: Body) -> Query:
+            return bodies.query_of(body, parameters, most)
+
+        return await self._searched(request, limits, _SEARCH, read, lambda answers: answers[0])
+
+    async def search_batch(self, request: Request) -> Response:
+        """Answer several searches."""
+        limits: dict[bodies.Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
+        parameters_of(request)
+
+        def read(body: Body) -> Query:
+            return bodies.batch_of(body, self._settings.batch, self._settings.max_bytes)
+
+        return await self._searched(request, limits, _BATCH, read, lambda answers: {"answers": answers})
+
+    async def _searched(
+        self,
+        request: Request,
+        limits: Mapping[bodies.Kind, int],
+        types: str,
+        read: Callable[[Body], Query],
+        shape: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    ) -> Response:
+        served, prefix, began = self._served(request), prefix_of(request), perf_counter()
+        served.workers.searches.require_room()  # before the body is read
+
+        async def work(body: Body) -> bytes:
+            query = await self._understood(served, body, read)
+
+            def finish(found: list[list[Hit]], index: Index) -> bytes:
+                answers = [{"results": [_hit(hit, served, prefix, query) for hit in hits]} for hits in found]
+                content = {**shape(answers), "took_ms": round(1000 * (perf_counter() - began), 2)}
+                if query.options.explain:
+                    content["explain"] = _explained(query, index)
+                return to_json(content, inf_nan_mode="null")
+
+            return await served.search(query, finish)
+
+        return answer(await self._with_body(request, limits, types, work))
+
+    # Items
+
+    async def get_item(self, request: Request) -> Response:
+        """Give an item, and its vector when asked for it."""
+        served, prefix, id = self._served(request), prefix_of(request), id_of(request, "vector")
+        wanted = bodies.truth_form(request.query_params.get("vector", "false"))
+        if not isinstance(wanted, bool):
+            raise RequestError(400, '"vector" must be true or false.')
+
+        def work(index: Index) -> dict[str, Any]:
+            item = index.get([id], arrays=wanted).get(id)
+            if item is None:
+                raise no_item()
+            numbers = item.arrays.get("vector")
+            own = {"vector": None if numbers is None else numbers.tolist()} if wanted else {}
+            return _item(served, item, prefix) | own
+
+        return answer(await self._in_time(request, served.read(work)))
+
+    async def put_item(self, request: Request) -> Response:
+        """Add an item, or replace the one that has its id."""
+        limits: dict[bodies.Kind, int] = {"form": self._settings.max_bytes, "json": JSON_BYTES}
+        id = usable_id(id_of(request))
+        return await self._put_one(
+            request, limits, _PUT, "put", id, lambda body: bodies.put_item(id, body, self._settings.max_bytes)
+        )
+
+    async def patch_item(self, request: Request) -> Response:
+        """Change an item's label or metadata."""
+        id = usable_id(id_of(request))
+        read = lambda body: bodies.changed_item(id, body)  # noqa: E731
+        return await self._put_one(request, {"json": JSON_BYTES}, _PATCH, "change", id, read)
+
+    async def _put_one(
+        self,
+        request: Request,
+        limits: Mapping[bodies.Kind, int],
+        types: str,
+        what: str,
+        id: str,
+        read: Callable[[Body], NewItem],
+    ) -> Response:
+        served = self._served(request)
+
+        async def work(body: Body) -> dict[str, Any]:
+            item = await self._understood(served, body, read)
+            replaced = await served.put([item], _change(request, served, what, ids=[id]))
+            return {"id": id, "replaced": bool(replaced)}
+
+        return answer(await self._with_body(request, limits, types, work))
+
+    async def delete_item(self, request: Request) -> Response:
+        """Delete an item."""
+        served, id = self._served(request), id_of(request)
+        change = _change(request, served, "delete", ids=[id])
+        if not await self._in_time(request, served.delete(change)):
+            raise no_item()
+        return answer({"deleted": 1})
+
+    async def add_items(self, request: Request) -> Response:
+        """Add, replace or change several items: all of them, or none."""
+        served = self._served(request)
+        parameters_of(request)
+        limits: dict[bodies.Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
+
+        def read(body: Body) -> list[NewItem]:
+            items = bodies.several_items(body, self._settings.batch, self._settings.max_bytes)
+            for item in items:
+                usable_id(item.id)
+            return items
+
+        async def work(body: Body) -> dict[str, int]:
+            items = await self._understood(served, body, read)
+            change = _change(request, served, "put", ids=[item.id for item in items])
+            replaced = await served.put(items, change)
+            return {"added": len(items) - replaced, "replaced": replaced}
+
+        return answer(await self._with_body(request, limits, _ADD, work))
+
+    async def list_items(self, request: Request) -> Response:
+        """Give a page of items, in the order of their ids."""
+        served, prefix = self._served(request), prefix_of(request)
+        said = parameters_of(request, "cursor", "limit", "filter", "fields")
+        limit = bodies.number_form(said.get("limit", str(PAGE)))
+        if not isinstance(limit, int) or not 1 <= limit <= MAX_PAGE:
+            raise RequestError(400, f'"limit" must be a whole number from 1 to {MAX_PAGE}.')
+        where = bodies.filter_of(bodies.filter_form(said["filter"]) if "filter" in said else None)
+        names = bodies.options_of({"fields": said.get("fields")}.get).fields
+        after = _after(said.get("cursor"), where)
+
+        def work(index: Index) -> dict[str, Any]:
+            found = index.scan(where, after=after, limit=limit + 1)
+            items = [_item(served, item, prefix, names) for item in found[:limit]]
+            more = len(found) > limit
+            return {"items": items, "cursor": _cursor(found[limit - 1].id, where) if more else None}
+
+        return answer(await self._in_time(request, served.read(work)))
+
+    async def delete_items(self, request: Request) -> Response:
+        """Delete items by id, all that match a filter, or all."""
+        served = self._served(request)
+        parameters_of(request)
+
+        async def work(body: Body) -> dict[str, int]:
+            said = bodies.DeleteBody.of(bodies.json_of(body))
+            if sum(one is not None for one in (said.ids, said.filter, said.all)) != 1:
+                raise RequestError(400, bodies.DeleteBody.shape)
+            where = as_filter({"exists": "id"}) if said.all else bodies.filter_of(said.filter)
+            change = _change(request, served, "delete", ids=said.ids or (), where=where)
+            return {"deleted": await served.delete(change)}
+
+        return answer(await self._with_body(request, {"json": JSON_BYTES}, "Send application/json.", work))
+
+    # Pictures
+
+    async def image(self, request: Request) -> Response:
+        """Give an item's original, or a PNG of it where browsers do not show its format."""
+        return await self._picture(request, small=False)
+
+    async def thumbnail(self, request: Request) -> Response:
+        """Give a small JPEG of an item's original."""
+        return await self._picture(request, small=True)
+
+    async def _picture(self, request: Request, *, small: bool) -> Response:
+        served, id = self._served(request), id_of(request)
+
+        async def work() -> Response:
+            content = await served.picture(id)
+            kind = "image/jpeg" if small else _media_type(content)
+            tag = f'"{hashlib.sha256(content).hexdigest()[:32]}{"-small" if small else ""}"'
+            headers = {"Cache-Control": "no-cache", "ETag": tag}
+            if request.headers.get("if-none-match") == tag:
+                return Response(status_code=304, headers=headers)
+            if small or kind is None:
+                try:
+                    content = await served.workers.decoded("thumbnail" if small else "png", content)
+                except DataError:
+                    raise RequestError(404, f"The image of item {id} cannot be shown.") from None
+            return _Picture(content, self._memory, headers, kind or "image/png")
+
+        return await self._in_time(request, work())
+
+    # The index
+
+    async def index(self, request: Request) -> Response:
+        """Describe an index."""
+        served, role = self._served(request), caller_of(request).role
+        parameters_of(request)
+        limits = {
+            "bytes": self._settings.max_bytes,
+            "pixels": self._settings.max_pixels,
+            "batch": self._settings.batch,
+            "batch_bytes": BATCH_BYTES,
+        }
+
+        def work(index: Index) -> dict[str, Any]:
+            return _described(served.name, index) | {"role": role, "limits": limits}
+
+        return answer(await self._in_time(request, served.read(work)))
+
+    async def snapshot(self, request: Request) -> Response:
+        """Write a copy of one moment below the operator's folder; answers when it is whole."""
+        served, folder = self._served(request), self._settings.snapshots
+        parameters_of(request)
+        if folder is None:
+            sentence = "This server writes no snapshots. Its operator can name a folder: --snapshots FOLDER."
+            raise RequestError(403, sentence)
+        name = f"{served.name}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{secrets.token_hex(4)}"
+        await served.snapshot(folder / name, _change(request, served, "snapshot"))
+        return answer({"snapshot": name}, 201)
+
+    async def list_indexes(self, request: Request) -> Response:
+        """Name the indexes that the caller may use."""
+        parameters_of(request)
+        return answer({"indexes": sorted(filter(caller_of(request).may_use, self.indexes))})
+
+    async def openapi(self, request: Request) -> Response:
+        """Give the OpenAPI document."""
+        return answer(document())
+
+    # What they share
+
+    def _served(self, request: Request) -> Served:
+        """Return the index that a request names.
+
+        Raises:
+            RequestError: 403, its sender may not use it; 404, there is none of this name, or several could be meant.
+        """
+        caller = caller_of(request)
+        name = request.path_params.get("index")
+        if name is None and len(self.indexes) == 1:
+            name = next(iter(self.indexes))
+        if name is not None and not caller.may_use(name):
+            raise RequestError(403, "This key is for other indexes.")
+        if name in self.indexes:
+            return self.indexes[name]
+        sentence = "This server has no index of this name."
+        if name is None:
+            sentence = (
+                "This server has several indexes: name one in the address, as in /v1/indexes/NAME/search."
+            )
+        raise RequestError(404, sentence, members={"indexes": sorted(filter(caller.may_use, self.indexes))})
+
+    async def _with_body(
+        self,
+        request: Request,
+        limits: Mapping[bodies.Kind, int],
+        types: str,
+        work: Callable[[Body], Awaitable[T]],
+    ) -> T:
+        """Return what some work makes of a request's body, within the deadline."""
+        began = perf_counter()
+        body = await self._memory.read(request, limits, types)
+        if (trail := current()) is not None:
+            trail.note("read", began, perf_counter())
+        try:
+            return await self._in_time(request, work(body))
+        finally:
+            self._memory.release(body)
+
+    @staticmethod
+    async def _understood(served: Served, body: Body, read: Callable[[Body], T]) -> T:
+        """Return what a body says: read at once where that is quick, else in a thread."""
+        if len(body.content) <= 16_384:
+            return read(body)
+        return await served.workers.searches.run(lambda: read(body))
+
+    async def _in_time(self, request: Request, work: Awaitable[T]) -> T:
+        """Return what some work gives within the deadline.
+
+        Raises:
+            RequestError: 503, it takes too long.
+        """
+        try:
+            async with asyncio.timeout(self._settings.deadline):
+                return await work
+        except TimeoutError:
+            sentence = (
+                f"There was no answer within {self._settings.deadline:g} seconds. Try again in a moment."
+            )
+            if request.method not in ("GET", "HEAD") and "/search" not in request.url.path:
+                sentence += " What was to be written may have been written or not: sent again, it changes nothing more."
+            raise RequestError(503, sentence, "deadline") from None
+
+
+class _Picture(Response):
+    """A picture, whose memory counts until it is sent."""
+
+    def __init__(
+        self, content: bytes, memory: BodyMemory, headers: Mapping[str, str], media_type: str
+    ) -> None:
+        super().__init__(content, headers=headers, media_type=media_type)
+        self._memory = memory
+        if memory.held + len(content) > BODY_MEMORY:
+            raise RequestError(503, "The server is busy: pictures take all its memory. Try again.", "memory")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send it, to a client that takes it."""
+        with self._counted():
+            async with asyncio.timeout(SEND_SECONDS):
+                await super().__call__(scope, receive, send)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._memory.held += len(self.body)
+        try:
+            yield
+        finally:
+            self._memory.held -= len(self.body)
+
+
+def answer(content: bytes | object, status: int = 200) -> Response:
+    """Return an answer of JSON: encoded already, or yet to be."""
+    body = content if isinstance(content, bytes) else to_json(content, inf_nan_mode="null")
+    return Response(body, status, media_type="application/json")
+
+
+def caller_of(request: Request) -> Caller:
+    """Return who has sent a request."""
+    caller: Caller = request.scope["retrieval.caller"]
+    return caller
+
+
+def prefix_of(request: Request) -> str:
+    """Return how addresses of the request's index begin."""
+    name = request.path_params.get("index")
+    return "/v1" if name is None else f"/v1/indexes/{name}"
+
+
+def parameters_of(request: Request, *known: str) -> dict[str, str]:
+    """Return what an address says behind its question mark.
+
+    Raises:
+        RequestError: 400, it says what the address does not take, or something twice.
+    """
+    if not request.scope["query_string"]:
+        return {}
+    given = request.query_params.multi_items()
+    if given and not known:
+        raise RequestError(400, "The address takes no query string (?…); fields go into the request's body.")
+    found = dict(given)
+    if unknown := [name for name in found if name not in known]:
+        sentence = f"The address takes no parameter {unknown[0][:40]!a}. It takes: {', '.join(known)}."
+        raise RequestError(400, sentence)
+    if len(found) < len(given):
+        raise RequestError(400, "The address gives a parameter twice.")
+    return found
+
+
+def id_of(request: Request, *others: str) -> str:
+    """Return the id that an address names an item by, in its path or as `?id=`.
+
+    Args:
+        request: one of an item.
+        others: parameters that the address may have besides.
+
+    Raises:
+        RequestError: 400, it names none.
+    """
+    if "id" in request.path_params:
+        parameters_of(request, *others)
+        return unquote(request.path_params["id"], errors="surrogateescape")
+    id = parameters_of(request, "id", *others).get("id")
+    if not id:
+        raise RequestError(400, "The address names no item: add ?id=, and the id percent-encoded.")
+    return id
+
+
+def usable_id(id: str) -> str:
+    """Return an id that an item may have.
+
+    Raises:
+        RequestError: 400, none may have it.
+    """
+    if fault := check_id(id):
+        raise RequestError(400, f"The item {fault}.")
+    return id
+
+
+def _change(
+    request: Request, served: Served, what: str, ids: Any = (), where: Filter | None = None
+) -> Change:
+    return Change(what, served.name, caller_of(request), request_id_of(request.scope), ids, where)
+
+
+def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> dict[str, Any]:
+    return {name: value for name, value in metadata.items() if names is None or name in names}
+
+
+def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[str, str | None]:
+    here = f"{prefix}/items/{quote(id, safe='')}" if served.shows(keep, path) else None
+    return {
+        "image_url": here and f"{here}/image",
+        "thumbnail_url": here and f"{here}/thumbnail",
+    }
+
+
+def _hit(hit: Hit, served: Served, prefix: str, query: Query) -> dict[str, Any]:
+    return {
+        "id": hit.id,
+        "key": hit.key,
+        "label": hit.label,
+        "distance": hit.distance,
+        "metadata": _chosen(hit.metadata, query.options.fields),
+        **_urls(served, prefix, str(hit.id), hit.keep, hit.path),
+    }
+
+
+def _item(served: Served, item: Item, prefix: str, names: list[str] | None = None) -> dict[str, Any]:
+    return {
+        "id": item.id,
+        "key": item.id,
+        "label": item.label,
+        "metadata": _chosen(item.metadata, names),
+        "bytes": item.bytes,
+        "width": item.width,
+        "height": item.height,
+        "keep": item.keep,
+        **_urls(served, prefix, item.id, item.keep, item.path),
+    }
+
+
+def _explained(query: Query, index: Index) -> dict[str, Any]:
+    trail, stats = current(), index.stats()
+    seconds = {} if trail is None else trail.seconds()
+    return {
+        "stages_ms": {name: round(1000 * each, 3) for name, each in seconds.items()},
+        "searched": {
+            "items": len(index),
+            "bundle": index.bundle.sha256,
+            "candidates": query.options.candidates,
+            "filtered": query.where is not None,
+            "generation": index.generation.number,
+            **{name: stats.details[name] for name in ("segments", "fresh") if name in stats.details},
+        },
+    }
+
+
+def _described(name: str, index: Index) -> dict[str, Any]:
+    bundle, stats = index.follow(), index.stats()
+    manifest = bundle.manifest
+    return {
+        "index": name,
+        "name": manifest.name,
+        "items": len(index),
+        "bundle": bundle.sha256,
+        "input": {"kind": manifest.input.kind, "shape": list(manifest.input.shape)},
+        "vector": manifest.vector,
+        "distance": manifest.distance.name,
+        "rescores": manifest.rescorer is not None,
+        "format": 2,
+        "generation": index.generation.number,
+        "generations": [
+            {"number": one.number, "state": one.state, "bundle": one.bundle} for one in stats.generations
+        ],
+        "bytes": stats.bytes,
+        "segments": stats.details.get("segments"),
+        "fresh": stats.details.get("fresh"),
+        **index.store.settings(),
+    }
+
+
+def _media_type(content: bytes) -> str | None:
+    """Return the type of an image that browsers show as it is, by its first bytes; None for others."""
+    for start, media_type in _SHOWN_BY_BROWSERS.items():
+        if content.startswith(start):
+            return media_type
+    return "image/webp" if content[:4] == b"RIFF" and content[8:12] == b"WEBP" else None
+
+
+def _cursor(after: str, where: Filter | None) -> str:
+    return base64.urlsafe_b64encode(json.dumps([after, _digest(where)]).encode()).decode()
+
+
+def _after(cursor: str | None, where: Filter | None) -> str | None:
+    """Return the id behind which a page begins.
+
+    Raises:
+        RequestError: 400, the cursor is another list's, or none at all.
+    """
+    if cursor is None:
+        return None
+    try:
+        if len(cursor) > _MAX_CURSOR:
+            raise ValueError
+        said = strict_loads(base64.b64decode(cursor.encode("ascii"), b"-_", validate=True))
+    except (ValueError, binascii.Error):
+        raise RequestError(400, _NO_CURSOR) from None
+    ours = (
+        isinstance(said, list) and len(said) == 2 and isinstance(said[0], str) and said[1] == _digest(where)
+    )
+    if not ours:
+        raise RequestError(400, _NO_CURSOR)
+    after: str = said[0]
+    return after
+
+
+def _digest(where: Filter | None) -> str:
+    """Return what tells the list of one filter from that of another."""
+    text = "" if where is None else json.dumps(filter_to_json(where))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
