@@ -131,7 +131,7 @@ def _resident(pid: int) -> int:
 def _serves(pid: int) -> bool:
     """Whether a process is one of several that answer."""
     with suppress(OSError):
-        return b"http.processes.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
@@ -266,11 +266,11 @@ def ends(index: Path, log: Path, generator: Generator, sound: bytes, count: int,
 
 def prepare(folder: Path) -> tuple[Path, bytes]:
     """Make an index of 200 digits; return its path and one of its images."""
-    from retrieval.serving.index.build import write_index
+    from retrieval.serving.index.creating import create_index
 
     made = makers()
     made.write_digits(folder / "photos", 200)
-    write_index(made.make_bundle(folder / "bundle"), [folder / "photos"], folder / "i", progress=False)
+    create_index(folder / "i", made.make_bundle(folder / "bundle"), [folder / "photos"], progress=False)
     return folder / "i", (folder / "photos" / "3" / "0003.png").read_bytes()
 
 

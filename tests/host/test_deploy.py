@@ -11,16 +11,13 @@ from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import yaml
 from retrieval.cli.serving import serve_command
-from retrieval.serving.http.settings import HEALTH
+from retrieval.serving.http.settings import GRACE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-CHART = DEPLOY / "helm" / "retrieval"
-OPTIONS = {name for each in serve_command.params for name in each.opts}
 
 
 def takes(words: list[str]) -> dict[str, Any]:
@@ -85,7 +82,7 @@ def test_the_image_serves_with_options_that_there_are() -> None:
     assert said["EXPOSE"].split() == [str(given["port"]), str(given["health_port"])]
     assert given["host"] == "0.0.0.0" and given["log_format"] == "json"
     check = said["HEALTHCHECK"]
-    assert f"http://127.0.0.1:{given['health_port']}/readyz" in check and "/readyz" in HEALTH
+    assert f"http://127.0.0.1:{given['health_port']}/readyz" in check
     (words,) = re.findall(r"CMD (\[.*\])", check)
     compile(json.loads(words)[2], "HEALTHCHECK", "exec")
     assert given["indexes"] == (said["VOLUME"],)
@@ -97,24 +94,30 @@ def test_the_image_serves_with_options_that_there_are() -> None:
 def test_compose_mounts_what_there_is_and_gives_no_rights() -> None:
     said = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
     services = said["services"]
-    assert set(services) == {"retrieval", "prometheus", "grafana"}
-    for service in services.values():
+    assert set(services) == {"proxy", "retrieval", "prometheus", "grafana"}
+    for name, service in services.items():
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert service["mem_limit"] and service["pids_limit"]
         for port in service.get("ports", ()):
-            assert port.startswith("127.0.0.1:")
+            assert name == "proxy" or port.startswith("127.0.0.1:")
         for volume in service.get("volumes", ()):
             source = volume.partition(":")[0]
             assert source.startswith("${") or (DEPLOY / source).is_file(), source
     server = services["retrieval"]
-    assert server["read_only"] and services["prometheus"]["read_only"]
+    assert server["read_only"] and services["prometheus"]["read_only"] and "ports" not in server
+    # index and keys are files of one user, whom the containers that read them run as
+    assert server["user"] == "${OWNER}" and services["proxy"]["user"].startswith("${OWNER:")
     assert (
         DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]
     ).resolve() == DEPLOY / "Dockerfile"
-    port = takes(json.loads(dict(stages()[1])["CMD"]))["health_port"]
+    given = takes(server["command"])
+    assert given["proxies"] == (said["networks"]["front"]["ipam"]["config"][0]["subnet"],)
     scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))["scrape_configs"]
-    assert scraped[0]["static_configs"][0]["targets"] == [f"retrieval:{port}"]
+    assert scraped[0]["static_configs"][0]["targets"] == [f"retrieval:{given['health_port']}"]
+    proxy = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
+    assert f"server retrieval:{given['port']};" in proxy
+    assert services["proxy"]["ports"] == [f"443:{re.findall('listen (.*) ssl', proxy)[0]}"]
 
 
 # --- systemd
@@ -127,8 +130,7 @@ def test_the_unit_serves_with_options_that_there_are(tmp_path: Path) -> None:
     assert Path(command).name == "retrieval" and verb == "serve"
     given = takes(words)
     assert given["log_format"] == "json" and given["host"] == "127.0.0.1"
-    assert int(re.findall(r"(?m)^TimeoutStopSec=(\d+)$", text)[0]) > given["grace"]
-    assert int(re.findall(r"(?m)^LimitNOFILE=(\d+)$", text)[0]) >= given["connections"] + 256
+    assert int(re.findall(r"(?m)^TimeoutStopSec=(\d+)$", text)[0]) > GRACE_SECONDS
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
@@ -144,81 +146,3 @@ def test_the_unit_is_one_that_systemd_reads(tmp_path: Path) -> None:
         text=True,
     )
     assert rated.returncode == 0, rated.stdout[-500:]  # exposure of at most 2.0 of 10
-
-
-# --- Helm
-
-
-def templates() -> str:
-    """Return all templates of the chart."""
-    return "\n".join(path.read_text(encoding="utf-8") for path in sorted((CHART / "templates").iterdir()))
-
-
-def test_the_chart_uses_values_that_there_are() -> None:
-    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    used = set(re.findall(r"\.Values\.([\w.]+)", templates()))
-    for name in used:
-        found: Any = values
-        for part in name.split("."):
-            assert part in found, f"values.yaml has no {name}"
-            found = found[part]
-    tops = {name.split(".")[0] for name in used}
-    assert tops == set(values)
-    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-    assert set(schema["properties"]) == {*values, "global"}
-    for name, value in values.items():
-        if schema["properties"][name].get("additionalProperties") is False:
-            assert set(value) == set(schema["properties"][name]["properties"]), name
-
-
-def test_the_chart_serves_with_options_that_there_are() -> None:
-    text = templates()
-    given = [word.partition("=")[0] for word in re.findall(r"(?m)^\s+- (--\S+)", text)]
-    assert {"--host", "--port", "--health-port", "--log-format"} <= set(given) <= OPTIONS
-    assert set(re.findall(r"path: (/[a-z]+z)\b", text)) == {"/livez", "/readyz"}
-    user = dict(stages()[1])["USER"].split(":")[0]
-    assert f"runAsUser: {user}\n" in text and "readOnlyRootFilesystem: true" in text
-    wait = int(re.findall(r"terminationGracePeriodSeconds: (\d+)", text)[0])
-    assert wait > serve_grace() + int(re.findall(r"time\.sleep\((\d+)\)", text)[0])
-
-
-def serve_grace() -> float:
-    """Return the seconds that a server takes to end, by default."""
-    (option,) = [each for each in serve_command.params if each.name == "grace"]
-    assert isinstance(option, click.Option)
-    return float(option.default)  # type: ignore[arg-type]
-
-
-def test_helm_finds_no_fault_with_the_chart() -> None:
-    helm = pytest.importorskip(
-        "helm_python", reason="helm-python-sdk, Helm without its program, is not installed"
-    )
-    full: dict[str, Any] = {
-        "keysSecret": "keys",
-        "metrics": {"serviceMonitor": True},
-        "options": ["--workers", "2"],
-        "env": [{"name": "OTEL_TRACES_EXPORTER", "value": "otlp"}],
-        "nodeSelector": {"disk": "fast"},
-    }
-    for more in ({}, full):
-        values = {"index": {"existingClaim": "photos"}, **more}
-        report = helm.lint(str(CHART), values, strict=True)
-        assert not report["errors"] and all(found["severity"] < 2 for found in report["messages"]), report
-        rendered = helm.Chart.load(str(CHART)).render(values)
-        found = [
-            each
-            for name, text in rendered.items()
-            if name.endswith(".yaml")
-            for each in yaml.safe_load_all(text)
-        ]
-        (deployment,) = [each for each in found if each["kind"] == "Deployment"]
-        (container,) = deployment["spec"]["template"]["spec"]["containers"]
-        given = takes(container["args"])
-        assert given["port"] == container["ports"][0]["containerPort"] == 8000
-        assert given["health_port"] == container["ports"][1]["containerPort"]
-        assert {each["kind"] for each in found} == {
-            "Deployment",
-            "Service",
-            *(["ServiceMonitor"] if more else []),
-        }
-    assert any("/replicas" in error for error in helm.lint(str(CHART), {"replicas": "two"})["errors"])

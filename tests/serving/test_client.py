@@ -261,9 +261,9 @@ def test_no_proxy_stands_before_this_machine_itself(served, empty, folder):
 
 def test_a_proxy_of_the_environment_is_named(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:9")
-    with Client("http://photos.example", retries=retrieval.client.Retries(times=0)) as client:
-        with pytest.raises(ServerError, match=r"http_proxy=http://…@127\.0\.0\.1:9") as fault:
-            client.index()
+    client = Client("http://photos.example", retries=retrieval.client.Retries(times=0))
+    with client, pytest.raises(ServerError, match=r"http_proxy=http://…@127\.0\.0\.1:9") as fault:
+        client.index()
     assert "secret" not in str(fault.value)
     monkeypatch.setenv("all_proxy", "socks4://127.0.0.1:9")
     with pytest.raises(DataError, match=r"cannot be used: .*all_proxy=socks4://127\.0\.0\.1:9"):

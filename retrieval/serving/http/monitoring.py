@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -243,7 +243,7 @@ class _LookedUp(Collector):
         memory.add_metric(["server"], _resident(os.getpid()))
         memory.add_metric(["decode"], sum(map(_resident, pids)))
         yield memory
-        yield GaugeMetricFamily("retrieval_cpu_seconds", "CPU time of the server.", value=time.process_time())
+        yield CounterMetricFamily("retrieval_cpu_seconds", "CPU time of the server.", value=time.process_time())
         yield GaugeMetricFamily("retrieval_decode_processes", "Processes that decode.", value=len(pids))
         families: dict[str, Any] = {}
         for index, served in self._indexes.items():

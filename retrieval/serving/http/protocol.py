@@ -112,7 +112,7 @@ class Protocol(HttpToolsProtocol):
     def _refuse(self, status: int, sentence: str) -> None:
         """Answer with a problem document, unless another answer is under way, and close."""
         if self.cycle is not None and not self.cycle.response_complete:
-            if self.cycle.response_started or self.pipeline:
+            if self.cycle.response_started:
                 self.transport.close()
                 return
             self.cycle.disconnected = True  # what the application still answers goes nowhere
