@@ -72,7 +72,10 @@ class Decoders:
     def _new_pool(self) -> ProcessPool:
         context: Any = _Context() if os.name == "posix" else multiprocessing.get_context("spawn")
         memory = (self.limits.memory,)
-        return ProcessPool(self._workers, initializer=_begin, initargs=memory, context=context)
+        pool = ProcessPool(self._workers, initializer=_begin, initargs=memory, context=context)
+        with suppress(Exception):  # whatever starting a process does; `submit` says so
+            assert pool.active  # asked for, it starts its processes: not at the first image
+        return pool
 
     def submit(
         self, kind: Kind, content: bytes, preprocessing: Preprocessing | None = None, name: str = "the file"

@@ -72,10 +72,10 @@ def proxied(served: Any, index_path: Path, tmp_path: Path) -> Iterator[SimpleNam
         port = free.getsockname()[1]
     text = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
     for said, here in (
+        ("/tmp/", f"{tmp_path}/"),
         ("retrieval:8000", f"127.0.0.1:{server.port}"),
         ("listen 8443 ssl", f"listen 127.0.0.1:{port} ssl"),
         ("/certificates", str(certificates)),
-        ("/tmp/", f"{tmp_path}/"),
         ("client_header_timeout 15s", "client_header_timeout 2s"),  # as it is but for the test's time
         ("client_body_timeout   15s", "client_body_timeout   2s"),
     ):

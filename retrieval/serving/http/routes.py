@@ -30,7 +30,7 @@ from retrieval.serving.http.bodies import OPTIONS, Body, BodyMemory, NewItem, Qu
 from retrieval.serving.http.keys import Caller
 from retrieval.serving.http.openapi import document
 from retrieval.serving.http.problems import RequestError, request_id_of
-from retrieval.serving.http.served import Index, Served, no_item
+from retrieval.serving.http.served import HAS_LEFT, Index, Served, no_item
 from retrieval.serving.http.settings import BATCH_BYTES, BODY_MEMORY, JSON_BYTES, SEND_SECONDS, Settings
 from retrieval.serving.index.base import Hit
 from retrieval.serving.stages import current
@@ -406,6 +406,7 @@ class Routes:
         Raises:
             RequestError: 503, it takes too long.
         """
+        HAS_LEFT.set(request.is_disconnected)
         try:
             async with asyncio.timeout(self._settings.deadline):
                 return await work

@@ -8,9 +8,10 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from starlette.requests import ClientDisconnect
 
 from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle, Encoded
@@ -89,6 +91,10 @@ def report(error: BaseException) -> None:
     log.error("%s%s", " – because of ".join(causes), where)
 
 
+HAS_LEFT: ContextVar[Callable[[], Awaitable[bool]] | None] = ContextVar("has_left", default=None)
+"""Says whether the client of this task's request has left, so that what waited for its turn is not begun."""
+
+
 class Turns:
     """Work outside the event loop: some of it at a time, some that waits, the rest refused.
 
@@ -137,11 +143,15 @@ class Turns:
             RequestError: 503, too much is waiting.
         """
         self.require_room()
+        waits = self._free.locked()
         self.waiting += 1
         try:
             await self._free.acquire()
         finally:
             self.waiting -= 1
+        if waits and (has_left := HAS_LEFT.get()) is not None and await has_left():
+            self._free.release()
+            raise ClientDisconnect
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
 
