@@ -57,33 +57,6 @@ def test_every_part_is_named(probed):
     assert probed.readiness.reason() is None
 
 
-def test_a_model_that_embeds_otherwise_than_at_the_start_is_not_ready(probed, makers, tmp_path, monkeypatch):
-    probed.probe()
-    other = Bundle.open(makers.make_bundle(tmp_path / "other", seed=9), threads=1)
-    ours = probed.index.bundle
-
-    def broken(pixels: Any) -> Encoded:
-        return replace(other.encode(pixels), bundle=ours.sha256)
-
-    monkeypatch.setattr(ours, "encode", broken)
-    said = probed.probe()
-    assert "model is broken" in said["model"] and said["search"] == "ok"
-    assert probed.readiness.reason() == said["model"]
-    monkeypatch.undo()
-    assert probed.probe() == dict.fromkeys(PARTS, "ok")
-
-
-def test_a_model_that_gives_nan_is_not_ready_from_the_start(probed, monkeypatch):
-    right = probed.index.bundle.encode
-
-    def broken(pixels: Any) -> Encoded:
-        vector = right(pixels).vector * np.float32("nan")
-        return Encoded(vector, vector)
-
-    monkeypatch.setattr(probed.index.bundle, "encode", broken)
-    assert "NaN" in probed.probe()["model"]
-
-
 def test_decoders_that_were_killed_are_replaced(probed):
     probed.probe()
     decoders = probed.readiness._served.workers.decoders

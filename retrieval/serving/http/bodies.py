@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from retrieval.errors import DataError
@@ -111,6 +111,16 @@ def _kind_of(content_type: str) -> Kind | None:
     return "image" if kind.startswith("image/") or kind == "application/octet-stream" else None
 
 
+class _Parser(MultiPartParser):
+    """Starlette's, which knows whether the form's end came."""
+
+    ended = False
+
+    def on_end(self) -> None:
+        """Note the end."""
+        self.ended = True
+
+
 class Form:
     """The fields of a form, and nothing else.
 
@@ -129,97 +139,60 @@ class Form:
 
     def __init__(self, body: Body, fields: Sequence[str], max_bytes: int, max_images: int = 1) -> None:
         self.images: list[bytes] = []
-        self._fields, self._max_bytes, self._max_images = tuple(fields), max_bytes, max_images
-        self._values: dict[str, bytes] = {}
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._name = self._value = b""
-        self._field, self._content, self._ended = "", bytearray(), False
-        boundary = parse_options_header(body.content_type.encode("latin-1", "replace"))[1].get(b"boundary")
-        if not boundary:
-            raise RequestError(400, "The form cannot be read: its content type names no boundary.")
-        try:
-            parser = MultipartParser(
-                boundary,
-                {
-                    "on_part_data": self._on_data,
-                    "on_part_end": self._on_part_end,
-                    "on_header_field": self._on_header_name,
-                    "on_header_value": self._on_header_value,
-                    "on_header_end": self._on_header_end,
-                    "on_headers_finished": self._on_part_begin,
-                    "on_end": self._on_end,
-                },
-            )
-            parser.write(body.content)
-            parser.finalize()
-        except FormParserError as error:
-            raise RequestError(400, f"The form cannot be read: {str(error).rstrip('.')}.") from None
-        if not self._ended:
-            raise RequestError(400, "The form cannot be read: its end is missing.")
+        self._values: dict[str, str] = {}
+        for name, value in self._parts(body, max_images, len(fields)):
+            if isinstance(value, str):
+                if name == "image":
+                    raise RequestError(400, 'The form needs a file in its field "image".')
+                if name not in fields:
+                    names = ", ".join(f'"{known}"' for known in ("image", *fields))
+                    raise RequestError(400, f"The form has an unknown field; it takes {names}.")
+                if name in self._values:
+                    raise RequestError(400, f'The form repeats its field "{name}".')
+                self._values[name] = value
+            elif name != "image":
+                sentence = 'The form needs a file in its field "image", and takes no other file.'
+                raise RequestError(400, sentence)
+            else:
+                content = value.file.read()
+                if len(content) > max_bytes:
+                    sentence = (
+                        f"The image has {len(content):,} bytes; the limit is {max_bytes:,} (--max-bytes)."
+                    )
+                    raise RequestError(413, sentence)
+                self.images.append(content)
         if not self.images:
             raise RequestError(400, 'The form needs a file in its field "image".')
 
-    def get(self, name: str) -> str | None:
-        """Return a field's text; None where there is none.
+    @staticmethod
+    def _parts(body: Body, max_images: int, max_fields: int) -> list[tuple[str, str | UploadFile]]:
+        async def stream() -> AsyncIterator[bytes]:
+            yield body.content
 
-        Raises:
-            RequestError: 400, it is not UTF-8.
-        """
-        value = self._values.get(name)
+        headers = Headers({"content-type": body.content_type})
+        parser = _Parser(
+            headers, stream(), max_files=max_images, max_fields=max_fields + 1, max_part_size=_ENVELOPE
+        )
+        parser.spool_max_size = len(body.content) + 1  # nothing of it is written to a disk
+        reason = "its end is missing"
         try:
-            return None if value is None else value.decode()
-        except UnicodeDecodeError:
-            raise RequestError(400, f'The field "{name}" is not UTF-8 text.') from None
+            parser.parse().send(None)  # all of the body is here, so that it ends without waiting
+        except StopIteration as done:
+            parts: list[tuple[str, str | UploadFile]] = done.value.multi_items()
+            if parser.ended:
+                return parts
+        except MultiPartException as error:
+            if error.message.startswith("Too many files"):
+                few = "one" if max_images == 1 else f"{max_images:,} at most"
+                raise RequestError(400, f'Too many files: give {few}, in the field "image".') from None
+            reason = error.message.rstrip(".")
+        except UnicodeError:
+            reason = "a field is not text of its charset"
+        raise RequestError(400, f"The form cannot be read: {reason}.")
 
-    def _on_data(self, data: bytes, start: int, end: int) -> None:
-        self._content += data[start:end]
-
-    def _on_header_name(self, data: bytes, start: int, end: int) -> None:
-        self._name += data[start:end]
-
-    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += data[start:end]
-
-    def _on_header_end(self) -> None:
-        self._headers.append((self._name.lower(), self._value))
-        self._name = self._value = b""
-
-    def _on_part_begin(self) -> None:
-        values = [value for name, value in self._headers if name == b"content-disposition"]
-        self._headers = []
-        kind, options = parse_options_header(values[0]) if len(values) == 1 else (b"", {})
-        if kind != b"form-data" or b"name" not in options:
-            raise RequestError(400, "The form cannot be read: a part of it does not say which field it is.")
-        self._field, is_file = options[b"name"].decode("latin-1"), b"filename" in options
-        if self._field == "image":
-            if len(self.images) >= self._max_images:
-                few = "one" if self._max_images == 1 else f"{self._max_images:,} at most"
-                raise RequestError(400, f'Too many files: give {few}, in the field "image".')
-            if not is_file:
-                raise RequestError(400, 'The form needs a file in its field "image".')
-        elif self._field not in self._fields:
-            if is_file:
-                sentence = 'The form needs a file in its field "image", and takes no other file.'
-                raise RequestError(400, sentence)
-            names = ", ".join(f'"{name}"' for name in ("image", *self._fields))
-            raise RequestError(400, f"The form has an unknown field; it takes {names}.")
-        elif self._field in self._values:
-            raise RequestError(400, f'The form repeats its field "{self._field}".')
-
-    def _on_part_end(self) -> None:
-        content, self._content = bytes(self._content), bytearray()
-        if self._field != "image":
-            self._values[self._field] = content
-        elif len(content) > self._max_bytes:
-            sentence = (
-                f"The image has {len(content):,} bytes; the limit is {self._max_bytes:,} (--max-bytes)."
-            )
-            raise RequestError(413, sentence)
-        else:
-            self.images.append(content)
-
-    def _on_end(self) -> None:
-        self._ended = True
+    def get(self, name: str) -> str | None:
+        """Return a field's text; None where there is none."""
+        return self._values.get(name)
 
 
 # JSON

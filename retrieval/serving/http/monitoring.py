@@ -14,11 +14,10 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from logging.handlers import QueueHandler, QueueListener
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -41,7 +40,6 @@ _MAX_TEXT = 2_000
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _STATS_SECONDS = 15.0
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 # The log
@@ -187,6 +185,7 @@ class Metrics:
         self._looked_up = _LookedUp(indexes)
         if not self._several:
             self._registry.register(self._looked_up)
+            ProcessCollector(registry=self._registry)
 
     def answered(self, trail: Trail, method: str, route: str, status: int, seconds: float) -> None:
         """Count one request.
@@ -215,6 +214,7 @@ class Metrics:
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         registry.register(self._looked_up)
+        ProcessCollector(registry=registry)
         return generate_latest(registry)
 
 
@@ -237,13 +237,6 @@ class _LookedUp(Collector):
             lengths.add_metric([name], getattr(self._workers, name).waiting)
         yield lengths
         pids = self._workers.decoders.pids
-        memory = GaugeMetricFamily(
-            "retrieval_memory_bytes", "Resident, of the server and of all that decode.", labels=["process"]
-        )
-        memory.add_metric(["server"], _resident(os.getpid()))
-        memory.add_metric(["decode"], sum(map(_resident, pids)))
-        yield memory
-        yield CounterMetricFamily("retrieval_cpu_seconds", "CPU time of the server.", value=time.process_time())
         yield GaugeMetricFamily("retrieval_decode_processes", "Processes that decode.", value=len(pids))
         families: dict[str, Any] = {}
         for index, served in self._indexes.items():
@@ -284,14 +277,6 @@ def _figures(stats: Stats | None) -> Iterator[tuple[str, float]]:
         if generation.state == "served":
             yield "generation", generation.number
             yield "generations", len(stats.generations)
-
-
-def _resident(pid: int) -> int:
-    """Return the resident memory of a process in bytes; 0 where the system does not say."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text("ascii").split()[1]) * _PAGE
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 # Traces

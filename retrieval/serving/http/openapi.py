@@ -50,36 +50,6 @@ _LIST = {
     "fields": _FIELDS,
 }
 
-_BUNDLE = "b724972feb66d549419110565acdb26c8e17f49659d87dbc304738f4821db1db"
-_SHOWN = {
-    "id": "shoe/7",
-    "key": "shoe/7",
-    "label": "shoe",
-    "metadata": {"price": 20},
-    "image_url": "/v1/items/shoe%2F7/image",
-    "thumbnail_url": "/v1/items/shoe%2F7/thumbnail",
-}
-_HIT = {**_SHOWN, "distance": 0.3034}
-_ITEM = {**_SHOWN, "bytes": 48213, "width": 800, "height": 600, "keep": "copy"}
-_ASKED = {"k": 5, "filter": {"label": "shoe", "price": {"<": 30}}, "fields": ["price"]}
-_INDEX = {
-    "index": "photos",
-    "name": "photos",
-    "items": 1796,
-    "bundle": _BUNDLE,
-    "input": {"kind": "image", "shape": [3, 224, 224]},
-    "vector": 128,
-    "distance": "Euclidean",
-    "rescores": False,
-    "format": 2,
-    "generation": 1,
-    "generations": [{"number": 1, "state": "served", "bundle": _BUNDLE}],
-    "bytes": 2_150_400,
-    "fields": ["price"],
-    "role": "write",
-    "limits": {"bytes": 20_000_000, "pixels": 25_000_000, "batch": 100, "batch_bytes": 64_000_000},
-}
-
 
 def _ref(model: type) -> dict[str, Any]:
     return {"$ref": f"#/components/schemas/{model.__name__}"}
@@ -101,9 +71,6 @@ class Operation:
         answer: the type of the answer; None for a picture.
         query: schemas of the parameters behind the question mark, by name; `id` must be there.
         bodies: schemas of the body by content type.
-        example: an answer.
-        body: an example of a JSON body.
-        asked: examples of parameters.
         status: of success.
         of_index: whether it is an index's.
     """
@@ -115,16 +82,12 @@ class Operation:
     answer: type | None
     query: Mapping[str, Any] = field(default_factory=dict)
     bodies: Mapping[str, Any] = field(default_factory=dict)
-    example: Any = None
-    body: Any = None
-    asked: Mapping[str, Any] = field(default_factory=dict)
     status: int = 200
     of_index: bool = True
 
 
 def _item_operations(path: str, end: str, query: Mapping[str, Any]) -> list[Operation]:
     """Return the operations on one item, named in the path or, with `ByQuery`, as `?id=`."""
-    asked = dict.fromkeys(query, "shoe/7")
     new = _form(
         "image",
         image=_BINARY,
@@ -132,50 +95,40 @@ def _item_operations(path: str, end: str, query: Mapping[str, Any]) -> list[Oper
         metadata={"type": "string", "description": "a JSON object"},
         keep={"enum": ["copy", "thumbnail", "nothing"], "default": "copy"},
     )
-    said = {"label": "shoe", "metadata": {"price": 20}}
-    put = {"id": "shoe/7", "replaced": True}
+    changed = {_JSON: _ref(bodies.ItemChangeBody)}
     return [
-        Operation("get", path, f"getItem{end}", "Give an item.", answers.ItemAnswer,
-                  {**query, **_VECTOR}, example=_ITEM, asked=asked),
+        Operation("get", path, f"getItem{end}", "Give an item.", answers.ItemAnswer, {**query, **_VECTOR}),
         Operation("put", path, f"putItem{end}", "Add an item, or replace the one of this id.", answers.PutAnswer, query,
-                  {_FORM: new, _JSON: _ref(bodies.ItemBody)}, put, {"vector": [0.5, 0.25], **said}, asked),
+                  {_FORM: new, _JSON: _ref(bodies.ItemBody)}),
         Operation("patch", path, f"patchItem{end}", "Change an item's label or metadata; what is left out stays.",
-                  answers.PutAnswer, query, {_JSON: _ref(bodies.ItemChangeBody)}, put, said, asked),
-        Operation("delete", path, f"deleteItem{end}", "Delete an item.", answers.Deleted, query,
-                  example={"deleted": 1}, asked=asked),
+                  answers.PutAnswer, query, changed),
+        Operation("delete", path, f"deleteItem{end}", "Delete an item.", answers.Deleted, query),
         Operation("get", f"{path}/image", f"getImage{end}", "Give an item's original, as browsers show it.", None, query),
         Operation("get", f"{path}/thumbnail", f"getThumbnail{end}", "Give a small JPEG of an item's original.", None, query),
     ]  # fmt: skip
 
 
+_ONE = {
+    _FORM: _form("image", image=_BINARY, **_OPTIONS),
+    "application/octet-stream": _BINARY,
+    "image/*": _BINARY,
+}
+_ITEMS = {"type": "string", "description": "a JSON list that says what each image is, in their order"}
 OPERATIONS = (
     Operation("post", "/search", "search", "Search with an image, a vector or an item of the index.",
-              answers.SearchAnswer, _OPTIONS,
-              {_FORM: _form("image", image=_BINARY, **_OPTIONS), _JSON: _ref(bodies.SearchBody),
-               "application/octet-stream": _BINARY, "image/*": _BINARY},
-              {"results": [_HIT], "took_ms": 3.1}, {"id": "shoe/7", **_ASKED},
-              {"k": 5, "filter": "label = 'shoe' and price < 30", "fields": "price"}),
-    Operation("post", "/search/batch", "searchBatch", "Search with several images, vectors or items.",
-              answers.BatchAnswer, {},
-              {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(bodies.BatchBody)},
-              {"answers": [{"results": [_HIT]}, {"results": []}], "took_ms": 4.2},
-              {"queries": [{"id": "shoe/7"}, {"id": "boot/1"}], **_ASKED}),
-    Operation("get", "/index", "getIndex", "Say what the index is and holds.", answers.IndexAnswer, example=_INDEX),
-    Operation("get", "/items", "listItems", "List items, page by page.", answers.Page, _LIST,
-              example={"items": [_ITEM], "cursor": None}, asked={"limit": 10, "filter": "price < 30"}),
+              answers.SearchAnswer, _OPTIONS, {**_ONE, _JSON: _ref(bodies.SearchBody)}),
+    Operation("post", "/search/batch", "searchBatch", "Search with several images, vectors or items.", answers.BatchAnswer, {},
+              {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(bodies.BatchBody)}),
+    Operation("get", "/index", "getIndex", "Say what the index is and holds.", answers.IndexAnswer),
+    Operation("get", "/items", "listItems", "List items, page by page.", answers.Page, _LIST),
     Operation("post", "/items", "addItems", "Add, replace or change items: all of them, or none.", answers.AddAnswer, {},
-              {_FORM: _form("image", "items", image=_SEVERAL, items={
-                  "type": "string", "description": "a JSON list that says what each image is, in their order"}),
-               _JSON: _ref(bodies.ItemsBody)},
-              {"added": 0, "replaced": 1}, {"items": [{"id": "shoe/7", "label": "shoe", "metadata": {"price": 20}}]}),
+              {_FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS), _JSON: _ref(bodies.ItemsBody)}),
     *_item_operations("/items/{id}", "", {}),
     *_item_operations("/item", "ByQuery", {"id": _ID}),
     Operation("post", "/delete", "deleteItems", "Delete items by id, by filter, or all.", answers.Deleted, {},
-              {_JSON: _ref(bodies.DeleteBody)}, {"deleted": 12}, {"filter": {"price": {">": 1000}}}),
-    Operation("post", "/snapshots", "snapshot", "Write a copy of this moment to the operator's folder.",
-              answers.Snapshot, example={"snapshot": "photos-20260102T030405Z-9f86d081"}, status=201),
-    Operation("get", "/indexes", "listIndexes", "Name the server's indexes.", answers.Indexes,
-              example={"indexes": ["photos", "shoes"]}, of_index=False),
+              {_JSON: _ref(bodies.DeleteBody)}),
+    Operation("post", "/snapshots", "snapshot", "Write a copy of this moment to the operator's folder.", answers.Snapshot, status=201),
+    Operation("get", "/indexes", "listIndexes", "Name the server's indexes.", answers.Indexes, of_index=False),
     Operation("get", "/openapi.json", "openapi", "Give this document.", dict, of_index=False),
 )  # fmt: skip
 """Every route of /v1."""
@@ -216,9 +169,7 @@ def _described(operation: Operation, *, named: bool) -> dict[str, Any]:
         "responses": _responses(operation),
     }
     if operation.bodies:
-        content: dict[str, Any] = {kind: {"schema": schema} for kind, schema in operation.bodies.items()}
-        if operation.body is not None:
-            content[_JSON]["example"] = operation.body
+        content = {kind: {"schema": schema} for kind, schema in operation.bodies.items()}
         found["requestBody"] = {"required": True, "content": content}
     return found
 
@@ -228,12 +179,10 @@ def _parameters(operation: Operation, *, named: bool) -> list[dict[str, Any]]:
     if named:
         found.append({"name": "index", "in": "path", "required": True, "schema": _NAME})
     if "{id}" in operation.path:
-        said = {"description": "percent-encoded, slashes too", "example": "shoe/7"}
-        found.append({"name": "id", "in": "path", "required": True, "schema": _ID, **said})
+        said = "percent-encoded, slashes too"
+        found.append({"name": "id", "in": "path", "required": True, "schema": _ID, "description": said})
     for name, schema in operation.query.items():
-        parameter = {"name": name, "in": "query", "required": name == "id", "schema": schema}
-        example = {"example": operation.asked[name]} if name in operation.asked else {}
-        found.append({**parameter, **example})
+        found.append({"name": name, "in": "query", "required": name == "id", "schema": schema})
     return found
 
 
@@ -244,8 +193,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
         content = {kind: {"schema": _BINARY} for kind in kinds}
     else:
         schema = {"type": "object"} if operation.answer is dict else _ref(operation.answer)
-        example = {} if operation.example is None else {"example": operation.example}
-        content = {_JSON: {"schema": schema, **example}}
+        content = {_JSON: {"schema": schema}}
     found: dict[str, Any] = {str(operation.status): {"description": "Done.", "content": content}}
     if operation.answer is None:
         found["304"] = {"description": "It is what the request's If-None-Match names."}

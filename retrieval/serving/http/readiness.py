@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from retrieval.errors import DataError, StoreError
@@ -20,13 +19,11 @@ from retrieval.serving.http.problems import RequestError
 from retrieval.serving.http.served import DAMAGED, UNREACHABLE, Served, report
 from retrieval.serving.http.settings import PROBE_SECONDS
 from retrieval.serving.probing import probe_fault
-from retrieval.serving.queries import encode_vectors
 from retrieval.serving.stores.contract import StoreUnavailable, Superseded
 
 log = logging.getLogger("retrieval.serving.http")
 
 _NEW = "The first search has not been run yet."
-_LEAST_TOLERANCE = 1e-4
 _FREE_BYTES = 16_000_000
 """Less free space does not hold a transaction of many items and SQLite's log of it."""
 
@@ -49,7 +46,6 @@ class Readiness:
         folder = served.index.path
         written = served.settings.changeable and isinstance(folder, Path) and disk_fault(folder, 0) is None
         self._folder = folder if isinstance(folder, Path) and written else None
-        self._references: dict[str, NDArray[np.float32]] = {}
         self._faults: dict[str, str | None] = {"search": _NEW}
         self.items, self.bundle = 0, ""
         self.fallback: str | None = None
@@ -145,36 +141,9 @@ class Readiness:
         return None if found or not before else "A search of the server's own found nothing."
 
     async def _embeds(self) -> str | None:
-        """Return why the encoder is not what it was when its bundle was made or, without a probe in it, opened."""
-        bundle, workers = self._served.index.bundle, self._served.workers
-        if bundle.manifest.probe is not None:
-            return await workers.searches.run(lambda: probe_fault(bundle))
-        (given,) = sample(bundle).given
-        inputs = given.vector
-        if given.image is not None:
-            inputs = (await workers.decoded("pixels", given.image, bundle)).pixels
-        assert inputs is not None
-        batch = inputs[None]
-
-        def encode() -> NDArray[np.float32]:
-            encoded = encode_vectors(bundle, batch) if batch.ndim == 2 else bundle.encode(batch)
-            return encoded if isinstance(encoded, np.ndarray) else encoded.query[0]
-
-        return self._wrong(bundle, await workers.searches.run(encode))
-
-    def _wrong(self, bundle: Bundle, vector: NDArray[np.float32]) -> str | None:
-        if not np.isfinite(vector).all():
-            return "The model is broken: it embeds the probe image as NaN or infinity."
-        tolerance = max(bundle.manifest.verified.tolerance, _LEAST_TOLERANCE)
-        if bundle.sha256 not in self._references:
-            self._references = {bundle.sha256: vector}
-        apart = float(np.abs(vector - self._references[bundle.sha256]).max())
-        if apart <= tolerance:
-            return None
-        return (
-            f"The model is broken: it embeds the probe image {apart:.2g} away from where it did when the server "
-            f"opened it; {tolerance:.2g} is allowed. Start the server again."
-        )
+        """Return why the encoder is not what it was when its bundle was made, where the bundle has a probe."""
+        bundle = self._served.index.bundle
+        return await self._served.workers.searches.run(lambda: probe_fault(bundle))
 
 
 def sample(bundle: Bundle) -> Query:

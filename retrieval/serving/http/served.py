@@ -10,7 +10,7 @@ import stat
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -355,22 +355,15 @@ class Served:
             RequestError: 404, no such item; 503, too many are waiting, or the index cannot be searched now.
         """
         images = [given.image for given in query.given if given.image is not None]
-        for _ in range(_TRIES):
-            index = self.index
-            bundle = index.bundle
-            pixels = None
+
+        async def ask() -> bytes:
+            bundle, pixels = self.index.bundle, None
             if images:
                 pixels = np.stack([one.pixels for one in await self.workers.pixels(bundle, images)])
-            try:
-                work = partial(self._searched, query, bundle, pixels, finish)
-                return await self.workers.searches.run(work)
-            except Superseded:  # another bundle is served since, which may take other pixels
-                continue
-            except StoreError as error:
-                if await self._was_replaced(error, index):
-                    continue
-                raise _told(error, DAMAGED) from None
-        raise RequestError(503, _CHANGING)
+            work = partial(self._searched, query, bundle, pixels, finish)
+            return await self.workers.searches.run(work)
+
+        return await self._again(ask, DAMAGED)
 
     def _searched(
         self,
@@ -402,16 +395,23 @@ class Served:
             with self.use() as index:
                 return work(index)
 
+        return await self._again(lambda: self.workers.searches.run(used), sentence)
+
+    async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
+        """Return what the index gives, asked again where another bundle or another index is served since.
+
+        Raises:
+            RequestError: 503, the index fails; its log says why, and the client is told `sentence`.
+        """
         for _ in range(_TRIES):
             index = self.index
             try:
-                return await self.workers.searches.run(used)
+                return await ask()
             except Superseded:
-                continue
+                await self.workers.searches.run(self.index.follow)
             except StoreError as error:
-                if await self._was_replaced(error, index):
-                    continue
-                raise _told(error, sentence) from None
+                if not await self._was_replaced(error, index):
+                    raise _told(error, sentence) from None
         raise RequestError(503, _CHANGING)
 
     async def _was_replaced(self, error: StoreError, failed: Index) -> bool:
@@ -436,23 +436,21 @@ class Served:
             RequestError: 503, too many changes wait, or the index cannot be written to.
         """
         images = [item.image for item in items if item.image is not None]
+        vectors = any(item.vector is not None for item in items)
         small = {
             item.id: await self.workers.decoded("thumbnail", item.image)
             for item in items
             if item.image is not None and item.keep == "thumbnail"
         }
-        for _ in range(_TRIES):
+
+        async def ask() -> int:
             bundle = self.index.bundle
             decoded = await self.workers.pixels(bundle, images) if images else []
-            made: dict[str, Item] = {}
-            if any(item.image is not None or item.vector is not None for item in items):
-                work = partial(self._embedded, bundle, items, decoded, small)
-                made = await self.workers.searches.run(work)
-            try:
-                return await self._change(partial(_write, items, made, bundle), change)
-            except Superseded:
-                await self.read(lambda index: index.follow())
-        raise RequestError(503, _CHANGING)
+            work = partial(self._embedded, bundle, items, decoded, small)
+            made = await self.workers.searches.run(work) if images or vectors else {}
+            return await self._change(partial(_write, items, made, bundle), change)
+
+        return await self._again(ask, _NOT_WRITTEN)
 
     async def delete(self, change: Change) -> int:
         """Delete the items of a change, by id or by filter; return how many there were.
@@ -461,7 +459,11 @@ class Served:
             DataError: the filter names what no item has.
             RequestError: see `put`.
         """
-        return await self._change(lambda index: index.delete(change.ids, where=change.where), change)
+
+        def work(index: Index) -> int:
+            return index.delete(change.ids, where=change.where)
+
+        return await self._again(lambda: self._change(work, change), _NOT_WRITTEN)
 
     async def snapshot(self, target: Path, change: Change) -> None:
         """Write a copy of one moment.
@@ -475,34 +477,21 @@ class Served:
             return None
 
         sentence = "The snapshot cannot be written. The server's log says why."
-        await self._change(work, change, self.workers.snapshots, sentence)
+        await self._again(lambda: self._change(work, change, self.workers.snapshots), sentence)
 
-    async def _change(
-        self,
-        work: Callable[[Index], Any],
-        change: Change,
-        turns: Turns | None = None,
-        sentence: str = _NOT_WRITTEN,
-    ) -> Any:
+    async def _change(self, work: Callable[[Index], Any], change: Change, turns: Turns | None = None) -> Any:
+        """Change the index in its turn, with its lines in the record."""
+
         def recorded() -> Any:
             with self.use() as index:
-                record = nullcontext(None) if self._audit is None else self._audit.recording(change)
-                with record as outcome:
+                if self._audit is None:
+                    return work(index)
+                with self._audit.recording(change) as outcome:
                     count = work(index)
-                    if outcome is not None:
-                        outcome.count = len(change.ids) if change.what in ("put", "change") else count
+                    outcome.count = len(change.ids) if change.what in ("put", "change") else count
                 return count
 
-        for _ in range(2):
-            index = self.index
-            try:
-                return await (turns or self.workers.changes).run(recorded)
-            except Superseded:
-                raise
-            except StoreError as error:
-                if not await self._was_replaced(error, index):
-                    raise _told(error, sentence) from None
-        raise RequestError(503, _CHANGING)
+        return await (turns or self.workers.changes).run(recorded)
 
     def _embedded(
         self, bundle: Bundle, items: Sequence[NewItem], decoded: Sequence[Decoded], small: Mapping[str, bytes]
