@@ -1,7 +1,8 @@
 """Images of strangers, decoded in processes of their own: each has a deadline and a memory limit, and is replaced.
 
 An image may hang its decoder, crash it or take all memory. Here that costs one process, and the sender gets a
-sentence.
+sentence. Each thread that decodes talks with one process over a pipe: a pool with threads of its own (pebble) took
+twice the time of a small image's search.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import ModuleType
@@ -22,14 +23,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pebble import ProcessExpired, ProcessPool
 from PIL import Image
 
 from retrieval.errors import DataError
 from retrieval.serving.images import Limits, Preprocessing, can_open, decode, full_size, thumbnail, to_png
-from retrieval.serving.memory import return_large_blocks
+from retrieval.serving.memory import Memory, return_large_blocks
 
 SECONDS = 5.0
+_STARTING_SECONDS = 60.0
 _KEPT_BYTES = 8_000_000
 """Free memory that the next image finds ready."""
 
@@ -51,75 +52,56 @@ class Decoded(NamedTuple):
 
 
 class Undecodable(Exception):
-    """No process decodes: none starts, or the pool is closed."""
+    """No process that decodes starts."""
 
 
 class Decoders:
-    """A pool of processes that decode.
+    """Processes that decode: as many as threads ask at a time.
 
     Args:
-        workers: images at a time.
         limits: larger images are refused.
         seconds: that one image may take.
     """
 
-    def __init__(self, workers: int, limits: Limits | None = None, seconds: float = SECONDS) -> None:
-        self.limits = limits or Limits()
-        self.seconds = seconds
-        self._workers, self._lock, self._closed = workers, threading.Lock(), False
-        self._pool = self._new_pool()
+    def __init__(self, limits: Limits | None = None, seconds: float = SECONDS) -> None:
+        self.limits, self.seconds = limits or Limits(), seconds
+        self._lock, self._closed = threading.Lock(), False
+        self._workers: set[_Worker] = set()
+        self._idle: list[_Worker] = []
+        with suppress(Undecodable):  # the first image need not wait for it, and says why where none starts
+            self._idle.append(self._start())
 
-    def _new_pool(self) -> ProcessPool:
-        context: Any = _Context() if os.name == "posix" else multiprocessing.get_context("spawn")
-        memory = (self.limits.memory,)
-        pool = ProcessPool(self._workers, initializer=_begin, initargs=memory, context=context)
-        with suppress(Exception):  # whatever starting a process does; `submit` says so
-            assert pool.active  # asked for, it starts its processes: not at the first image
-        return pool
-
-    def submit(
+    def decode(
         self, kind: Kind, content: bytes, preprocessing: Preprocessing | None = None, name: str = "the file"
-    ) -> Future[Any]:
-        """Begin to decode an image; `result` says what came of it.
+    ) -> Any:
+        """Return a decoded image; for a thread, which waits.
 
         Args:
-            kind: "pixels" as `preprocessing` makes them, a "png" of the image, or a "thumbnail", a small JPEG.
+            kind: "pixels" as `preprocessing` makes them (`Decoded`), or the bytes of a "png" or of a "thumbnail", a
+                small JPEG.
             content: the encoded image.
             preprocessing: for "pixels".
             name: what an error calls the image.
 
         Raises:
+            DataError: the image cannot be decoded.
             Undecodable: no process starts.
         """
+        worker = self._take()
         try:
-            with self._lock:
-                if not self._pool.active and not self._closed:  # all its processes were killed while idle
-                    self._pool = self._new_pool()
-            arguments = (kind, content, preprocessing, name, self.limits)
-            future: Future[Any] = self._pool.schedule(_decode, args=arguments, timeout=self.seconds)
-        except Exception as error:  # pebble raises RuntimeError, and whatever starting a process does
-            raise Undecodable(f"The processes that decode images do not run: {error}") from error
-        return future
-
-    def result(self, future: Future[Any], name: str = "the file") -> Any:
-        """Return the result of a future that is done: `Decoded`, or a file's bytes.
-
-        Raises:
-            DataError: the image cannot be decoded.
-            Undecodable: no process decodes.
-        """
-        try:
-            made = future.result(0)
-        except TimeoutError:
-            raise DataError(
-                f"{name} takes longer than {self.seconds:g} seconds to decode. Save it as a plain PNG or JPEG."
-            ) from None
-        except ProcessExpired:
+            made = worker.ask((kind, content, preprocessing, name), self.seconds)
+        except (OSError, EOFError):
+            self._end(worker)
             raise DataError(
                 f"{name} cannot be decoded: it brings its decoder down. Save it as a plain PNG or JPEG."
             ) from None
-        except Exception as error:
-            raise Undecodable(f"The processes that decode images do not run: {error}") from error
+        if made is None:
+            self._end(worker)
+            raise DataError(
+                f"{name} takes longer than {self.seconds:g} seconds to decode. Save it as a plain PNG or JPEG."
+            )
+        with self._lock:
+            self._idle.append(worker)  # the last to have worked is the next: its caches are warm
         if isinstance(made, str):
             raise DataError(made)
         return made
@@ -127,41 +109,85 @@ class Decoders:
     @property
     def pids(self) -> list[int]:
         """The processes that run."""
-        workers: dict[int, Any] = dict(self._pool._pool_manager.worker_manager.workers)
-        return list(workers)
+        with self._lock:
+            return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
 
     def close(self) -> None:
         """Kill every process, whatever it is at."""
         self._closed = True
-        self._pool.stop()
-        with suppress(TimeoutError):
-            self._pool.join(1.0)
+        with self._lock:
+            workers = list(self._workers)
+        for worker in workers:
+            self._end(worker)
+
+    def _take(self) -> _Worker:
+        while True:
+            with self._lock:
+                worker = self._idle.pop() if self._idle else None
+            if worker is None:
+                return self._start()
+            if worker.process.is_alive():
+                return worker
+            self._end(worker)  # the system killed it while it was idle
+
+    def _start(self) -> _Worker:
+        if self._closed:
+            raise Undecodable("The server is stopping.")
+        try:
+            worker = _Worker(self.limits)
+        except (OSError, EOFError) as error:
+            raise Undecodable(f"A process that decodes images does not start: {error}") from error
+        with self._lock:
+            self._workers.add(worker)
+        return worker
+
+    def _end(self, worker: _Worker) -> None:
+        with self._lock:
+            self._workers.discard(worker)
+        worker.process.kill()
+        worker.process.join()
+        worker.pipe.close()
 
 
-def _begin(memory: int) -> None:
-    """Prepare a process: its memory is bounded, and what libraries print about a hostile file goes nowhere."""
+class _Worker:
+    """One process, and the pipe to it."""
+
+    def __init__(self, limits: Limits) -> None:
+        context: Any = _Context() if os.name == "posix" else multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, limits), daemon=True)
+        self.process.start()
+        theirs.close()
+        if self.ask(None, _STARTING_SECONDS) is None:
+            self.process.kill()
+            raise OSError("it says nothing")
+
+    def ask(self, job: object, seconds: float) -> Any:
+        """Return what the process answers; None where it takes longer than so many seconds."""
+        self.pipe.send(job)
+        return self.pipe.recv() if self.pipe.poll(seconds) else None
+
+
+def _serve(pipe: Connection, limits: Limits) -> None:
+    """Answer jobs until the pipe closes: in the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
     return_large_blocks(_KEPT_BYTES)
     _warm()
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):
+    for stream in range(3):  # what a library prints about a hostile file helps nobody
         os.dup2(nowhere, stream)
-    with suppress(ImportError):  # Windows
-        import resource
-
-        now = _status("VmSize")
-        if now:
-            resource.setrlimit(resource.RLIMIT_AS, (now + memory, now + memory))
-
-
-def _status(field: str) -> int:
-    """Return a line of /proc/self/status in bytes; 0 where there is none."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text("ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-    return 0
+    memory = Memory(_KEPT_BYTES)
+    _confine(limits.memory)
+    with suppress(EOFError, OSError):
+        while True:
+            job = pipe.recv()
+            pipe.send("ready" if job is None else _decoded(*job, limits))
+            del job
+            if memory.grown:
+                memory.give_back()
 
 
-def _decode(
+def _decoded(
     kind: Kind, content: bytes, preprocessing: Preprocessing | None, name: str, limits: Limits
 ) -> Decoded | bytes | str:
     """Return what is asked for of an image, or the sentence that says what is wrong with it."""
@@ -189,6 +215,16 @@ def _warm() -> None:
             decode(kept.getvalue())
 
 
+def _confine(memory: int) -> None:
+    """Let this process take so many bytes more than it has."""
+    with suppress(ImportError, OSError, StopIteration):  # Windows; no /proc
+        import resource
+
+        lines = Path("/proc/self/status").read_text("ascii").splitlines()
+        now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmSize:"))
+        resource.setrlimit(resource.RLIMIT_AS, (now + memory, now + memory))
+
+
 _main = threading.Lock()
 
 
@@ -208,7 +244,7 @@ class _Process(ForkServerProcess):
 class _Context(ForkServerContext):
     """Decoders are forked from one clean process that has loaded Pillow, and so start within milliseconds."""
 
-    Process: Callable[..., Any] = _Process  # type: ignore[assignment]
+    Process = _Process
 
     def __init__(self) -> None:
         self.set_forkserver_preload([__name__])

@@ -120,30 +120,13 @@ class Turns:
             raise busy(self._what)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return what some work gives, done in a thread.
-
-        Raises:
-            RequestError: 503, too much is waiting.
-        """
-        queued = perf_counter()
-
-        def noted() -> T:
-            if (trail := current()) is not None:
-                trail.note("wait", queued, perf_counter())
-            return work()
-
-        context = contextvars.copy_context()
-        done = await self.finished(lambda: self._threads.submit(context.run, noted))
-        return done.result()
-
-    async def finished(self, begin: Callable[[], Future[T]]) -> Future[T]:
-        """Return the future of some work when it is done. Whoever is cancelled leaves the work its turn until its end.
+        """Return what some work gives, done in a thread. Whoever is cancelled leaves the work its turn until its end.
 
         Raises:
             RequestError: 503, too much is waiting.
         """
         self.require_room()
-        waits = self._free.locked()
+        queued, waits = perf_counter(), self._free.locked()
         self.waiting += 1
         try:
             await self._free.acquire()
@@ -154,6 +137,11 @@ class Turns:
             raise ClientDisconnect
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
+
+        def noted() -> T:
+            if (trail := current()) is not None:
+                trail.note("wait", queued, perf_counter())
+            return work()
 
         def end(future: Future[T]) -> None:
             self._free.release()
@@ -166,13 +154,9 @@ class Turns:
                 loop.call_soon_threadsafe(end, future)
 
         self.running += 1
-        try:
-            begin().add_done_callback(tell)
-        except BaseException:
-            end(Future())
-            raise
-        found: Future[T] = await ended
-        return found
+        self._threads.submit(contextvars.copy_context().run, noted).add_done_callback(tell)
+        done: Future[T] = await ended
+        return done.result()
 
     def close(self) -> None:
         """Begin nothing any more."""
@@ -194,14 +178,14 @@ class Workers:
         self.snapshots = Turns("snapshots", 1, WAITING_SNAPSHOTS)
         self.images = Turns("images", settings.workers + 1, waiting)
         limits = Limits(settings.max_pixels, settings.max_bytes)
-        self.decoders = Decoders(settings.workers + 1, limits, DECODE_SECONDS)
+        self.decoders = Decoders(limits, DECODE_SECONDS)
 
-    async def decoded(self, kind: Kind, content: bytes, bundle: Bundle | None = None) -> Any:
-        """Return a decoded image: `Decoded` as a bundle takes it, or a file's bytes.
+    def decode(self, kind: Kind, content: bytes, bundle: Bundle | None = None) -> Any:
+        """Return a decoded image: `Decoded` as a bundle takes it, or a file's bytes; for a thread.
 
         Raises:
             DataError: the image cannot be decoded, or the bundle takes features.
-            RequestError: 503, too many images are waiting, or no process decodes.
+            RequestError: 503, no process decodes.
         """
         preprocessing = None
         if bundle is not None:
@@ -209,19 +193,17 @@ class Workers:
             preprocessing = given.preprocessing
             if preprocessing is None:
                 raise DataError(f"This index takes vectors of {given.shape[0]} features, not images.")
-        began, fault = perf_counter(), Undecodable()
-        for _ in range(2):  # the system may have killed processes that were idle
-            try:
-                done = await self.images.finished(lambda: self.decoders.submit(kind, content, preprocessing))
-                made = self.decoders.result(done)
-            except Undecodable as error:
-                fault = error
-                continue
-            if (trail := current()) is not None:
-                trail.note("decode", began, perf_counter())
-            return made
-        report(fault)
-        raise RequestError(503, "The server decodes no images now. Its log says why.", "decode")
+        try:
+            with stage("decode"):
+                return self.decoders.decode(kind, content, preprocessing)
+        except Undecodable as error:
+            report(error)
+            raise RequestError(503, "The server decodes no images now. Its log says why.", "decode") from None
+
+    async def decoded(self, kind: Kind, content: bytes) -> bytes:
+        """Return a picture of another kind; see `decode`."""
+        made: bytes = await self.images.run(lambda: self.decode(kind, content))
+        return made
 
     async def pixels(self, bundle: Bundle, images: Sequence[bytes]) -> list[Decoded]:
         """Return decoded images; of several, an error names the one.
@@ -234,7 +216,8 @@ class Workers:
         async def one(number: int, image: bytes) -> Decoded:
             async with turn:
                 try:
-                    made: Decoded = await self.decoded("pixels", image, bundle)
+                    work = partial(self.decode, "pixels", image, bundle)
+                    made: Decoded = await self.images.run(work)
                 except DataError as error:
                     raise (error if len(images) == 1 else DataError(f"image {number}: {error}")) from None
                 return made
@@ -357,11 +340,21 @@ class Served:
         images = [given.image for given in query.given if given.image is not None]
 
         async def ask() -> bytes:
-            bundle, pixels = self.index.bundle, None
-            if images:
+            bundle, pixels, turns = self.index.bundle, None, self.workers.searches
+            if len(images) > 1:
                 pixels = np.stack([one.pixels for one in await self.workers.pixels(bundle, images)])
-            work = partial(self._searched, query, bundle, pixels, finish)
-            return await self.workers.searches.run(work)
+            elif images:
+                turns = (
+                    self.workers.images
+                )  # who decodes one image goes on with it: a hop costs as much as it
+
+            def work() -> bytes:
+                made = pixels
+                if turns is self.workers.images:
+                    made = self.workers.decode("pixels", images[0], bundle).pixels[None]
+                return self._searched(query, bundle, made, finish)
+
+            return await turns.run(work)
 
         return await self._again(ask, DAMAGED)
 

@@ -304,7 +304,7 @@ def require_packages() -> None:
     Raises:
         MissingDependency: one of them is not installed.
     """
-    wanted = ["uvicorn", "starlette", "python_multipart", "httptools", "prometheus_client", "pebble"]
+    wanted = ["uvicorn", "starlette", "python_multipart", "httptools", "prometheus_client"]
     for module in [*wanted, *(["uvloop"] if sys.platform != "win32" else [])]:
         try:
             importlib.import_module(module)
