@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import select
 import shutil
 import socket
 import ssl
@@ -120,7 +119,7 @@ def test_the_proxy_ends_tls_gathers_slow_requests_and_limits_rates_and_connectio
     with proxied.open() as dripping, proxied.open() as stalled:  # neither comes as far as the server
         dripping.sendall(b"GET /v1/index HTTP/1.1\r\nHost: localhost\r\nX: ")
         stalled.sendall(search[:-5])
-        assert dripping.recv(1000) == b"" or True
+        assert wire.read_answer(dripping).status in (0, 408)
         assert wire.read_answer(stalled).status in (0, 408)
     time.sleep(3)  # the rate's allowance comes back
     statuses = [proxied.ask(search).status for _ in range(100)]
@@ -130,17 +129,11 @@ def test_the_proxy_ends_tls_gathers_slow_requests_and_limits_rates_and_connectio
         crowd = [held.enter_context(proxied.open()) for _ in range(40)]
         for one in crowd:
             one.sendall(search[:-5])  # a request under way counts as a connection
-        time.sleep(0.5)
-        refused = [one for one in crowd if one.pending() or _readable(one)]
-        assert 8 <= len(refused) < 40
-        assert wire.read_answer(refused[0]).status == 429
+        answers = [wire.read_answer(one).status for one in crowd]
+    assert 8 <= answers.count(429) < 40 and set(answers) <= {0, 408, 429}
     proxied.server.process.terminate()
     log = proxied.server.process.communicate(timeout=20)[1]
     lines = [json.loads(line) for line in log.splitlines() if '"/v1/search"' in line]
     # the client's own word for who it is counts for nothing, and nothing slow came through
     assert {line["client"] for line in lines} == {"127.0.0.1"} and {line["status"] for line in lines} == {200}
     assert "/v1/index" not in log
-
-
-def _readable(connection: ssl.SSLSocket) -> bool:
-    return bool(select.select([connection], [], [], 0)[0])

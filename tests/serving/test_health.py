@@ -8,7 +8,6 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.errors import BundleError
-from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.http.readiness import Readiness, disk_fault
 from retrieval.serving.http.served import Served, Workers
 from retrieval.serving.http.settings import Settings

@@ -145,6 +145,8 @@ class Application:
             nonlocal status, given, sending
             if message["type"] == "http.response.start":
                 status, sending = message["status"], perf_counter()
+                if self._traces is not None:  # the instrumentation ends the span with the answer
+                    self._traces.begin(trail, scope["method"], self._route(scope))
                 message = {**message, "headers": [*message.get("headers", []), *own]}
             given += len(message.get("body", b""))
             await send(message)
@@ -171,11 +173,10 @@ class Application:
                 if status:
                     trail.note("send", sending, ended)
                 method = scope["method"] if scope["method"] in METHODS else OTHER
-                key = (scope.get("endpoint"), frozenset(scope.get("path_params", ())))
-                route = self._patterns.get(key, OTHER)
+                route = self._route(scope)
                 self._metrics.answered(trail, method, route, status, ended - began)
                 if self._traces is not None:
-                    self._traces.finish(trail, method, route)
+                    self._traces.finish(trail)
                 if self._settings.log_format and not (route in HEALTH and status in (200, 503)):
                     caller, client = scope.get("retrieval.caller"), scope.get("client")
                     said = {
@@ -194,6 +195,11 @@ class Application:
                     }
                     known = {name: value for name, value in said.items() if value not in (None, "", {})}
                     log.info("request", extra={"request": known | {"status": status}})
+
+    def _route(self, scope: Any) -> str:
+        """Return the pattern of a request's address."""
+        key = (scope.get("endpoint"), frozenset(scope.get("path_params", ())))
+        return self._patterns.get(key, OTHER)
 
     async def _admit(self, scope: Any, receive: Any, send: Any, headers: Mapping[bytes, bytes]) -> None:
         """Answer a request for a host that is served, whose sender may send it."""

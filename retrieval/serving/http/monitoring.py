@@ -299,13 +299,16 @@ class Traces:
 
         return OpenTelemetryMiddleware(app, tracer_provider=self._provider, exclude_spans=["receive", "send"])
 
-    def finish(self, trail: Trail, method: str, route: str) -> None:
-        """Name the span of a request that is over, and make those of its stages."""
+    def begin(self, trail: Trail, method: str, route: str) -> None:
+        """Name the span of a request whose answer begins."""
         from opentelemetry.trace import get_current_span
 
         span = get_current_span()
         span.update_name(f"{method} {route}")
         span.set_attributes({"http.route": route, "retrieval.request_id": trail.id})
+
+    def finish(self, trail: Trail) -> None:
+        """Make the spans of the stages of a request that is over."""
         offset = time.time_ns() - time.perf_counter_ns()
         for stage in trail.spans:
             made = self._tracer.start_span(stage.stage, start_time=offset + int(stage.began * 1e9))
