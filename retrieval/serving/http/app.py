@@ -24,14 +24,17 @@ from starlette.routing import BaseRoute, Route, Router
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from retrieval.errors import DataError
+from retrieval.serving.http.access import Access
 from retrieval.serving.http.audit import Audit
-from retrieval.serving.http.keys import Access, KeySource
+from retrieval.serving.http.keys import KeySource
+from retrieval.serving.http.listening import plain_address
 from retrieval.serving.http.monitoring import CONTENT_TYPE, METHODS, OTHER, Metrics, Traces
-from retrieval.serving.http.problems import RequestError, new_request_id, problem
+from retrieval.serving.http.problems import RequestError, new_request_id, problem, report
 from retrieval.serving.http.readiness import Readiness
 from retrieval.serving.http.routes import Routes
-from retrieval.serving.http.served import Index, Served, Workers, report
+from retrieval.serving.http.served import Index, Served
 from retrieval.serving.http.settings import HEALTH, Settings
+from retrieval.serving.http.turns import Workers
 from retrieval.serving.stages import Trail, current, following
 
 log = logging.getLogger("retrieval.serving.http")
@@ -331,12 +334,6 @@ def _static(name: str, media_type: str) -> Callable[[Request], Awaitable[Respons
         return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
     return give
-
-
-def plain_address(address: str) -> str:
-    """Return an IPv4 address that a dual-stack socket gives as `::ffff:127.0.0.1` as it is; others unchanged."""
-    mapped = address.lower().removeprefix("::ffff:")
-    return mapped if "." in mapped else address
 
 
 def _name(host: str) -> str:

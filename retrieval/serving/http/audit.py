@@ -22,7 +22,7 @@ from typing import Any
 
 from retrieval.errors import RetrievalError
 from retrieval.serving.filters import Filter, filter_to_text
-from retrieval.serving.http.keys import Caller
+from retrieval.serving.http.access import Caller
 from retrieval.serving.http.problems import RequestError
 
 log = logging.getLogger("retrieval.serving.http")

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from retrieval.client import answers
-from retrieval.serving.http import bodies
-from retrieval.serving.http.keys import is_free, needed_role
+from retrieval.serving.http import models
+from retrieval.serving.http.access import is_free, needed_role
 from retrieval.serving.http.problems import MEDIA_TYPE
 
 _INTRODUCTION = (
@@ -37,9 +37,9 @@ _VECTOR = {"vector": {"type": "boolean", "default": False}}
 _JSON = "application/json"
 _FORM = "multipart/form-data"
 _OPTIONS = {
-    "k": {"type": "integer", "minimum": 1, "maximum": bodies.MAX_K, "default": 10},
+    "k": {"type": "integer", "minimum": 1, "maximum": models.MAX_K, "default": 10},
     "filter": _FILTER,
-    "candidates": {"type": "integer", "minimum": 1, "maximum": bodies.MAX_CANDIDATES},
+    "candidates": {"type": "integer", "minimum": 1, "maximum": models.MAX_CANDIDATES},
     "fields": _FIELDS,
     "explain": {"type": "boolean", "default": False},
 }
@@ -95,11 +95,11 @@ def _item_operations(path: str, end: str, query: Mapping[str, Any]) -> list[Oper
         metadata={"type": "string", "description": "a JSON object"},
         keep={"enum": ["copy", "thumbnail", "nothing"], "default": "copy"},
     )
-    changed = {_JSON: _ref(bodies.ItemChangeBody)}
+    changed = {_JSON: _ref(models.ItemChangeBody)}
     return [
         Operation("get", path, f"getItem{end}", "Give an item.", answers.ItemAnswer, {**query, **_VECTOR}),
         Operation("put", path, f"putItem{end}", "Add an item, or replace the one of this id.", answers.PutAnswer, query,
-                  {_FORM: new, _JSON: _ref(bodies.ItemBody)}),
+                  {_FORM: new, _JSON: _ref(models.ItemBody)}),
         Operation("patch", path, f"patchItem{end}", "Change an item's label or metadata; what is left out stays.",
                   answers.PutAnswer, query, changed),
         Operation("delete", path, f"deleteItem{end}", "Delete an item.", answers.Deleted, query),
@@ -116,17 +116,17 @@ _ONE = {
 _ITEMS = {"type": "string", "description": "a JSON list that says what each image is, in their order"}
 OPERATIONS = (
     Operation("post", "/search", "search", "Search with an image, a vector or an item of the index.",
-              answers.SearchAnswer, _OPTIONS, {**_ONE, _JSON: _ref(bodies.SearchBody)}),
+              answers.SearchAnswer, _OPTIONS, {**_ONE, _JSON: _ref(models.SearchBody)}),
     Operation("post", "/search/batch", "searchBatch", "Search with several images, vectors or items.", answers.BatchAnswer, {},
-              {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(bodies.BatchBody)}),
+              {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(models.BatchBody)}),
     Operation("get", "/index", "getIndex", "Say what the index is and holds.", answers.IndexAnswer),
     Operation("get", "/items", "listItems", "List items, page by page.", answers.Page, _LIST),
     Operation("post", "/items", "addItems", "Add, replace or change items: all of them, or none.", answers.AddAnswer, {},
-              {_FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS), _JSON: _ref(bodies.ItemsBody)}),
+              {_FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS), _JSON: _ref(models.ItemsBody)}),
     *_item_operations("/items/{id}", "", {}),
     *_item_operations("/item", "ByQuery", {"id": _ID}),
     Operation("post", "/delete", "deleteItems", "Delete items by id, by filter, or all.", answers.Deleted, {},
-              {_JSON: _ref(bodies.DeleteBody)}),
+              {_JSON: _ref(models.DeleteBody)}),
     Operation("post", "/snapshots", "snapshot", "Write a copy of this moment to the operator's folder.", answers.Snapshot, status=201),
     Operation("get", "/indexes", "listIndexes", "Name the server's indexes.", answers.Indexes, of_index=False),
     Operation("get", "/openapi.json", "openapi", "Give this document.", dict, of_index=False),
@@ -137,8 +137,8 @@ OPERATIONS = (
 @cache
 def document() -> dict[str, Any]:
     """Return the document; not to be changed."""
-    models = [bodies.ItemBody, bodies.ItemChangeBody, bodies.ItemsBody, bodies.DeleteBody, bodies.SearchBody]
-    adapters = [TypeAdapter(model) for model in [*models, bodies.BatchBody, answers.Problem]]
+    bodies = [models.ItemBody, models.ItemChangeBody, models.ItemsBody, models.DeleteBody, models.SearchBody]
+    adapters = [TypeAdapter(model) for model in [*bodies, models.BatchBody, answers.Problem]]
     adapters += [TypeAdapter(each.answer) for each in OPERATIONS if each.answer not in (None, dict)]
     _, schemas = TypeAdapter.json_schemas(
         [(str(number), "validation", adapter) for number, adapter in enumerate(adapters)],

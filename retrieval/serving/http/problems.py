@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -11,6 +12,8 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from retrieval.errors import RetrievalError
+
+log = logging.getLogger("retrieval.serving.http")
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -51,6 +54,11 @@ def busy(waiting: str) -> RequestError:
     return RequestError(503, sentence, "queue")
 
 
+def no_item(where: str = "There") -> RequestError:
+    """Return the refusal of an id that no item has."""
+    return RequestError(404, f"{where} is no such item.")
+
+
 def problem_json(
     status: int, sentence: str, request_id: str, members: Mapping[str, Any] | None = None
 ) -> bytes:
@@ -86,3 +94,16 @@ def new_request_id(trace: str = "") -> str:
 def request_id_of(scope: Any) -> str:
     """Return the id of the request of an ASGI scope; the same each time."""
     return str(scope.setdefault("retrieval.request_id", new_request_id()))
+
+
+def report(error: BaseException) -> None:
+    """Log what went wrong and what caused it, with the place in the code."""
+    trace, causes = error.__traceback__, []
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    cause: BaseException | None = error
+    while cause is not None and len(causes) < 4:
+        causes.append(f"{type(cause).__name__}: {str(cause)[:300]}")
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    log.error("%s%s", " – because of ".join(causes), where)

@@ -3,45 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import hashlib
-import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from time import perf_counter
 from typing import Any, TypeVar
-from urllib.parse import quote, unquote
 
 from pydantic_core import to_json
-from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route
+from starlette.routing import BaseRoute, Route
 
 from retrieval.errors import DataError
-from retrieval.serving.files.strict_json import strict_loads
-from retrieval.serving.filters import Filter, as_filter, filter_to_json
-from retrieval.serving.http import bodies
+from retrieval.serving.filters import Filter, as_filter
+from retrieval.serving.http import models
+from retrieval.serving.http.access import Caller
+from retrieval.serving.http.addresses import ItemRoute, id_of, parameters_of, usable_id
+from retrieval.serving.http.answers import (
+    after_cursor,
+    cursor_after,
+    description,
+    explanation,
+    hit_json,
+    item_json,
+    media_type,
+)
 from retrieval.serving.http.audit import Change
-from retrieval.serving.http.bodies import OPTIONS, Body, BodyMemory, NewItem, Query
-from retrieval.serving.http.keys import Caller
+from retrieval.serving.http.bodies import Body, BodyMemory, Kind
+from retrieval.serving.http.models import OPTIONS, NewItem, Query
 from retrieval.serving.http.openapi import document
-from retrieval.serving.http.problems import RequestError, request_id_of
-from retrieval.serving.http.served import HAS_LEFT, Index, Served, no_item
+from retrieval.serving.http.problems import RequestError, no_item, request_id_of
+from retrieval.serving.http.served import Index, Served
 from retrieval.serving.http.settings import BATCH_BYTES, BODY_MEMORY, JSON_BYTES, SEND_SECONDS, Settings
+from retrieval.serving.http.turns import HAS_LEFT
 from retrieval.serving.index.base import Hit
 from retrieval.serving.stages import current
-from retrieval.serving.stores.contract import Item
-from retrieval.serving.stores.items import check_id
 
 T = TypeVar("T")
 
 PAGE, MAX_PAGE = 100, 1000
-_MAX_CURSOR = 8192
-_NO_CURSOR = "The cursor is not one that this server gave for this list. Begin again without one."
 _SEARCH = (
     'Send multipart/form-data with a field "image", the image itself as image/… or application/octet-stream, '
     'or application/json with {"vector": [...]}.'
@@ -55,32 +57,6 @@ _ADD = (
     'Send multipart/form-data with files in the field "image" and their JSON in the field "items", '
     'or application/json with {"items": [...]}.'
 )
-_SHOWN_BY_BROWSERS = {
-    b"\xff\xd8\xff": "image/jpeg",
-    b"\x89PNG\r\n\x1a\n": "image/png",
-    b"GIF8": "image/gif",
-    b"BM": "image/bmp",
-}
-
-
-class _AnyText(StringConvertor):
-    """An item's id in an address: any characters, slashes and line breaks too."""
-
-    regex = "(?s:.+)"
-
-
-register_url_convertor("any", _AnyText())
-
-
-class ItemRoute(Route):
-    """A route with an item's id in its path as it was sent: an encoded slash is of the id, `/image` at the end is not."""
-
-    def matches(self, scope: Any) -> tuple[Match, Any]:
-        """Match the path before it is decoded."""
-        if scope["type"] != "http" or "raw_path" not in scope:
-            return Match.NONE, {}
-        path = scope["raw_path"].partition(b"?")[0].decode("latin-1")
-        return super().matches({**scope, "path": path, "root_path": ""})
 
 
 class Routes:
@@ -127,31 +103,31 @@ class Routes:
     async def search(self, request: Request) -> Response:
         """Answer one search."""
         most = self._settings.max_bytes
-        limits: dict[bodies.Kind, int] = {"form": most, "json": JSON_BYTES, "image": most}
+        limits: dict[Kind, int] = {"form": most, "json": JSON_BYTES, "image": most}
         image_alone = request.headers.get("content-type", "").startswith(
             ("image/", "application/octet-stream")
         )
         parameters = parameters_of(request, *(OPTIONS if image_alone else ()))
 
         def read(body: Body) -> Query:
-            return bodies.query_of(body, parameters, most)
+            return models.query_of(body, parameters, most)
 
         return await self._searched(request, limits, _SEARCH, read, lambda answers: answers[0])
 
     async def search_batch(self, request: Request) -> Response:
         """Answer several searches."""
-        limits: dict[bodies.Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
+        limits: dict[Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
         parameters_of(request)
 
         def read(body: Body) -> Query:
-            return bodies.batch_of(body, self._settings.batch, self._settings.max_bytes)
+            return models.batch_of(body, self._settings.batch, self._settings.max_bytes)
 
         return await self._searched(request, limits, _BATCH, read, lambda answers: {"answers": answers})
 
     async def _searched(
         self,
         request: Request,
-        limits: Mapping[bodies.Kind, int],
+        limits: Mapping[Kind, int],
         types: str,
         read: Callable[[Body], Query],
         shape: Callable[[list[dict[str, Any]]], dict[str, Any]],
@@ -163,10 +139,12 @@ class Routes:
             query = await self._understood(served, body, read)
 
             def finish(found: list[list[Hit]], index: Index) -> bytes:
-                answers = [{"results": [_hit(hit, served, prefix, query) for hit in hits]} for hits in found]
+                answers = [
+                    {"results": [hit_json(hit, served, prefix, query) for hit in hits]} for hits in found
+                ]
                 content = {**shape(answers), "took_ms": round(1000 * (perf_counter() - began), 2)}
                 if query.options.explain:
-                    content["explain"] = _explained(query, index)
+                    content["explain"] = explanation(query, index)
                 return to_json(content, inf_nan_mode="null")
 
             return await served.search(query, finish)
@@ -178,7 +156,7 @@ class Routes:
     async def get_item(self, request: Request) -> Response:
         """Give an item, and its vector when asked for it."""
         served, prefix, id = self._served(request), prefix_of(request), id_of(request, "vector")
-        wanted = bodies.truth_form(request.query_params.get("vector", "false"))
+        wanted = models.truth_form(request.query_params.get("vector", "false"))
         if not isinstance(wanted, bool):
             raise RequestError(400, '"vector" must be true or false.')
 
@@ -188,28 +166,28 @@ class Routes:
                 raise no_item()
             numbers = item.arrays.get("vector")
             own = {"vector": None if numbers is None else numbers.tolist()} if wanted else {}
-            return _item(served, item, prefix) | own
+            return item_json(served, item, prefix) | own
 
         return answer(await self._in_time(request, served.read(work)))
 
     async def put_item(self, request: Request) -> Response:
         """Add an item, or replace the one that has its id."""
-        limits: dict[bodies.Kind, int] = {"form": self._settings.max_bytes, "json": JSON_BYTES}
+        limits: dict[Kind, int] = {"form": self._settings.max_bytes, "json": JSON_BYTES}
         id = usable_id(id_of(request))
         return await self._put_one(
-            request, limits, _PUT, "put", id, lambda body: bodies.put_item(id, body, self._settings.max_bytes)
+            request, limits, _PUT, "put", id, lambda body: models.put_item(id, body, self._settings.max_bytes)
         )
 
     async def patch_item(self, request: Request) -> Response:
         """Change an item's label or metadata."""
         id = usable_id(id_of(request))
-        read = lambda body: bodies.changed_item(id, body)  # noqa: E731
+        read = lambda body: models.changed_item(id, body)  # noqa: E731
         return await self._put_one(request, {"json": JSON_BYTES}, _PATCH, "change", id, read)
 
     async def _put_one(
         self,
         request: Request,
-        limits: Mapping[bodies.Kind, int],
+        limits: Mapping[Kind, int],
         types: str,
         what: str,
         id: str,
@@ -236,10 +214,10 @@ class Routes:
         """Add, replace or change several items: all of them, or none."""
         served = self._served(request)
         parameters_of(request)
-        limits: dict[bodies.Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
+        limits: dict[Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
 
         def read(body: Body) -> list[NewItem]:
-            items = bodies.several_items(body, self._settings.batch, self._settings.max_bytes)
+            items = models.several_items(body, self._settings.batch, self._settings.max_bytes)
             for item in items:
                 usable_id(item.id)
             return items
@@ -256,18 +234,18 @@ class Routes:
         """Give a page of items, in the order of their ids."""
         served, prefix = self._served(request), prefix_of(request)
         said = parameters_of(request, "cursor", "limit", "filter", "fields")
-        limit = bodies.number_form(said.get("limit", str(PAGE)))
+        limit = models.number_form(said.get("limit", str(PAGE)))
         if not isinstance(limit, int) or not 1 <= limit <= MAX_PAGE:
             raise RequestError(400, f'"limit" must be a whole number from 1 to {MAX_PAGE}.')
-        where = bodies.filter_of(bodies.filter_form(said["filter"]) if "filter" in said else None)
-        names = bodies.options_of({"fields": said.get("fields")}.get).fields
-        after = _after(said.get("cursor"), where)
+        where = models.filter_of(models.filter_form(said["filter"]) if "filter" in said else None)
+        names = models.options_of({"fields": said.get("fields")}.get).fields
+        after = after_cursor(said.get("cursor"), where)
 
         def work(index: Index) -> dict[str, Any]:
             found = index.scan(where, after=after, limit=limit + 1)
-            items = [_item(served, item, prefix, names) for item in found[:limit]]
+            items = [item_json(served, item, prefix, names) for item in found[:limit]]
             more = len(found) > limit
-            return {"items": items, "cursor": _cursor(found[limit - 1].id, where) if more else None}
+            return {"items": items, "cursor": cursor_after(found[limit - 1].id, where) if more else None}
 
         return answer(await self._in_time(request, served.read(work)))
 
@@ -277,10 +255,10 @@ class Routes:
         parameters_of(request)
 
         async def work(body: Body) -> dict[str, int]:
-            said = bodies.DeleteBody.of(bodies.json_of(body))
+            said = models.DeleteBody.of(models.json_of(body))
             if sum(one is not None for one in (said.ids, said.filter, said.all)) != 1:
-                raise RequestError(400, bodies.DeleteBody.shape)
-            where = as_filter({"exists": "id"}) if said.all else bodies.filter_of(said.filter)
+                raise RequestError(400, models.DeleteBody.shape)
+            where = as_filter({"exists": "id"}) if said.all else models.filter_of(said.filter)
             change = _change(request, served, "delete", ids=said.ids or (), where=where)
             return {"deleted": await served.delete(change)}
 
@@ -301,7 +279,7 @@ class Routes:
 
         async def work() -> Response:
             content = await served.picture(id)
-            kind = "image/jpeg" if small else _media_type(content)
+            kind = "image/jpeg" if small else media_type(content)
             tag = f'"{hashlib.sha256(content).hexdigest()[:32]}{"-small" if small else ""}"'
             headers = {"Cache-Control": "no-cache", "ETag": tag}
             if request.headers.get("if-none-match") == tag:
@@ -329,7 +307,7 @@ class Routes:
         }
 
         def work(index: Index) -> dict[str, Any]:
-            return _described(served.name, index) | {"role": role, "limits": limits}
+            return description(served.name, index) | {"role": role, "limits": limits}
 
         return answer(await self._in_time(request, served.read(work)))
 
@@ -379,7 +357,7 @@ class Routes:
     async def _with_body(
         self,
         request: Request,
-        limits: Mapping[bodies.Kind, int],
+        limits: Mapping[Kind, int],
         types: str,
         work: Callable[[Body], Awaitable[T]],
     ) -> T:
@@ -463,175 +441,7 @@ def prefix_of(request: Request) -> str:
     return "/v1" if name is None else f"/v1/indexes/{name}"
 
 
-def parameters_of(request: Request, *known: str) -> dict[str, str]:
-    """Return what an address says behind its question mark.
-
-    Raises:
-        RequestError: 400, it says what the address does not take, or something twice.
-    """
-    if not request.scope["query_string"]:
-        return {}
-    given = request.query_params.multi_items()
-    if given and not known:
-        raise RequestError(400, "The address takes no query string (?…); fields go into the request's body.")
-    found = dict(given)
-    if unknown := [name for name in found if name not in known]:
-        sentence = f"The address takes no parameter {unknown[0][:40]!a}. It takes: {', '.join(known)}."
-        raise RequestError(400, sentence)
-    if len(found) < len(given):
-        raise RequestError(400, "The address gives a parameter twice.")
-    return found
-
-
-def id_of(request: Request, *others: str) -> str:
-    """Return the id that an address names an item by, in its path or as `?id=`.
-
-    Args:
-        request: one of an item.
-        others: parameters that the address may have besides.
-
-    Raises:
-        RequestError: 400, it names none.
-    """
-    if "id" in request.path_params:
-        parameters_of(request, *others)
-        return unquote(request.path_params["id"], errors="surrogateescape")
-    id = parameters_of(request, "id", *others).get("id")
-    if not id:
-        raise RequestError(400, "The address names no item: add ?id=, and the id percent-encoded.")
-    return id
-
-
-def usable_id(id: str) -> str:
-    """Return an id that an item may have.
-
-    Raises:
-        RequestError: 400, none may have it.
-    """
-    if fault := check_id(id):
-        raise RequestError(400, f"The item {fault}.")
-    return id
-
-
 def _change(
     request: Request, served: Served, what: str, ids: Any = (), where: Filter | None = None
 ) -> Change:
     return Change(what, served.name, caller_of(request), request_id_of(request.scope), ids, where)
-
-
-def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> dict[str, Any]:
-    return {name: value for name, value in metadata.items() if names is None or name in names}
-
-
-def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[str, str | None]:
-    here = f"{prefix}/items/{quote(id, safe='')}" if served.shows(keep, path) else None
-    return {
-        "image_url": here and f"{here}/image",
-        "thumbnail_url": here and f"{here}/thumbnail",
-    }
-
-
-def _hit(hit: Hit, served: Served, prefix: str, query: Query) -> dict[str, Any]:
-    return {
-        "id": hit.id,
-        "key": hit.key,
-        "label": hit.label,
-        "distance": hit.distance,
-        "metadata": _chosen(hit.metadata, query.options.fields),
-        **_urls(served, prefix, str(hit.id), hit.keep, hit.path),
-    }
-
-
-def _item(served: Served, item: Item, prefix: str, names: list[str] | None = None) -> dict[str, Any]:
-    return {
-        "id": item.id,
-        "key": item.id,
-        "label": item.label,
-        "metadata": _chosen(item.metadata, names),
-        "bytes": item.bytes,
-        "width": item.width,
-        "height": item.height,
-        "keep": item.keep,
-        **_urls(served, prefix, item.id, item.keep, item.path),
-    }
-
-
-def _explained(query: Query, index: Index) -> dict[str, Any]:
-    trail, stats = current(), index.stats()
-    seconds = {} if trail is None else trail.seconds()
-    return {
-        "stages_ms": {name: round(1000 * each, 3) for name, each in seconds.items()},
-        "searched": {
-            "items": len(index),
-            "bundle": index.bundle.sha256,
-            "candidates": query.options.candidates,
-            "filtered": query.where is not None,
-            "generation": index.generation.number,
-            **{name: stats.details[name] for name in ("segments", "fresh") if name in stats.details},
-        },
-    }
-
-
-def _described(name: str, index: Index) -> dict[str, Any]:
-    bundle, stats = index.follow(), index.stats()
-    manifest = bundle.manifest
-    return {
-        "index": name,
-        "name": manifest.name,
-        "items": len(index),
-        "bundle": bundle.sha256,
-        "input": {"kind": manifest.input.kind, "shape": list(manifest.input.shape)},
-        "vector": manifest.vector,
-        "distance": manifest.distance.name,
-        "rescores": manifest.rescorer is not None,
-        "format": 2,
-        "generation": index.generation.number,
-        "generations": [
-            {"number": one.number, "state": one.state, "bundle": one.bundle} for one in stats.generations
-        ],
-        "bytes": stats.bytes,
-        "segments": stats.details.get("segments"),
-        "fresh": stats.details.get("fresh"),
-        **index.store.settings(),
-    }
-
-
-def _media_type(content: bytes) -> str | None:
-    """Return the type of an image that browsers show as it is, by its first bytes; None for others."""
-    for start, media_type in _SHOWN_BY_BROWSERS.items():
-        if content.startswith(start):
-            return media_type
-    return "image/webp" if content[:4] == b"RIFF" and content[8:12] == b"WEBP" else None
-
-
-def _cursor(after: str, where: Filter | None) -> str:
-    return base64.urlsafe_b64encode(json.dumps([after, _digest(where)]).encode()).decode()
-
-
-def _after(cursor: str | None, where: Filter | None) -> str | None:
-    """Return the id behind which a page begins.
-
-    Raises:
-        RequestError: 400, the cursor is another list's, or none at all.
-    """
-    if cursor is None:
-        return None
-    try:
-        if len(cursor) > _MAX_CURSOR:
-            raise ValueError
-        said = strict_loads(base64.b64decode(cursor.encode("ascii"), b"-_", validate=True))
-    except (ValueError, binascii.Error):
-        raise RequestError(400, _NO_CURSOR) from None
-    ours = (
-        isinstance(said, list) and len(said) == 2 and isinstance(said[0], str) and said[1] == _digest(where)
-    )
-    if not ours:
-        raise RequestError(400, _NO_CURSOR)
-    after: str = said[0]
-    return after
-
-
-def _digest(where: Filter | None) -> str:
-    """Return what tells the list of one filter from that of another."""
-    text = "" if where is None else json.dumps(filter_to_json(where))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import logging
 import os
 import stat
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from starlette.requests import ClientDisconnect
 
 from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle, Encoded
-from retrieval.serving.decoding import Decoded, Decoders, Kind, Undecodable
 from retrieval.serving.http.audit import Audit, Change
-from retrieval.serving.http.bodies import Given, NewItem, Query
-from retrieval.serving.http.problems import RequestError, busy
-from retrieval.serving.http.settings import (
-    BATCH_BYTES,
-    DECODE_SECONDS,
-    WAITING_CHANGES,
-    WAITING_PER_WORKER,
-    WAITING_SNAPSHOTS,
-    Settings,
-)
-from retrieval.serving.images import Limits
+from retrieval.serving.http.changes import embedded, write
+from retrieval.serving.http.models import Given, NewItem, Query
+from retrieval.serving.http.problems import RequestError, no_item, report
+from retrieval.serving.http.settings import BATCH_BYTES, Settings
+from retrieval.serving.http.turns import Turns, Workers
 from retrieval.serving.index.base import Hit
 from retrieval.serving.index.collection import Collection as Index
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.runtime import load_faiss
-from retrieval.serving.stages import current, stage
+from retrieval.serving.stages import stage
 from retrieval.serving.stores.contract import (
     CODE,
-    FEATURES,
     VECTOR,
-    Floats,
     Item,
     StoreUnavailable,
     Superseded,
@@ -66,183 +50,12 @@ _NOT_WRITTEN = (
     "The server's log says which."
 )
 _CHANGING = "The index changes its bundle again and again. Try again in a moment."
-_KEPT_BYTES = 64_000_000
-"""Originals that one request copies when it changes labels or metadata."""
-
 _TRIES = 5
-_PICTURE_THREADS, _WAITING_PICTURES = 8, 64
 _REGULAR = (
     os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 )
 
 T = TypeVar("T")
-
-
-def report(error: BaseException) -> None:
-    """Log what went wrong and what caused it, with the place in the code."""
-    trace, causes = error.__traceback__, []
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
-    cause: BaseException | None = error
-    while cause is not None and len(causes) < 4:
-        causes.append(f"{type(cause).__name__}: {str(cause)[:300]}")
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    log.error("%s%s", " – because of ".join(causes), where)
-
-
-HAS_LEFT: ContextVar[Callable[[], Awaitable[bool]] | None] = ContextVar("has_left", default=None)
-"""Says whether the client of this task's request has left, so that what waited for its turn is not begun."""
-
-
-class Turns:
-    """Work outside the event loop: some of it at a time, some that waits, the rest refused.
-
-    Args:
-        what: is done, for the refusal: "searches".
-        at_once: pieces of work at a time.
-        waiting: pieces of work that may wait.
-    """
-
-    def __init__(self, what: str, at_once: int, waiting: int) -> None:
-        self._what, self._most_waiting = what, waiting
-        self._free = asyncio.Semaphore(at_once)
-        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix=what)
-        self.waiting = self.running = 0
-
-    def require_room(self) -> None:
-        """Refuse work that would find no room.
-
-        Raises:
-            RequestError: 503.
-        """
-        if self._free.locked() and self.waiting >= self._most_waiting:
-            raise busy(self._what)
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Return what some work gives, done in a thread. Whoever is cancelled leaves the work its turn until its end.
-
-        Raises:
-            RequestError: 503, too much is waiting.
-        """
-        self.require_room()
-        queued, waits = perf_counter(), self._free.locked()
-        self.waiting += 1
-        try:
-            await self._free.acquire()
-        finally:
-            self.waiting -= 1
-        if waits and (has_left := HAS_LEFT.get()) is not None and await has_left():
-            self._free.release()
-            raise ClientDisconnect
-        loop = asyncio.get_running_loop()
-        ended = loop.create_future()
-
-        def noted() -> T:
-            if (trail := current()) is not None:
-                trail.note("wait", queued, perf_counter())
-            return work()
-
-        def end(future: Future[T]) -> None:
-            self._free.release()
-            self.running -= 1
-            if not ended.done():
-                ended.set_result(future)
-
-        def tell(future: Future[T]) -> None:
-            with suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(end, future)
-
-        self.running += 1
-        self._threads.submit(contextvars.copy_context().run, noted).add_done_callback(tell)
-        done: Future[T] = await ended
-        return done.result()
-
-    def close(self) -> None:
-        """Begin nothing any more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-class Workers:
-    """What does the work of all indexes of a server.
-
-    Args:
-        settings: limits.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        waiting = WAITING_PER_WORKER * settings.workers
-        self.searches = Turns("searches", settings.workers, waiting)
-        self.changes = Turns("changes", 1, WAITING_CHANGES)
-        self.pictures = Turns("pictures", _PICTURE_THREADS, _WAITING_PICTURES)
-        self.snapshots = Turns("snapshots", 1, WAITING_SNAPSHOTS)
-        self.images = Turns("images", settings.workers + 1, waiting)
-        limits = Limits(settings.max_pixels, settings.max_bytes)
-        self.decoders = Decoders(limits, DECODE_SECONDS)
-
-    def decode(self, kind: Kind, content: bytes, bundle: Bundle | None = None) -> Any:
-        """Return a decoded image: `Decoded` as a bundle takes it, or a file's bytes; for a thread.
-
-        Raises:
-            DataError: the image cannot be decoded, or the bundle takes features.
-            RequestError: 503, no process decodes.
-        """
-        preprocessing = None
-        if bundle is not None:
-            given = bundle.manifest.input
-            preprocessing = given.preprocessing
-            if preprocessing is None:
-                raise DataError(f"This index takes vectors of {given.shape[0]} features, not images.")
-        try:
-            with stage("decode"):
-                return self.decoders.decode(kind, content, preprocessing)
-        except Undecodable as error:
-            report(error)
-            raise RequestError(503, "The server decodes no images now. Its log says why.", "decode") from None
-
-    async def decoded(self, kind: Kind, content: bytes) -> bytes:
-        """Return a picture of another kind; see `decode`."""
-        made: bytes = await self.images.run(lambda: self.decode(kind, content))
-        return made
-
-    async def pixels(self, bundle: Bundle, images: Sequence[bytes]) -> list[Decoded]:
-        """Return decoded images; of several, an error names the one.
-
-        Raises:
-            DataError, RequestError: see `decoded`.
-        """
-        turn = asyncio.Semaphore(2)  # others' images get their turns between these
-
-        async def one(number: int, image: bytes) -> Decoded:
-            async with turn:
-                try:
-                    work = partial(self.decode, "pixels", image, bundle)
-                    made: Decoded = await self.images.run(work)
-                except DataError as error:
-                    raise (error if len(images) == 1 else DataError(f"image {number}: {error}")) from None
-                return made
-
-        if len(images) == 1:
-            return [await one(1, images[0])]
-        tasks = [asyncio.create_task(one(*each)) for each in enumerate(images, 1)]
-        try:
-            return [await task for task in tasks]
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    @property
-    def idle(self) -> bool:
-        """Whether no thread works for an index."""
-        return all(
-            turns.running == 0 for turns in (self.searches, self.changes, self.pictures, self.snapshots)
-        )
-
-    def close(self) -> None:
-        """Begin nothing any more, and end the processes that decode."""
-        for turns in (self.searches, self.changes, self.pictures, self.snapshots, self.images):
-            turns.close()
-        self.decoders.close()
 
 
 class _Held:
@@ -344,9 +157,7 @@ class Served:
             if len(images) > 1:
                 pixels = np.stack([one.pixels for one in await self.workers.pixels(bundle, images)])
             elif images:
-                turns = (
-                    self.workers.images
-                )  # who decodes one image goes on with it: a hop costs as much as it
+                turns = self.workers.images  # the thread that decodes goes on: a hop costs as much
 
             def work() -> bytes:
                 made = pixels
@@ -439,9 +250,10 @@ class Served:
         async def ask() -> int:
             bundle = self.index.bundle
             decoded = await self.workers.pixels(bundle, images) if images else []
-            work = partial(self._embedded, bundle, items, decoded, small)
+            widths = self.index.generation.widths
+            work = partial(embedded, bundle, widths, items, decoded, small)
             made = await self.workers.searches.run(work) if images or vectors else {}
-            return await self._change(partial(_write, items, made, bundle), change)
+            return await self._change(partial(write, items, made, bundle), change)
 
         return await self._again(ask, _NOT_WRITTEN)
 
@@ -485,58 +297,6 @@ class Served:
                 return count
 
         return await (turns or self.workers.changes).run(recorded)
-
-    def _embedded(
-        self, bundle: Bundle, items: Sequence[NewItem], decoded: Sequence[Decoded], small: Mapping[str, bytes]
-    ) -> dict[str, Item]:
-        """Return the items that have an image or a vector, with what the index keeps of them.
-
-        Raises:
-            DataError: vectors that the index does not take.
-        """
-        made: dict[str, Item] = {}
-        pictured = [item for item in items if item.image is not None]
-        if pictured:
-            arrays = self._arrays(bundle, np.stack([one.pixels for one in decoded]))
-            for item, picture, row in zip(pictured, decoded, arrays, strict=True):
-                assert item.image is not None
-                original = item.image if item.keep == "copy" else small.get(item.id)
-                made[item.id] = Item(item.id, item.label, item.metadata, None, None, item.keep, original, len(item.image), picture.width, picture.height, row)  # fmt: skip
-        if numbered := [item for item in items if item.vector is not None]:
-            for item, row in zip(numbered, self._of_vectors(bundle, numbered), strict=True):
-                made[item.id] = Item(item.id, item.label, item.metadata, keep="nothing", arrays=row)
-        return made
-
-    def _arrays(self, bundle: Bundle, inputs: NDArray[Any]) -> list[dict[str, Floats]]:
-        """Return the arrays that the index keeps of images or features."""
-        with stage("encode", len(inputs)):
-            keeps = FEATURES in self.index.generation.widths
-            features = bundle.features(inputs) if keeps else None
-            encoded = bundle.encode(inputs) if features is None else bundle.encode_features(features)
-        arrays = {VECTOR: encoded.vector}
-        if encoded.code is not None:
-            arrays[CODE] = encoded.code
-        if features is not None:
-            arrays[FEATURES] = np.asarray(features, np.float32)
-        return [{name: array[row] for name, array in arrays.items()} for row in range(len(inputs))]
-
-    def _of_vectors(self, bundle: Bundle, items: Sequence[NewItem]) -> list[dict[str, Floats]]:
-        given = bundle.manifest.input
-        width = given.shape[0] if given.kind == "features" else bundle.manifest.vector
-        if wrong := next((item for item in items if len(item.vector or ()) != width), None):
-            what = "features" if given.kind == "features" else "numbers"
-            raise DataError(
-                f"A vector of this index has {width} {what}, not {len(wrong.vector or ())} (item {wrong.id[:80]!a})."
-            )
-        vectors = np.array([item.vector for item in items], np.float64)
-        if given.kind == "features":
-            return self._arrays(bundle, vectors)
-        if set(self.index.generation.widths) != {VECTOR}:
-            raise DataError(
-                "This index keeps more of an item than its vector: give the image, or features where it takes them."
-            )
-        with np.errstate(over="ignore"):
-            return [{VECTOR: row} for row in vectors.astype(np.float32)]
 
     # Pictures
 
@@ -587,21 +347,6 @@ class Served:
         if item.bytes is not None and len(content) != item.bytes:
             raise RequestError(404, f"The image of item {item.id} was changed after it was indexed.")
         return content
-
-
-def no_item(where: str = "There") -> RequestError:
-    """Return the refusal of an id that no item has."""
-    return RequestError(404, f"{where} is no such item.")
-
-
-def _told(error: StoreError, sentence: str) -> RequestError:
-    """Log a fault of an index's store, and return what the client is told."""
-    if isinstance(error, TooSlow):
-        return RequestError(503, "The filter takes too long here. Ask for less.", "deadline")
-    report(error)
-    if isinstance(error, StoreUnavailable):
-        return RequestError(503, UNREACHABLE, "unreachable")
-    return RequestError(503, sentence, "index")
 
 
 def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
@@ -658,28 +403,11 @@ def _stored(index: Index, given: Sequence[Given]) -> Encoded:
     return Encoded(vectors, vectors, codes, bundle.sha256)
 
 
-def _write(items: Sequence[NewItem], made: Mapping[str, Item], bundle: Bundle, index: Index) -> int:
-    """Write items in one transaction; in the thread that writes."""
-    kept = [item for item in items if item.id not in made]
-    there = index.get([item.id for item in kept], arrays=True) if kept else {}
-    if missing := [item.id for item in kept if item.id not in there]:
-        raise DataError(
-            f"There is no item {missing[0][:80]!a}, so that it needs an image or a vector"
-            + (f" ({len(missing):,} such items)." if len(missing) > 1 else ".")
-        )
-    size = sum(there[item.id].bytes or 0 for item in kept if there[item.id].keep == "copy")
-    if len(kept) > 1 and size > _KEPT_BYTES:
-        raise DataError(
-            f"The originals of these items have more than {_KEPT_BYTES:,} bytes. Change fewer at a time."
-        )
-    with stage("write", len(items)):
-        whole = [made.get(item.id) or _changed(index, there[item.id], item) for item in items]
-        return index.store.upsert(whole, bundle.sha256)
-
-
-def _changed(index: Index, item: Item, change: NewItem) -> Item:
-    """Return an item with what a change names."""
-    original = index.store.original(item.id) if item.keep in ("copy", "thumbnail") else None
-    label = change.label if "label" in change.named else item.label
-    metadata = change.metadata if "metadata" in change.named else item.metadata
-    return replace(item, label=label, metadata=metadata, original=original)
+def _told(error: StoreError, sentence: str) -> RequestError:
+    """Log a fault of an index's store, and return what the client is told."""
+    if isinstance(error, TooSlow):
+        return RequestError(503, "The filter takes too long here. Ask for less.", "deadline")
+    report(error)
+    if isinstance(error, StoreUnavailable):
+        return RequestError(503, UNREACHABLE, "unreachable")
+    return RequestError(503, sentence, "index")

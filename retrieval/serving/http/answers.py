@@ -1,0 +1,152 @@
+"""What the routes answer, as JSON can say it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from retrieval.serving.files.strict_json import strict_loads
+from retrieval.serving.filters import Filter, filter_to_json
+from retrieval.serving.http.models import Query
+from retrieval.serving.http.problems import RequestError
+from retrieval.serving.http.served import Index, Served
+from retrieval.serving.index.base import Hit
+from retrieval.serving.stages import current
+from retrieval.serving.stores.contract import Item
+
+_MAX_CURSOR = 8192
+_NO_CURSOR = "The cursor is not one that this server gave for this list. Begin again without one."
+_SHOWN_BY_BROWSERS = {
+    b"\xff\xd8\xff": "image/jpeg",
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"GIF8": "image/gif",
+    b"BM": "image/bmp",
+}
+
+
+def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> dict[str, Any]:
+    return {name: value for name, value in metadata.items() if names is None or name in names}
+
+
+def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[str, str | None]:
+    here = f"{prefix}/items/{quote(id, safe='')}" if served.shows(keep, path) else None
+    return {
+        "image_url": here and f"{here}/image",
+        "thumbnail_url": here and f"{here}/thumbnail",
+    }
+
+
+def hit_json(hit: Hit, served: Served, prefix: str, query: Query) -> dict[str, Any]:
+    """Return one answer of a query."""
+    return {
+        "id": hit.id,
+        "key": hit.key,
+        "label": hit.label,
+        "distance": hit.distance,
+        "metadata": _chosen(hit.metadata, query.options.fields),
+        **_urls(served, prefix, str(hit.id), hit.keep, hit.path),
+    }
+
+
+def item_json(served: Served, item: Item, prefix: str, names: list[str] | None = None) -> dict[str, Any]:
+    """Return an item; `names` are those of the metadata that it gives, None for all."""
+    return {
+        "id": item.id,
+        "key": item.id,
+        "label": item.label,
+        "metadata": _chosen(item.metadata, names),
+        "bytes": item.bytes,
+        "width": item.width,
+        "height": item.height,
+        "keep": item.keep,
+        **_urls(served, prefix, item.id, item.keep, item.path),
+    }
+
+
+def explanation(query: Query, index: Index) -> dict[str, Any]:
+    """Return what a search did, for a client who asked to be told."""
+    trail, stats = current(), index.stats()
+    seconds = {} if trail is None else trail.seconds()
+    return {
+        "stages_ms": {name: round(1000 * each, 3) for name, each in seconds.items()},
+        "searched": {
+            "items": len(index),
+            "bundle": index.bundle.sha256,
+            "candidates": query.options.candidates,
+            "filtered": query.where is not None,
+            "generation": index.generation.number,
+            **{name: stats.details[name] for name in ("segments", "fresh") if name in stats.details},
+        },
+    }
+
+
+def description(name: str, index: Index) -> dict[str, Any]:
+    """Return what an index is and holds."""
+    bundle, stats = index.follow(), index.stats()
+    manifest = bundle.manifest
+    return {
+        "index": name,
+        "name": manifest.name,
+        "items": len(index),
+        "bundle": bundle.sha256,
+        "input": {"kind": manifest.input.kind, "shape": list(manifest.input.shape)},
+        "vector": manifest.vector,
+        "distance": manifest.distance.name,
+        "rescores": manifest.rescorer is not None,
+        "format": 2,
+        "generation": index.generation.number,
+        "generations": [
+            {"number": one.number, "state": one.state, "bundle": one.bundle} for one in stats.generations
+        ],
+        "bytes": stats.bytes,
+        "segments": stats.details.get("segments"),
+        "fresh": stats.details.get("fresh"),
+        **index.store.settings(),
+    }
+
+
+def media_type(content: bytes) -> str | None:
+    """Return the type of an image that browsers show as it is, by its first bytes; None for others."""
+    for start, media_type in _SHOWN_BY_BROWSERS.items():
+        if content.startswith(start):
+            return media_type
+    return "image/webp" if content[:4] == b"RIFF" and content[8:12] == b"WEBP" else None
+
+
+def cursor_after(after: str, where: Filter | None) -> str:
+    """Return the cursor of the page behind an id, of the list of one filter."""
+    return base64.urlsafe_b64encode(json.dumps([after, _digest(where)]).encode()).decode()
+
+
+def after_cursor(cursor: str | None, where: Filter | None) -> str | None:
+    """Return the id behind which a page begins.
+
+    Raises:
+        RequestError: 400, the cursor is another list's, or none at all.
+    """
+    if cursor is None:
+        return None
+    try:
+        if len(cursor) > _MAX_CURSOR:
+            raise ValueError
+        said = strict_loads(base64.b64decode(cursor.encode("ascii"), b"-_", validate=True))
+    except (ValueError, binascii.Error):
+        raise RequestError(400, _NO_CURSOR) from None
+    ours = (
+        isinstance(said, list) and len(said) == 2 and isinstance(said[0], str) and said[1] == _digest(where)
+    )
+    if not ours:
+        raise RequestError(400, _NO_CURSOR)
+    after: str = said[0]
+    return after
+
+
+def _digest(where: Filter | None) -> str:
+    """Return what tells the list of one filter from that of another."""
+    text = "" if where is None else json.dumps(filter_to_json(where))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
