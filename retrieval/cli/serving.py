@@ -180,7 +180,8 @@ def serve_command(indexes: tuple[str, ...], host: str, port: int, workers: int |
     Several indexes have names: PATH is called what its folder is, NAME=PATH as you like.
     """
     _quiet_threads()
-    from retrieval.serving.http.server import named, serve
+    from retrieval.serving.http.listening import named
+    from retrieval.serving.http.server import serve
 
     settings = Settings(workers=workers or os.cpu_count() or 1, **given)
     serve(named(indexes), host=host, port=port, settings=settings)

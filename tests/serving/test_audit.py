@@ -14,8 +14,9 @@ import pytest
 import wire
 from retrieval.errors import RetrievalError
 from retrieval.serving.filters import as_filter
+from retrieval.serving.http.access import Caller
 from retrieval.serving.http.audit import Audit, Change
-from retrieval.serving.http.keys import Caller, add_key, new_key
+from retrieval.serving.http.keys import add_key, new_key
 from retrieval.serving.http.problems import RequestError
 from retrieval.serving.index.creating import create_index
 

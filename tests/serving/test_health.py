@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from retrieval.errors import BundleError
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.decoding import Undecodable
 from retrieval.serving.http.readiness import Readiness, disk_fault
-from retrieval.serving.http.served import Served, Workers
+from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.index.open import open_index
@@ -68,13 +70,15 @@ def test_without_a_process_that_decodes_it_is_not_ready_and_the_log_says_why(pro
     decoders = probed.readiness._served.workers.decoders
 
     def refuse(*given: Any, **more: Any) -> None:
-        raise PermissionError(13, "Permission denied", "/root/python")
+        raise Undecodable("none starts") from PermissionError(13, "Permission denied", "/root/python")
 
-    decoders._pool.schedule = refuse
+    for pid in decoders.pids:
+        os.kill(pid, signal.SIGKILL)
+    decoders._start = refuse
     said = probed.probe()
     assert "decodes no images" in said["search"] and said["index"] == "ok"
     assert "Permission denied: '/root/python'" in caplog.text
-    del decoders._pool.schedule
+    del decoders._start
     assert probed.probe() == dict.fromkeys(PARTS, "ok")
 
 

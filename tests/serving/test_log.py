@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 
 import pytest
 import wire
@@ -82,12 +83,10 @@ def test_a_parent_of_a_later_version_is_taken():
 
 
 @pytest.fixture
-def written(monkeypatch) -> Iterator[io.StringIO]:
+def written() -> Iterator[io.StringIO]:
     names = ("retrieval.serving.http", "uvicorn.error", "asyncio")
     before = {name: (logging.getLogger(name).handlers, logging.getLogger(name).propagate) for name in names}
-    text = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", text)
-    yield text
+    yield io.StringIO()
     for name, (handlers, propagate) in before.items():
         logging.getLogger(name).handlers, logging.getLogger(name).propagate = handlers, propagate
 
@@ -98,7 +97,8 @@ def request(**said) -> None:
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_what_acts_on_a_terminal_is_escaped(form, written):
-    log = start_log(form)
+    with redirect_stderr(written):
+        log = start_log(form)
     hostile = "x\x1b[2J\x07\r\n2026 INFO forged\u202e\x85"
     request(method="GET", route="/", status=200, key=hostile)
     logging.getLogger("retrieval.serving.http").warning("Not ready. %s", hostile)
@@ -112,7 +112,8 @@ def test_what_acts_on_a_terminal_is_escaped(form, written):
 
 
 def test_few_lines_under_attack_and_the_others_are_counted(written):
-    log = start_log("json")
+    with redirect_stderr(written):
+        log = start_log("json")
     for _ in range(5000):
         request(method="POST", route="/v1/search", status=400)
         request(method="POST", route="/v1/search", status=200)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import wire
 from retrieval.errors import StoreError
-from retrieval.serving.http.bodies import Given, Options, Query
-from retrieval.serving.http.served import Served, Workers
+from retrieval.serving.http.models import Given, Options, Query
+from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.living import LivingIndex
 from retrieval.serving.stores.contract import Item

@@ -261,7 +261,7 @@ def test_a_busy_server_says_so(server, photos):
     import asyncio
 
     from retrieval.serving.http.problems import RequestError
-    from retrieval.serving.http.served import Turns
+    from retrieval.serving.http.turns import Turns
 
     async def overload() -> int:
         turns = Turns("searches", 1, 16)

@@ -125,29 +125,35 @@ class Form:
     def __init__(self, body: Body, fields: Sequence[str], max_bytes: int, max_images: int = 1) -> None:
         self.images: list[bytes] = []
         self._values: dict[str, str] = {}
-        for name, value in self._parts(body, max_images, len(fields)):
-            if isinstance(value, str):
-                if name == "image":
-                    raise RequestError(400, 'The form needs a file in its field "image".')
-                if name not in fields:
-                    names = ", ".join(f'"{known}"' for known in ("image", *fields))
-                    raise RequestError(400, f"The form has an unknown field; it takes {names}.")
-                if name in self._values:
-                    raise RequestError(400, f'The form repeats its field "{name}".')
-                self._values[name] = value
-            elif name != "image":
-                sentence = 'The form needs a file in its field "image", and takes no other file.'
-                raise RequestError(400, sentence)
-            else:
-                content = value.file.read()
-                if len(content) > max_bytes:
-                    sentence = (
-                        f"The image has {len(content):,} bytes; the limit is {max_bytes:,} (--max-bytes)."
-                    )
-                    raise RequestError(413, sentence)
-                self.images.append(content)
+        parts = self._parts(body, max_images, len(fields))
+        try:
+            for name, value in parts:
+                self._add(name, value, fields, max_bytes)
+        finally:
+            for _, value in parts:
+                if not isinstance(value, str):
+                    value.file.close()
         if not self.images:
             raise RequestError(400, 'The form needs a file in its field "image".')
+
+    def _add(self, name: str, value: str | UploadFile, fields: Sequence[str], max_bytes: int) -> None:
+        if isinstance(value, str):
+            if name == "image":
+                raise RequestError(400, 'The form needs a file in its field "image".')
+            if name not in fields:
+                names = ", ".join(f'"{known}"' for known in ("image", *fields))
+                raise RequestError(400, f"The form has an unknown field; it takes {names}.")
+            if name in self._values:
+                raise RequestError(400, f'The form repeats its field "{name}".')
+            self._values[name] = value
+            return
+        if name != "image":
+            raise RequestError(400, 'The form needs a file in its field "image", and takes no other file.')
+        content = value.file.read()
+        if len(content) > max_bytes:
+            sentence = f"The image has {len(content):,} bytes; the limit is {max_bytes:,} (--max-bytes)."
+            raise RequestError(413, sentence)
+        self.images.append(content)
 
     @staticmethod
     def _parts(body: Body, max_images: int, max_fields: int) -> list[tuple[str, str | UploadFile]]:

@@ -115,12 +115,17 @@ class _Lines(QueueHandler):
         trace = said.pop("traceback", None)
         head = [str(said.pop(name)) for name in ("method", "route", "status") if name in said]
         rest = [
-            f"{name}={value}"
+            f"{name}={_plain(value)}"
             for name, value in {**said, **said.pop("stages", {})}.items()
             if name != "stages"
         ]
         line = printable(" ".join([now, record.levelname, *head, *([message] if message else []), *rest]))
         return line if trace is None else f"{line}\n{trace}"
+
+
+def _plain(value: object) -> str:
+    text = str(value)
+    return text if text.isprintable() and " " not in text else json.dumps(text)
 
 
 def start_log(form: Literal["text", "json"], several: bool = False) -> QueueListener:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
+from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from retrieval.serving.http.problems import MEDIA_TYPE, new_request_id, problem_json
 
@@ -25,12 +26,24 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._header_bytes, self._refusal = 0, (400, "The request is not valid HTTP.")
         self._in_header = True
+        self._answered: RequestResponseCycle | None = None
         self._timer = self.loop.call_later(HEADER_SECONDS, self._header_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer."""
+        """Forget the timer, and tell the request that is answered now: of several sent ahead uvicorn tells the last."""
         self._timer.cancel()
+        self._disconnect()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _disconnect(self) -> None:
+        """Have what the application still answers go nowhere."""
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Parse what came; a request to upgrade is parsed again as if it had not asked."""
@@ -105,19 +118,16 @@ class Protocol(HttpToolsProtocol):
         raise ValueError(sentence)  # httptools stops, and `send_400_response` answers
 
     def _header_is_late(self) -> None:
-        if self._header_bytes and (self.cycle is None or self.cycle.response_complete):
+        if self._header_bytes:
             self._refuse(408, f"No complete header came within {HEADER_SECONDS:g} seconds.")
         self.transport.close()
 
     def _refuse(self, status: int, sentence: str) -> None:
         """Answer with a problem document, unless another answer is under way, and close."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            if self.cycle.response_started:
-                self.transport.close()
-                return
-            self.cycle.disconnected = True  # what the application still answers goes nowhere
-            self.cycle.message_event.set()
-        if not self.transport.is_closing():
+        answered = self._answered
+        begun = answered is not None and answered.response_started and not answered.response_complete
+        self._disconnect()
+        if not begun and not self.transport.is_closing():
             name = new_request_id()
             body = problem_json(status, sentence, name)
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {MEDIA_TYPE}\r\n"
