@@ -119,7 +119,7 @@ def test_memory_is_limited():
     large = encoded(Image.new("RGB", (5000, 4000)), "PNG")
     code = (
         "import sys; from retrieval.serving import decoding; decoding._confine(40_000_000); "
-        "print(decoding._decoded('png', sys.stdin.buffer.read(), None, 'it', decoding.Limits()))"
+        "print(decoding._decoded(decoding.Limits(), 'png', sys.stdin.buffer.read(), None, 'it'))"
     )
     done = subprocess.run([sys.executable, "-c", code], input=large, capture_output=True, timeout=60)
     assert b"it needs more memory to be decoded" in done.stdout, done

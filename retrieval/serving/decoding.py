@@ -181,14 +181,14 @@ def _serve(pipe: Connection, limits: Limits) -> None:
     with suppress(EOFError, OSError):
         while True:
             job = pipe.recv()
-            pipe.send("ready" if job is None else _decoded(*job, limits))
+            pipe.send("ready" if job is None else _decoded(limits, *job))
             del job
             if memory.grown:
                 memory.give_back()
 
 
 def _decoded(
-    kind: Kind, content: bytes, preprocessing: Preprocessing | None, name: str, limits: Limits
+    limits: Limits, kind: Kind, content: bytes, preprocessing: Preprocessing | None, name: str
 ) -> Decoded | bytes | str:
     """Return what is asked for of an image, or the sentence that says what is wrong with it."""
     try:
@@ -236,7 +236,7 @@ class _Process(ForkServerProcess):
             kept = sys.modules["__main__"]
             sys.modules["__main__"] = ModuleType("__main__")
             try:
-                return ForkServerProcess._Popen(process)  # type: ignore[attr-defined]
+                return ForkServerProcess._Popen(process)
             finally:
                 sys.modules["__main__"] = kept
 

@@ -176,6 +176,23 @@ def test_only_indexed_files_are_given_out(server, photos):
         assert b" 404 " in answer.split(b"\r\n", 1)[0], path
 
 
+def test_originals_are_shown_only_below_folders_that_the_operator_names(served, index_path, photos, tmp_path):
+    """An index names files of this machine, and may be a stranger's. A link counts as what it leads to."""
+    query = {"vector": [0.0] * 16, "k": 1}
+    one = "/v1/items/3%2F0003.png"
+    plain = served(index_path).client
+    (hit,) = plain.post("/v1/search", json=query).json()["results"]
+    assert hit["image_url"] is None and plain.get(one).json()["thumbnail_url"] is None
+    assert "no folder that may be shown" in plain.get(f"{one}/image").json()["detail"]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(photos)
+    for folder, status in ((tmp_path / "elsewhere", 404), (photos / "3", 200), (tmp_path / "link", 200)):
+        client = served(index_path, "--images", str(folder)).client
+        for what in ("image", "thumbnail"):
+            assert client.get(f"{one}/{what}").status_code == status, folder
+    assert client.get("/v1/items/3%2F0003.png/image").content == (photos / "3" / "0003.png").read_bytes()
+
+
 def test_an_image_that_changed_or_went_is_not_given_out(makers, bundle_path, served, tmp_path):
     folder = tmp_path / "photos"
     paths = makers.write_digits(folder, 4)

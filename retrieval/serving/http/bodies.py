@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from starlette.datastructures import Headers, UploadFile
@@ -157,7 +157,7 @@ class Form:
 
     @staticmethod
     def _parts(body: Body, max_images: int, max_fields: int) -> list[tuple[str, str | UploadFile]]:
-        async def stream() -> AsyncIterator[bytes]:
+        async def stream() -> AsyncGenerator[bytes, None]:
             yield body.content
 
         headers = Headers({"content-type": body.content_type})

@@ -98,7 +98,7 @@ def request_id_of(scope: Any) -> str:
 
 def report(error: BaseException) -> None:
     """Log what went wrong and what caused it, with the place in the code."""
-    trace, causes = error.__traceback__, []
+    trace, causes = error.__traceback__, list[str]()
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
