@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import os
 import ssl
 import threading
@@ -16,7 +15,17 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypedDict, 
 
 from retrieval.client import answers
 from retrieval.client.folder import PushProgress, PushReport, push_folder
-from retrieval.client.images import NewItem, image_bytes
+from retrieval.client.images import (
+    NewItem,
+    described,
+    dumps,
+    files_of,
+    form_of,
+    id_parameter,
+    json_of,
+    numbers_of,
+    texts_of,
+)
 from retrieval.client.sending import Retries, Sender
 from retrieval.errors import DataError
 
@@ -100,10 +109,10 @@ class AsyncClient:
         if sum(one is not None for one in (image, vector, id)) != 1:
             raise DataError("A search takes an image, a vector or an id: one of them.")
         if image is not None:
-            content = _form(await _files([image]), _texts(options))
+            content = form_of(await files_of([image]), texts_of(options))
         else:
-            given = {"id": id} if vector is None else {"vector": _numbers(vector)}
-            content = _json({**given, **options})
+            given = {"id": id} if vector is None else {"vector": numbers_of(vector)}
+            content = json_of({**given, **options})
         return await self._send("POST", "/search", answers.read_search, **content)
 
     async def search_batch(
@@ -115,13 +124,13 @@ class AsyncClient:
         **options: Unpack[SearchOptions],
     ) -> answers.BatchAnswer:
         """Return what is nearest to each of several images, vectors or items, in one request."""
-        files = await _files(images)
-        queries: list[dict[str, Any]] = [{"vector": _numbers(vector)} for vector in vectors]
+        files = await files_of(images)
+        queries: list[dict[str, Any]] = [{"vector": numbers_of(vector)} for vector in vectors]
         named = [{"id": id} for id in ids]
         if sum(map(bool, (files, queries, named))) != 1:
             raise DataError("A batch takes images, vectors or ids: some of one of them.")
         several = {"queries": queries or named, **options}
-        content = _form(files, _texts(options)) if files else _json(several)
+        content = form_of(files, texts_of(options)) if files else json_of(several)
         return await self._send("POST", "/search/batch", answers.read_batch, **content)
 
     async def put(
@@ -150,21 +159,21 @@ class AsyncClient:
             )
         said = {"label": label, "metadata": metadata and dict(metadata)}
         if image is not None:
-            content = _form(await _files([image]), _texts({**said, "keep": keep}))
+            content = form_of(await files_of([image]), texts_of({**said, "keep": keep}))
         elif keep is not None:
             raise DataError('"keep" says what is kept of an image; the item has none.')
         else:
             named = {name: value for name, value in said.items() if value is not None}
-            content = _json({"vector": _numbers(vector or ()), **named})
-        return await self._send("PUT", "/item", answers.read_put, **content, **_id(id))
+            content = json_of({"vector": numbers_of(vector or ()), **named})
+        return await self._send("PUT", "/item", answers.read_put, **content, **id_parameter(id))
 
     async def patch(
         self, id: str, *, label: str | None = None, metadata: Mapping[str, Any] | None = None
     ) -> answers.PutAnswer:
         """Change an item's label or metadata; what is None stays as it is, as do its image and vector."""
         said = {"label": label, "metadata": None if metadata is None else dict(metadata)}
-        content = _json({name: value for name, value in said.items() if value is not None})
-        return await self._send("PATCH", "/item", answers.read_put, **content, **_id(id))
+        content = json_of({name: value for name, value in said.items() if value is not None})
+        return await self._send("PATCH", "/item", answers.read_put, **content, **id_parameter(id))
 
     async def add(self, items: Iterable[NewItem]) -> answers.AddAnswer:
         """Add, replace or change several items in one request: all of them, or none.
@@ -180,14 +189,16 @@ class AsyncClient:
             )
         if images and any(item.vector is not None for item in items):
             raise DataError("An item takes an image or a vector, not both.")
-        said = [_described(item) for item in items]
-        content = _form(await _files(images), {"items": _dumps(said)}) if images else _json({"items": said})
+        said = [described(item) for item in items]
+        content = (
+            form_of(await files_of(images), {"items": dumps(said)}) if images else json_of({"items": said})
+        )
         return await self._send("POST", "/items", answers.read_add, **content)
 
     async def get(self, id: str, *, vector: bool = False) -> answers.ItemAnswer:
         """Return an item, with its vector when asked for."""
         asked = {"vector": "true"} if vector else {}
-        return await self._send("GET", "/item", answers.read_item, **_id(id, **asked))
+        return await self._send("GET", "/item", answers.read_item, **id_parameter(id, **asked))
 
     async def items(
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
@@ -204,25 +215,25 @@ class AsyncClient:
     async def _page(
         self, filter: Filter | None, fields: Sequence[str] | None, limit: int, cursor: str | None
     ) -> answers.Page:
-        params = _texts({"filter": filter, "fields": fields, "limit": limit, "cursor": cursor})
+        params = texts_of({"filter": filter, "fields": fields, "limit": limit, "cursor": cursor})
         return await self._send("GET", "/items", answers.read_page, params=params)
 
     async def delete(self, id: str) -> None:
         """Delete an item; `ServerError` with status 404 where there is none."""
-        await self._send("DELETE", "/item", lambda content: None, gone_is_done=True, **_id(id))
+        await self._send("DELETE", "/item", lambda content: None, gone_is_done=True, **id_parameter(id))
 
     async def delete_where(self, filter: Filter) -> int:
         """Delete all items that match, and return how many; never repeated after a fault."""
-        content = _json({"filter": filter})
+        content = json_of({"filter": filter})
         return (await self._send("POST", "/delete", answers.read_deleted, repeats=False, **content)).deleted
 
     async def image(self, id: str) -> bytes:
         """Return an item's original, or a PNG of it where browsers do not show its format."""
-        return await self._send("GET", "/item/image", bytes, **_id(id))
+        return await self._send("GET", "/item/image", bytes, **id_parameter(id))
 
     async def thumbnail(self, id: str) -> bytes:
         """Return a JPEG of an item's original, at most 256 pixels wide and high."""
-        return await self._send("GET", "/item/thumbnail", bytes, **_id(id))
+        return await self._send("GET", "/item/thumbnail", bytes, **id_parameter(id))
 
     async def index(self) -> answers.IndexAnswer:
         """Return what the index is."""
@@ -384,63 +395,3 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_forever()
     finally:
         loop.close()
-
-
-async def _files(images: Iterable[Image]) -> list[bytes]:
-    """Return images as files' bytes, read and encoded in a thread."""
-    return await asyncio.to_thread(lambda: [image_bytes(image) for image in images])
-
-
-def _described(item: NewItem) -> dict[str, Any]:
-    said: dict[str, Any] = {"id": item.id}
-    if item.label is not None:
-        said["label"] = item.label
-    if item.metadata:
-        said["metadata"] = dict(item.metadata)
-    if item.vector is not None:
-        said["vector"] = _numbers(item.vector)
-    return said
-
-
-def _id(id: str, **others: str) -> dict[str, Any]:
-    if str(id) == "":
-        raise DataError("An id has one character at least.")
-    return {"params": {"id": str(id), **others}}
-
-
-def _texts(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return options as fields of a form or parameters of an address."""
-    given = {name: value for name, value in options.items() if value is not None}
-    return {name: value if isinstance(value, str) else _dumps(value) for name, value in given.items()}
-
-
-def _form(images: Sequence[bytes], fields: Mapping[str, str]) -> dict[str, Any]:
-    return {"files": [("image", ("image", content)) for content in images], "data": fields}
-
-
-def _json(said: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        content = _dumps(said).encode()
-    except UnicodeEncodeError:
-        raise DataError("Text that is sent must be Unicode without lone surrogates.") from None
-    return {"content": content, "headers": {"Content-Type": "application/json"}}
-
-
-def _dumps(said: object) -> str:
-    try:
-        return json.dumps(said, ensure_ascii=False, allow_nan=False, default=_plain)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"This cannot be sent as JSON: {error}.") from None
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"it holds a {type(value).__name__}")
-
-
-def _numbers(vector: Iterable[float]) -> list[float]:
-    try:
-        return [float(number) for number in vector]
-    except (TypeError, ValueError):
-        raise DataError("A vector is a sequence of numbers.") from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from retrieval.errors import DataError
-from retrieval.serving.images import EXTENSIONS, FORMATS, HEAD_BYTES, STARTS
+from retrieval.serving.image_formats import EXTENSIONS, FORMATS, HEAD_BYTES, STARTS
 
 NO_IMAGE = "no image"
 """Why most files are left out."""

@@ -1,4 +1,4 @@
-"""What an address says: an item's id in its path or behind the question mark, and parameters."""
+"""What a request says besides its body: its sender, an item's id in its path or behind the question mark, parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.routing import Match, Route
 
+from retrieval.serving.http.access import Caller
 from retrieval.serving.http.problems import RequestError
 from retrieval.serving.stores.items import check_id
 
@@ -81,3 +82,15 @@ def usable_id(id: str) -> str:
     if fault := check_id(id):
         raise RequestError(400, f"The item {fault}.")
     return id
+
+
+def caller_of(request: Request) -> Caller:
+    """Return who has sent a request."""
+    caller: Caller = request.scope["retrieval.caller"]
+    return caller
+
+
+def prefix_of(request: Request) -> str:
+    """Return how addresses of the request's index begin."""
+    name = request.path_params.get("index")
+    return "/v1" if name is None else f"/v1/indexes/{name}"

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
 
+from pydantic_core import to_json
+from starlette.responses import Response
+
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, filter_to_json
+from retrieval.serving.http.bodies import BodyMemory
 from retrieval.serving.http.models import Query
 from retrieval.serving.http.problems import RequestError
 from retrieval.serving.http.served import Index, Served
+from retrieval.serving.http.settings import BODY_MEMORY, SEND_SECONDS
 from retrieval.serving.index.base import Hit
 from retrieval.serving.stages import current
 from retrieval.serving.stores.contract import Item
@@ -27,6 +34,38 @@ _SHOWN_BY_BROWSERS = {
     b"GIF8": "image/gif",
     b"BM": "image/bmp",
 }
+
+
+class Picture(Response):
+    """A picture, whose memory counts until it is sent."""
+
+    def __init__(
+        self, content: bytes, memory: BodyMemory, headers: Mapping[str, str], media_type: str
+    ) -> None:
+        super().__init__(content, headers=headers, media_type=media_type)
+        self._memory = memory
+        if memory.held + len(content) > BODY_MEMORY:
+            raise RequestError(503, "The server is busy: pictures take all its memory. Try again.", "memory")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send it, to a client that takes it."""
+        with self._counted():
+            async with asyncio.timeout(SEND_SECONDS):
+                await super().__call__(scope, receive, send)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._memory.held += len(self.body)
+        try:
+            yield
+        finally:
+            self._memory.held -= len(self.body)
+
+
+def answer(content: bytes | object, status: int = 200) -> Response:
+    """Return an answer of JSON: encoded already, or yet to be."""
+    body = content if isinstance(content, bytes) else to_json(content, inf_nan_mode="null")
+    return Response(body, status, media_type="application/json")
 
 
 def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> dict[str, Any]:

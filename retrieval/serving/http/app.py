@@ -181,23 +181,25 @@ class Application:
                 if self._traces is not None:
                     self._traces.finish(trail)
                 if self._settings.log_format and not (route in HEALTH and status in (200, 503)):
-                    caller, client = scope.get("retrieval.caller"), scope.get("client")
-                    said = {
-                        "method": method,
-                        "route": route,
-                        "status": status,
-                        "ms": round(1000 * (ended - began), 2),
-                        "bytes_in": taken,
-                        "bytes_out": given,
-                        "request_id": trail.id,
-                        "trace_id": trace,
-                        "key": caller.name if caller else None,
-                        "client": client[0] if client else None,
-                        "reason": trail.reason,
-                        "stages": {name: round(1000 * each, 2) for name, each in trail.seconds().items()},
-                    }
-                    known = {name: value for name, value in said.items() if value not in (None, "", {})}
-                    log.info("request", extra={"request": known | {"status": status}})
+                    said = {"ms": round(1000 * (ended - began), 2), "bytes_in": taken, "bytes_out": given}
+                    self._log(
+                        scope, trail, {"method": method, "route": route, "status": status, **said}, trace
+                    )
+
+    @staticmethod
+    def _log(scope: Any, trail: Trail, said: dict[str, Any], trace: str) -> None:
+        """Write the line of a request that is over."""
+        caller, client = scope.get("retrieval.caller"), scope.get("client")
+        known = {
+            "request_id": trail.id,
+            "trace_id": trace,
+            "key": caller.name if caller else None,
+            "client": client[0] if client else None,
+            "reason": trail.reason,
+            "stages": {name: round(1000 * each, 2) for name, each in trail.seconds().items()},
+        }
+        said |= {name: value for name, value in known.items() if value not in (None, "", {})}
+        log.info("request", extra={"request": said})
 
     def _route(self, scope: Any) -> str:
         """Return the pattern of a request's address."""

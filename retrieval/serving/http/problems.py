@@ -11,10 +11,14 @@ from typing import Any
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from retrieval.errors import RetrievalError
+from retrieval.errors import RetrievalError, StoreError
+from retrieval.serving.stores.contract import StoreUnavailable, TooSlow
 
 log = logging.getLogger("retrieval.serving.http")
 
+UNREACHABLE = (
+    "The store of this index cannot be reached now. Nothing is known to be damaged: try again in a moment."
+)
 MEDIA_TYPE = "application/problem+json"
 
 
@@ -107,3 +111,13 @@ def report(error: BaseException) -> None:
         causes.append(f"{type(cause).__name__}: {str(cause)[:300]}")
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     log.error("%s%s", " – because of ".join(causes), where)
+
+
+def store_failed(error: StoreError, sentence: str) -> RequestError:
+    """Log a fault of an index's store, and return what the client is told."""
+    if isinstance(error, TooSlow):
+        return RequestError(503, "The filter takes too long here. Ask for less.", "deadline")
+    report(error)
+    if isinstance(error, StoreUnavailable):
+        return RequestError(503, UNREACHABLE, "unreachable")
+    return RequestError(503, sentence, "index")

@@ -15,8 +15,8 @@ from PIL import Image
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.http.models import Given, Options, Query
-from retrieval.serving.http.problems import RequestError, report
-from retrieval.serving.http.served import DAMAGED, UNREACHABLE, Served
+from retrieval.serving.http.problems import UNREACHABLE, RequestError, report
+from retrieval.serving.http.served import DAMAGED, Served
 from retrieval.serving.http.settings import PROBE_SECONDS
 from retrieval.serving.probing import probe_fault
 from retrieval.serving.stores.contract import StoreUnavailable, Superseded

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from time import perf_counter
 from typing import Any, TypeVar
@@ -19,10 +18,18 @@ from starlette.routing import BaseRoute, Route
 from retrieval.errors import DataError
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.http import models
-from retrieval.serving.http.access import Caller
-from retrieval.serving.http.addresses import ItemRoute, id_of, parameters_of, usable_id
+from retrieval.serving.http.addresses import (
+    ItemRoute,
+    caller_of,
+    id_of,
+    parameters_of,
+    prefix_of,
+    usable_id,
+)
 from retrieval.serving.http.answers import (
+    Picture,
     after_cursor,
+    answer,
     cursor_after,
     description,
     explanation,
@@ -36,7 +43,7 @@ from retrieval.serving.http.models import OPTIONS, NewItem, Query
 from retrieval.serving.http.openapi import document
 from retrieval.serving.http.problems import RequestError, no_item, request_id_of
 from retrieval.serving.http.served import Index, Served
-from retrieval.serving.http.settings import BATCH_BYTES, BODY_MEMORY, JSON_BYTES, SEND_SECONDS, Settings
+from retrieval.serving.http.settings import BATCH_BYTES, JSON_BYTES, Settings
 from retrieval.serving.http.turns import HAS_LEFT
 from retrieval.serving.index.base import Hit
 from retrieval.serving.stages import current
@@ -289,7 +296,7 @@ class Routes:
                     content = await served.workers.decoded("thumbnail" if small else "png", content)
                 except DataError:
                     raise RequestError(404, f"The image of item {id} cannot be shown.") from None
-            return _Picture(content, self._memory, headers, kind or "image/png")
+            return Picture(content, self._memory, headers, kind or "image/png")
 
         return await self._in_time(request, work())
 
@@ -395,50 +402,6 @@ class Routes:
             if request.method not in ("GET", "HEAD") and "/search" not in request.url.path:
                 sentence += " What was to be written may have been written or not: sent again, it changes nothing more."
             raise RequestError(503, sentence, "deadline") from None
-
-
-class _Picture(Response):
-    """A picture, whose memory counts until it is sent."""
-
-    def __init__(
-        self, content: bytes, memory: BodyMemory, headers: Mapping[str, str], media_type: str
-    ) -> None:
-        super().__init__(content, headers=headers, media_type=media_type)
-        self._memory = memory
-        if memory.held + len(content) > BODY_MEMORY:
-            raise RequestError(503, "The server is busy: pictures take all its memory. Try again.", "memory")
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send it, to a client that takes it."""
-        with self._counted():
-            async with asyncio.timeout(SEND_SECONDS):
-                await super().__call__(scope, receive, send)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        self._memory.held += len(self.body)
-        try:
-            yield
-        finally:
-            self._memory.held -= len(self.body)
-
-
-def answer(content: bytes | object, status: int = 200) -> Response:
-    """Return an answer of JSON: encoded already, or yet to be."""
-    body = content if isinstance(content, bytes) else to_json(content, inf_nan_mode="null")
-    return Response(body, status, media_type="application/json")
-
-
-def caller_of(request: Request) -> Caller:
-    """Return who has sent a request."""
-    caller: Caller = request.scope["retrieval.caller"]
-    return caller
-
-
-def prefix_of(request: Request) -> str:
-    """Return how addresses of the request's index begin."""
-    name = request.path_params.get("index")
-    return "/v1" if name is None else f"/v1/indexes/{name}"
 
 
 def _change(

@@ -20,7 +20,7 @@ from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.http.audit import Audit, Change
 from retrieval.serving.http.changes import embedded, write
 from retrieval.serving.http.models import Given, NewItem, Query
-from retrieval.serving.http.problems import RequestError, no_item, report
+from retrieval.serving.http.problems import RequestError, no_item, store_failed
 from retrieval.serving.http.settings import BATCH_BYTES, Settings
 from retrieval.serving.http.turns import Turns, Workers
 from retrieval.serving.index.base import Hit
@@ -41,9 +41,6 @@ from retrieval.serving.stores.contract import (
 log = logging.getLogger("retrieval.serving.http")
 
 DAMAGED = "The index cannot be searched: it is damaged, or its disk fails. The server's log says why."
-UNREACHABLE = (
-    "The store of this index cannot be reached now. Nothing is known to be damaged: try again in a moment."
-)
 _UNREADABLE = "The item cannot be read. The server's log says why."
 _NOT_WRITTEN = (
     "The index cannot be written to now: another process writes to it, it is read-only, or its disk refuses. "
@@ -215,7 +212,7 @@ class Served:
                 await self.workers.searches.run(self.index.follow)
             except StoreError as error:
                 if not await self._was_replaced(error, index):
-                    raise _told(error, sentence) from None
+                    raise store_failed(error, sentence) from None
         raise RequestError(503, _CHANGING)
 
     async def _was_replaced(self, error: StoreError, failed: Index) -> bool:
@@ -322,7 +319,7 @@ class Served:
         try:
             return await self.workers.pictures.run(work)
         except StoreError as error:
-            raise _told(error, _UNREADABLE) from None
+            raise store_failed(error, _UNREADABLE) from None
 
     def _file(self, item: Item) -> bytes:
         """Return the file that an item was indexed from, if it lies in a folder that may be shown."""
@@ -401,13 +398,3 @@ def _stored(index: Index, given: Sequence[Given]) -> Encoded:
     if bundle.manifest.rescorer is not None:
         codes = np.stack([items[id].arrays[CODE] for id in ids])
     return Encoded(vectors, vectors, codes, bundle.sha256)
-
-
-def _told(error: StoreError, sentence: str) -> RequestError:
-    """Log a fault of an index's store, and return what the client is told."""
-    if isinstance(error, TooSlow):
-        return RequestError(503, "The filter takes too long here. Ask for less.", "deadline")
-    report(error)
-    if isinstance(error, StoreUnavailable):
-        return RequestError(503, UNREACHABLE, "unreachable")
-    return RequestError(503, sentence, "index")
