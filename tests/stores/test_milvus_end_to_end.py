@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import retrieval
-from retrieval.client.retrying import Retries
+from retrieval.client.sending import Retries
 from retrieval.errors import ServerError, StoreError
 from retrieval.serving.embedding.embedding import embed_sources
 from retrieval.serving.store.place import store_place
