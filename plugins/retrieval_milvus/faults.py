@@ -62,7 +62,5 @@ def hint(fault: Exception, server: Mapping[str, Any]) -> str:
     """Return what else may help where a server does not answer: a server that speaks TLS closes any other connection."""
     plain = isinstance(server, dict) and "secure" not in server
     return (
-        " If the server speaks TLS, write ?tls=true."
-        if plain and "Socket closed" in sentence(fault)
-        else ""
+        " If the server speaks TLS, write ?tls=true." if plain and "Socket closed" in sentence(fault) else ""
     )

@@ -106,9 +106,7 @@ class MilvusStore(stores.RemoteStore):
         if len(generation.spans) == 1:
             packed -= generation.widths["vector"]
         if packed * 16 / 3 > TEXT_BYTES:
-            raise StoreError(
-                f"{self.address}: Milvus keeps no item with arrays of {packed:,} numbers."
-            )
+            raise StoreError(f"{self.address}: Milvus keeps no item with arrays of {packed:,} numbers.")
         made = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
         made.add_field("key", DataType.VARCHAR, is_primary=True, max_length=KEY_BYTES)
         made.add_field("space", DataType.INT64)
@@ -127,9 +125,7 @@ class MilvusStore(stores.RemoteStore):
         params = self._client.prepare_index_params()
         built = _built(structure, options)
         kind = STRUCTURES[structure]
-        params.add_index(
-            "vector", index_name="vector", index_type=kind, metric_type="L2", params=built
-        )
+        params.add_index("vector", index_name="vector", index_type=kind, metric_type="L2", params=built)
         self._ask(self._client.create_index, name, params, sync=wait)
         self._ask(self._client.load_collection, name, _async=True)
 
@@ -189,18 +185,14 @@ class MilvusStore(stores.RemoteStore):
     # The register
 
     def _note(self, notes: Mapping[str, Any]) -> None:
-        self._set(
-            self.collection(0), {NOTE + name: json.dumps(note) for name, note in notes.items()}
-        )
+        self._set(self.collection(0), {NOTE + name: json.dumps(note) for name, note in notes.items()})
 
     def _notes(self) -> dict[str, Any]:
         found = self._described(self.collection(0))
         if found is None:
             raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
         properties = found.get("properties", {}).items()
-        return {
-            key[len(NOTE) :]: json.loads(text) for key, text in properties if key.startswith(NOTE)
-        }
+        return {key[len(NOTE) :]: json.loads(text) for key, text in properties if key.startswith(NOTE)}
 
     # Items
 
@@ -267,9 +259,7 @@ class MilvusStore(stores.RemoteStore):
         )
         return sorted(found, key=lambda row: str(row[order])) if order else list(found)
 
-    def _rows(
-        self, generation: stores.Generation, ids: Sequence[str], arrays: bool
-    ) -> list[stores.Row]:
+    def _rows(self, generation: stores.Generation, ids: Sequence[str], arrays: bool) -> list[stores.Row]:
         fields = ["record", *(["space", "arrays", "vector"] if arrays else [])]
         return [
             _row(row, generation)

@@ -26,9 +26,7 @@ class Tls:
         try:
             self._context = ssl.create_default_context(cafile=self.ca or None)
         except (OSError, ssl.SSLError) as fault:
-            raise StoreError(
-                f"The certificates {self.ca} cannot be read: {_reason(fault)}."
-            ) from None
+            raise StoreError(f"The certificates {self.ca} cannot be read: {_reason(fault)}.") from None
 
     def try_(self, host: str, port: int, address: str, timeout: float) -> None:
         """Shake hands, and hang up.

@@ -47,9 +47,7 @@ class LocalClient:
                         f"Another process has {address} open, and Qdrant's in-process mode takes one. Use a server: qdrant://HOST/NAME."
                     ) from None
                 except OSError as fault:
-                    raise StoreError(
-                        f"{address} cannot be opened: {fault.strerror or fault}."
-                    ) from None
+                    raise StoreError(f"{address} cannot be opened: {fault.strerror or fault}.") from None
             self._opened: _Opened | None = _OPENED[self._folder]
             self._opened.users += 1
 

@@ -19,9 +19,7 @@ def _name(address: stores.Address) -> str:
             f"most, such as {address.scheme}://HOST/photos."
         )
     if find_spec("qdrant_client") is None:
-        raise MissingDependency(
-            "Qdrant needs a package: pip install 'embedding-retrieval[qdrant]'."
-        )
+        raise MissingDependency("Qdrant needs a package: pip install 'embedding-retrieval[qdrant]'.")
     return address.name
 
 

@@ -64,9 +64,7 @@ class QdrantStore(stores.RemoteStore):
     def _fault(self, error: Exception) -> tuple[bool, str]:
         text = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
         status = error.status_code if isinstance(error, UnexpectedResponse) else 503
-        away = (
-            isinstance(error, ResponseHandlingException | UnexpectedResponse) and status in PASSING
-        )
+        away = isinstance(error, ResponseHandlingException | UnexpectedResponse) and status in PASSING
         return away, f"{text}." + " Try again in a moment." * away
 
     # Collections
@@ -80,9 +78,7 @@ class QdrantStore(stores.RemoteStore):
             gone = models.DeleteAlias(alias_name=self.name)
             moves: list[Any] = [models.DeleteAliasOperation(delete_alias=gone)]
         else:
-            named = models.CreateAlias(
-                collection_name=self.collection(number), alias_name=self.name
-            )
+            named = models.CreateAlias(collection_name=self.collection(number), alias_name=self.name)
             moves = [models.CreateAliasOperation(create_alias=named)]
         self._ask(self._client.update_collection_aliases, moves)
 
@@ -122,9 +118,7 @@ class QdrantStore(stores.RemoteStore):
         points = [point_of(name) for name in names]
         self._ask(self._client.delete, self.collection(number), points, wait=True)
 
-    def _retrieve(
-        self, number: int, points: Sequence[str], arrays: bool = False
-    ) -> list[models.Record]:
+    def _retrieve(self, number: int, points: Sequence[str], arrays: bool = False) -> list[models.Record]:
         if not points:
             return []
         found: list[models.Record] = self._ask(
@@ -151,9 +145,7 @@ class QdrantStore(stores.RemoteStore):
     def _erase(self, generation: stores.Generation, ids: Sequence[str]) -> None:
         self._delete(generation.number, ids)
 
-    def _rows(
-        self, generation: stores.Generation, ids: Sequence[str], arrays: bool
-    ) -> list[stores.Row]:
+    def _rows(self, generation: stores.Generation, ids: Sequence[str], arrays: bool) -> list[stores.Row]:
         found = self._retrieve(generation.number, [point_of(id) for id in ids], arrays)
         return [_row(one) for one in found]
 
@@ -218,11 +210,7 @@ class QdrantStore(stores.RemoteStore):
             parts = [part for part in map(self._express, where.parts) if part is not None]
             if len(parts) < len(where.parts):
                 return None
-            return (
-                models.Filter(must=parts)
-                if isinstance(where, stores.And)
-                else models.Filter(should=parts)
-            )
+            return models.Filter(must=parts) if isinstance(where, stores.And) else models.Filter(should=parts)
         values = where.values if isinstance(where, stores.In) else (getattr(where, "value", None),)
         op = "=" if isinstance(where, stores.In) else getattr(where, "op", "exists")
         if where.field == "id":
@@ -235,9 +223,7 @@ class QdrantStore(stores.RemoteStore):
         names = [where.field] if isinstance(where.field, str) else ["metadata", *where.field]
         key = ".".join(f'"{name}"' for name in names)
         made = [_compared(key, op, value) for value in values]
-        return (
-            None if None in made else models.Filter(should=[one for one in made if one is not None])
-        )
+        return None if None in made else models.Filter(should=[one for one in made if one is not None])
 
     def _hang_up(self) -> None:
         self._client.close()

@@ -273,7 +273,7 @@ def _waiting(
     """Return a method of `Client` that waits for one of `AsyncClient`."""
 
     @functools.wraps(method)
-    def wait(self: Client, *args: P.args, **named: P.kwargs) -> T:
+    def wait(self: Client, /, *args: P.args, **named: P.kwargs) -> T:
         return self._run(method(self._client, *args, **named))
 
     return wait

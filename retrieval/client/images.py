@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     Image: TypeAlias = "str | Path | bytes | Picture | NDArray[np.uint8]"
     """A file's path, a file's bytes, a Pillow image, or pixels (H, W) or (H, W, 3) of 0 to 255."""
 
+
 @dataclass(frozen=True)
 class NewItem:
     """What an item is to be: of an image, of a vector (P numbers), or, with neither, one that is there and changes."""

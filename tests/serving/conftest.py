@@ -13,7 +13,6 @@ from types import ModuleType, SimpleNamespace
 
 import httpx
 import pytest
-from retrieval.serving.index.build import write_index
 from retrieval.serving.index.creating import create_index
 
 _spec = importlib.util.spec_from_file_location("serving_makers", Path(__file__).with_name("makers.py"))
@@ -109,7 +108,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory, makers: ModuleType, photos:
     """An index of 20 items by inverted lists. Not to be changed."""
     folder = tmp_path_factory.mktemp("honest")
     bundle = makers.make_bundle(folder / "b")
-    write_index(bundle, [photos / "1"], folder / "i", backend="ivf", options={"lists": 2}, progress=False)
+    create_index(folder / "i", bundle, [photos / "1"], backend="ivf", options={"lists": 2}, progress=False)
     return folder / "i"
 
 

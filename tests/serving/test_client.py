@@ -20,7 +20,7 @@ from retrieval.client.folder import EXTENSIONS
 from retrieval.errors import DataError, ServerError
 from retrieval.serving.images import EXTENSIONS as TAKEN
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import open_index
 
 WRITE = "--open=admin"
 ID = "3/0003.png"

@@ -9,7 +9,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from retrieval.serving.http.app import Application
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from retrieval.serving.stages import STAGES, Trail
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -17,7 +17,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 def exposed(path: Path) -> dict[str, set[str]]:
     """Return the names of all samples that a server of two indexes gives, each with the labels that it may have."""
-    with LivingIndex.open(path, threads=1) as index:
+    with Index.open(path, threads=1) as index:
         app = Application({"one": index, "other": index})
         trail = Trail()
         for name in STAGES:
@@ -39,7 +39,7 @@ def family(name: str) -> str:
 
 def test_the_dashboard_shows_every_figure_and_no_other(bundle_path, photos, tmp_path) -> None:
     create_index(tmp_path / "i", bundle_path, progress=False)
-    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+    with Index.open(tmp_path / "i", threads=1) as index:
         index.add([photos / "1"], progress=False)
     dashboard = json.loads((DEPLOY / "grafana" / "retrieval.json").read_text(encoding="utf-8"))
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]

@@ -17,7 +17,7 @@ LIVE = wire.get("/livez")
 SLEEPY = """
 import os, sys, time
 from pathlib import Path
-from retrieval.serving.index.collection import Collection
+from retrieval.serving.index.index import Collection
 
 FOLDER = Path(sys.argv.pop(1))
 search = Collection.search

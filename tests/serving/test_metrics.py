@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import wire
 from prometheus_client.parser import text_string_to_metric_families
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
+from retrieval.serving.index.index import Index
 from retrieval.serving.stages import STAGES
 
 
@@ -95,7 +95,7 @@ def test_no_client_multiplies_the_series(served, index_path, photos):
 
 def test_of_an_index_that_lives(bundle_path, served, photos, tmp_path):
     create_index(tmp_path / "i", bundle_path, progress=False)
-    with LivingIndex.open(tmp_path / "i", threads=1) as index:
+    with Index.open(tmp_path / "i", threads=1) as index:
         index.add([photos / "1"], progress=False)
         index.delete([index.scan(limit=1)[0].id])
         stats = index.stats()

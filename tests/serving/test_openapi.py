@@ -31,7 +31,7 @@ def valid(schema: dict, content: object) -> bool:
 
 def test_every_route_is_described_and_every_description_is_a_route(index_path):
     from retrieval.serving.http.app import Application
-    from retrieval.serving.index.open import open_index
+    from retrieval.serving.index.index import open_index
 
     with open_index(index_path, threads=1) as index:
         app = Application({"i": index})

@@ -17,8 +17,8 @@ from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.index.index import Index
+from retrieval.serving.store.contract import Item
 
 WIDTH = 16
 
@@ -70,7 +70,7 @@ def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(makers, 
     assert failed == [] and set(statuses) == {200} and len(statuses) > 10
     with pytest.raises(StoreError, match="holds"):  # who writes keeps its place
         create_index(living, other, [photos / "6"], replace=True, progress=False)
-    with LivingIndex.open(living, threads=1) as index:
+    with Index.open(living, threads=1) as index:
         assert index.get("new")
     assert server.client.get("/readyz").status_code == 200
 
@@ -78,12 +78,12 @@ def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(makers, 
 def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, photos):
     """Otherwise the write would go to a folder that is gone, and be acknowledged."""
     item = Item("new", arrays={"vector": np.ones(WIDTH, np.float32)})
-    with LivingIndex.open(living, threads=1) as index:
+    with Index.open(living, threads=1) as index:
         assert len(index) == 200
         create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
         with pytest.raises(StoreError, match="replaced or removed"):
             index.upsert([item])
-    with LivingIndex.open(living, threads=1) as index:
+    with Index.open(living, threads=1) as index:
         index.upsert([item])
         assert index.get("new")
 
@@ -94,10 +94,10 @@ def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
 ):
     """Two requests meet the old folder at a time; the second to notice finds the new one served already."""
     count = len(list((photos / "1").iterdir()))
-    old = LivingIndex.open(living, threads=1)
+    old = Index.open(living, threads=1)
     create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
     workers = Workers(Settings())
-    searcher = Served("i", old, Settings(), workers, reopen=lambda: LivingIndex.open(living, threads=1))
+    searcher = Served("i", old, Settings(), workers, reopen=lambda: Index.open(living, threads=1))
 
     def late(*given, **more):
         assert searcher.take_up() is None  # as the other request does

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import open_index
 
 EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]
 

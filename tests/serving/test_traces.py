@@ -14,7 +14,7 @@ import pytest
 from retrieval.errors import MissingDependency
 from retrieval.serving.http.app import Application
 from retrieval.serving.http.monitoring import Traces, traces_of_environment
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import open_index
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

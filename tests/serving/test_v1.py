@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import wire
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.living import LivingIndex
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import Index, open_index
 
 WIDTH = 16
 IDS = [
@@ -67,7 +66,7 @@ def test_items_of_any_id_are_put_found_shown_and_deleted(served, empty, photos):
         found = server.client.post("/v1/search", files={"image": image}, data={"k": "1"}).json()["results"]
         assert found[0]["id"] == id and found[0]["distance"] == pytest.approx(0, abs=1e-5)
     assert server.client.put(path_of(IDS[0]), files={"image": images[1]}).json()["replaced"] is True
-    with LivingIndex.open(empty, threads=1) as index:  # durable, and as embedding it here gives
+    with Index.open(empty, threads=1) as index:  # durable, and as embedding it here gives
         assert len(index) == len(IDS)
         assert np.allclose(index.vector(IDS[1]), index.bundle.encode_image(images[1]).vector[0], atol=1e-6)
     for id in IDS:
@@ -102,8 +101,8 @@ def test_a_search_takes_an_image_in_three_ways_a_vector_or_an_id(served, living,
 
 
 def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
-    with LivingIndex.open(empty, threads=1) as index:
-        from retrieval.serving.stores.contract import Item
+    with Index.open(empty, threads=1) as index:
+        from retrieval.serving.store.contract import Item
 
         vectors = np.eye(3, WIDTH, dtype=np.float32)
         index.upsert([Item(f"i{n}", "x", {"a": n, "b": -n}, arrays={"vector": vectors[n]}) for n in range(3)])

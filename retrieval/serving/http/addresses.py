@@ -11,7 +11,7 @@ from starlette.routing import Match, Route
 
 from retrieval.serving.http.access import Caller
 from retrieval.serving.http.problems import RequestError
-from retrieval.serving.stores.items import check_id
+from retrieval.serving.store.items import check_id
 
 
 class _AnyText(StringConvertor):

@@ -20,11 +20,11 @@ from retrieval.serving.filters import Filter, filter_to_json
 from retrieval.serving.http.bodies import BodyMemory
 from retrieval.serving.http.models import Query
 from retrieval.serving.http.problems import RequestError
-from retrieval.serving.http.served import Index, Served
+from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import BODY_MEMORY, SEND_SECONDS
-from retrieval.serving.index.base import Hit
+from retrieval.serving.index.index import Hit, Index
 from retrieval.serving.stages import current
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.store.contract import Item
 
 _MAX_CURSOR = 8192
 _NO_CURSOR = "The cursor is not one that this server gave for this list. Begin again without one."
@@ -84,7 +84,7 @@ def hit_json(hit: Hit, served: Served, prefix: str, query: Query) -> dict[str, A
     """Return one answer of a query."""
     return {
         "id": hit.id,
-        "key": hit.key,
+        "key": hit.id,
         "label": hit.label,
         "distance": hit.distance,
         "metadata": _chosen(hit.metadata, query.options.fields),

@@ -13,9 +13,9 @@ from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.decoding import Decoded
 from retrieval.serving.http.models import NewItem
-from retrieval.serving.index.collection import Collection as Index
+from retrieval.serving.index.index import Index
 from retrieval.serving.stages import stage
-from retrieval.serving.stores.contract import CODE, FEATURES, VECTOR, Floats, Item
+from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Item
 
 _KEPT_BYTES = 64_000_000
 """Originals that one request copies when it changes labels or metadata."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.http.keys import key_source
 from retrieval.serving.http.settings import Settings
-from retrieval.serving.stores.address import place_of
+from retrieval.serving.store.address import place_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*\.?")

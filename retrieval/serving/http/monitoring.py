@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from retrieval.errors import MissingDependency, StoreError, printable
 from retrieval.serving.stages import STAGES, Trail, current
-from retrieval.serving.stores.contract import Stats, patience
+from retrieval.serving.store.contract import Stats, patience
 
 if TYPE_CHECKING:
     from retrieval.serving.http.served import Served

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from retrieval.errors import RetrievalError, StoreError
-from retrieval.serving.stores.contract import StoreUnavailable, TooSlow
+from retrieval.serving.store.contract import StoreUnavailable, TooSlow
 
 log = logging.getLogger("retrieval.serving.http")
 

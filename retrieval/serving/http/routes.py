@@ -42,10 +42,10 @@ from retrieval.serving.http.bodies import Body, BodyMemory, Kind
 from retrieval.serving.http.models import OPTIONS, NewItem, Query
 from retrieval.serving.http.openapi import document
 from retrieval.serving.http.problems import RequestError, no_item, request_id_of
-from retrieval.serving.http.served import Index, Served
+from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import BATCH_BYTES, JSON_BYTES, Settings
 from retrieval.serving.http.turns import HAS_LEFT
-from retrieval.serving.index.base import Hit
+from retrieval.serving.index.index import Hit, Index
 from retrieval.serving.stages import current
 
 T = TypeVar("T")
@@ -352,7 +352,7 @@ class Routes:
             name = next(iter(self.indexes))
         if name is not None and not caller.may_use(name):
             raise RequestError(403, "This key is for other indexes.")
-        if name in self.indexes:
+        if name is not None and name in self.indexes:
             return self.indexes[name]
         sentence = "This server has no index of this name."
         if name is None:

@@ -23,12 +23,11 @@ from retrieval.serving.http.models import Given, NewItem, Query
 from retrieval.serving.http.problems import RequestError, no_item, store_failed
 from retrieval.serving.http.settings import BATCH_BYTES, Settings
 from retrieval.serving.http.turns import Turns, Workers
-from retrieval.serving.index.base import Hit
-from retrieval.serving.index.collection import Collection as Index
+from retrieval.serving.index.index import Hit, Index
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.runtime import load_faiss
 from retrieval.serving.stages import stage
-from retrieval.serving.stores.contract import (
+from retrieval.serving.store.contract import (
     CODE,
     VECTOR,
     Item,

@@ -21,12 +21,11 @@ from retrieval.errors import BundleError, MissingDependency, RetrievalError, Sto
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.http.listening import checked, default_name, listen
 from retrieval.serving.http.settings import GRACE_SECONDS, Settings
-from retrieval.serving.index.base import Index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.memory import return_large_blocks
 from retrieval.serving.probing import probe_fault
 from retrieval.serving.providers import Device
-from retrieval.serving.stores.address import Address
+from retrieval.serving.store.address import Address
 
 if TYPE_CHECKING:
     import uvicorn

@@ -97,8 +97,7 @@ class Row:
         """
         plain = dict(record)
         arrays = {
-            name: np.frombuffer(base64.b64decode(t), "<f4")
-            for name, t in plain.pop("arrays", {}).items()
+            name: np.frombuffer(base64.b64decode(t), "<f4") for name, t in plain.pop("arrays", {}).items()
         }
         if vector is not None and VECTOR not in arrays:
             arrays[VECTOR] = np.asarray(vector, np.float32)
@@ -388,18 +387,13 @@ class RemoteStore(Store):
                 return 0
             rows = [_row(item) for item in items]
             self._fit(rows)
-            there = {
-                row.record["id"]: row
-                for row in self._rows(served, [item.id for item in items], False)
-            }
+            there = {row.record["id"]: row for row in self._rows(served, [item.id for item in items], False)}
             fields = {name for item in items for name in item.metadata} - self._fields
             lists = {
                 n for item in items for n, value in item.metadata.items() if _has_list(value)
             } - self._lists
             if fields or lists:
-                self._note(
-                    {f"field {n}": True for n in fields} | {f"list {n}": True for n in lists}
-                )
+                self._note({f"field {n}": True for n in fields} | {f"list {n}": True for n in lists})
             for row, item in zip(rows, items, strict=True):
                 if item.original is not None:
                     self._cut(row.record["version"], [item.original])
@@ -416,9 +410,7 @@ class RemoteStore(Store):
         for part in content:
             for start in range(0, len(part), PIECE_BYTES):
                 text = base64.b64encode(part[start : start + PIECE_BYTES]).decode()
-                self._put(
-                    REGISTER, [Row({"id": f"{owner}.{count}", "text": text, "version": ""}, {})]
-                )
+                self._put(REGISTER, [Row({"id": f"{owner}.{count}", "text": text, "version": ""}, {})])
                 count += 1
         return count
 
@@ -495,9 +487,7 @@ class RemoteStore(Store):
             after = rows[-1].record["id"]
 
     @_used
-    def scan(
-        self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
-    ) -> list[Item]:
+    def scan(self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
         """Return a page of items; see `Store`."""
         if after is not None and not usable([after]):
             raise DataError("A scan goes on after an id; this one is no id of an item.")
@@ -542,9 +532,7 @@ class RemoteStore(Store):
         if count + MARGIN > self.most_found:
             count = min(count, self._count(served, ()))
             if count > self.most_found:
-                raise StoreError(
-                    f"{self.address} finds at most {self.most_found:,} items. Ask for fewer."
-                )
+                raise StoreError(f"{self.address} finds at most {self.most_found:,} items. Ask for fewer.")
         if not len(queries) or not count:
             return [[] for _ in queries]
         own, rest = self._parts(where)
@@ -580,14 +568,10 @@ class RemoteStore(Store):
         for rows in self._matching(served, where, True):
             if rows := [row for row in rows if row.arrays]:
                 ids = [row.record["id"] for row in rows]
-                vectors = np.stack([row.arrays[VECTOR][slice(*span)] for row in rows]).astype(
-                    np.float64
-                )
+                vectors = np.stack([row.arrays[VECTOR][slice(*span)] for row in rows]).astype(np.float64)
                 for at, query in enumerate(queries):
                     distances = np.square(vectors - query).sum(1).tolist()
-                    best[at] = heapq.nsmallest(
-                        count, [*best[at], *zip(distances, ids, strict=True)]
-                    )
+                    best[at] = heapq.nsmallest(count, [*best[at], *zip(distances, ids, strict=True)])
         return [[id for _, id in one] for one in best]
 
     def _best(
@@ -635,13 +619,9 @@ class RemoteStore(Store):
                 return one
         raise StoreError("This generation is not there any more.")
 
-    def _add(
-        self, number: int, bundle: Bundle, widths: Mapping[str, int], served: bool
-    ) -> Generation:
+    def _add(self, number: int, bundle: Bundle, widths: Mapping[str, int], served: bool) -> Generation:
         """Make a generation, which is there once its note is."""
-        kept = [
-            note for name, note in self._notes().items() if name.startswith("generation ") and note
-        ]
+        kept = [note for name, note in self._notes().items() if name.startswith("generation ") and note]
         pieces = next((note["pieces"] for note in kept if note["bundle"] == bundle.sha256), None)
         if pieces is None:
             pieces = self._cut(bundle.sha256, bundle_pieces(bundle))
@@ -654,9 +634,7 @@ class RemoteStore(Store):
             "widths": dict(widths),
             "spans": spans,
         }
-        self._note(
-            {f"generation {number}": {**note, "served": served, "pieces": pieces}, "last": number}
-        )
+        self._note({f"generation {number}": {**note, "served": served, "pieces": pieces}, "last": number})
         return made
 
     @_used
@@ -681,11 +659,7 @@ class RemoteStore(Store):
     def _lacking(self, generation: Generation, served: Generation) -> tuple[list[str], list[str]]:
         """Return the ids of items that a generation lacks, and of those that it has no more."""
         there, wanted = (
-            {
-                row.record["id"]: row.record["version"]
-                for rows in self._matching(one)
-                for row in rows
-            }
+            {row.record["id"]: row.record["version"] for rows in self._matching(one) for row in rows}
             for one in (generation, served)
         )
         lacking = [id for id, version in wanted.items() if there.get(id) != version]
@@ -706,14 +680,10 @@ class RemoteStore(Store):
             self._queues[there.number] = queue
             self._asked[there.number] = {row.record["id"]: row for row in rows}
             features = [{k: v for k, v in row.arrays.items() if k == FEATURES} for row in rows]
-            return [
-                replace(row.item(), arrays=kept) for row, kept in zip(rows, features, strict=True)
-            ]
+            return [replace(row.item(), arrays=kept) for row, kept in zip(rows, features, strict=True)]
 
     @_used
-    def embed(
-        self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
-    ) -> None:
+    def embed(self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()) -> None:
         """Give a generation arrays; see `Store`."""
         with self._turn:
             there = self._there(generation)
@@ -722,12 +692,8 @@ class RemoteStore(Store):
             arrays: dict[str, Mapping[str, Floats]] = {id: {} for id in left_out if id in asked}
             faults = [f"{item.id} was not pending." for item in items if item.id not in asked]
             for item in items:
-                arrays[item.id] = {
-                    name: np.asarray(a, np.float32) for name, a in item.arrays.items()
-                }
-            faults += [
-                f"{id} is neither embedded nor left out." for id in asked if id not in arrays
-            ]
+                arrays[item.id] = {name: np.asarray(a, np.float32) for name, a in item.arrays.items()}
+            faults += [f"{id} is neither embedded nor left out." for id in asked if id not in arrays]
             if faults:
                 raise DataError("\n".join(faults))
             if asked:
@@ -750,9 +716,7 @@ class RemoteStore(Store):
             if self._lacking(there, served)[0]:
                 return False
             note = {**notes[f"generation {there.number}"], "served": True}
-            self._note(
-                {f"generation {there.number}": note, "settling": [served.number, there.number]}
-            )
+            self._note({f"generation {there.number}": note, "settling": [served.number, there.number]})
             self._point(there.number)
             return self._settle(served.number, there.number)
 
