@@ -29,9 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from retrieval.client.requests import NewItem
-from retrieval.client.retrying import Retries
-from retrieval.client.synchronous import Client
+from retrieval.client import Client, NewItem, Retries
 from retrieval.errors import ServerError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.creating import create_index

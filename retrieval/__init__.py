@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     import retrieval.evaluation.plot as plot
     import retrieval.serving.store as stores
     import retrieval.serving.store.testing as testing
-    from retrieval.client.asynchronous import AsyncClient
-    from retrieval.client.synchronous import Client
+    from retrieval.client.clients import AsyncClient, Client
     from retrieval.errors import (
         BundleError,
         DataError,
@@ -146,8 +145,7 @@ limit_threads()
 _load, _ = lazy(
     __name__,
     {
-        "retrieval.client.asynchronous": ["AsyncClient"],
-        "retrieval.client.synchronous": ["Client"],
+        "retrieval.client.clients": ["AsyncClient", "Client"],
         "retrieval.errors": [
             "BundleError",
             "DataError",

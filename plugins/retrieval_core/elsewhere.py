@@ -18,8 +18,7 @@ from retrieval.data.splits import sides
 from retrieval.errors import did_you_mean
 from retrieval.serving.images import decode
 from retrieval.serving.index.origins import Source
-from retrieval.serving.index.readers import Readers
-from retrieval.serving.index.sources import collect
+from retrieval.serving.index.sources import Readers, collect
 
 _FOLDERS = "Export its images into one folder a class, and use core.folder"
 _PICKLED = {

@@ -10,8 +10,7 @@ from retrieval.data.error_lists import refuse
 from retrieval.data.readable import ADVICE, skip_unreadable
 from retrieval.data.splits import ROLES, SPLITS, sides
 from retrieval.errors import did_you_mean
-from retrieval.serving.files.columns import is_missing_text, typed
-from retrieval.serving.files.csv_table import CsvTable, Row
+from retrieval.serving.files.csv_table import CsvTable, Row, is_missing_text, typed
 
 REQUIRED = ("path", "label")
 OPTIONAL = ("split", "role")

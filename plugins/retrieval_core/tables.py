@@ -9,8 +9,7 @@ from retrieval import DataError, Dataset
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.gate import usable
 from retrieval.data.splits import sides
-from retrieval.serving.index.embedded import is_embedding
-from retrieval.serving.index.embedded_rows import in_memory
+from retrieval.serving.index.embedded import in_memory, is_embedding
 from retrieval.serving.index.sources import collect
 
 

@@ -15,7 +15,7 @@ from retrieval.data.datasets import ArrayDataset
 from retrieval.data.error_lists import refuse
 from retrieval.data.gate import usable
 from retrieval.data.splits import sides
-from retrieval.serving.files.columns import is_missing_text
+from retrieval.serving.files.csv_table import is_missing_text
 
 _COLUMNS = ("labels", "splits", "roles", "keys")
 

@@ -22,7 +22,7 @@ class Place(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return a path, or the address."""
-        from retrieval.serving.index.remote import is_address
+        from retrieval.serving.index.locations import is_address
 
         return value if is_address(value) else super().convert(value, param, ctx)
 

@@ -28,7 +28,7 @@ from retrieval.host.cores import cores
 from retrieval.model.built_in import metric
 from retrieval.serving.embedding.runners import Runner, here
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.index.embedded_rows import VectorRows
+from retrieval.serving.index.embedded import VectorRows
 from retrieval.serving.progress import Meter, Progress, shown
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def evaluate_on_ray(
     clusters: bool = False,
 ) -> Evaluation:
     """Return what `evaluate` does of codes in memory, searched on a Ray cluster; clusters are made here."""
-    from retrieval.serving.embedding.on_ray import Cluster
+    from retrieval.serving.embedding.runners import Cluster
 
     with Cluster.joined(address, "cpu", 1) as cluster:
         found = pairwise(
@@ -215,7 +215,7 @@ def evaluate_vectors(
     with ExitStack() as stack:
         runner: Runner | None = None
         if ray is not None:
-            from retrieval.serving.embedding.on_ray import Cluster
+            from retrieval.serving.embedding.runners import Cluster
 
             runner = stack.enter_context(Cluster.joined(ray, "cpu", 1))
         return pairwise(

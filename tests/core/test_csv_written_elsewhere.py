@@ -9,7 +9,7 @@ import pytest
 import retrieval
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.serving.files.columns import typed
+from retrieval.serving.files.csv_table import typed
 from retrieval.serving.index.origins import Source
 from retrieval.serving.index.sources import collect
 

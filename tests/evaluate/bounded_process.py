@@ -13,7 +13,7 @@ from pathlib import Path
 
 from retrieval.evaluation.pairwise import pairwise
 from retrieval.serving.embedding.runners import here
-from retrieval.serving.index.embedded_rows import VectorRows
+from retrieval.serving.index.embedded import VectorRows
 
 
 def peak() -> int:

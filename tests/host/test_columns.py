@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from retrieval.serving.files.columns import typed
+from retrieval.serving.files.csv_table import typed
 
 
 @pytest.mark.parametrize(

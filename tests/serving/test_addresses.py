@@ -8,9 +8,9 @@ import zipfile
 
 import pytest
 from retrieval.errors import DataError, MissingDependency
-from retrieval.serving.index import remote
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import open_index
+from retrieval.serving.index.locations import stamp_of
 from retrieval.serving.index.sources import collect
 
 fsspec = pytest.importorskip("fsspec", reason="the extra fsspec is not installed")
@@ -66,7 +66,7 @@ def test_a_manifest_at_an_address_names_files_below_its_folder(memory, bundle_pa
         assert {item.metadata["price"] for item in index.scan()} == set(range(40))
     for name in ("/etc/passwd", "a/../../b.png", "file:///etc/passwd", "simplecache::memory://x"):
         memory.pipe_file("/evil.csv", f"path\n{name}\n".encode())
-        with pytest.raises(DataError, match="names files below its own folder"):
+        with pytest.raises(DataError, match=r"names files below its own folder|path is an address"):
             collect(["memory://evil.csv"], "image")
 
 
@@ -135,9 +135,9 @@ def test_a_file_system_may_raise_anything(memory, monkeypatch):
 
 def test_a_stamp_follows_tag_or_time():
     base = {"size": 3, "ETag": "a", "mtime": 1}
-    assert remote.stamp_of(base) == remote.stamp_of(dict(base))
+    assert stamp_of(base) == stamp_of(dict(base))
     for change in ({"size": 4}, {"ETag": "b"}, {"mtime": 2}):
-        assert remote.stamp_of(base) != remote.stamp_of(base | change)
+        assert stamp_of(base) != stamp_of(base | change)
 
 
 def test_without_fsspec_there_is_a_sentence(tmp_path):

@@ -158,7 +158,9 @@ def test_what_the_store_measured_is_not_measured_again(
         wanted = index.search(vectors(5, seed=1), 7)
         with monkeypatch.context() as patch:
             patch.setattr(measuring, "measured", None)
-            patch.setattr("retrieval.serving.store.searches._Rows.arrays", None)  # nor are vectors read for it
+            patch.setattr(
+                "retrieval.serving.store.searches._Rows.arrays", None
+            )  # nor are vectors read for it
             assert index.search(vectors(5, seed=1), 7) == wanted
         # a store that leaves it to the index has the same answers
         monkeypatch.setattr(type(index.store), "propose", handed_over)

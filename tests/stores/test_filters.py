@@ -67,7 +67,9 @@ def test_columns_grow_and_forget(store: LocalStore) -> None:
     where, there = parse_filter("x >= 5 and y = 1"), dict[str, int]()
     for turn in range(6):
         new = {f"id {n}": n % 13 for n in range(turn * 9, turn * 11 + 5)}
-        store.upsert([Item(id, None, {"x": x, "y": 1}, arrays=arrays) for id, x in new.items()], opened().sha256)
+        store.upsert(
+            [Item(id, None, {"x": x, "y": 1}, arrays=arrays) for id, x in new.items()], opened().sha256
+        )
         there |= new
         gone = sorted(there)[turn]
         store.delete([gone])
@@ -83,12 +85,12 @@ def test_a_field_that_does_not_fit_is_asked_of_the_record(
 ) -> None:
     monkeypatch.setattr(columns, "_TEXTS", 10)
     arrays = {"vector": np.ones(WIDTH, np.float32)}
-    items = [Item(f"id {n}", None, {"text": f"t {n}", "n": n, "big": 2**60 + n}, arrays=arrays) for n in range(30)]
+    items = [
+        Item(f"id {n}", None, {"text": f"t {n}", "n": n, "big": 2**60 + n}, arrays=arrays) for n in range(30)
+    ]
     store.upsert(items, opened().sha256)
     for where in ("text = 't 3'", "n >= 10 and text != 't 3'", "n > 28 or big = 1", "id = 'id 3'"):
         chosen = parse_filter(where)
         expected = {one.id for one in items if matches(chosen, one.id, one.label, one.metadata)}
         assert found(store, chosen) == expected
     assert store.searches.columns._unfit == {("text",), ("big",)}
-
-

@@ -62,9 +62,7 @@ store.close()
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("backend", ["flat", "hnsw", "ivf"])
 @pytest.mark.parametrize("queries", [1, 64])
-def test_a_child_searches_and_writes(
-    backend: str, queries: int, tmp_path: Path, plain_bundle: Path
-) -> None:
+def test_a_child_searches_and_writes(backend: str, queries: int, tmp_path: Path, plain_bundle: Path) -> None:
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted(backend))
     line = [sys.executable, "-W", "ignore", "-c", FORKED, tmp_path / "i", str(queries)]
@@ -110,4 +108,3 @@ def test_a_child_of_a_store_in_use_is_told(tmp_path: Path, plain_bundle: Path) -
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "was in use when this process was forked. Open it in the child" in done.stdout
-

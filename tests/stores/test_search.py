@@ -90,8 +90,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         "_BLOCK_PAIRS": 800,
         "_BLOCK_NUMBERS": 900,
         "_PART_NUMBERS": 150,
-        "_SMALL_PRODUCT": 900,
-        "_FEWEST_ROWS": 3,
         "_PAIR_NUMBERS": 700,
         "_PAIRS": 500,
         "_QUERIES": 5,

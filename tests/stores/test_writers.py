@@ -118,12 +118,8 @@ def test_two_names_of_one_folder(index: Path, bundle: Bundle, tmp_path: Path) ->
     holds(index, bundle, set().union(*there))
 
 
-
-
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
-def test_two_users_one_of_whom_may_not_write_beside_the_folder(
-    bundle: Bundle, tmp_path: Path
-) -> None:
+def test_two_users_one_of_whom_may_not_write_beside_the_folder(bundle: Bundle, tmp_path: Path) -> None:
     index = tmp_path / "index"
     create_local(index, bundle, widths_of(bundle))
     for path in [index, *index.rglob("*")]:
@@ -167,7 +163,9 @@ def test_who_waits_too_long_is_told(index: Path, bundle: Bundle, monkeypatch: py
         store.upsert([item], bundle.sha256)
         with (
             other.record.writing(),
-            pytest.raises(StoreUnavailable, match=r"others have been writing to it for .* seconds\. Try again\."),
+            pytest.raises(
+                StoreUnavailable, match=r"others have been writing to it for .* seconds\. Try again\."
+            ),
         ):
             store.upsert([item], bundle.sha256)
         assert store.upsert([item], bundle.sha256) == 1
@@ -183,7 +181,10 @@ def test_work_is_claimed_by_one_process(index: Path, bundle: Bundle, monkeypatch
         ):
             store.compact()
         store.compact()
-        for owner, until in ((f"process {2**22 + 1} on {os.uname().nodename}", 1e12), ("process 1 on elsewhere", 1.0)):
+        for owner, until in (
+            (f"process {2**22 + 1} on {os.uname().nodename}", 1e12),
+            ("process 1 on elsewhere", 1.0),
+        ):
             with store.record.writing() as (connection, _):
                 connection.execute(
                     "insert into claims values (?,?,?,?)", ("generation 1", owner, until, "stem")
@@ -193,7 +194,9 @@ def test_work_is_claimed_by_one_process(index: Path, bundle: Bundle, monkeypatch
             assert time.monotonic() - began < 20
 
 
-def test_a_claim_that_was_lost_changes_nothing(index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_that_was_lost_changes_nothing(
+    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who comes back after its claim has expired finds that another has done the work."""
     vectors = np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
     with LocalStore(index, upkeep=False) as store:

@@ -17,9 +17,20 @@ from retrieval.errors import DataError, at_least_one
 from retrieval.host.cores import cores
 from retrieval.host.files import whole_file, write_text
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.embedding.parts import arrow, bad_line, finished_part, write_part
-from retrieval.serving.embedding.runners import Runner, here
-from retrieval.serving.embedding.work import Made, Part, Settings, Shipped, embedder, look, measurer
+from retrieval.serving.embedding.parts import (
+    Made,
+    Part,
+    Settings,
+    Shipped,
+    arrow,
+    bad_line,
+    embedder,
+    finished_part,
+    look,
+    measurer,
+    write_part,
+)
+from retrieval.serving.embedding.runners import Cluster, Runner, here
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
@@ -126,8 +137,6 @@ def embed_sources(
         carried: Bundle | Shipped = opened
         free = cores()
         if ray is not None:
-            from retrieval.serving.embedding.on_ray import Cluster
-
             runner = cluster = stack.enter_context(Cluster.joined(ray, device, cpus))
             free = cluster.cpus
             carried = Shipped.of(opened, device, free)
@@ -137,7 +146,9 @@ def embed_sources(
         if plan is None:
             plan = replace(asked, batch=batch or _measured(runner, carried))
             write_text(folder / PLAN, plan.text(), DataError)
-        settings = Settings(plan.batch, max(1, free // 2), limits, features)
+        # here two parts are under way at a time, a worker of a cluster has one
+        threads = free if ray is not None else max(1, free // 2)
+        settings = Settings(plan.batch, threads, limits, features)
         bad, resumed = _fill(folder, plan, found, runner, (carried, settings), most_bad, retry_bad)
     return Embedding(
         folder, plan.items - bad, bad, resumed, plan.parts, plan.batch, found.repeated, found.left_out, time.monotonic() - began
@@ -194,7 +205,7 @@ def _part_size(items: int) -> int:
 
 
 def _measured(runner: Runner, bundle: Bundle | Shipped) -> int:
-    return next(iter(runner(measurer, (bundle,), [None])))
+    return int(next(iter(runner(measurer, (bundle,), [None]))))
 
 
 def _digest(found: Sources) -> str:

@@ -1,10 +1,14 @@
-"""CSV files that name items, as pandas, Excel and Windows write them: read alike for training and for an index."""
+"""CSV files that name items, as pandas, Excel and Windows write them: read alike for training and for an index.
+
+All values are text in the file; `typed` gives each column its type.
+"""
 
 from __future__ import annotations
 
 import csv
 import difflib
 import io
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +22,11 @@ Row = dict[str, str]
 KNOWN = ("path", "label", "split", "role", "key", "id")
 """Columns that mean something. They are known in capitals too, as `Path`."""
 
+# a leading zero makes a code of a number ("007"), and beyond 15 digits a reader of JSON may round
+_WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,14})")
+_DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_TRUTH = {"true": True, "false": False}
+_MISSING = ("nan", "nat", "<na>")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
@@ -144,3 +153,34 @@ def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]
     if problems:
         raise DataError(listed(f"{name}, line 1", problems))
     return names
+
+
+def is_missing_text(text: str) -> bool:
+    """Return whether a label's text says that there is none: blank, or as pandas and numpy write a missing value."""
+    return not text.strip() or text.strip().lower() in _MISSING
+
+
+def typed(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+    """Return rows with the values of each column in the one type that all of them have.
+
+    Whole numbers, decimal numbers, true or false; a column with anything else stays text. In a column of another type
+    than text an empty value is None.
+
+    Args:
+        rows: the rows, each with the same columns.
+    """
+    types = {name: _type_of([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+    return [{name: types[name](value) for name, value in row.items()} for row in rows]
+
+
+def _type_of(values: list[str]) -> Any:
+    given = [value for value in values if value]
+    if not given:
+        return str
+    if all(value.lower() in _TRUTH for value in given):  # Excel writes TRUE, pandas True
+        return lambda value: _TRUTH[value.lower()] if value else None
+    if all(_WHOLE.fullmatch(value) for value in given):
+        return lambda value: int(value) if value else None
+    if all(_DECIMAL.fullmatch(value) and math.isfinite(float(value)) for value in given):
+        return lambda value: float(value) if value else None
+    return str

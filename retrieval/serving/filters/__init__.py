@@ -19,13 +19,15 @@ Each condition is true or false of an item; there is no third value.
 `matches` decides this in Python, `to_sql` in SQLite.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from retrieval.errors import DataError
+from retrieval.serving.filters.deciding import matches, metadata_text, to_sql
 from retrieval.serving.filters.json_form import filter_from_json, filter_to_json
-from retrieval.serving.filters.matching import matches
-from retrieval.serving.filters.metadata import metadata_text
-from retrieval.serving.filters.reading import as_filter, parse_filter
-from retrieval.serving.filters.sql import to_sql
-from retrieval.serving.filters.text import filter_to_text
-from retrieval.serving.filters.tree import And, Compare, Exists, Filter, In, Not, Or, fields
+from retrieval.serving.filters.tree import And, Compare, Exists, Filter, In, Not, Or, fields, filter_to_text
 
 __all__ = [
     "And",
@@ -45,3 +47,31 @@ __all__ = [
     "parse_filter",
     "to_sql",
 ]
+
+
+def parse_filter(text: str) -> Filter:
+    """Return the filter that a text means: `price < 20 and label in ('shoe', 'boot')`.
+
+    Raises:
+        DataError: the text is no filter, or is too large; the message points at the place.
+    """
+    from retrieval.serving.filters.text import parse  # lark is loaded by the first text
+
+    return parse(text)
+
+
+def as_filter(value: str | Mapping[str, Any] | Filter | None) -> Filter | None:
+    """Return a filter from its text, its JSON form or itself; None stays None.
+
+    Raises:
+        DataError: the value is none of these.
+    """
+    if value is None or isinstance(value, Filter):
+        return value
+    if isinstance(value, str):
+        return parse_filter(value)
+    if isinstance(value, Mapping):
+        return filter_from_json(value)
+    raise DataError(
+        f"A filter is text or an object such as {{'label': 'shoe'}}, not a {type(value).__name__}."
+    )

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from retrieval.errors import DataError
-from retrieval.serving.filters.text import prefixed
 from retrieval.serving.filters.tree import (
     MOST_CONDITIONS,
     OPS,
@@ -20,6 +19,7 @@ from retrieval.serving.filters.tree import (
     Not,
     Or,
     field_of,
+    prefixed,
     unknown,
 )
 

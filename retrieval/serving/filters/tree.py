@@ -1,4 +1,4 @@
-"""What a filter is: a tree of conditions, hashable, and within its bounds from the moment that it is made."""
+"""The tree of conditions that a filter is, hashable and bounded from the moment it is made, and the text it is written as."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ OPS: tuple[Op, ...] = ("=", "!=", "<", "<=", ">", ">=")
 _UNFIT = re.compile(
     r'["\\\x00-\x1f]'
 )  # SQLite 3.40 finds no name in JSON that has to be written with a backslash
+
+RESERVED = ("and", "or", "not", "in", "exists", "true", "false", "null")
+PLAIN_NAME = rf"(?!(?:{'|'.join(RESERVED)})\b)[^\W\d]\w*"
+_PLAIN = re.compile(PLAIN_NAME, re.IGNORECASE)
 
 
 class Size(NamedTuple):
@@ -196,6 +200,43 @@ def field_of(names: tuple[str, ...]) -> Field:
             raise DataError(f"`{first}` has no parts; an entry of the metadata is metadata.{first}.")
         return "id" if first == "id" else "label"
     return _checked_path(names)
+
+
+def prefixed(field: Field) -> tuple[str, ...]:
+    """Return a field's names, with `metadata` in front where the first would mean something else."""
+    if isinstance(field, str):
+        return (field,)
+    return ("metadata", *field) if field[0] in ("id", "label", "metadata") else field
+
+
+def filter_to_text(filter: Filter) -> str:
+    """Return a filter as text; `parse_filter` makes an equal one of it, if it is no longer than 10,000 characters."""
+    if isinstance(filter, Compare):
+        return f"{_field(filter.field)} {filter.op} {_value(filter.value)}"
+    if isinstance(filter, In):
+        return f"{_field(filter.field)} in ({', '.join(map(_value, filter.values))})"
+    if isinstance(filter, Exists):
+        return f"exists({_field(filter.field)})"
+    if isinstance(filter, Not):
+        return f"not {_within(filter.part, And | Or)}"
+    if isinstance(filter, And):
+        return " and ".join(_within(part, And | Or) for part in filter.parts)
+    return " or ".join(_within(part, Or) for part in filter.parts)
+
+
+def _within(part: Filter, bracketed: type | object) -> str:
+    text = filter_to_text(part)
+    return f"({text})" if isinstance(part, bracketed) else text  # type: ignore[arg-type]
+
+
+def _field(field: Field) -> str:
+    return ".".join(name if _PLAIN.fullmatch(name) else f'"{name}"' for name in prefixed(field))
+
+
+def _value(value: Value) -> str:
+    if value is None or isinstance(value, bool):
+        return word(value)
+    return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else repr(value)
 
 
 def _set(node: object, **values: Any) -> None:

@@ -22,8 +22,7 @@ from retrieval.serving.images import Limits, thumbnail
 from retrieval.serving.index.embedded import Vectors
 from retrieval.serving.index.encoding import Done, Encoding
 from retrieval.serving.index.origins import Origin, Source, Sources
-from retrieval.serving.index.readers import contents
-from retrieval.serving.index.sources import collect
+from retrieval.serving.index.sources import collect, contents
 from retrieval.serving.progress import Progress, showing
 from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Item, Keep, Superseded
 

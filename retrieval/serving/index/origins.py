@@ -1,10 +1,12 @@
-"""What is to be indexed, item by item, and where the content of each is."""
+"""What is to be indexed, item by item: where the content of each is, and what an index can keep of its text."""
 
 from __future__ import annotations
 
+import math
 import os
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -13,27 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
+from retrieval.serving.filters import metadata_text
 from retrieval.serving.index.locations import Location, shown
+from retrieval.serving.store.items import check_id
 
-
-class Container(ABC):
-    """A file that holds many originals, opened. It is read fastest in the order of its parts."""
-
-    @abstractmethod
-    def read(self, part: str, most: int) -> bytes:
-        """Return an original.
-
-        Args:
-            part: which one; see `Origin`.
-            most: bytes; a larger one is refused.
-
-        Raises:
-            DataError: there is no such part, it is too large, or the file is damaged.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the file."""
+ROW_CHARACTERS = 1_000_000
+"""Of one item's texts: an index gives no longer ones back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +130,40 @@ class Sources:
     features: NDArray[np.float32] | None = None
     repeated: int = 0
     left_out: tuple[str, ...] = ()
+
+
+def label_text(label: str | int | float | None) -> str | None:
+    """Return a label as text: true and false as JSON writes them, None for an empty one or NaN."""
+    if isinstance(label, bool):
+        return str(label).lower()
+    if isinstance(label, float) and math.isnan(label):
+        return None
+    return None if label is None or label == "" else str(label)
+
+
+def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str | None:
+    """Return why an item cannot be kept, as the end of a sentence; None for nothing."""
+    if fault := check_id(key):
+        return fault
+    try:
+        length = len(metadata_text(metadata)) + len(metadata_text({"": label}))
+    except DataError as fault:
+        return str(fault).rstrip(".")
+    except RecursionError:
+        return "its metadata nest too deeply"
+    return f"has more than {ROW_CHARACTERS:,} characters" if length > ROW_CHARACTERS else None
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: NaN and infinity as null, times and decimal numbers as text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal | timedelta):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value

@@ -17,8 +17,7 @@ from retrieval.errors import DataError, listed, printable
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.images import EXTENSIONS
 from retrieval.serving.index.locations import Location, shown
-from retrieval.serving.index.origins import Container, Origin, Source
-from retrieval.serving.index.plain_values import plain, text_problem
+from retrieval.serving.index.origins import Origin, Source, plain, text_problem
 
 _HEADER = 256 * 1024
 """Bytes that the headers of one member may take: an archive's author chooses how many there are."""
@@ -252,7 +251,7 @@ def _clean(name: str) -> str:
     return printable(shown(name)).replace("\n", "\\n").replace("\t", "\\t")
 
 
-class ShardImages(Container):
+class ShardImages:
     """The images of a tar shard; a part is `NAME@OFFSET+SIZE`, counted in the unpacked archive.
 
     Args:
@@ -264,7 +263,7 @@ class ShardImages(Container):
         self._stream = _Stream(location)
 
     def read(self, part: str, most: int) -> bytes:
-        """Return a member's content; see `Container.read`."""
+        """Return a member's content; see `retrieval.serving.index.sources.Readers`."""
         found = _PART.fullmatch(part)
         if found is None:
             raise DataError(f"{self._location.name} has no member '{_clean(part[:100])}'.")

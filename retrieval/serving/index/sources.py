@@ -1,32 +1,32 @@
-"""Find what is to be indexed, or searched with: files, folders, CSV manifests, Parquet tables, tar shards and `.npz` features."""
+"""Find what is to be indexed, or searched with, and read it: files, folders, CSV manifests, Parquet tables, tar shards, `.npz` features."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError, listed
 from retrieval.host.walk import own_name
-from retrieval.serving.files.columns import is_missing_text, typed
-from retrieval.serving.files.csv_table import CsvTable
+from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
 from retrieval.serving.image_files import find_images
-from retrieval.serving.index import remote
-from retrieval.serving.index.locations import Location, shown
-from retrieval.serving.index.origins import Origin, Source, Sources
-from retrieval.serving.index.shards import is_shard, read_shard
-from retrieval.serving.index.table_contents import Spooled
-from retrieval.serving.index.tables import Row, Table, is_table
+from retrieval.serving.index.locations import Location, is_address, shown
+from retrieval.serving.index.origins import ROW_CHARACTERS, Origin, Source, Sources
+from retrieval.serving.index.shards import ShardImages, is_shard, read_shard
+from retrieval.serving.index.tables import Row, Spooled, Table, TableImages, is_table
 from retrieval.serving.threads import ahead
 
-_ASKED = 16  # files at a time
-_ROW_CHARACTERS = 1_000_000  # an index gives no longer ones back
+T = TypeVar("T")
+
+_STAMPS_AT_A_TIME = 16
 
 
 def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
@@ -34,7 +34,7 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
 
     A folder is searched for images; an item's label is the first folder below it, or the given folder's own name for
     images directly in it. A `.csv` has the columns `path` (relative to the CSV), optionally `label` and `key` or `id`,
-    and any others, kept as metadata (see `retrieval.serving.files.csv_table` and `columns`). A Parquet table has a column `path`, or `image` with
+    and any others, kept as metadata (see `retrieval.serving.files.csv_table`). A Parquet table has a column `path`, or `image` with
     the bytes of each (or a struct of `bytes` and `path`), or for features a list `features` or `vector`; optionally `label` and
     `key` or `id`, and any others, kept as metadata: NaN and infinity as null, times and decimal numbers as text. A `.tar`, `.tar.gz` or `.tgz` has the
     layout of WebDataset (see `retrieval.serving.index.shards.read_shard`). An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
@@ -52,46 +52,30 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
         raise DataError(
             "There is nothing to index: name image files, folders, a CSV manifest or an .npz of features."
         )
-    for source in sources:
-        if not isinstance(source, str | os.PathLike):
-            raise DataError(
-                f"What is indexed is named by its path: a file or a folder, not an object of type {type(source).__name__}."
-            )
-    paths = [_place(source) for source in sources]
-    for path in paths:
-        if isinstance(path, Location):
-            remote.forget(path.text)
-            if kind == "features" and not is_table(path.file_name):
-                raise DataError(f"{path} is no Parquet table; at an address this bundle takes no other.")
-            continue
-        if not path.exists():
-            raise DataError(f"{shown(path)} does not exist.")
-        if (path.suffix.lower() == ".npz") != (kind == "features") and not is_table(path.name):
-            if kind == "features":
-                raise DataError(
-                    f"{shown(path)} is no .npz file or Parquet table; this bundle takes features, not images."
-                )
-            raise DataError(f"{shown(path)} holds features; this bundle takes images.")
+    places = [_place(source) for source in sources]
+    for place in places:
+        _refuse_other_kind(place, kind)
     if kind == "features":
-        local = [path for path in paths if isinstance(path, Path) and not is_table(path.name)]
-        return _features(local) if len(local) == len(paths) else _spooled(paths)
-    folders = {path for path in paths if _is_folder(path)}
+        return _features(places)
+    folders = {place for place in places if _is_folder(place)}
     items: list[Source] = []
     left_out: list[str] = []
-    for path in paths:
-        if path in folders:
-            found_items, notes = _folder(path, prefix=len(folders) > 1)
-        elif _name(path).lower().endswith(".csv"):
-            found_items, notes = read_csv(path), []
-        elif is_table(_name(path)):
-            found_items, notes = _read_table(_location(path))
-        elif is_shard(_name(path)):
-            found_items, notes = read_shard(_location(path))
-        elif isinstance(path, Location):
-            found_items, notes = [Source(path.name, None, None, origin=Origin(path, None, path.stamp()))], []
+    for place in places:
+        name = _name(place)
+        notes: Sequence[str] = ()
+        if place in folders:
+            found, notes = _folder(place, prefix=len(folders) > 1)
+        elif name.lower().endswith(".csv"):
+            found = read_csv(place)
+        elif is_table(name):
+            found, notes = _read_table(_location(place))
+        elif is_shard(name):
+            found, notes = read_shard(_location(place))
+        elif isinstance(place, Location):
+            found = [Source(place.name, None, None, origin=Origin(place, None, place.stamp()))]
         else:
-            found_items, notes = [Source(shown(path), None, path.absolute())], []
-        items += found_items
+            found = [Source(shown(place), None, place.absolute())]
+        items += found
         left_out += notes
     once: dict[Path | Origin | None, Source] = {}
     for item in items:
@@ -99,8 +83,14 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     return Sources(list(once.values()), repeated=len(items) - len(once), left_out=tuple(left_out))
 
 
-def _place(source: str | os.PathLike[str]) -> Path | Location:
-    return Location(str(source)) if remote.is_address(source) else Path(source)
+def _place(source: object) -> Path | Location:
+    if not isinstance(source, str | os.PathLike):
+        raise DataError(
+            f"What is indexed is named by its path: a file or a folder, not an object of type {type(source).__name__}."
+        )
+    if str(source).startswith("file://"):
+        return Path(str(source).removeprefix("file://"))
+    return Location(str(source)) if is_address(source) else Path(source)
 
 
 def _location(place: Path | Location) -> Location:
@@ -111,61 +101,76 @@ def _name(place: Path | Location) -> str:
     return place.file_name if isinstance(place, Location) else place.name
 
 
+def _refuse_other_kind(place: Path | Location, kind: str) -> None:
+    """Refuse a place where nothing is, or that holds what the bundle does not take.
+
+    Raises:
+        DataError: saying which.
+    """
+    if isinstance(place, Location):
+        place.refresh()
+        if kind == "features" and not is_table(place.file_name):
+            raise DataError(f"{place} is no Parquet table; at an address this bundle takes no other.")
+        return
+    if not place.exists():
+        raise DataError(f"{shown(place)} does not exist.")
+    is_npz = place.suffix.lower() == ".npz"
+    if kind == "features" and not is_npz and not is_table(place.name):
+        raise DataError(
+            f"{shown(place)} is no .npz file or Parquet table; this bundle takes features, not images."
+        )
+    if kind != "features" and is_npz:
+        raise DataError(f"{shown(place)} holds features; this bundle takes images.")
+
+
 def _is_folder(place: Path | Location) -> bool:
     if isinstance(place, Path):
         return place.is_dir()
-    name = _name(place)
+    name = place.file_name
     if name.lower().endswith(".csv") or is_table(name) or is_shard(name):
-        return False  # without asking
-    return remote.is_folder(place.text)
+        return False  # known without asking the file system
+    return place.is_folder()
 
 
-def _named(manifest: Path | Location, name: str) -> tuple[Path | None, Origin | None]:
-    """Return the file that a manifest names, relative to itself; at an address its stamp is to be asked for yet."""
+def _folder(folder: Path | Location, prefix: bool) -> tuple[list[Source], list[str]]:
+    """Return the images of a folder as items, and notes on other files."""
+    items = []
+    if isinstance(folder, Location):
+        own = Location(folder.text.rstrip("/")).file_name or "images"
+        images, notes = folder.images()
+        for inside, stamp in images:
+            label = inside.partition("/")[0] if "/" in inside else own
+            key = f"{own}/{inside}" if prefix else inside
+            items.append(Source(key, label, None, origin=Origin(folder.below(inside), None, stamp)))
+        return items, notes
+    found, own = find_images(folder), own_name(folder)
+    # a link that leads nowhere is an item that cannot be read: the reader names it, or skips it
+    for path in sorted([*found.images, *found.nowhere]):
+        below = path.relative_to(folder)
+        label = below.parts[0] if len(below.parts) > 1 else own
+        key = shown(Path(own) / below if prefix else below)
+        items.append(Source(key, shown(Path(label)), path.absolute()))
+    return items, found.notes(folder)
+
+
+def _named_by(manifest: Path | Location, name: str) -> tuple[Path | None, Origin | None]:
+    """Return the file that a manifest names, relative to itself; at an address its stamp is still to be asked for."""
     if isinstance(manifest, Path):
         return (manifest.parent / name).absolute(), None
     return None, Origin(manifest.beside(name), None, "")
 
 
-def _stamped(items: list[Source]) -> list[Source]:
+def _with_stamps(items: list[Source]) -> list[Source]:
     """Return items with the stamps of their files, where these are at addresses; several are asked for at a time."""
 
-    def one(item: Source) -> Source:
+    def stamped(item: Source) -> Source:
         if item.origin is None or item.origin.file_stamp:
             return item
         return replace(item, origin=replace(item.origin, file_stamp=item.origin.location.stamp()))
 
     if all(item.origin is None for item in items):
         return items
-    return list(ahead(one, items, workers=_ASKED, most=4 * _ASKED))
-
-
-def _folder(folder: Path | Location, prefix: bool) -> tuple[list[Source], list[str]]:
-    """Return the images of a folder as items, and notes on other files."""
-    if isinstance(folder, Path):
-        found = find_images(folder)
-        # a link that leads nowhere is an item that cannot be read: the reader names it, or skips it
-        files = sorted([*found.images, *found.nowhere])
-        return _local_folder(folder, files, prefix), found.notes(folder)
-    images, notes = remote.find_images(folder.text)
-    own = remote.file_name(folder.text.rstrip("/")) or "images"
-    items = []
-    for inside, stamp in images:
-        label = inside.partition("/")[0] if "/" in inside else own
-        origin = Origin(Location(remote.below(folder.text, inside)), None, stamp)
-        items.append(Source(f"{own}/{inside}" if prefix else inside, label, None, origin=origin))
-    return items, notes
-
-
-def _local_folder(folder: Path, images: list[Path], prefix: bool) -> list[Source]:
-    own = own_name(folder)
-    items = []
-    for path in images:
-        inside = path.relative_to(folder)
-        label = inside.parts[0] if len(inside.parts) > 1 else own
-        key = shown(Path(own) / inside if prefix else inside)
-        items.append(Source(key, shown(Path(label)), path.absolute()))
-    return items
+    return list(ahead(stamped, items, workers=_STAMPS_AT_A_TIME, most=4 * _STAMPS_AT_A_TIME))
 
 
 def read_csv(path: Path | Location) -> list[Source]:
@@ -181,8 +186,10 @@ def read_csv(path: Path | Location) -> list[Source]:
     id = next((name for name in ("key", "id") if name in table.columns), None)
     items: list[tuple[int, Source]] = []
     for line, row in table.rows:
-        if problem := _csv_problem(row):
-            problems.append((line, problem))
+        if not row["path"] or "\0" in row["path"]:
+            problems.append((line, "'path' is empty or is not a path."))
+        elif sum(map(len, row.values())) > ROW_CHARACTERS:
+            problems.append((line, f"has more than {ROW_CHARACTERS:,} characters."))
         else:
             items.append((line, _csv_item(path, row, id)))
     if problems:
@@ -196,68 +203,57 @@ def read_csv(path: Path | Location) -> list[Source]:
     if not items:
         raise DataError(f"{path} lists no item.")
     further = typed([item.metadata for _, item in items])
-    return _stamped(
+    return _with_stamps(
         [replace(item, metadata=metadata) for (_, item), metadata in zip(items, further, strict=True)]
     )
-
-
-def _csv_problem(row: dict[str, str]) -> str:
-    """Return what is wrong with a line, as one sentence; "" for nothing."""
-    if not row["path"] or "\0" in row["path"]:
-        return "'path' is empty or is not a path."
-    if sum(map(len, row.values())) > _ROW_CHARACTERS:
-        return f"has more than {_ROW_CHARACTERS:,} characters."
-    return ""
 
 
 def _csv_item(path: Path | Location, row: dict[str, str], id: str | None) -> Source:
     name, label = row["path"], row.get("label", "")
     metadata = {column: value for column, value in row.items() if column not in ("path", "label", id)}
-    local, origin = _named(path, name)
+    local, origin = _named_by(path, name)
     key = (row[id] if id else "") or name
     return Source(key, None if is_missing_text(label) else label, local, metadata, origin=origin)
 
 
-def _read_table(location: Location) -> tuple[list[Source], list[str]]:
+def _read_table(location: Location) -> tuple[list[Source], Sequence[str]]:
     """Return the items of a Parquet table of images, and notes on columns that are left out."""
     stamp = location.stamp()
     manifest = location if location.remote else Path(location.text)
 
     def source(row: Row) -> Source:
-        if row.path is not None:
-            local, origin = _named(manifest, row.path)
-            return Source(row.key, row.label, local, row.metadata, origin=origin)
-        return Source(row.key, row.label, None, row.metadata, origin=Origin(location, str(row.number), stamp))
+        if row.path is None:
+            origin: Origin | None = Origin(location, str(row.number), stamp)
+            return Source(row.key, row.label, None, row.metadata, origin=origin)
+        local, origin = _named_by(manifest, row.path)
+        return Source(row.key, row.label, local, row.metadata, origin=origin)
 
     with Table(location, "image") as table:
         items = [source(row) for row in table.rows()]
     if not items:
         raise DataError(f"{location.name} lists no item.")
-    return _stamped(items), list(table.left_out)
+    return _with_stamps(items), table.left_out
 
 
-def _spooled(paths: list[Path | Location]) -> Sources:
-    """Return the features of Parquet tables, perhaps with `.npz` files among them."""
+def _features(places: list[Path | Location]) -> Sources:
+    """Return the vectors of Parquet tables and `.npz` files, kept in a file until they are encoded."""
     items: list[Source] = []
     left_out: list[str] = []
     with tempfile.TemporaryFile() as file:
         spooled = Spooled(file)
-        for path in dict.fromkeys(paths):
-            if isinstance(path, Location) or is_table(path.name):
-                found, notes = _feature_rows(_location(path), spooled)
+        for place in dict.fromkeys(places):
+            if isinstance(place, Location) or is_table(place.name):
+                found, notes = _table_of_features(_location(place), spooled)
                 left_out += notes
             else:
-                read = _features([path])
-                assert read.features is not None
-                found = [replace(item, row=spooled.count + at) for at, item in enumerate(read.items)]
-                spooled.add(Location(os.fspath(path)), read.features)
+                found = _npz(place, spooled)
             items += found
         if not items:
-            raise DataError(f"{_location(paths[0])} lists no item.")
-        return Sources(items, spooled.array(), len(paths) - len(set(paths)), tuple(left_out))
+            raise DataError(f"{_location(places[0])} lists no item.")
+        return Sources(items, spooled.array(), len(places) - len(set(places)), tuple(left_out))
 
 
-def _feature_rows(location: Location, spooled: Spooled) -> tuple[list[Source], tuple[str, ...]]:
+def _table_of_features(location: Location, spooled: Spooled) -> tuple[list[Source], Sequence[str]]:
     """Return the items of a Parquet table of features, and notes on columns that are left out."""
     stamp, start = location.stamp(), spooled.count
     with Table(location, "features") as table:
@@ -275,29 +271,20 @@ def _feature_rows(location: Location, spooled: Spooled) -> tuple[list[Source], t
     return items, table.left_out
 
 
-def _features(paths: list[Path]) -> Sources:
-    items: list[Source] = []
-    arrays: list[NDArray[np.float32]] = []
-    for path in dict.fromkeys(paths):
-        features, labels, keys = read_features(path)
-        start = sum(map(len, arrays))
-        if arrays and arrays[0].shape[1] != features.shape[1]:
-            raise DataError(
-                f"{path} holds vectors of {features.shape[1]} numbers, {paths[0]} of {arrays[0].shape[1]}: "
-                "one index takes one width."
-            )
-        arrays.append(features)
-        whole = path.absolute()
-        items += [
-            Source(
-                keys[row] if keys else f"{path.stem}/{row}",
-                None if not labels or is_missing_text(labels[row]) else labels[row],
-                whole,
-                row=start + row,
-            )
-            for row in range(len(features))
-        ]
-    return Sources(items, np.concatenate(arrays), repeated=len(paths) - len(set(paths)))
+def _npz(path: Path, spooled: Spooled) -> list[Source]:
+    """Return the items of an `.npz` file of features."""
+    features, labels, keys = read_features(path)
+    start, whole = spooled.count, path.absolute()
+    spooled.add(Location(os.fspath(path)), features)
+    return [
+        Source(
+            keys[row] if keys else f"{path.stem}/{row}",
+            None if not labels or is_missing_text(labels[row]) else labels[row],
+            whole,
+            row=start + row,
+        )
+        for row in range(len(features))
+    ]
 
 
 def read_features(path: Path) -> tuple[NDArray[np.float32], list[str], list[str]]:
@@ -334,3 +321,61 @@ def read_features(path: Path) -> tuple[NDArray[np.float32], list[str], list[str]
     texts = {key: [str(value) for value in values] for key, values in columns.items()}
     with np.errstate(over="ignore"):
         return features.astype(np.float32, copy=False), texts.get("labels", []), texts.get("keys", [])
+
+
+class Readers:
+    """Reads originals, one after another, fastest in the order of the file that holds them: it stays open for the next. Not for several threads."""
+
+    def __init__(self) -> None:
+        self._open: tuple[Location, TableImages | ShardImages] | None = None
+
+    def read(self, origin: Origin, most: int) -> bytes:
+        """Return an original of `most` bytes at most.
+
+        Raises:
+            DataError: its file has changed since it was found, cannot be read or is damaged; or the original is too large.
+        """
+        if origin.part is None:
+            return origin.read(most)
+        if self._open is None or self._open[0] != origin.location:
+            self.close()
+            if origin.location.stamp() != origin.file_stamp:
+                raise DataError(
+                    f"{origin.location.name} is gone, or has changed since its items were found. Add it again."
+                )
+            self._open = origin.location, _container(origin.location)
+        return self._open[1].read(origin.part, most)
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+
+def _container(location: Location) -> TableImages | ShardImages:
+    if is_table(location.file_name):
+        return TableImages(location)
+    if is_shard(location.file_name):
+        return ShardImages(location)
+    raise DataError(f"{location.name} is no file that holds images.")
+
+
+def contents(
+    items: Iterable[tuple[T, Origin | None]], most: int
+) -> Iterator[tuple[T, bytes | DataError | None]]:
+    """Give items with their originals, or why there is none; None for what is a file of its own, which others read.
+
+    Args:
+        items: each with its origin; those of one file one after another.
+        most: bytes of one original.
+    """
+    with closing(Readers()) as readers:
+        for item, origin in items:
+            content: bytes | DataError | None = None
+            if origin is not None and origin.part is not None:
+                try:
+                    content = readers.read(origin, most)
+                except DataError as fault:
+                    content = fault
+            yield item, content

@@ -130,7 +130,9 @@ class _Sample:
     def exactly(self, queries: Floats, companion: Companion | None = None) -> list[Rows]:
         """Return the ten nearest of each query."""
         spans: Sequence[tuple[int, int] | None] = self.spans if len(self.spans) > 1 else [None]
-        found = [nearest(queries, self.vectors, _K + MARGIN, span=span, companion=companion)[1] for span in spans]
+        found = [
+            nearest(queries, self.vectors, _K + MARGIN, span=span, companion=companion)[1] for span in spans
+        ]
         return self._ordered(queries, found)
 
     def proposed(self, backends: Sequence[IndexBackend], name: str, queries: Floats) -> list[Rows]:

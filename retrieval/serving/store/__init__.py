@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from retrieval.serving.store.items import widths_of as widths_of
     from retrieval.serving.store.local import write_copy as write_copy
     from retrieval.serving.store.place import StorePlace as StorePlace
+    from retrieval.serving.store.remote import RemotePlace as RemotePlace
+    from retrieval.serving.store.remote import RemoteStore as RemoteStore
+    from retrieval.serving.store.remote import Row as Row
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -57,5 +60,6 @@ __getattr__, __dir__ = lazy(
         ],
         "retrieval.serving.store.local": ["write_copy"],
         "retrieval.serving.store.place": ["StorePlace"],
+        "retrieval.serving.store.remote": ["RemotePlace", "RemoteStore", "Row"],
     },
 )  # fmt: skip

@@ -153,9 +153,7 @@ class Store(ABC):
         """Return the bytes that are kept of an item's original; None where there are none."""
 
     @abstractmethod
-    def scan(
-        self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
-    ) -> list[Item]:
+    def scan(self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
         """Return a page of items without arrays: the first `limit` behind the id `after`.
 
         Raises:
@@ -241,9 +239,7 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def embed(
-        self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
-    ) -> None:
+    def embed(self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()) -> None:
         """Give a generation arrays of items that `pending` returned.
 
         An item that has changed since is passed over.

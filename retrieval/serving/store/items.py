@@ -173,9 +173,7 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
                 faults.append("has an id that an earlier item of this call has")
             seen.add(item.id)
         if faults:
-            name = f"item {number}" + (
-                f" ({printable(item.id)[:80]!r})" if isinstance(item.id, str) else ""
-            )
+            name = f"item {number}" + (f" ({printable(item.id)[:80]!r})" if isinstance(item.id, str) else "")
             problems += [f"{name} {fault}." for fault in faults]
         texts.append(text)
     if problems:
@@ -269,9 +267,7 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
     try:
         text = _text(item.metadata)
         if "\\u0000" in text:
-            metadata_text(
-                item.metadata
-            )  # says where, if that is NUL and no backslash of the text's own
+            metadata_text(item.metadata)  # says where, if that is NUL and no backslash of the text's own
         if fault := _unusable(text):
             faults.append(f"has metadata whose text {fault}")
     except (DataError, TypeError, ValueError, AttributeError) as fault:
@@ -289,9 +285,7 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
         if array is None:
             faults.append(f"has no {name}")
         elif getattr(array, "shape", None) != (width,) or array.dtype.kind not in "fiu":
-            faults.append(
-                f"has a {name} of shape {getattr(array, 'shape', '?')} instead of {width} numbers"
-            )
+            faults.append(f"has a {name} of shape {getattr(array, 'shape', '?')} instead of {width} numbers")
         else:
             with np.errstate(over="ignore"):
                 finite = np.isfinite(np.asarray(array, np.float32)).all()

@@ -47,9 +47,7 @@ class StorePlace(ABC):
         """
 
     @abstractmethod
-    def create(
-        self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None
-    ) -> Store:
+    def create(self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None) -> Store:
         """Make an empty index whose served generation has this bundle, and open it.
 
         It is there as a whole, and survives a power cut, when this returns; a call that fails
@@ -143,17 +141,13 @@ def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StoreP
     address = Address(str(named), LOCAL, path=str(named)) if isinstance(named, Path) else named
     factory = find_store(address.scheme, plugins)
     if not factory.takes("address"):
-        raise PluginError(
-            f"The store '{factory.name}' takes no 'address': its plugin's author must mend it."
-        )
+        raise PluginError(f"The store '{factory.name}' takes no 'address': its plugin's author must mend it.")
     values, problems = factory.check(address.options, f"{address}:")
     if problems:
         raise StoreError("\n".join(problems))
     given = {"address": address, "plugins": plugins}
     try:
-        made = factory.build(
-            values | {name: value for name, value in given.items() if factory.takes(name)}
-        )
+        made = factory.build(values | {name: value for name, value in given.items() if factory.takes(name)})
     except RecipeError as fault:
         raise StoreError(f"{address}: {' '.join(fault.problems)}") from None
     if not isinstance(made, StorePlace):

@@ -151,9 +151,7 @@ class Record:
         connection = _connect(folder / FILE, flags)
         try:
             reserved = ctypes.c_int(_RESERVED_BYTES)
-            connection.file_control(
-                "main", apsw.SQLITE_FCNTL_RESERVE_BYTES, ctypes.addressof(reserved)
-            )
+            connection.file_control("main", apsw.SQLITE_FCNTL_RESERVE_BYTES, ctypes.addressof(reserved))
             connection.execute("pragma journal_mode = wal; pragma synchronous = full")
             connection.execute("begin")
             for sql in TABLES.values():
@@ -261,9 +259,7 @@ class Record:
         """Return a sentence when another file stands where this record stood, or none does."""
         if _file_id(self.path) == self._file:
             return None
-        return (
-            f"The index {self.folder} was replaced or removed since it was opened. Open it again."
-        )
+        return f"The index {self.folder} was replaced or removed since it was opened. Open it again."
 
     def _open(self) -> apsw.Connection:
         if self.read_only and not self._has_log():
@@ -277,9 +273,7 @@ class Record:
         if fault := self.replaced():
             connection.close()  # another index's items would be mixed with this one's vectors
             raise StoreError(fault)
-        connection.execute(
-            f"pragma synchronous = full; pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}"
-        )
+        connection.execute(f"pragma synchronous = full; pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}")
         return connection
 
     @contextmanager
@@ -313,9 +307,7 @@ class Record:
         """
         self.require_open()
         if self.read_only:
-            raise StoreError(
-                f"The index {self.folder} is read-only here, and cannot be written to."
-            )
+            raise StoreError(f"The index {self.folder} is read-only here, and cannot be written to.")
         with self.turn:
             with self.faults("written"), self.connection() as connection:
                 connection.execute("begin immediate")
@@ -505,8 +497,7 @@ def _connect(path: Path | str, flags: int) -> apsw.Connection:
     connection.set_busy_timeout(int(_BUSY_SECONDS * 1000))
     connection.limit(apsw.SQLITE_LIMIT_LENGTH, _ROW_BYTES)
     connection.execute(
-        "pragma trusted_schema = off; pragma cell_size_check = on; "
-        f"pragma cache_size = -{_CACHE_KIB}"
+        f"pragma trusted_schema = off; pragma cell_size_check = on; pragma cache_size = -{_CACHE_KIB}"
     )
     return connection
 

@@ -48,6 +48,4 @@ def from_row(row: Row, arrays: Mapping[str, Floats] | None = None) -> Item:
         address = None if source is None else os.fsdecode(source)
     except (ValueError, TypeError) as fault:
         raise StoreError(f"An item of this index is not what an index holds: {fault}.") from fault
-    return Item(
-        id, label, content, where, stamp, keep, None, size, width, height, arrays or {}, address
-    )
+    return Item(id, label, content, where, stamp, keep, None, size, width, height, arrays or {}, address)

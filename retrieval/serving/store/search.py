@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,9 +61,6 @@ _BLOCK_NUMBERS = 1 << 20
 """Numbers of a block whose rows are gathered or whose columns are copied: 4 MB."""
 _PART_NUMBERS = 1 << 17
 """Numbers of vectors that are multiplied at a time: 512 KB stay in a core's own cache."""
-_SMALL_PRODUCT, _FEWEST_ROWS = 1_000_000, 64
-"""OpenBLAS multiplies up to so many products as they lie and repacks larger matrices first, which
-takes longer for few queries, unless the calls get shorter than so many rows."""
 _PAIR_NUMBERS = 1 << 16
 """Numbers that are measured in float64 at a time: 512 KB."""
 _PAIRS = 1 << 19
@@ -139,14 +137,12 @@ class Companion:
         mean: (P,) float64.
         basis: (P, D − 1) float64, orthonormal columns.
         error: how far rounding may have moved a row of `table`, as a distance.
-        norms: (N,) float32, squared norms of the table's rows.
         table: (N, D) float32.
     """
 
     mean: Doubles
     basis: Doubles
     error: float
-    norms: Floats
     table: Floats
 
     ENERGY = 0.96
@@ -171,7 +167,6 @@ class Companion:
             mean,
             np.ascontiguousarray(basis[:, ::-1][:, : size - 1]),
             0.0,
-            np.empty(count, np.float32),
             np.empty((count, size), np.float32),
         )
         step, error = max(1, _BLOCK_NUMBERS // width), 0.0
@@ -182,7 +177,6 @@ class Companion:
             if not error < 2.0**30:  # squares of coordinates may leave float32
                 return None
             made.table[part_of] = block
-            made.norms[part_of] = np.square(block.astype(np.float64)).sum(1)
         return replace(made, error=error)
 
     def project(self, vectors: Floats) -> tuple[Floats, Doubles]:
@@ -203,7 +197,7 @@ class Companion:
     def save(self, path: Path) -> None:
         """Write a new file: the arrays in NumPy's format, one after the other, the table last."""
         with path.open("xb") as file:
-            for array in (self.mean, self.basis, np.array([self.error]), self.norms, self.table):
+            for array in (self.mean, self.basis, np.array([self.error]), self.table):
                 np.save(file, array, allow_pickle=False)
 
     @classmethod
@@ -216,7 +210,7 @@ class Companion:
         """
         with path.open("rb") as file:
             try:
-                mean, basis, error, norms = (np.load(file, allow_pickle=False) for _ in range(4))
+                mean, basis, error = (np.load(file, allow_pickle=False) for _ in range(3))
                 np.lib.format.read_magic(file)
                 shape, fortran, kind = np.lib.format.read_array_header_1_0(file)
             except (ValueError, EOFError) as fault:
@@ -227,19 +221,18 @@ class Companion:
             mean.shape == (width,)
             and basis.shape == (width, size - 1)
             and error.shape == (1,)
-            and norms.shape == (count,)
             and shape == (count, size)
             and not fortran
         )
-        kinds = [mean.dtype, basis.dtype, error.dtype, norms.dtype, kind]
-        if not fits or kinds != [np.float64] * 3 + [np.float32] * 2:
+        kinds = [mean.dtype, basis.dtype, error.dtype, kind]
+        if not fits or kinds != [np.float64] * 3 + [np.float32]:
             raise StoreError("it holds arrays of another type or shape than these vectors' companion")
         if end != place + 4 * count * size:
             raise StoreError("its length is not what its header says")
         if not (np.isfinite(mean).all() and np.isfinite(basis).all() and 0 <= error[0] < np.inf):
             raise StoreError("it holds numbers that are not finite")
         table = np.memmap(path, np.float32, "r", place, shape)
-        return cls(mean, basis, float(error[0]), norms, table)
+        return cls(mean, basis, float(error[0]), table)
 
 
 @dataclass(frozen=True)
@@ -261,7 +254,7 @@ def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer
         near, lost = companion.project(queries)
         table = np.asarray(companion.table)
         narrow = _Scan(task, exact, table, near, lost + companion.error, products=several)
-        if (found := narrow.run(companion.norms)) is not None:
+        if (found := narrow.run()) is not None:
             return found
     if several and (found := _Scan(task, exact, task.vectors, queries, products=True).run()):
         return found
@@ -301,26 +294,11 @@ class _Scan:
         self.slack, self.products = slack, products
         self.columns = task.columns if slack is None else slice(0, table.shape[1])
         self.whole = self.columns == slice(0, table.shape[1])
-        self.norms: Floats | None = None
-        width, count = near.shape[1], len(near)
-        self.gamma, self.tiny = _gamma(width), width * _TINY
-        self.own = np.square(near.astype(np.float64)).sum(1)
-        self.part = max(1, _PART_NUMBERS // width)
-        small = _SMALL_PRODUCT // (width * count)
-        if small >= _FEWEST_ROWS:
-            self.part = min(self.part, small)
+        self.gamma, self.tiny = _gamma(near.shape[1]), near.shape[1] * _TINY
+        self.lengths = np.linalg.norm(near.astype(np.float64), axis=1)
 
-    def run(self, norms: Floats | None = None) -> Answer | None:
-        """Return squared distances and rows (Q, k); None where sums should be tried instead.
-
-        Args:
-            norms: (N,) squared norms of the table's rows, if they are known.
-        """
-        if self.products:
-            if not (self.own < _LARGEST).all():
-                return None
-            self.twice = np.ascontiguousarray((self.near * np.float32(-2)).T)
-        self.norms = norms
+    def run(self) -> Answer | None:
+        """Return squared distances and rows (Q, k); None where sums should be tried instead."""
         total, threads = len(self.table), self.task.threads
         step = -(-total // threads)
         ranges = [(start, min(start + step, total)) for start in range(0, total, step)]
@@ -346,14 +324,14 @@ class _Scan:
         reach: Doubles | None = None  # squared distances within which k rows lie
         compared = doubtful = 0
         for rows, block, drop in self._blocks(start, stop):
-            values = self._values(rows, block)
-            if values is None:
-                return None
+            values = self._values(block)
             if drop is not None:
-                values[drop] = np.nan  # compares as farther than any limit
+                values[:, drop] = np.inf
             if reach is None:
                 reach = self._first_reach(rows, values)
-            near = values <= self._limits(reach)
+            near = ~(values > self._limits(reach)[:, None])  # of no number, too: a square overflowed
+            if drop is not None:
+                near[:, drop] = False
             compared += values.size
             if self.products or self.slack is not None:
                 doubtful += int(np.count_nonzero(near))
@@ -362,7 +340,7 @@ class _Scan:
                     return None
             places = near.ravel().nonzero()[0]
             for first in range(0, len(places), _PAIRS):  # of many equal rows all are in doubt
-                row, query = np.divmod(places[first : first + _PAIRS], count)
+                query, row = np.divmod(places[first : first + _PAIRS], len(block))
                 number = row + rows.start if isinstance(rows, slice) else rows[row]
                 squared = self._measured(query, number)
                 closer = squared <= reach[query]
@@ -372,14 +350,13 @@ class _Scan:
 
     def _first_reach(self, rows: slice | Rows, values: Floats) -> Doubles:
         """Return squared distances (Q,) within which k rows of a block lie; infinity if too few."""
-        k, count = self.task.k, values.shape[1]
-        if len(values) < k:
+        k, (count, size) = self.task.k, values.shape
+        if size < k:
             return np.full(count, np.inf)
-        row = values.T.copy().argpartition(k - 1, axis=1)[:, :k].ravel()
+        row = values.argpartition(k - 1, axis=1)[:, :k].ravel()
         query = np.repeat(np.arange(count), k)
-        number = row + rows.start if isinstance(rows, slice) else rows[row]
-        squared = self._measured(query, number)
-        squared[np.isnan(values[row, query])] = np.inf
+        squared = self._measured(query, row + rows.start if isinstance(rows, slice) else rows[row])
+        squared[~np.isfinite(values[query, row])] = np.inf
         return squared.reshape(count, k).max(1)
 
     def _measured(self, query: Rows, row: Rows) -> Doubles:
@@ -414,27 +391,21 @@ class _Scan:
             yield rows, block, drop
             start, size = end, min(most, _GROWTH * size)
 
-    def _values(self, rows: slice | Rows, block: Floats) -> Floats | None:
-        """Return (B, Q) |x|² − 2 q·x, or of one query Σ (q − x)²; None where squares are too large."""
-        faiss = load_faiss()
-        values = np.empty((len(block), len(self.near)), np.float32)
-        width = block.shape[1]
+    def _values(self, block: Floats) -> Floats:
+        """Return squared distances (Q, B) in float32: by products, or of one query by sums."""
+        faiss, (size, width) = load_faiss(), block.shape
+        values = np.empty((len(self.near), size), np.float32)
+        given = faiss.swig_ptr(self.near)
         if not self.products:
-            pointers = map(faiss.swig_ptr, (values, self.near, block))
-            faiss.fvec_L2sqr_ny(*pointers, width, len(block))
+            faiss.fvec_L2sqr_ny(faiss.swig_ptr(values), given, faiss.swig_ptr(block), width, size)
             return values
-        norms = np.empty(len(block), np.float32) if self.norms is None else self.norms[rows]
-        for start in range(0, len(block), self.part):
-            part = slice(start, start + self.part)
-            some = block[part]
-            if self.norms is None:  # brings the part into the cache for the product
-                pointers = map(faiss.swig_ptr, (norms[part], some))
-                faiss.fvec_norms_L2sqr(*pointers, width, len(some))
-            with np.errstate(over="ignore", invalid="ignore"):  # refused by their norms below
-                np.matmul(some, self.twice, out=values[part])
-        if not norms.max() < _LARGEST:
-            return None
-        values += norms[:, None]
+        step = max(1, _PART_NUMBERS // width)
+        with _one_thread():
+            for start in range(0, size, step):
+                part = block[start : start + step]
+                table, out = map(faiss.swig_ptr, (part, values[0, start:]))
+                shape = len(self.near), given, len(part), table, out, -1, -1, size
+                faiss.pairwise_L2sqr(width, *shape)
         return values
 
     def _limits(self, squared: Doubles) -> Floats:
@@ -442,14 +413,26 @@ class _Scan:
         reach = np.sqrt(squared) * (1 + 2.0**-40)
         if self.slack is not None:
             reach = (reach + self.slack) * (1 + 2.0**-40)
-        if self.products:
-            size = np.square(2 * np.sqrt(self.own) + reach)
-            limits = reach * reach + self.gamma * size + self.tiny - self.own
-        else:
-            size = reach * reach
-            limits = size * (1 + self.gamma) + self.tiny
+        size = np.square(2 * self.lengths + reach) if self.products else reach * reach
+        limits = reach * reach + self.gamma * size + self.tiny
         limits[~(size < _LARGEST)] = np.inf
         return np.nextafter(limits.astype(np.float32), np.float32(np.inf))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have FAISS use the calling thread alone.
+
+    Threads that wait for one another cost a hundred times as much on busy cores, and a process that
+    has started them cannot fork.
+    """
+    faiss = load_faiss()
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)
 
 
 def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
@@ -484,7 +467,8 @@ def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
     sums, rows = np.empty(kept, np.float32), np.empty(kept, np.int64)
     given, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))
     shape = width, 1, count
-    faiss.knn_extra_metrics(given, table, *shape, faiss.METRIC_L2, 0.0, kept, out, numbers)
+    with _one_thread():
+        faiss.knn_extra_metrics(given, table, *shape, faiss.METRIC_L2, 0.0, kept, out, numbers)
     wider, tiny = 1 + 2 * _gamma(width), width * _TINY
     limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny
     if not limit < min(float(sums[-1]), _LARGEST):

@@ -300,9 +300,7 @@ class Upkeep:
         if wanted is None and present is None:
             return
         if present is not None and wanted is not None and present.rows == view.rows:
-            whole = all(
-                is_whole(self.record.folder / ARRAYS / name, sum_) for name, sum_ in present.files
-            )
+            whole = all(is_whole(self.record.folder / ARRAYS / name, sum_) for name, sum_ in present.files)
             if whole and (present.backend, present.options) == wanted:
                 return
         renewing = _Renewing(self.record, stem, report, view.rows)
@@ -378,9 +376,7 @@ class Upkeep:
                     " where g = ? and n > ? and n <= ?",
                     (target.number, source.number, upto, last),
                 )
-                connection.execute(
-                    "update generations set upto = ? where g = ?", (last, target.number)
-                )
+                connection.execute("update generations set upto = ? where g = ?", (last, target.number))
             if not len(rows):
                 return count
             count += len(rows)
@@ -402,9 +398,7 @@ class _Renewing:
             renew(self._record, self._stem)
 
 
-def _chunks(
-    content: Floats, rows: Numbers, report: Callable[[int], object] | None
-) -> Iterator[Floats]:
+def _chunks(content: Floats, rows: Numbers, report: Callable[[int], object] | None) -> Iterator[Floats]:
     """Give chosen rows, some at a time."""
     for start in range(0, len(rows), _ROWS):
         chosen = rows[start : start + _ROWS]

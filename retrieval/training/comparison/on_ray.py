@@ -14,7 +14,7 @@ from typing import Any
 from retrieval.errors import DataError, RetrievalError
 from retrieval.host.version import installed_version
 from retrieval.recipe.read import Recipe
-from retrieval.serving.embedding.on_ray import Cluster
+from retrieval.serving.embedding.runners import Cluster
 from retrieval.serving.progress import Meter
 from retrieval.training.comparison.jobs import Figures, Job, known, outcome, perform
 from retrieval.training.comparison.search import Do
