@@ -93,8 +93,8 @@ def test_tuning_takes_what_meets_both_limits(
     assert tuned.chosen is not None and tuned.chosen.recall >= 0.9
     assert tuned.chosen.milliseconds == min(one.milliseconds for one in tuned.trials if one.recall >= 0.9)
     assert {one.backend for one in tuned.trials} == {"flat", "sq8", "hnsw", "ivf", "ivfpq", "rabitq"}
-    (segment,) = index.stats().details["segments"]
-    assert segment["structure"] == (None if tuned.chosen.backend == "flat" else tuned.chosen.backend)
+    found = index.stats().details["structure"]
+    assert found == (None if tuned.chosen.backend == "flat" else tuned.chosen.backend)
     small = index.tune(recall=0.9, memory=1000, apply=False, progress=False)
     assert small.chosen is None
     shown = cli("index", "show", index.path).out
@@ -136,8 +136,7 @@ def test_tuning_weighs_sub_spaces(merge: str, tmp_path: Path, monkeypatch: pytes
         assert min(one.recall for one in tuned.trials) < 0.99 <= tuned.chosen.recall
         index.store.restructure(Wanted("sq8"))
         index.store.compact()
-        (segment,) = index.stats().details["segments"]
-        assert segment["structure"] == "sq8"
+        assert index.stats().details["structure"] == "sq8"
         ids = [
             ({hit.id for hit in one}, {hit.id for hit in other})
             for one, other in zip(exact, index.search(queries, 10), strict=True)

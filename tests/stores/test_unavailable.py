@@ -108,14 +108,14 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
 def test_a_record_that_another_process_holds_is_unavailable(
     tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "_BUSY", 50)
+    monkeypatch.setattr(record, "_BUSY_SECONDS", 0.05)
     bundle, folder = Bundle.open(plain_bundle, threads=1), tmp_path / "a.index"
     create_local(folder, bundle, widths_of(bundle))
     with LocalStore(folder) as store:
         store.upsert([Item("a", arrays={"vector": np.zeros(16, np.float32)})], bundle.sha256)
         other = apsw.Connection(str(folder / record.FILE), vfs="cksmvfs")
         other.execute("begin immediate")
-        with pytest.raises(StoreUnavailable, match=r"another process is writing to it\. Try again"):
+        with pytest.raises(StoreUnavailable, match=r"others have been writing to it for 0\.05 seconds\. Try again"):
             store.delete(["a"])
         other.close()
         assert store.delete(["a"]) == 1

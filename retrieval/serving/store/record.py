@@ -514,7 +514,7 @@ def reason(fault: apsw.Error | OSError) -> str:
     if isinstance(fault, apsw.ReadOnlyError | apsw.CantOpenError):
         return "it, or the folder it lies in, is read-only or its files may not be opened."
     if isinstance(fault, apsw.BusyError):
-        return f"others have been writing to it for {_BUSY_SECONDS:.0f} seconds. Try again."
+        return f"others have been writing to it for {_BUSY_SECONDS:g} seconds. Try again."
     if isinstance(fault, apsw.InterruptError):
         return "the question took too long. Ask for less."
     if isinstance(fault, apsw.IOError | apsw.CorruptError | apsw.NotADBError):
