@@ -54,4 +54,4 @@ def test_living_shows_what_its_commands_print(
             "items.sqlite-wal",
             "items.sqlite-shm",
         }
-    assert names == {"index.json", "items.sqlite", "acknowledged", "segments", "bundles"} and compared == 9
+    assert names == {"index.json", "items.sqlite", "acknowledged", "arrays", "bundles"} and compared == 9

@@ -125,9 +125,9 @@ def test_copies_of_one_moment(photos, cli):
     )
     assert "for the snapshot" not in told.err
     assert len(ids(cli, photos / "r")) == 60 > len(ids(cli, index))
-    (segment,) = (photos / "s" / "segments").glob("*.segment")
+    (segment,) = (photos / "s" / "arrays").glob("*.vector")
     content = bytearray(segment.read_bytes())
-    content[5000] ^= 4
+    content[500] ^= 4
     segment.write_bytes(content)
     told = cli("index", "check", photos / "s")
     assert told.code == 2 and "was altered" in told.err

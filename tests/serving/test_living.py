@@ -222,9 +222,9 @@ def test_an_empty_index_is_ready(bundle_path, served, photos, tmp_path):
 
 
 def test_damage_is_said_without_a_path(living, served):
-    (segment,) = (living / "segments").glob("*.segment")
+    (segment,) = (living / "arrays").glob("*.vector")
     content = bytearray(segment.read_bytes())
-    content[5000] ^= 1
+    content[500] ^= 1
     segment.write_bytes(content)
     server = served(living, "--probe-seconds", "0.1", wait=False)
     wire.until(lambda: "damaged" in server.client.get("/readyz").text)

@@ -119,7 +119,7 @@ def explanation(query: Query, index: Index) -> dict[str, Any]:
             "candidates": query.options.candidates,
             "filtered": query.where is not None,
             "generation": index.generation.number,
-            **{name: stats.details[name] for name in ("segments", "fresh") if name in stats.details},
+            **{name: stats.details[name] for name in ("rows", "deleted", "covered") if name in stats.details},
         },
     }
 
@@ -137,14 +137,13 @@ def description(name: str, index: Index) -> dict[str, Any]:
         "vector": manifest.vector,
         "distance": manifest.distance.name,
         "rescores": manifest.rescorer is not None,
-        "format": 2,
+        "format": 3,
         "generation": index.generation.number,
         "generations": [
             {"number": one.number, "state": one.state, "bundle": one.bundle} for one in stats.generations
         ],
         "bytes": stats.bytes,
-        "segments": stats.details.get("segments"),
-        "fresh": stats.details.get("fresh"),
+        "deleted": stats.details.get("deleted"),
         **index.store.settings(),
     }
 
