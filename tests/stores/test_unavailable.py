@@ -115,7 +115,9 @@ def test_a_record_that_another_process_holds_is_unavailable(
         store.upsert([Item("a", arrays={"vector": np.zeros(16, np.float32)})], bundle.sha256)
         other = apsw.Connection(str(folder / record.FILE), vfs="cksmvfs")
         other.execute("begin immediate")
-        with pytest.raises(StoreUnavailable, match=r"others have been writing to it for 0\.05 seconds\. Try again"):
+        with pytest.raises(
+            StoreUnavailable, match=r"others have been writing to it for 0\.05 seconds\. Try again"
+        ):
             store.delete(["a"])
         other.close()
         assert store.delete(["a"]) == 1
