@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
@@ -56,9 +56,8 @@ MARGIN = 8  # an engine measures in float32: it is asked for more, and they are 
 
 REGISTER = Generation(0, "", None, {VECTOR: 2}, ((0, 2),), "kept")
 
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S", bound="RemoteStore")
+T = TypeVar("T", bound=Callable[..., Any])
+Where = Sequence[Any]
 _PLAIN = ("id", "label", "stamp", "keep", "bytes", "width", "height", "source")
 
 
@@ -89,12 +88,7 @@ class Row:
 
     @classmethod
     def joined(cls, record: Mapping[str, Any], vector: Sequence[float] | None) -> Row:
-        """Return a row that was split.
-
-        Args:
-            record: as `split` gave it; without "arrays" where none are asked for.
-            vector: of the first sub-space, where it is asked for and there is one.
-        """
+        """Return a row that was split, of its record and the first vector, where asked for."""
         plain = dict(record)
         arrays = {
             name: np.frombuffer(base64.b64decode(t), "<f4")
@@ -111,14 +105,14 @@ class Row:
         return Item(**plain, metadata=self.record["metadata"], path=path, arrays=self.arrays)
 
 
-def _used(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make a method refuse a closed store, and `close` wait for it."""
+def _finished(method: T) -> T:
+    """Let a call that runs while the store is closed end first."""
 
     @wraps(method)
-    def call(self: S, /, *given: P.args, **named: P.kwargs) -> R:
+    def call(self: RemoteStore, *given: Any, **named: Any) -> Any:
         with self._state:
-            if self._closed and threading.get_ident() not in self._inside:
-                raise StoreError(f"{self.address} was closed.")
+            if self._closed:
+                raise self._closed_error()
             self._inside.append(threading.get_ident())
         try:
             return method(self, *given, **named)
@@ -127,7 +121,7 @@ def _used(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
                 self._inside.remove(threading.get_ident())
                 self._state.notify_all()
 
-    return call
+    return cast(T, call)
 
 
 class RemoteStore(Store):
@@ -141,6 +135,7 @@ class RemoteStore(Store):
         name: of the index in the engine: the alias.
 
     Attributes:
+        lists: fields of the metadata that have ever held a list, themselves or within.
         engine: its name.
         errors: what its client raises.
         timeout: seconds that one question may take, with what is asked again meanwhile.
@@ -159,7 +154,7 @@ class RemoteStore(Store):
         self.address, self.name = address, name
         self._prefix = ""
         self._fields: set[str] = set()
-        self._lists: set[str] = set()
+        self.lists: set[str] = set()
         self._queues: dict[int, list[str]] = {}
         self._asked: dict[int, dict[str, Row]] = {}
         self._turn = threading.RLock()
@@ -175,6 +170,8 @@ class RemoteStore(Store):
         began, pause = time.monotonic(), 0.05
         while True:
             now = time.monotonic()
+            if self._closed and threading.get_ident() not in self._inside:
+                raise self._closed_error()
             if now > stop_at():
                 raise TooSlow(f"Reading {self.address} takes too long. Ask for less.")
             try:
@@ -190,6 +187,9 @@ class RemoteStore(Store):
                     ) from None
             time.sleep(pause)
             pause = min(2 * pause, 2.0)
+
+    def _closed_error(self) -> StoreError:
+        return StoreError(f"{self.address} was closed.")
 
     def _limit(self, seconds: float) -> dict[str, Any]:
         """Return what bounds the time of one question, where the client takes such."""
@@ -240,22 +240,17 @@ class RemoteStore(Store):
 
     @abstractmethod
     def _page(
-        self,
-        generation: Generation,
-        where: Sequence[Any],
-        after: str | None,
-        limit: int,
-        arrays: bool,
+        self, generation: Generation, where: Where, after: str | None, limit: int, arrays: bool
     ) -> list[Row]:
         """Return the first rows behind an id, in an order that stays; fewer at the end."""
 
     @abstractmethod
-    def _count(self, generation: Generation, where: Sequence[Any]) -> int:
+    def _count(self, generation: Generation, where: Where) -> int:
         """Return how many rows there are."""
 
     @abstractmethod
     def _nearest(
-        self, generation: Generation, space: int, queries: Floats, count: int, where: Sequence[Any]
+        self, generation: Generation, space: int, queries: Floats, count: int, where: Where
     ) -> list[list[str]]:
         """Return the ids of the nearest rows to each query (Q, width) within one sub-space."""
 
@@ -273,7 +268,8 @@ class RemoteStore(Store):
         """Make the index, which is there once the alias is; see `StorePlace.create`."""
         if self._alias() is not None:
             raise StoreError(f"{self.address} exists already.")
-        self._prefix = self._prefix_of(identity)
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
+        self._prefix = f"{self.name}{self.separator}{digest}{self.separator}"
         self._remove(self._prefix)
         try:
             self._make(REGISTER)
@@ -305,32 +301,24 @@ class RemoteStore(Store):
         self._point(None)
         self._remove(f"{self.name}{self.separator}")
 
-    def _prefix_of(self, identity: str) -> str:
-        digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
-        return f"{self.name}{self.separator}{digest}{self.separator}"
-
     def collection(self, number: int) -> str:
         """Return the name of a collection by its number."""
         return f"{self._prefix}{number:06}"  # none begins like another
 
-    @_used
     def identity(self) -> str:
         """Return the index's id; see `Store`."""
         return str(self._notes()["index"]["identity"])
 
-    @_used
     def changed(self) -> str | None:
         """Return a sentence when the index was deleted or replaced; see `Store`."""
         if (self._alias() or "").startswith(self._prefix):
             return None
         return f"{self.address} was deleted, or another index stands in its place."
 
-    @_used
     def snapshot(self, target: Path) -> None:
         """Write a copy; see `Store`. What others write meanwhile may be in it or not."""
         write_copy(self, target)
 
-    @_used
     def stats(self) -> Stats:
         """Return what the store holds; see `Store`."""
         generations = self.generations()
@@ -339,7 +327,6 @@ class RemoteStore(Store):
     def _details(self) -> dict[str, Any]:
         return {"backend": "flat"}
 
-    @_used
     def settings(self) -> Mapping[str, Any]:
         """Return how the index is set up; see `Store`."""
         self._current()
@@ -360,12 +347,8 @@ class RemoteStore(Store):
         """Return the generation that is served, and learn of fields."""
         notes = self._notes() if notes is None else notes
         self._fields = {name[6:] for name in notes if name.startswith("field ")}
-        self._lists = {name[5:] for name in notes if name.startswith("list ")}
+        self.lists = {name[5:] for name in notes if name.startswith("list ")}
         return _served(self._listed(notes))
-
-    def has_lists(self, field: str) -> bool:
-        """Return whether a field of the metadata has ever held a list, itself or within."""
-        return field in self._lists
 
     def _writable(self) -> Generation:
         """Return the generation that is served, after ending a switch that its process did not."""
@@ -376,7 +359,7 @@ class RemoteStore(Store):
             served = self._current()
         return served
 
-    @_used
+    @_finished
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
         with self._turn:
@@ -388,24 +371,17 @@ class RemoteStore(Store):
                 return 0
             rows = [_row(item) for item in items]
             self._fit(rows)
-            there = {
-                row.record["id"]: row
-                for row in self._rows(served, [item.id for item in items], False)
-            }
-            fields = {name for item in items for name in item.metadata} - self._fields
-            lists = {
-                n for item in items for n, value in item.metadata.items() if _has_list(value)
-            } - self._lists
-            if fields or lists:
-                self._note(
-                    {f"field {n}": True for n in fields} | {f"list {n}": True for n in lists}
-                )
+            there = self._rows(served, [item.id for item in items], False)
+            values = [pair for item in items for pair in item.metadata.items()]
+            fields = {name for name, _ in values} - self._fields
+            lists = {name for name, value in values if _has_list(value)} - self.lists
+            if notes := [f"field {name}" for name in fields] + [f"list {name}" for name in lists]:
+                self._note(dict.fromkeys(notes, True))
             for row, item in zip(rows, items, strict=True):
                 if item.original is not None:
                     self._cut(row.record["version"], [item.original])
             self._put(served, rows)
-            for row in there.values():
-                self._drop_pieces(row.record["version"], row.record["pieces"])
+            self._drop_originals(there)
             if self._current().number != served.number:
                 raise self._superseded()  # what was written may have come too late
             return len(there)
@@ -416,9 +392,7 @@ class RemoteStore(Store):
         for part in content:
             for start in range(0, len(part), PIECE_BYTES):
                 text = base64.b64encode(part[start : start + PIECE_BYTES]).decode()
-                self._put(
-                    REGISTER, [Row({"id": f"{owner}.{count}", "text": text, "version": ""}, {})]
-                )
+                self._put(REGISTER, [Row({"id": f"{owner}.{count}", "text": text}, {})])
                 count += 1
         return count
 
@@ -428,11 +402,15 @@ class RemoteStore(Store):
             for row in self._rows(REGISTER, [f"{owner}.{number}"], False):
                 yield base64.b64decode(row.record["text"])
 
+    def _drop_originals(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self._drop_pieces(row.record["version"], row.record["pieces"])
+
     def _drop_pieces(self, owner: str, count: int | None) -> None:
         if count:
             self._erase(REGISTER, [f"{owner}.{number}" for number in range(count)])
 
-    @_used
+    @_finished
     def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
         """Delete items; see `Store`."""
         named, deleted = usable(dict.fromkeys(ids)), set[str]()
@@ -447,8 +425,7 @@ class RemoteStore(Store):
                 if gone:
                     self._erase(served, list(gone))
                     deleted |= gone.keys()
-                for row in gone.values():
-                    self._drop_pieces(row.record["version"], row.record["pieces"])
+                    self._drop_originals(gone.values())
                 if self._current().number == served.number:  # else it may have come too late
                     return len(deleted)
 
@@ -457,13 +434,11 @@ class RemoteStore(Store):
 
     # Reading
 
-    @_used
     def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
         """Return items by id; see `Store`."""
         rows = self._rows(self._current(), usable(dict.fromkeys(ids)), arrays)
         return {row.record["id"]: row.item() for row in rows}
 
-    @_used
     def original(self, id: str) -> bytes | None:
         """Return the bytes of an original; see `Store`."""
         for row in self._rows(self._current(), usable([id]), False):
@@ -494,7 +469,7 @@ class RemoteStore(Store):
                 return
             after = rows[-1].record["id"]
 
-    @_used
+    @_finished
     def scan(
         self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
     ) -> list[Item]:
@@ -509,7 +484,6 @@ class RemoteStore(Store):
                 break
         return [row.item() for row in found[:limit]]
 
-    @_used
     def count(self, where: Filter | None = None) -> int:
         """Return how many items match; see `Store`."""
         served = self._current()
@@ -519,7 +493,7 @@ class RemoteStore(Store):
             return self._count(served, own)
         return sum(map(len, self._matching(served, where, False)))
 
-    @_used
+    @_finished
     def search(
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[list[Item]]:
@@ -548,69 +522,18 @@ class RemoteStore(Store):
         if not len(queries) or not count:
             return [[] for _ in queries]
         own, rest = self._parts(where)
-        near: list[list[list[str]]] = []  # by sub-space and query
+        if rest:
+            return _best(queries, self._matching(served, where, True), served.spans, count)
+        ids: dict[str, None] = {}
         for space, (start, stop) in enumerate(served.spans):
             part = np.ascontiguousarray(queries[:, start:stop])
             asked = min(count + MARGIN, self.most_found)
-            if rest:
-                near.append(self._measured(served, (start, stop), part, asked, where))
-            else:
-                near.append(self._nearest(served, space, part, asked, own))
-        ids = list({id: None for found in near for one in found for id in one})
-        items = {
-            row.record["id"]: row.item()
-            for row in self._rows(served, ids, True)
-            if row.arrays and (where is None or _matches(where, row.record))
-        }
-        return [
-            self._best(query, [found[at] for found in near], items, served.spans, count)
-            for at, query in enumerate(queries)
-        ]
-
-    def _measured(
-        self,
-        served: Generation,
-        span: tuple[int, int],
-        queries: Floats,
-        count: int,
-        where: Filter | None,
-    ) -> list[list[str]]:
-        """Return what `_nearest` does, by looking at each item that matches."""
-        best: list[list[tuple[float, str]]] = [[] for _ in queries]
-        for rows in self._matching(served, where, True):
-            if rows := [row for row in rows if row.arrays]:
-                ids = [row.record["id"] for row in rows]
-                vectors = np.stack([row.arrays[VECTOR][slice(*span)] for row in rows]).astype(
-                    np.float64
-                )
-                for at, query in enumerate(queries):
-                    distances = np.square(vectors - query).sum(1).tolist()
-                    best[at] = heapq.nsmallest(
-                        count, [*best[at], *zip(distances, ids, strict=True)]
-                    )
-        return [[id for _, id in one] for one in best]
-
-    def _best(
-        self,
-        query: Floats,
-        near: Sequence[Sequence[str]],
-        items: Mapping[str, Item],
-        spans: Sequence[tuple[int, int]],
-        count: int,
-    ) -> list[Item]:
-        """Return the `count` nearest in each sub-space, measured in float64."""
-        best: dict[str, Item] = {}
-        for ids, (start, stop) in zip(near, spans, strict=True):
-            there = [items[id] for id in ids if id in items]
-            if there:
-                vectors = np.stack([item.vector[start:stop] for item in there]).astype(np.float64)
-                order = np.argsort(np.square(vectors - query[start:stop]).sum(1), kind="stable")
-                best |= {there[at].id: there[at] for at in order[:count]}
-        return list(best.values())
+            for near in self._nearest(served, space, part, asked, own):
+                ids |= dict.fromkeys(near)
+        return _best(queries, [self._rows(served, list(ids), True)], served.spans, count)
 
     # Generations
 
-    @_used
     def generations(self) -> tuple[Generation, ...]:
         """Return all generations; see `Store`."""
         return self._listed(self._notes())
@@ -639,27 +562,19 @@ class RemoteStore(Store):
         self, number: int, bundle: Bundle, widths: Mapping[str, int], served: bool
     ) -> Generation:
         """Make a generation, which is there once its note is."""
-        kept = [
-            note for name, note in self._notes().items() if name.startswith("generation ") and note
-        ]
-        pieces = next((note["pieces"] for note in kept if note["bundle"] == bundle.sha256), None)
-        if pieces is None:
-            pieces = self._cut(bundle.sha256, bundle_pieces(bundle))
-        spans = spans_of(bundle)
-        made = Generation(number, bundle.sha256, bundle.variant, dict(widths), spans, "building")
+        notes = [note for note in self._notes().values() if isinstance(note, dict)]
+        kept = [note["pieces"] for note in notes if note.get("bundle") == bundle.sha256]
+        pieces = kept[0] if kept else self._cut(bundle.sha256, bundle_pieces(bundle))
+        spans, variant = spans_of(bundle), bundle.variant
+        made = Generation(number, bundle.sha256, variant, dict(widths), spans, "building")
         self._make(made)
         note = {
-            "bundle": made.bundle,
-            "variant": made.variant,
-            "widths": dict(widths),
-            "spans": spans,
+            **{"bundle": made.bundle, "variant": variant, "widths": made.widths, "spans": spans},
+            **{"served": served, "pieces": pieces},
         }
-        self._note(
-            {f"generation {number}": {**note, "served": served, "pieces": pieces}, "last": number}
-        )
+        self._note({f"generation {number}": note, "last": number})
         return made
 
-    @_used
     def bundle(self, generation: Generation) -> Path:
         """Return the folder of a generation's bundle; see `Store`."""
         notes = self._notes()
@@ -667,7 +582,6 @@ class RemoteStore(Store):
         pieces = notes[f"generation {there.number}"]["pieces"]
         return kept_bundle(there.bundle, lambda: self._joined(there.bundle, pieces))
 
-    @_used
     def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
         """Begin a generation; see `Store`."""
         with self._turn:
@@ -691,7 +605,6 @@ class RemoteStore(Store):
         lacking = [id for id, version in wanted.items() if there.get(id) != version]
         return lacking, [id for id in there if id not in wanted]
 
-    @_used
     def pending(self, generation: Generation, limit: int) -> list[Item]:
         """Return items that a generation lacks; see `Store`. All are listed when few are known."""
         with self._turn:
@@ -710,7 +623,7 @@ class RemoteStore(Store):
                 replace(row.item(), arrays=kept) for row, kept in zip(rows, features, strict=True)
             ]
 
-    @_used
+    @_finished
     def embed(
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
     ) -> None:
@@ -736,7 +649,7 @@ class RemoteStore(Store):
             self._queues[there.number] = [id for id in queue if id not in asked]
             self._asked.pop(there.number, None)
 
-    @_used
+    @_finished
     def switch(self, generation: Generation) -> bool:
         """Serve another generation; see `Store`.
 
@@ -768,7 +681,6 @@ class RemoteStore(Store):
         self._queues.clear()
         return not lacking
 
-    @_used
     def drop(self, generation: Generation) -> None:
         """Delete a generation; see `Store`."""
         with self._turn:
@@ -800,6 +712,30 @@ def _has_list(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_has_list, value.values()))
     return isinstance(value, list | tuple)
+
+
+def _best(
+    queries: Floats,
+    pages: Iterable[Sequence[Row]],
+    spans: Sequence[tuple[int, int]],
+    count: int,
+) -> list[list[Item]]:
+    """Return the `count` rows nearest to each query in each sub-space, measured in float64."""
+    best = [[list[tuple[float, str]]() for _ in spans] for _ in queries]
+    items: dict[str, Item] = {}
+    for page in pages:
+        if not (rows := [row for row in page if row.arrays]):
+            continue
+        ids = [row.record["id"] for row in rows]
+        vectors = np.stack([row.arrays[VECTOR] for row in rows]).astype(np.float64)
+        for query, near in zip(queries, best, strict=True):
+            squares = np.square(vectors - query)
+            for space, (start, stop) in enumerate(spans):
+                found = zip(squares[:, start:stop].sum(1).tolist(), ids, strict=True)
+                near[space] = heapq.nsmallest(count, [*near[space], *found])
+        items |= {row.record["id"]: row.item() for row in rows}
+        items = {id: items[id] for near in best for found in near for _, id in found}
+    return [[items[id] for id in {id: 0 for found in near for _, id in found}] for near in best]
 
 
 def _served(generations: Iterable[Generation]) -> Generation:
