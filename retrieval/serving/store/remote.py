@@ -14,16 +14,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import heapq
-import os
 import threading
-import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
@@ -31,236 +28,39 @@ from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import And, Filter, matches
 from retrieval.serving.store.bundles import bundle_pieces, kept_bundle
-from retrieval.serving.store.contract import (
+from retrieval.serving.store.contract import Stats, Store, Superseded
+from retrieval.serving.store.engine import PIECE_BYTES, REGISTER, Engine, Row, finished, row_of
+from retrieval.serving.store.items import (
     FEATURES,
     VECTOR,
     Floats,
     Generation,
     Item,
-    Stats,
-    Store,
-    StoreUnavailable,
-    Superseded,
-    TooSlow,
+    check_queries,
+    checked,
+    refuse_fields,
     spans_of,
-    stop_at,
+    usable,
 )
-from retrieval.serving.store.items import check_queries, checked, refuse_fields, usable
 from retrieval.serving.store.local import write_copy
 from retrieval.serving.store.place import StorePlace
 
 FORMAT = 1
 PAGE = 1000
-PIECE_BYTES = 45_000  # 60,000 characters of base64
 MARGIN = 8  # an engine measures in float32: it is asked for more, and they are measured again
 
-REGISTER = Generation(0, "", None, {VECTOR: 2}, ((0, 2),), "kept")
 
-T = TypeVar("T", bound=Callable[..., Any])
-Where = Sequence[Any]
-_PLAIN = ("id", "label", "stamp", "keep", "bytes", "width", "height", "source")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One item in a generation's collection.
-
-    Attributes:
-        record: the item without its arrays, as JSON, with its "version" and the number of
-            "pieces" of its original.
-        arrays: float32 by name; none of an item that the generation does without.
-    """
-
-    record: Mapping[str, Any]
-    arrays: Mapping[str, Floats]
-
-    def split(self, generation: Generation) -> tuple[dict[str, Any], list[Floats]]:
-        """Return the record, with arrays that no vector holds, and a vector per sub-space."""
-        if not self.arrays:
-            return dict(self.record), []
-        vectors = [self.arrays[VECTOR][start:stop] for start, stop in generation.spans]
-        texts = {
-            name: base64.b64encode(self.arrays[name].astype("<f4").tobytes()).decode()
-            for name in generation.widths
-            if name != VECTOR or len(vectors) > 1
-        }
-        return {**self.record, "arrays": texts}, vectors
-
-    @classmethod
-    def joined(cls, record: Mapping[str, Any], vector: Sequence[float] | None) -> Row:
-        """Return a row that was split, of its record and the first vector, where asked for."""
-        plain = dict(record)
-        arrays = {
-            name: np.frombuffer(base64.b64decode(t), "<f4")
-            for name, t in plain.pop("arrays", {}).items()
-        }
-        if vector is not None and VECTOR not in arrays:
-            arrays[VECTOR] = np.asarray(vector, np.float32)
-        return cls(plain, arrays)
-
-    def item(self) -> Item:
-        """Return the item."""
-        path = None if self.record["path"] is None else Path(self.record["path"])
-        plain = {name: self.record[name] for name in _PLAIN}
-        return Item(**plain, metadata=self.record["metadata"], path=path, arrays=self.arrays)
-
-
-def _finished(method: T) -> T:
-    """Let a call that runs while the store is closed end first."""
-
-    @wraps(method)
-    def call(self: RemoteStore, *given: Any, **named: Any) -> Any:
-        with self._state:
-            if self._closed:
-                raise self._closed_error()
-            self._inside.append(threading.get_ident())
-        try:
-            return method(self, *given, **named)
-        finally:
-            with self._state:
-                self._inside.remove(threading.get_ident())
-                self._state.notify_all()
-
-    return cast(T, call)
-
-
-class RemoteStore(Store):
-    """A store over an engine; a subclass says how to talk to it, in the methods without a body.
-
-    Collections are those of generations; the register looks like one, `REGISTER`, whose rows have
-    no arrays. `where` is a list of the engine's own conditions, all of which must hold.
-
-    Args:
-        address: what sentences call the index.
-        name: of the index in the engine: the alias.
-
-    Attributes:
-        lists: fields of the metadata that have ever held a list, themselves or within.
-        engine: its name.
-        errors: what its client raises.
-        timeout: seconds that one question may take, with what is asked again meanwhile.
-        separator: what stands between the parts of a collection's name; no index's name has it.
-        most_found: how many items one search finds at most.
-    """
+class RemoteStore(Engine, Store):
+    """A store over an engine; see `Engine` for its arguments and what a subclass must say."""
 
     capabilities = frozenset({"originals", "left_out", "snapshot"})
-    engine: ClassVar[str]
-    errors: ClassVar[tuple[type[Exception], ...]]
-    timeout: float
-    separator = "__"
-    most_found = 1 << 31
 
     def __init__(self, address: str, name: str) -> None:
-        self.address, self.name = address, name
-        self._prefix = ""
+        super().__init__(address, name)
         self._fields: set[str] = set()
-        self.lists: set[str] = set()
         self._queues: dict[int, list[str]] = {}
         self._asked: dict[int, dict[str, Row]] = {}
         self._turn = threading.RLock()
-        self._state, self._inside, self._closed = threading.Condition(), list[int](), False
-
-    # What an engine does
-
-    def _ask(self, question: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Ask the engine, and again where nobody answers, within `timeout`.
-
-        Everything that is asked can be asked twice.
-        """
-        began, pause = time.monotonic(), 0.05
-        while True:
-            now = time.monotonic()
-            if self._closed and threading.get_ident() not in self._inside:
-                raise self._closed_error()
-            if now > stop_at():
-                raise TooSlow(f"Reading {self.address} takes too long. Ask for less.")
-            try:
-                left = min(self.timeout - (now - began), stop_at() - now)
-                return question(*given, **named, **self._limit(max(0.5, left)))
-            except self.errors as error:
-                away, text = self._fault(error)
-                if not away:
-                    raise StoreError(f"{self.address}: {self.engine} refuses: {text}") from None
-                if time.monotonic() - began + pause > self.timeout:
-                    raise StoreUnavailable(
-                        f"{self.engine} does not answer for {self.address}: {text}"
-                    ) from None
-            time.sleep(pause)
-            pause = min(2 * pause, 2.0)
-
-    def _closed_error(self) -> StoreError:
-        return StoreError(f"{self.address} was closed.")
-
-    def _limit(self, seconds: float) -> dict[str, Any]:
-        """Return what bounds the time of one question, where the client takes such."""
-        return {}
-
-    @abstractmethod
-    def _fault(self, error: Exception) -> tuple[bool, str]:
-        """Return whether an error means that nobody answers, and what it says, as a sentence."""
-
-    @abstractmethod
-    def _alias(self) -> str | None:
-        """Return the collection that the alias names; None where there is no alias."""
-
-    @abstractmethod
-    def _point(self, number: int | None) -> None:
-        """Let the alias name a collection, at once, or none; the first time, where it is free."""
-
-    @abstractmethod
-    def _make(self, generation: Generation) -> None:
-        """Make the collection of a generation, or the register's."""
-
-    @abstractmethod
-    def _remove(self, prefix: str) -> None:
-        """Delete all collections whose names begin so."""
-
-    @abstractmethod
-    def _note(self, notes: Mapping[str, Any]) -> None:
-        """Write notes to the register, each in place of the one of its name."""
-
-    @abstractmethod
-    def _notes(self) -> dict[str, Any]:
-        """Return all notes; some may be None."""
-
-    def _fit(self, rows: Sequence[Row]) -> None:
-        """Refuse rows that are too long for the engine, with a `DataError`."""
-
-    @abstractmethod
-    def _put(self, generation: Generation, rows: Sequence[Row]) -> None:
-        """Write rows, each in place of the one of its id."""
-
-    @abstractmethod
-    def _erase(self, generation: Generation, ids: Sequence[str]) -> None:
-        """Delete rows."""
-
-    @abstractmethod
-    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool) -> list[Row]:
-        """Return rows by id, in any order."""
-
-    @abstractmethod
-    def _page(
-        self, generation: Generation, where: Where, after: str | None, limit: int, arrays: bool
-    ) -> list[Row]:
-        """Return the first rows behind an id, in an order that stays; fewer at the end."""
-
-    @abstractmethod
-    def _count(self, generation: Generation, where: Where) -> int:
-        """Return how many rows there are."""
-
-    @abstractmethod
-    def _nearest(
-        self, generation: Generation, space: int, queries: Floats, count: int, where: Where
-    ) -> list[list[str]]:
-        """Return the ids of the nearest rows to each query (Q, width) within one sub-space."""
-
-    @abstractmethod
-    def _express(self, where: Filter) -> Any | None:
-        """Return a filter as the engine's own condition; None if that would mean anything else."""
-
-    @abstractmethod
-    def _hang_up(self) -> None:
-        """Close the connection."""
 
     # The whole
 
@@ -300,10 +100,6 @@ class RemoteStore(Store):
         """Delete the index of this name, the alias first."""
         self._point(None)
         self._remove(f"{self.name}{self.separator}")
-
-    def collection(self, number: int) -> str:
-        """Return the name of a collection by its number."""
-        return f"{self._prefix}{number:06}"  # none begins like another
 
     def identity(self) -> str:
         """Return the index's id; see `Store`."""
@@ -359,7 +155,7 @@ class RemoteStore(Store):
             served = self._current()
         return served
 
-    @_finished
+    @finished
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
         with self._turn:
@@ -369,7 +165,7 @@ class RemoteStore(Store):
             checked(items, served.widths)
             if not items:
                 return 0
-            rows = [_row(item) for item in items]
+            rows = [row_of(item) for item in items]
             self._fit(rows)
             there = self._rows(served, [item.id for item in items], False)
             values = [pair for item in items for pair in item.metadata.items()]
@@ -410,7 +206,7 @@ class RemoteStore(Store):
         if count:
             self._erase(REGISTER, [f"{owner}.{number}" for number in range(count)])
 
-    @_finished
+    @finished
     def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
         """Delete items; see `Store`."""
         named, deleted = usable(dict.fromkeys(ids)), set[str]()
@@ -469,7 +265,7 @@ class RemoteStore(Store):
                 return
             after = rows[-1].record["id"]
 
-    @_finished
+    @finished
     def scan(
         self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
     ) -> list[Item]:
@@ -493,7 +289,7 @@ class RemoteStore(Store):
             return self._count(served, own)
         return sum(map(len, self._matching(served, where, False)))
 
-    @_finished
+    @finished
     def search(
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[list[Item]]:
@@ -623,7 +419,7 @@ class RemoteStore(Store):
                 replace(row.item(), arrays=kept) for row, kept in zip(rows, features, strict=True)
             ]
 
-    @_finished
+    @finished
     def embed(
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
     ) -> None:
@@ -649,7 +445,7 @@ class RemoteStore(Store):
             self._queues[there.number] = [id for id in queue if id not in asked]
             self._asked.pop(there.number, None)
 
-    @_finished
+    @finished
     def switch(self, generation: Generation) -> bool:
         """Serve another generation; see `Store`.
 
@@ -693,19 +489,6 @@ class RemoteStore(Store):
             self._remove(self.collection(there.number))
             if there.bundle not in {one.bundle for one in self.generations()}:
                 self._drop_pieces(there.bundle, note["pieces"])
-
-
-def _row(item: Item) -> Row:
-    """Return an item as a row of a new version."""
-    size = None if item.original is None else -(-len(item.original) // PIECE_BYTES)
-    record = {
-        **{name: getattr(item, name) for name in _PLAIN},
-        "metadata": item.metadata,
-        "path": None if item.path is None else os.fspath(item.path),
-        "version": uuid.uuid4().hex,
-        "pieces": size,
-    }
-    return Row(record, {name: np.asarray(array, np.float32) for name, array in item.arrays.items()})
 
 
 def _has_list(value: Any) -> bool:
