@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -38,7 +38,6 @@ from retrieval.serving.index.index import Index
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.stages import stage
 from retrieval.serving.store.contract import Stats, StoreUnavailable, Superseded, TooSlow, patience
-from retrieval.serving.store.local import LocalStore
 
 DAMAGED = "The index cannot be searched: it is damaged, or its disk fails. The server's log says more."
 _TRIES = 5
@@ -354,10 +353,7 @@ class Searcher:
         """Return what the index holds, None where it cannot be read; for a thread: it reads the disk."""
         try:
             with self.current.use() as index, patience(self.settings.deadline):
-                stats = index.stats()
-                if isinstance(index.store, LocalStore):
-                    stats = replace(stats, details={**stats.details, "merges": index.store.merges})
-                return stats
+                return index.stats()
         except StoreError as fault:
             report(fault, self.settings.debug)
             return None
