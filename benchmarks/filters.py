@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import matches, parse_filter
-from retrieval.serving.local.columns import Columns
+from retrieval.serving.store.columns import Columns
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import Wanted
@@ -57,7 +57,7 @@ WAYS = {
 class Nothing(Columns):
     """No columns: the record is asked each time."""
 
-    def matching(self, connection: Any, where: Any, seq: int) -> None:
+    def mask(self, connection: Any, view: Any, where: Any) -> None:
         """Tell nothing."""
 
 
@@ -144,10 +144,10 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
     """Return CPU and wall seconds of each way and share, and of adds."""
     found: dict[str, dict[str, list[Any]]] = {way: {name: [] for name in FILTERS} for way in WAYS}
     adds: dict[str, list[float]] = {"columns": [], "no columns": []}
-    home = bench.store.home
+    store = bench.store
 
     def anew(columns: Columns) -> None:
-        home.columns, home.view = columns, None
+        store.searches.columns, store.views.view = columns, None
         bench.search(None)
 
     for turn in range(rounds):
@@ -162,7 +162,7 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
             anew(Columns())
             note("first", ask)
             bench.search(NONE)  # no item matches: this has both fields in memory
-            columns = home.columns
+            columns = store.searches.columns
             anew(columns)
             note("known", ask)
             note("again", ask)

@@ -112,21 +112,21 @@ class OursExact(System):
     exact = True
 
     def build(self, vectors: Vectors, folder: Path) -> None:
-        from retrieval.serving.local.compact import build
+        from retrieval.serving.store.search import Companion
 
-        if (made := build(vectors)) is not None:
+        if (made := Companion.build(vectors)) is not None:
             made.save(folder / "structure")
 
     def load(self, vectors: Vectors, folder: Path) -> None:
-        from retrieval.serving.local.compact import Compact
+        from retrieval.serving.store.search import Companion
 
         self.vectors, file = vectors, folder / "structure"
-        self.compact = Compact.load(file, *vectors.shape) if file.exists() else None
+        self.companion = Companion.load(file, *vectors.shape) if file.exists() else None
 
     def search(self, query: Vectors, point: dict[str, int]) -> Rows:
         from retrieval.serving.store.search import nearest
 
-        _, (rows,) = nearest(query, self.vectors, K, compact=self.compact)
+        _, (rows,) = nearest(query, self.vectors, K, companion=self.companion)
         return np.asarray(rows, np.int64)
 
 

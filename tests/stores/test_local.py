@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -225,3 +226,15 @@ def test_its_size_is_told_while_files_come_and_go(living: Index, tmp_path: Path)
             stop.set()
         done.result()
     assert all(0 <= size - min(sizes) <= 20 for size in sizes)
+
+
+def test_an_index_of_a_newer_format_says_which_version_reads_it(living: Index, tmp_path: Path) -> None:
+    living.close()
+    file = tmp_path / "i" / "index.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps({**said, "format": said["format"] + 1, "version": "7.8.9"}))
+    with pytest.raises(StoreError, match=r"has format 4, which retrieval 7\.8\.9 wrote; .* reads format 3"):
+        open_index(tmp_path / "i")
+    file.write_text(json.dumps({**said, "format": 2}))
+    with pytest.raises(StoreError, match=r"index\.json has format 2"):
+        open_index(tmp_path / "i")

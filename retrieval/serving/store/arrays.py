@@ -63,7 +63,7 @@ def append(path: Path, row: int, width: int, chunks: Iterable[Floats], last: int
             owner = path.parent.stat()  # who owns the index must be able to write what root makes
             os.fchown(handle, owner.st_uid, owner.st_gid)
         for chunk in chunks:
-            data = memoryview(np.ascontiguousarray(chunk, "<f4")).cast("B")
+            data = np.ascontiguousarray(chunk, "<f4").data.cast("B")
             if at + len(data) > size:
                 size = at + len(data) + max(_STEP, (at + len(data)) // 4)
                 os.ftruncate(handle, size)
@@ -124,7 +124,7 @@ class Array:
         Raises:
             StoreError: one was altered.
         """
-        content = self.rows(count).reshape(-1).view(np.uint8)
+        content = self.rows(count).reshape(-1).view(np.uint8).data
         blocks = -(-len(content) // BLOCK)
         if len(self._verified) < blocks:
             more = np.zeros(blocks - len(self._verified), bool)

@@ -105,9 +105,10 @@ class _Column:
             if isinstance(self.name, str):
                 table[code] = matches(leaf, "", value, {})
                 continue
+            metadata: Any = value
             for part in reversed(self.name):
-                value = {part: value}
-            table[code] = matches(leaf, "", None, value)
+                metadata = {part: metadata}
+            table[code] = matches(leaf, "", None, metadata)
         out: Mask = table[self._codes[:rows]]
         return out
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import apsw
 import numpy as np
@@ -84,7 +84,7 @@ class LocalStore(Store):
         StoreError: missing, damaged, or of another format.
     """
 
-    capabilities: frozenset[Capability] = frozenset(
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
         ("atomic", "ordered", "originals", "left_out", "compact", "snapshot")
     )
     structures = ("flat", "sq8", "hnsw", "ivf", "ivfpq", "rabitq")

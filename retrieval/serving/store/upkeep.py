@@ -12,14 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import apsw
 import numpy as np
 
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.host.files import sync
-from retrieval.serving.store.arrays import ARRAYS, Array, append, file_of
+from retrieval.serving.store.arrays import ARRAYS, Array, append, damaged, file_of
 from retrieval.serving.store.items import FEATURES, VECTOR, Floats, Generation
 from retrieval.serving.store.record import Record, ask, value
 from retrieval.serving.store.structure import (
@@ -46,6 +48,8 @@ from retrieval.serving.store.writing import (
 log = logging.getLogger("retrieval.serving.store")
 
 Report = Callable[[int, int], object]
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 _DEAD = 4  # a generation is compacted when more than one in so many of its rows is dead
 _LEAST_DEAD = 1000
@@ -53,6 +57,19 @@ _ROWS = 16_384  # rows that are copied at a time
 _PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds before what failed is tried again
 _WAIT = 600.0  # seconds that a command waits for another process's work
 _RENEW = 30.0  # seconds
+
+
+def _told(work: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Have work say which file is missing: nobody else removes files of what it has claimed."""
+
+    @wraps(work)
+    def wrapped(*given: _Given.args, **named: _Given.kwargs) -> _Made:
+        try:
+            return work(*given, **named)
+        except FileNotFoundError as fault:
+            raise damaged(Path(fault.filename), "is missing") from None
+
+    return wrapped
 
 
 class Upkeep:
@@ -109,6 +126,7 @@ class Upkeep:
                     self._asked = False
                     self._wake.wait_for(lambda: self._stop, min(_LONGEST_PAUSE, _PAUSE * 2**faults))
 
+    @_told
     def step(self) -> bool:
         """Do one thing that is due; return whether there was one."""
         for generation in self._generations():
@@ -173,6 +191,7 @@ class Upkeep:
 
     # For who waits
 
+    @_told
     def compact(self, report: Report = lambda done, total: None) -> None:
         """Write every generation anew without dead rows, build structures, give back room.
 
@@ -315,6 +334,7 @@ class Upkeep:
 
     # Heads
 
+    @_told
     def derive(
         self,
         source: Generation,

@@ -10,7 +10,7 @@ import numpy as np
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.contract import FEATURES, VECTOR, Generation, Item, Store, Superseded, widths_of
-from retrieval.serving.store.testing.bench import Bench, State, equal, item, normal, refused, some
+from retrieval.serving.store.testing.bench import Bench, State, equal, item, needs, normal, refused, some
 from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 
@@ -130,6 +130,7 @@ class GenerationCases(Bench):
     def test_items_that_are_left_out(self) -> None:
         """They are not pending, not found and without arrays; the one before still has them."""
         store, state = self.store(), State()
+        needs(store, "left_out")
         self.put(store, state, some(30))
         (first,) = store.generations()
         second = store.begin(self.other, widths_of(self.other))

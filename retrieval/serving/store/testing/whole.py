@@ -5,13 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import pytest
-
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Encoded
 from retrieval.serving.index.index import open_index
 from retrieval.serving.store.contract import widths_of
-from retrieval.serving.store.testing.bench import Bench, State, alike, equal, item, normal, refused, some
+from retrieval.serving.store.testing.bench import (
+    Bench,
+    State,
+    alike,
+    equal,
+    item,
+    needs,
+    normal,
+    refused,
+    some,
+)
 from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 
@@ -21,6 +29,7 @@ class WholeCases(Bench):
     def test_a_snapshot_is_a_copy_of_one_moment(self) -> None:
         """It opens as an index, answers as the store did, and neither changes with the other."""
         store, state = self.store(), State()
+        needs(store, "snapshot")
         self.put(store, state, some(80))
         self.remove(store, state, ["id 7"])
         target = self.place.parent / "copy"
@@ -44,8 +53,7 @@ class WholeCases(Bench):
     def test_a_snapshot_while_another_thread_writes(self) -> None:
         """It holds what one moment held."""
         store, bundle = self.store(), opened()
-        if "atomic" not in store.capabilities:
-            pytest.skip("the store shows a call in parts")
+        needs(store, "snapshot", "atomic")
         stop = threading.Event()
 
         def write() -> None:
