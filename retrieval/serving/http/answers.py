@@ -20,9 +20,10 @@ from retrieval.serving.filters import Filter, filter_to_json
 from retrieval.serving.http.bodies import BodyMemory
 from retrieval.serving.http.models import Query
 from retrieval.serving.http.problems import RequestError
-from retrieval.serving.http.served import Index, Served
+from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import BODY_MEMORY, SEND_SECONDS
 from retrieval.serving.index.base import Hit
+from retrieval.serving.index.collection import Collection as Index
 from retrieval.serving.stages import current
 from retrieval.serving.stores.contract import Item
 

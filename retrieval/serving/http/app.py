@@ -32,9 +32,10 @@ from retrieval.serving.http.monitoring import CONTENT_TYPE, METHODS, OTHER, Metr
 from retrieval.serving.http.problems import RequestError, new_request_id, problem, report
 from retrieval.serving.http.readiness import Readiness
 from retrieval.serving.http.routes import Routes
-from retrieval.serving.http.served import Index, Served
+from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import HEALTH, Settings
 from retrieval.serving.http.turns import Workers
+from retrieval.serving.index.collection import Collection as Index
 from retrieval.serving.stages import Trail, current, following
 
 log = logging.getLogger("retrieval.serving.http")

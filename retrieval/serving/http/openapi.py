@@ -138,7 +138,9 @@ OPERATIONS = (
 def document() -> dict[str, Any]:
     """Return the document; not to be changed."""
     bodies = [models.ItemBody, models.ItemChangeBody, models.ItemsBody, models.DeleteBody, models.SearchBody]
-    adapters = [TypeAdapter(model) for model in [*bodies, models.BatchBody, answers.Problem]]
+    adapters: list[TypeAdapter[Any]] = [
+        TypeAdapter(model) for model in [*bodies, models.BatchBody, answers.Problem]
+    ]
     adapters += [TypeAdapter(each.answer) for each in OPERATIONS if each.answer not in (None, dict)]
     _, schemas = TypeAdapter.json_schemas(
         [(str(number), "validation", adapter) for number, adapter in enumerate(adapters)],

@@ -250,7 +250,8 @@ class Served:
             widths = self.index.generation.widths
             work = partial(embedded, bundle, widths, items, decoded, small)
             made = await self.workers.searches.run(work) if images or vectors else {}
-            return await self._change(partial(write, items, made, bundle), change)
+            replaced: int = await self._change(partial(write, items, made, bundle), change)
+            return replaced
 
         return await self._again(ask, _NOT_WRITTEN)
 
