@@ -76,7 +76,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     say(
         f"\nDone in {time.monotonic() - began:.0f} s. {output} holds run, bundle, index, images, queries and neighbours.png.\nNext:"
     )
-    say(f"  retrieval serve {output}/index")
+    say(f"  retrieval serve {output}/index --images {output}/images")
     say(f"  retrieval search {output}/index {query_files[0]}")
     say(f"  retrieval train {output}/run/recipe.toml --set loss.alpha=4 --output {output}/second-run")
 
