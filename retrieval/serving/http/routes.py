@@ -342,7 +342,7 @@ class Routes:
             name = next(iter(self.indexes))
         if name is not None and not caller.may_use(name):
             raise RequestError(403, "This key is for other indexes.")
-        if name in self.indexes:
+        if name is not None and name in self.indexes:
             return self.indexes[name]
         sentence = "This server has no index of this name."
         if name is None:
