@@ -39,9 +39,7 @@ def hands(started: Any) -> list[int]:
     above = [
         str(each.process.pid) for node in started.list_all_nodes() for each in node.all_processes["raylet"]
     ]
-    found = subprocess.run(
-        ["pgrep", "-P", ",".join(above), "-f", "ray::_do"], capture_output=True, text=True
-    )
+    found = subprocess.run(["pgrep", "-P", ",".join(above), "-f", "ray::_do"], capture_output=True, text=True)
     return [int(pid) for pid in found.stdout.split()]
 
 
