@@ -306,7 +306,7 @@ class Cagra(Hnsw):
                 graph.copyTo(index)
             except REFUSALS as fault:
                 raise StoreError(
-                    f"The index back end cagra cannot build it: {refused(*vectors.shape, fault)}."
+                    f"The index back end cagra cannot build it: {refused(len(vectors), vectors.shape[1], fault)}."
                 ) from fault
         return index
 
