@@ -86,7 +86,7 @@ def embedded(folder: Path, seed: int, kind: str) -> dict[str, Any]:
 
 def near(queries: Vectors, gallery: Vectors) -> NDArray[np.int64]:
     """Return the ten nearest rows of each query, exactly."""
-    from retrieval.serving.local.exact import nearest
+    from retrieval.serving.store.search import nearest
 
     return np.asarray(nearest(queries, gallery, K)[1], np.int64)
 

@@ -28,12 +28,12 @@ from retrieval.errors import RetrievalError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import as_filter
 from retrieval.serving.index.index import Index, open_index
-from retrieval.serving.local import record
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.home import identity
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
-from retrieval.serving.stores.contract import widths_of
+from retrieval.serving.store import record
+from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
+from retrieval.serving.store.writing import identity_of as identity
 
 from kills import forked
 from living_model import WIDTH, State, differences, item_of, make_bundles, small
@@ -61,7 +61,7 @@ def make(folder: Path) -> tuple[State, list[Bundle]]:
 
     def work(pipe: int) -> None:
         small()
-        record._CHECKPOINT = 4000  # so that the log is in use
+        record._CHECKPOINT_PAGES = 4000  # so that the log is in use
         create_local(folder / "index", bundles[0], widths_of(bundles[0], features=WIDTH), structure=Wanted("ivf", {"lists": 4, "probes": 4}))  # fmt: skip
         store = LocalStore(folder / "index", upkeep=False)
 
@@ -169,7 +169,9 @@ def group(name: str) -> str:
     """Return what kind of file a name is."""
     if name.startswith("bundles/"):
         return "bundles"
-    return ("segment" if name.endswith(".segment") else "structure") if name.startswith("segments/") else name
+    if not name.startswith("arrays/"):
+        return name
+    return "array" if name.endswith((".vector", ".features", ".code")) else "structure"
 
 
 def summary(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from retrieval.data.fingerprints import picture
 from retrieval.host.create import create
 from retrieval.run.check_data import PICTURES
 from retrieval.serving.images import from_array
-from retrieval.serving.local.exact import nearest
+from retrieval.serving.store.search import nearest
 from sklearn.datasets import load_sample_images
 
 RESULT = Path(__file__).parent / "results" / "data_check.md"

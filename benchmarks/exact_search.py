@@ -29,11 +29,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import faiss
 import numpy as np
+from exact_search_index import whole
 from numpy.typing import NDArray
 from retrieval.host.files import write_text
 from retrieval.serving.local import compact, distances, exact
 
-from exact_search_index import whole
 from exact_search_report import COMPACT, DEFAULT, INDEX, KNN, KNN_BLAS, NORMS, OURS, POST, render
 from exact_search_turns import (
     BATCHES,

@@ -24,12 +24,12 @@ import numpy as np
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import matches, parse_filter
 from retrieval.serving.local.columns import Columns
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.store.contract import Item
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
-from opening import make_bundle
+from scaled_bundle import make_bundle
 from store_verbs import shares
 
 RESULTS = Path(__file__).parent / "results"

@@ -32,9 +32,9 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.on_gpu import device as faiss_device
 from retrieval.serving.index.on_gpu import gpus_found
-from retrieval.serving.local.exact import nearest
 from retrieval.serving.providers import checked_device, start
 from retrieval.serving.runtime import load_faiss, load_onnxruntime
+from retrieval.serving.store.search import nearest
 from retrieval.training.batch import moved
 from retrieval.training.step import Step
 

@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.index import Index, open_index
-from retrieval.serving.local import searches, upkeep, writer
-from retrieval.serving.local.create import create_local
-from retrieval.serving.stores.contract import FEATURES, VECTOR, Item, widths_of
-from retrieval.serving.testing import make_bundle
+from retrieval.serving.store import searches, upkeep
+from retrieval.serving.store.contract import FEATURES, VECTOR, Item, widths_of
+from retrieval.serving.store.testing import make_bundle
+from retrieval.serving.store.writing import create_local
 
 RESULTS = Path(__file__).parent / "results"
 IDS, NUMBERS, K = 400, 8, 10
@@ -223,13 +223,13 @@ def wrong(history: list[Change], answers: list[Answer], maps: list[Any]) -> list
 @contextmanager
 def small_segments() -> Iterator[None]:
     """Have segments made of so few items that merges go on all the while, and filters looked up as those of a large index."""
-    before = writer.FLUSH_ROWS, searches._SMALL
-    writer.FLUSH_ROWS = upkeep.FLUSH_ROWS = SMALL
+    before = upkeep._LEAST_DEAD, searches._SMALL
+    upkeep._LEAST_DEAD = SMALL
     searches._SMALL = 0
     try:
         yield
     finally:
-        writer.FLUSH_ROWS = upkeep.FLUSH_ROWS = before[0]
+        upkeep._LEAST_DEAD = before[0]
         searches._SMALL = before[1]
 
 

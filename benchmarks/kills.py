@@ -33,8 +33,8 @@ from types import FrameType
 from typing import Any
 
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.local.create import create_local
-from retrieval.serving.stores.contract import widths_of
+from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.writing import create_local
 
 from living_model import WIDTH, Call, State, Writing, check, make_bundles, small
 
@@ -62,7 +62,7 @@ def forked(work: Callable[[int], None]) -> tuple[int, int]:
 def kill_at_line(count: int) -> None:
     """Have this process kill itself when it has executed so many lines of the store."""
     left = [count]
-    here = (f"{os.sep}serving{os.sep}local{os.sep}", f"host{os.sep}files.py")
+    here = (f"{os.sep}serving{os.sep}store{os.sep}", f"host{os.sep}files.py")
 
     def line(frame: FrameType, event: str, _: object) -> Any:
         if event == "line":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -15,14 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import as_filter
-from retrieval.serving.local import record, structures, upkeep, writer
-from retrieval.serving.local.piece import SEGMENTS
-from retrieval.serving.local.segment import features_file
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
-from retrieval.serving.stores.contract import Generation, Item, widths_of
+from retrieval.serving.store import record, structure, upkeep
+from retrieval.serving.store.contract import Generation, Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
 
-from opening import make_bundle
+from scaled_bundle import make_bundle
 
 WIDTH, BUNDLES, FLUSH, LEAST = 8, 3, 32, 48
 IDS = 400
@@ -93,10 +92,9 @@ def item_of(id: str, version: int, bundle: int) -> Item:
 
 def small() -> None:
     """Have little fill a segment or a log, so that every kind of work happens often."""
-    for module in (writer, upkeep):
-        module.FLUSH_ROWS = FLUSH  # type: ignore[attr-defined]
-    structures.LEAST = LEAST
-    record._CHECKPOINT = 40
+    upkeep._LEAST_DEAD = FLUSH
+    structure.LEAST = upkeep.LEAST = LEAST
+    record._CHECKPOINT_PAGES = 40
 
 
 class Writing:
@@ -184,7 +182,7 @@ class Writing:
             gone = sum(_price(id, one) == call["price"] for id, one in self.state.items.items())
             assert store.delete(where=as_filter(f"price = {call['price']}")) == gone
         elif name == "tend":
-            (store._upkeep or upkeep.Upkeep(store.home, store.writer, thread=False)).step()
+            store.upkeep.step()
         elif name == "compact":
             store.compact()
         elif name == "snapshot":
@@ -215,7 +213,7 @@ class Writing:
 
 
 def value_of(store: LocalStore, sql: str) -> int:
-    with store.home.record.reading() as connection:
+    with store.record.reading() as connection:
         return int(record.value(connection, sql) or 0)
 
 
@@ -286,9 +284,12 @@ def _searches(
 
 def leftovers(folder: Path, store: LocalStore) -> list[str]:
     """Return files of an index that its record does not name."""
-    with store.home.record.reading() as connection:
-        named = {f"{SEGMENTS}/{name}" for row in record.ask(connection, "select file, structure from segments") for name in writer.files_of(*row)}  # fmt: skip
-    named |= {features_file(Path(name)).as_posix() for name in named if name.endswith(".segment")}
+    with store.record.reading() as connection:
+        rows = record.ask(connection, "select stem, widths, structure from generations")
+    named = {f"arrays/{stem}.{name}" for stem, widths, _ in rows for name in json.loads(widths)}
+    for *_, text in rows:
+        known = structure.Structure.parse(text)
+        named |= {f"arrays/{name}" for name, _ in known.files} if known is not None else set()
     named |= {f"bundles/{one.bundle[:16]}/" for one in store.generations()}
     named |= {"index.json", "acknowledged", *(record.FILE + end for end in ("", "-wal", "-shm"))}
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
@@ -303,7 +304,7 @@ def check(
         faults = [differences(store, state, bundles, seed) for state in states]
         which = next((at for at, fault in enumerate(faults) if not fault), None)
         wrong = [] if which is not None else faults[-1] or faults[0]
-        store.writer.hold()
+        store._begin_to_write()
         wrong += [f"left over: {one}" for one in leftovers(folder, store)]
     for name, (state, must) in copies.items():
         if (copy := folder.parent / name).exists():

@@ -35,11 +35,11 @@ from retrieval.host.files import write_text
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.images import Preprocessing
 from retrieval.serving.index.index import Index
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.structures import Wanted
 from retrieval.serving.manifest import DistanceEntry, Input, Manifest, SplitEntry, Verified, write_manifest
-from retrieval.serving.stores.contract import FEATURES, VECTOR, Item, widths_of
-from retrieval.serving.testing.bundles import save_graph
+from retrieval.serving.store.contract import FEATURES, VECTOR, Item, widths_of
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.testing.bundles import save_graph
+from retrieval.serving.store.writing import create_local
 
 RAW = Path(__file__).parent / "results" / "raw" / "migrate_head.json"
 SIZES = ("200000x1280", "1000000x256", "1000000x1280")

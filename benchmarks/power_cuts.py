@@ -28,10 +28,10 @@ from typing import Any
 
 from retrieval.errors import RetrievalError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.record import Record
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.stores.contract import widths_of
+from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.record import Record
+from retrieval.serving.store.writing import create_local
 
 from kills import kill_at_line
 from living_model import (
@@ -113,7 +113,7 @@ def live(folder: Path, seed: int, life: int, fault: str | None) -> None:
         )
         writing.state = states[which]
         writing.first = known["running"] if which == 0 and known["again"] else None
-        writing.store.writer.hold()
+        writing.store._begin_to_write()
         tell("is", which)
     try:
         writing.run()

@@ -22,12 +22,12 @@ class Local(System):
 
     def build(self, vectors: Vectors, folder: Path) -> None:
         from retrieval.serving.bundle import Bundle
-        from retrieval.serving.local.create import create_local
-        from retrieval.serving.local.store import LocalStore
-        from retrieval.serving.local.structures import Wanted
-        from retrieval.serving.stores.contract import Item
+        from retrieval.serving.store.contract import Item
+        from retrieval.serving.store.local import LocalStore
+        from retrieval.serving.store.structure import Wanted
+        from retrieval.serving.store.writing import create_local
 
-        from opening import make_bundle
+        from scaled_bundle import make_bundle
 
         make_bundle(folder / "bundle", vectors.shape[1], 1.0)
         wanted = Wanted(self.backend, self.options(len(vectors)))
@@ -52,7 +52,7 @@ class Local(System):
         store.close()
 
     def load(self, vectors: Vectors, folder: Path) -> None:
-        from retrieval.serving.local.store import LocalStore
+        from retrieval.serving.store.local import LocalStore
 
         self.store = LocalStore(folder / "index", upkeep=False)
         self.bundle = self.store.generations()[0].bundle

@@ -124,7 +124,7 @@ class OursExact(System):
         self.compact = Compact.load(file, *vectors.shape) if file.exists() else None
 
     def search(self, query: Vectors, point: dict[str, int]) -> Rows:
-        from retrieval.serving.local.exact import nearest
+        from retrieval.serving.store.search import nearest
 
         _, (rows,) = nearest(query, self.vectors, K, compact=self.compact)
         return np.asarray(rows, np.int64)

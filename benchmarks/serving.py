@@ -64,11 +64,9 @@ def prepare(sources: Path, folder: Path) -> None:
         "sys.path[:0] = [str(sources)]\n"
         "spec = u.spec_from_file_location('makers', sources / 'tests' / 'serving' / 'makers.py')\n"
         "makers = u.module_from_spec(spec); spec.loader.exec_module(makers)\n"
-        # a checkout of before the floors has it elsewhere
-        "try:\n    from retrieval.serving.index.creating import create_index\n"
-        "except ImportError:\n    from retrieval.index.creating import build_index as write_index\n"
+        "import retrieval\n"
         "makers.write_digits(folder / 'photos', 200)\n"
-        "write_index(makers.make_bundle(folder / 'bundle'), [folder / 'photos'], folder / 'i', progress=False)\n"
+        "retrieval.build_index(makers.make_bundle(folder / 'bundle'), [folder / 'photos'], folder / 'i', progress=False)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(sources), str(folder)], check=True)
 

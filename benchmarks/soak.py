@@ -29,14 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from retrieval.client.requests import NewItem
-from retrieval.client.retrying import Retries
-from retrieval.client.synchronous import Client
+from retrieval.client import Client, NewItem, Retries
 from retrieval.errors import ServerError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index
-from retrieval.serving.testing.bundles import FEATURES, make_bundle
+from retrieval.serving.store.testing.bundles import FEATURES, make_bundle
 
 from soak_server import Server
 

@@ -56,8 +56,8 @@ class Server:
             for pid in path.read_text().split():
                 with suppress(OSError, IndexError, ValueError):
                     words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                    if "retrieval.serving.http.processes.child" in words:
-                        found[int(words[-2])] = int(pid)
+                    if "--multiprocessing-fork" in words:
+                        found[len(found)] = int(pid)
         return found
 
     def kill(self) -> None:

@@ -15,7 +15,7 @@ class Local(System):
     """Ours: the store itself, without a server or a bundle's encoder; what it proposes is measured and ordered as the index does."""
 
     packages = ()
-    modules = ("faiss", "retrieval.serving.local.store", "retrieval.serving.local.create")
+    modules = ("faiss", "retrieval.serving.store.local", "retrieval.serving.store.writing")
     exact = True
     what = "flat: exact search of segments that are mapped; SQLite is the record"
     hints: ClassVar[tuple[str, ...]] = ("index/acknowledged",)
@@ -24,14 +24,14 @@ class Local(System):
     def open(self) -> None:
         from retrieval.serving.bundle import Bundle
         from retrieval.serving.filters import parse_filter
-        from retrieval.serving.local.create import create_local
-        from retrieval.serving.local.store import LocalStore
-        from retrieval.serving.local.structures import Wanted
-        from retrieval.serving.stores.contract import Item
+        from retrieval.serving.store.contract import Item
+        from retrieval.serving.store.local import LocalStore
+        from retrieval.serving.store.structure import Wanted
+        from retrieval.serving.store.writing import create_local
 
         self.item, self.parse = Item, parse_filter
         if not (self.folder / "index").exists():
-            from opening import make_bundle
+            from scaled_bundle import make_bundle
 
             make_bundle(self.folder / "bundle", self.width, 1.0)
             bundle = Bundle.open(self.folder / "bundle")

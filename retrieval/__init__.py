@@ -24,10 +24,9 @@ from retrieval.host.lazy import lazy
 if TYPE_CHECKING:
     import retrieval.client as client
     import retrieval.evaluation.plot as plot
-    import retrieval.serving.stores as stores
-    import retrieval.serving.testing as testing
-    from retrieval.client.asynchronous import AsyncClient
-    from retrieval.client.synchronous import Client
+    import retrieval.serving.store as stores
+    import retrieval.serving.store.testing as testing
+    from retrieval.client.clients import AsyncClient, Client
     from retrieval.errors import (
         BundleError,
         DataError,
@@ -71,7 +70,7 @@ if TYPE_CHECKING:
     from retrieval.serving.index.contract import IndexBackend
     from retrieval.serving.index.creating import build_index
     from retrieval.serving.index.index import Index, open_index
-    from retrieval.serving.stores.contract import Item, Store
+    from retrieval.serving.store.contract import Item, Store
     from retrieval.training.comparison.compare import compare
     from retrieval.training.train import train
 
@@ -146,8 +145,7 @@ limit_threads()
 _load, _ = lazy(
     __name__,
     {
-        "retrieval.client.asynchronous": ["AsyncClient"],
-        "retrieval.client.synchronous": ["Client"],
+        "retrieval.client.clients": ["AsyncClient", "Client"],
         "retrieval.errors": [
             "BundleError",
             "DataError",
@@ -191,7 +189,7 @@ _load, _ = lazy(
         "retrieval.serving.index.contract": ["IndexBackend"],
         "retrieval.serving.index.creating": ["build_index"],
         "retrieval.serving.index.index": ["Index", "open_index"],
-        "retrieval.serving.stores.contract": ["Item", "Store"],
+        "retrieval.serving.store.contract": ["Item", "Store"],
         "retrieval.training.comparison.compare": ["compare"],
         "retrieval.training.train": ["train"],
     },
@@ -214,11 +212,11 @@ if not TYPE_CHECKING:  # else a type checker would take a name that there is not
 
             return plot
         if name == "stores":
-            from retrieval.serving import stores
+            from retrieval.serving import store as stores
 
             return stores
         if name == "testing":
-            from retrieval.serving import testing
+            from retrieval.serving.store import testing
 
             return testing
         return _load(name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,8 +16,6 @@ from sklearn.utils.validation import validate_data
 
 Floats = NDArray[np.floating[Any]]
 Count = Annotated[int, Field(ge=1)]
-FORMER_NAMES = {"components": "n_components"}
-"""What older recipes call a parameter."""
 
 
 class PCA(LinearMap):
@@ -32,8 +29,6 @@ class PCA(LinearMap):
         seed: seed of the randomised solver, which scikit-learn chooses for large data; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
-
-    former_names: ClassVar[Mapping[str, str]] = FORMER_NAMES
 
     def __init__(
         self,
@@ -72,8 +67,6 @@ class LDA(LinearMap):
             the lemma of Ledoit and Wolf. Above 0 it keeps many features with few items from fitting noise.
     """
 
-    former_names: ClassVar[Mapping[str, str]] = FORMER_NAMES
-
     def __init__(
         self,
         n_components: Count | None = None,
@@ -108,8 +101,6 @@ class NCA(LinearMap):
         seed: seed of a random start and of PCA's randomised solver; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
-
-    former_names: ClassVar[Mapping[str, str]] = FORMER_NAMES
 
     def __init__(
         self,

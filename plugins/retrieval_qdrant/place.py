@@ -13,54 +13,54 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 def _name(address: stores.Address) -> str:
-    name = address.name
-    if not NAME.fullmatch(name) or ".." in name:
+    if not NAME.fullmatch(address.name) or ".." in address.name:
         raise StoreError(
-            f"{address} names no index: a name has letters, digits, '_', '-' and single '.', 100 at most, such as {address.scheme}://HOST/photos."
+            f"{address} names no index: a name has letters, digits, '_', '-' and single '.', 100 at "
+            f"most, such as {address.scheme}://HOST/photos."
         )
-    return name
+    if find_spec("qdrant_client") is None:
+        raise MissingDependency("Qdrant needs a package: pip install 'embedding-retrieval[qdrant]'.")
+    return address.name
 
 
-class QdrantPlace(stores.RowPlace):
-    """A server of Qdrant, or a cluster. Its API key is taken from the environment: RETRIEVAL_QDRANT_KEY.
+class QdrantPlace(stores.RemotePlace):
+    """A server or cluster of Qdrant. Its API key comes from the environment: RETRIEVAL_QDRANT_KEY.
 
     Args:
         address: `qdrant://host:6333/photos`; the port is 6333 by default.
         tls: whether to talk over TLS.
         timeout: seconds that one question to the server may take.
-        wait: seconds that another process that writes is waited for.
         exact: whether every vector is looked at, rather than Qdrant's graph, which is faster and may miss some.
     """
 
     def __init__(
-        self,
-        address: stores.Address,
-        tls: bool = False,
-        timeout: float = 30.0,
-        wait: float = 60.0,
-        exact: bool = True,
+        self, address: stores.Address, tls: bool = False, timeout: float = 30.0, exact: bool = True
     ) -> None:
         super().__init__(address)
-        self.name, self.wait = _name(address), wait
+        self.name = _name(address)
         self._tls, self._timeout, self._exact = tls, timeout, exact
 
-    def engine(self) -> stores.Engine:
-        """Return the engine of this index."""
-        _require()
+    def store(self) -> stores.RemoteStore:
+        """Return a store that is connected; see `RemotePlace`."""
         from qdrant_client import QdrantClient
 
-        from retrieval_qdrant.engine import QdrantEngine
+        from retrieval_qdrant.store import QdrantStore
 
-        port, host = self.address.port or 6333, self.address.host or "localhost"
-        made = QdrantClient(
-            host=host, port=port, https=self._tls, api_key=os.environ.get("RETRIEVAL_QDRANT_KEY"),
-            timeout=max(1, round(self._timeout)), check_compatibility=False,
-        )  # fmt: skip
-        return QdrantEngine(made, self.name, str(self.address), self._timeout, self._exact)
+        client = QdrantClient(
+            host=self.address.host or "localhost",
+            port=self.address.port or 6333,
+            https=self._tls,
+            api_key=os.environ.get("RETRIEVAL_QDRANT_KEY"),
+            timeout=max(1, round(self._timeout)),
+            check_compatibility=False,
+        )
+        return QdrantStore(client, str(self.address), self.name, self._timeout, self._exact)
 
 
-class QdrantLocalPlace(stores.RowPlace):
-    """Qdrant's in-process mode: a folder that one process opens at a time, all of it in memory. It suits some ten thousand items.
+class QdrantLocalPlace(stores.RemotePlace):
+    """Qdrant's in-process mode: a folder that one process opens at a time, all of it in memory.
+
+    It suits some ten thousand items.
 
     Args:
         address: `qdrant_local:///data/photos`: the index `photos` in the folder `/data`.
@@ -71,17 +71,10 @@ class QdrantLocalPlace(stores.RowPlace):
         self.name = _name(address)
         self._folder = address.path.rstrip("/").rpartition("/")[0] or "/"
 
-    def engine(self) -> stores.Engine:
-        """Return the engine of this index."""
-        _require()
-        from retrieval_qdrant.engine import QdrantEngine
+    def store(self) -> stores.RemoteStore:
+        """Return a store that is connected; see `RemotePlace`."""
         from retrieval_qdrant.local import LocalClient
+        from retrieval_qdrant.store import QdrantStore
 
-        return QdrantEngine(
-            cast(Any, LocalClient(self._folder, str(self.address))), self.name, str(self.address), None
-        )
-
-
-def _require() -> None:
-    if find_spec("qdrant_client") is None:
-        raise MissingDependency("Qdrant needs a package: pip install 'embedding-retrieval[qdrant]'.")
+        client = LocalClient(self._folder, str(self.address))
+        return QdrantStore(cast(Any, client), str(self.address), self.name, local=True)

@@ -14,8 +14,8 @@ from retrieval.cli.types import Bytes, Choice, IndexArgument, Pixels
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
     from retrieval.serving.index.tuning import Tuned
-    from retrieval.serving.stores.address import IndexPlace
-    from retrieval.serving.stores.contract import Store
+    from retrieval.serving.store.address import IndexPlace
+    from retrieval.serving.store.contract import Store
 
 _DEVICE = Choice(["auto", "cpu", "cuda", "tensorrt"])
 _KEEP = Choice(["reference", "copy", "thumbnail", "nothing"])

@@ -16,7 +16,7 @@ from retrieval.cli.types import Place
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Summary
-    from retrieval.serving.stores.address import IndexPlace
+    from retrieval.serving.store.address import IndexPlace
 
 _LOW_RECALL = 0.9
 
@@ -135,7 +135,7 @@ def _create(
 
 
 def _tell(path: IndexPlace, summary: Summary, asked: str, as_json: bool) -> None:
-    from retrieval.serving.local.structures import LEAST
+    from retrieval.serving.store.structure import LEAST
 
     notes = [f"back end {summary.backend}"]
     if asked not in ("auto", summary.backend):

@@ -14,8 +14,8 @@ from retrieval.cli.types import Place
 from retrieval.errors import StoreError
 
 if TYPE_CHECKING:
-    from retrieval.serving.stores.address import IndexPlace
-    from retrieval.serving.stores.contract import Item
+    from retrieval.serving.store.address import IndexPlace
+    from retrieval.serving.store.contract import Item
 
 _PAGE = 1000
 

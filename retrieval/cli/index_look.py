@@ -13,7 +13,7 @@ from retrieval.cli.types import Bytes
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
-    from retrieval.serving.stores.address import IndexPlace
+    from retrieval.serving.store.address import IndexPlace
 
 
 @click.command(

@@ -21,7 +21,7 @@ from retrieval.errors import StoreError, listed
 
 if TYPE_CHECKING:
     from retrieval.serving.index.migrating import Migrated
-    from retrieval.serving.stores.address import IndexPlace
+    from retrieval.serving.store.address import IndexPlace
 
 
 @click.command(

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.types import Bytes, Choice, Number
+from retrieval.cli.types import Choice
 
 _FILE = click.argument("path", metavar="KEYS", type=click.Path(path_type=Path))
 _OUTPUT = click.option(
@@ -44,19 +44,11 @@ Examples:
     help="read: search and look. write: add, change and delete items too. admin: snapshots and figures too.",
 )
 @click.option("--index", "indexes", multiple=True, metavar="NAME", help="Only this index; repeatable.")
-@click.option("--requests-per-second", type=Number(0), help="On average; 0 for no limit.")
-@click.option("--burst", type=click.IntRange(0), help="Requests at once after a pause.")
-@click.option("--concurrent", type=click.IntRange(0), help="Requests at a time; 0 for no limit.")
-@click.option("--bytes-per-minute", type=Bytes(0), help="Of bodies, sent and received; 0 for no limit.")
-def add(name: str, path: Path, role: Any, indexes: tuple[str, ...], **limits: Any) -> None:
-    """Make a key called NAME, keep its hash in a file, and print the key: it is shown this once.
+def add(name: str, path: Path, role: Any, indexes: tuple[str, ...]) -> None:
+    """Make a key called NAME, keep its hash in a file, and print the key: it is shown this once."""
+    from retrieval.serving.http.keys import add_key, new_key
 
-    Limits that are not given are those of the server (retrieval serve --help).
-    """
-    from retrieval.serving.http.access.key_file import add_key
-    from retrieval.serving.http.access.keys import Allowance, new_key
-
-    sent, kept = new_key(name, role, indexes, Allowance(**limits))
+    sent, kept = new_key(name, role, indexes)
     add_key(path, kept)
     click.echo(sent)
     say(f"Wrote its hash to {path}. Requests send it as 'Authorization: Bearer KEY'.", err=True)
@@ -72,8 +64,8 @@ Example:
 @_FILE
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_keys(path: Path, as_json: bool) -> None:
-    """Print the keys of a file: names, roles, indexes and limits, and no hash."""
-    from retrieval.serving.http.access.key_file import read_keys
+    """Print the keys of a file: names, roles and indexes, and no hash."""
+    from retrieval.serving.http.keys import read_keys
 
     found = [key.model_dump(exclude={"salt", "hash"}, exclude_none=True) for key in read_keys(path)]
     if as_json:
@@ -97,7 +89,7 @@ Example:
 @_OUTPUT
 def remove(name: str, path: Path) -> None:
     """Remove the key called NAME from a file; a running server refuses it within seconds."""
-    from retrieval.serving.http.access.key_file import remove_key
+    from retrieval.serving.http.keys import remove_key
 
     remove_key(path, name)
     say(f"Removed {name} from {path}.")

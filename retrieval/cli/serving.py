@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +13,11 @@ from retrieval.cli import say, say_json
 from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.cli.types import Bytes, Choice, IndexArgument, Number, Pixels
 from retrieval.host.cores import cores
-from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.settings import MAX_PROCESSES, Settings
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Hit
-    from retrieval.serving.stores.address import IndexPlace
+    from retrieval.serving.store.address import IndexPlace
 
 _LOW_RECALL = 0.9
 _DAY = 86_400.0  # seconds: no time-out is longer
@@ -73,85 +71,6 @@ def search_command(
         say("\n\n".join(_table(name, hits) for name, hits in zip(names, answers, strict=True)))
 
 
-_SIZES = {
-    "max_pixels": Pixels,
-    "max_bytes": Bytes,
-    "body_memory": Bytes,
-    "batch_bytes": Bytes,
-    "bytes_per_minute": Bytes,
-}
-
-
-def _access(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say who may reach the server, and how."""
-    file = click.Path(path_type=Path)
-    for option in reversed(
-        [
-            click.option(
-                "--keys",
-                type=file,
-                metavar="KEYS",
-                help="File of API keys (retrieval keys add); also named by the environment variable RETRIEVAL_KEYS.",
-            ),
-            click.option(
-                "--open",
-                type=Choice(["read", "write", "admin"]),
-                help="What everybody may do without a key. A server that others can reach needs this or keys.",
-            ),
-            click.option(
-                "--audit",
-                type=file,
-                metavar="FILE",
-                help="Record each change of an index here, as JSON lines.",
-            ),
-            click.option(
-                "--certificate", type=file, metavar="FILE", help="TLS certificate with its chain, PEM."
-            ),
-            click.option(
-                "--private-key",
-                type=file,
-                metavar="FILE",
-                help="Its private key, PEM; the password is RETRIEVAL_PRIVATE_KEY_PASSWORD in the environment.",
-            ),
-            click.option(
-                "--proxy-header-from",
-                "proxies",
-                multiple=True,
-                metavar="ADDRESS",
-                help="Believe X-Forwarded-For of the proxy at this address or network; repeatable.",
-            ),
-            click.option(
-                "--cors-origin",
-                "cors_origins",
-                multiple=True,
-                metavar="ORIGIN",
-                help="Pages of this other site may use the server; repeatable.",
-            ),
-        ]
-    ):
-        command = option(command)
-    return command
-
-
-def _limits(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add an option for each limit of the server's settings."""
-    for each in reversed([each for each in fields(Settings) if each.metadata]):
-        least = each.metadata["least"]
-        kind = (
-            click.IntRange(least, each.metadata["most"])
-            if isinstance(each.default, int)
-            else Number(least, _DAY)
-        )
-        command = click.option(
-            f"--{each.name.replace('_', '-')}",
-            default=each.default,
-            show_default=True,
-            type=_SIZES[each.name](least) if each.name in _SIZES else kind,
-            help=each.metadata["help"],
-        )(command)
-    return command
-
-
 @click.command(
     "serve",
     epilog="""\b
@@ -173,14 +92,31 @@ Examples:
     help="Another port, for /livez, /readyz and /metrics only; 0 picks a free one.",
 )
 @click.option(
-    "--allow-host",
-    "hosts",
-    multiple=True,
-    metavar="NAME",
-    help="A name that requests may use for this server.",
+    "--allow-host", "hosts", multiple=True, metavar="NAME", help="A name that requests may use; repeatable."
 )
 @click.option(
-    "--workers", type=click.IntRange(1), help="Searches at a time; as many as there are cores by default."
+    "--proxy-header-from",
+    "proxies",
+    multiple=True,
+    metavar="ADDRESS",
+    help="Believe X-Forwarded-For of the proxy at this address or network; repeatable.",
+)
+@click.option(
+    "--keys",
+    type=click.Path(path_type=Path),
+    metavar="KEYS",
+    help="File of API keys (retrieval keys add); also named by the environment variable RETRIEVAL_KEYS.",
+)
+@click.option(
+    "--open",
+    type=Choice(["read", "write", "admin"]),
+    help="What everybody may do without a key. A server that others can reach needs this or keys.",
+)
+@click.option(
+    "--audit",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Record each change of an index here, as JSON lines.",
 )
 @click.option(
     "--images",
@@ -195,59 +131,51 @@ Examples:
     metavar="FOLDER",
     help="Where snapshots that clients ask for are written.",
 )
-@_access
-@_limits
+@click.option(
+    "--processes",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, MAX_PROCESSES),
+    help="Processes that serve.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help="Searches at a time in each; as many as there are cores by default.",
+)
+@click.option(
+    "--max-pixels",
+    default=Settings.max_pixels,
+    show_default=True,
+    type=Pixels(1),
+    help="Largest image; a JPEG may have four times as many pixels.",
+)
+@click.option(
+    "--max-bytes", default=Settings.max_bytes, show_default=True, type=Bytes(1), help="Largest image file."
+)
+@click.option(
+    "--deadline",
+    default=Settings.deadline,
+    show_default=True,
+    type=Number(0.1, _DAY),
+    help="Seconds from a complete request to its answer; then 503.",
+)
 @click.option(
     "--log-format",
     type=Choice(["text", "json"]),
     help="A line for each request in the log, for people or for programs; without it only what goes wrong.",
 )
-@click.option("--debug", is_flag=True, help="Tracebacks in the log.")
-@PLUGIN_OPTION
-@click.option("--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs.")
-def serve_command(
-    indexes: tuple[str, ...],
-    host: str,
-    port: int,
-    health_port: int | None,
-    hosts: tuple[str, ...],
-    workers: int | None,
-    images: tuple[Path, ...],
-    snapshots: Path | None,
-    log_format: Any,
-    debug: bool,
-    extra: tuple[str, ...],
-    device: Any,
-    **settings: Any,
-) -> None:
+def serve_command(indexes: tuple[str, ...], host: str, port: int, workers: int | None, **given: Any) -> None:
     """Serve INDEX, a folder or an address, over HTTP: a page to search with an image, and the same as JSON at POST /v1/search.
 
     Several indexes have names: PATH is called what its folder is, NAME=PATH as you like.
     """
     _quiet_threads()
-    from retrieval.serving.http.naming import named
+    from retrieval.serving.http.listening import named
     from retrieval.serving.http.server import serve
 
-    if settings["private_key"] is not None and settings["certificate"] is None:
-        raise click.UsageError("--private-key needs --certificate.")
-    made = Settings(
-        workers=workers or cores(),
-        hosts=tuple(name.lower() for name in hosts),
-        health_port=health_port,
-        images=images,
-        snapshots=snapshots,
-        log_format=log_format,
-        debug=debug,
-        **settings,
-    )
-    serve(
-        named(indexes),
-        host=host,
-        port=port,
-        settings=made,
-        plugins=extra,
-        device=device,
-    )
+    settings = Settings(workers=workers or cores(), **given)
+    serve(named(indexes), host=host, port=port, settings=settings)
 
 
 def _quiet_threads() -> None:

@@ -35,7 +35,7 @@ class IndexArgument(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return a path, or the address, read."""
-        from retrieval.serving.stores.address import Address, place_of
+        from retrieval.serving.store.address import Address, place_of
 
         place = place_of(value)
         return place if isinstance(place, Address) else super().convert(place, param, ctx)

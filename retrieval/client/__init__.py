@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from retrieval.client.answers import ItemAnswer as ItemAnswer
     from retrieval.client.answers import PutAnswer as PutAnswer
     from retrieval.client.answers import SearchAnswer as SearchAnswer
-    from retrieval.client.asynchronous import AsyncClient as AsyncClient
+    from retrieval.client.clients import AsyncClient as AsyncClient
+    from retrieval.client.clients import Client as Client
     from retrieval.client.folder import PushProgress as PushProgress
     from retrieval.client.folder import PushReport as PushReport
-    from retrieval.client.requests import NewItem as NewItem
-    from retrieval.client.retrying import Retries as Retries
-    from retrieval.client.synchronous import Client as Client
+    from retrieval.client.images import NewItem as NewItem
+    from retrieval.client.sending import Retries as Retries
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -33,10 +33,9 @@ __getattr__, __dir__ = lazy(
             "PutAnswer",
             "SearchAnswer",
         ],
-        "retrieval.client.asynchronous": ["AsyncClient"],
+        "retrieval.client.clients": ["AsyncClient", "Client"],
         "retrieval.client.folder": ["PushProgress", "PushReport"],
-        "retrieval.client.requests": ["NewItem"],
-        "retrieval.client.retrying": ["Retries"],
-        "retrieval.client.synchronous": ["Client"],
+        "retrieval.client.images": ["NewItem"],
+        "retrieval.client.sending": ["Retries"],
     },
 )

@@ -1,10 +1,13 @@
-"""What a server answers, as frozen dataclasses; members that a later version of /v1 adds are passed over."""
+"""What a server answers, as frozen dataclasses; members that a later version of /v1 adds are passed over.
+
+The server describes its answers with them too, in its OpenAPI document.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,9 +20,9 @@ class NotUnderstood(Exception):
 
 @dataclass(frozen=True)
 class Hit:
-    """An item that was found; smaller distance is closer. `id` is a number in an index of format 1."""
+    """An item that was found; smaller distance is closer."""
 
-    id: str | int
+    id: str
     key: str
     label: str | None
     distance: float
@@ -55,16 +58,16 @@ class BatchAnswer:
 
 @dataclass(frozen=True)
 class ItemAnswer:
-    """An item: its original's size in bytes and pixels, what the index keeps of it, and its vector (P numbers) when asked for."""
+    """An item: its original's size in bytes and pixels, what the index keeps of it, and its vector when asked for."""
 
-    id: str | int
+    id: str
     key: str
     label: str | None
     metadata: dict[str, Any]
     bytes: int | None
     width: int | None
     height: int | None
-    keep: str
+    keep: Literal["reference", "copy", "thumbnail", "nothing"]
     image_url: str | None
     thumbnail_url: str | None
     vector: tuple[float, ...] | None = None
@@ -109,10 +112,28 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class Indexes:
+    """The names of a server's indexes."""
+
+    indexes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a request failed, as RFC 9457 has it; `instance` is the request's id."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+
+
+@dataclass(frozen=True)
 class Input:
     """What the encoder takes: "image" or "features", and the shape of one."""
 
-    kind: str
+    kind: Literal["image", "features"]
     shape: tuple[int, ...]
 
 
@@ -128,7 +149,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class IndexAnswer:
-    """An index. What only a living index has is None or empty of a folder of format 1."""
+    """An index, what it holds, and what the request's sender may do with it."""
 
     index: str
     name: str
@@ -143,8 +164,8 @@ class IndexAnswer:
     generation: int | None = None
     generations: tuple[dict[str, Any], ...] | None = None
     bytes: int | None = None
-    fresh: int | None = None
-    fields: tuple[str, ...] | None = field(default=None)
+    fields: tuple[str, ...] | None = None
+    role: Literal["read", "write", "admin"] | None = None
 
 
 def reader(answer: type[T]) -> Callable[[bytes], T]:

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from retrieval.client.answers import AddAnswer, IndexAnswer, ItemAnswer
-from retrieval.client.images import file_bytes
-from retrieval.client.requests import NewItem
+from retrieval.client.images import NewItem, file_bytes
 from retrieval.errors import DataError, ServerError, at_least_one
 from retrieval.host.walk import files_below, leads_nowhere, own_name
 
@@ -36,19 +35,11 @@ _ITEMS_FAULT = {400, 413, 422}
 class Server(Protocol):
     """What a push asks of a client: some of `AsyncClient`."""
 
-    async def index(self) -> IndexAnswer:
-        """Return what the index is."""
-        ...
-
-    async def add(self, items: Iterable[NewItem]) -> AddAnswer:
-        """Add several items, all or none."""
-        ...
-
-    def items(
+    async def index(self) -> IndexAnswer: ...  # noqa: D102
+    async def add(self, items: Iterable[NewItem]) -> AddAnswer: ...  # noqa: D102
+    def items(  # noqa: D102
         self, filter: Mapping[str, Any], *, fields: Sequence[str], page: int
-    ) -> AsyncIterator[ItemAnswer]:
-        """Iterate over the items that match."""
-        ...
+    ) -> AsyncIterator[ItemAnswer]: ...
 
 
 @dataclass(frozen=True)
@@ -131,8 +122,6 @@ class _Push:
         index = await self._client.index()
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")
-        if index.format == 1:
-            raise DataError("This index cannot be changed: it is a folder of format 1.")
         limits = index.limits
         self._batch, self._largest = min(self._batch, limits.batch), min(limits.bytes, limits.batch_bytes)
         self._most_bytes = min(limits.batch_bytes, _BYTES)

@@ -1,8 +1,12 @@
-"""What a caller gives as an image → the bytes of a file."""
+"""What a caller gives → what is sent: images as files' bytes, items and options as JSON or fields of a form."""
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,6 +19,18 @@ if TYPE_CHECKING:
 
     Image: TypeAlias = "str | Path | bytes | Picture | NDArray[np.uint8]"
     """A file's path, a file's bytes, a Pillow image, or pixels (H, W) or (H, W, 3) of 0 to 255."""
+
+
+@dataclass(frozen=True)
+class NewItem:
+    """What an item is to be: of an image, of a vector (P numbers), or, with neither, one that is there and changes."""
+
+    id: str
+    image: Image | None = None
+    vector: Iterable[float] | None = None
+    label: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
 
 # Pillow's modes that a file of this format holds as they are: what becomes of them is the server's rule
 _FORMATS = {
@@ -78,3 +94,69 @@ def _of_array(array: Any) -> Picture:
     raise DataError(
         f"An image is a path, bytes, a Pillow image or a uint8 array (H, W) or (H, W, 3), not {said}."
     )
+
+
+async def files_of(images: Iterable[Image]) -> list[bytes]:
+    """Return images as files' bytes, read and encoded in a thread."""
+    return await asyncio.to_thread(lambda: [image_bytes(image) for image in images])
+
+
+def described(item: NewItem) -> dict[str, Any]:
+    """Return an item as JSON can say it."""
+    said: dict[str, Any] = {"id": item.id}
+    if item.label is not None:
+        said["label"] = item.label
+    if item.metadata:
+        said["metadata"] = dict(item.metadata)
+    if item.vector is not None:
+        said["vector"] = numbers_of(item.vector)
+    return said
+
+
+def id_parameter(id: str, **others: str) -> dict[str, Any]:
+    """Return the parameter of an address that names an item."""
+    if str(id) == "":
+        raise DataError("An id has one character at least.")
+    return {"params": {"id": str(id), **others}}
+
+
+def texts_of(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return options as fields of a form or parameters of an address."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return {name: value if isinstance(value, str) else dumps(value) for name, value in given.items()}
+
+
+def form_of(images: Sequence[bytes], fields: Mapping[str, str]) -> dict[str, Any]:
+    """Return a form with images."""
+    return {"files": [("image", ("image", content)) for content in images], "data": fields}
+
+
+def json_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON body."""
+    try:
+        content = dumps(said).encode()
+    except UnicodeEncodeError:
+        raise DataError("Text that is sent must be Unicode without lone surrogates.") from None
+    return {"content": content, "headers": {"Content-Type": "application/json"}}
+
+
+def dumps(said: object) -> str:
+    """Return JSON."""
+    try:
+        return json.dumps(said, ensure_ascii=False, allow_nan=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"This cannot be sent as JSON: {error}.") from None
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"it holds a {type(value).__name__}")
+
+
+def numbers_of(vector: Iterable[float]) -> list[float]:
+    """Return a vector as JSON can say it."""
+    try:
+        return [float(number) for number in vector]
+    except (TypeError, ValueError):
+        raise DataError("A vector is a sequence of numbers.") from None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from retrieval.errors import DataError
 from retrieval.model.contracts import Dataset
-from retrieval.serving.images import decode, from_array
+from retrieval.serving.images import decode, from_array, full_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -132,6 +132,8 @@ def _cut(image: Image, box: Box, key: str) -> Image:
     Raises:
         DataError: no pixel of the image lies in it.
     """
+    scale = image.width / full_size(image)[0]  # a very large JPEG is decoded at a half of its size
+    box = (box[0] * scale, box[1] * scale, box[2] * scale, box[3] * scale)
     left, top = max(0, math.floor(box[0])), max(0, math.floor(box[1]))
     right, bottom = min(image.width, math.ceil(box[2])), min(image.height, math.ceil(box[3]))
     if left >= right or top >= bottom:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.host.cores import cores
-from retrieval.serving.local.exact import nearest
 from retrieval.serving.progress import Meter
+from retrieval.serving.store.search import nearest
 
 Rows = NDArray[np.int64]
 Doubles = NDArray[np.float64]

@@ -9,9 +9,9 @@ as many clusters as there are classes C.
 - F1 = 2 P R / (P + R) over pairs of items: P is the share of the pairs in one cluster that are of one class, R the share
   of the pairs of one class that are in one cluster. Pairs are counted from the contingency table, never one by one.
 
-k-means (`retrieval.evaluation.kmeans`) is Lloyd's algorithm in float32 on all codes, one k-means++ start, at most 100 rounds, a
-fixed seed. It is always Euclidean on the codes, whatever distance retrieval uses. Both figures depend on the start: compare
-models with one seed, or over several.
+k-means is FAISS's: Lloyd's algorithm in float32 on all codes, one k-means++ start, 100 rounds, a fixed
+seed, one thread. It is always Euclidean on the codes, whatever distance retrieval uses. Both metrics
+depend on the start: compare models with one seed, or over several.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.errors import DataError
-from retrieval.evaluation.kmeans import kmeans
 from retrieval.model.labels import read_labels
+from retrieval.serving.runtime import load_faiss
+
+ROUNDS = 100
 
 
 def cluster_figures(codes: NDArray[Any] | Tensor, labels: NDArray[Any], *, seed: int = 0) -> dict[str, float]:
@@ -40,6 +42,33 @@ def cluster_figures(codes: NDArray[Any] | Tensor, labels: NDArray[Any], *, seed:
     classes = np.unique(read_labels(labels), return_inverse=True)[1]
     found = kmeans(codes, int(classes.max()) + 1, seed=seed)
     return {"nmi": nmi(found, classes), "f1": pair_f1(found, classes)}
+
+
+def kmeans(codes: NDArray[Any] | Tensor, count: int, *, seed: int = 0) -> NDArray[np.int64]:
+    """Return the cluster number (N,) of each code (N, C) among `count` k-means clusters."""
+    faiss = load_faiss()
+    given = codes.detach().cpu().numpy() if isinstance(codes, Tensor) else np.asarray(codes)
+    table = given - given.mean(0, dtype=np.float64)  # an offset would cost digits
+    # A power of two changes no digit and keeps squares within float32.
+    table *= 2.0 ** -np.frexp(np.abs(table).max(initial=0))[1]
+    table = np.ascontiguousarray(table, np.float32)
+    count = min(count, len(table))
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)  # sums by threads would depend on how many there are
+    try:
+        clusters = faiss.Kmeans(
+            table.shape[1],
+            count,
+            niter=ROUNDS,
+            seed=seed,
+            init_method=faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS,
+            min_points_per_centroid=1,
+            max_points_per_centroid=len(table),
+        )
+        clusters.train(table)
+        return np.asarray(clusters.assign(table)[1], np.int64)
+    finally:
+        faiss.omp_set_num_threads(threads)
 
 
 def nmi(clusters: NDArray[Any], classes: NDArray[Any]) -> float:

@@ -276,13 +276,6 @@ class Factory:
         """
         settable = {p.name: p for p in self.parameters if not p.given}
         problems = []
-        former = getattr(self.make, "former_names", {})
-        for old in former.keys() & values.keys():
-            if former[old] in values:
-                problems.append(
-                    f"{where} {old}: is called {former[old]} now, which is set too; remove {old}."
-                )
-        values = {former.get(key, key): value for key, value in values.items()}
         for key in values:
             if key not in settable:
                 if any(p.name == key and p.given for p in self.parameters):

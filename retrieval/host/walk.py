@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from retrieval.errors import DataError
+
+MAX_VISITS = 100
+"""How often links may lead to one folder: folders that all link to one another make factorially many paths."""
 
 
 def files_below(folder: Path) -> Iterator[Path]:
@@ -17,11 +21,13 @@ def files_below(folder: Path) -> Iterator[Path]:
     A link that leads nowhere is yielded like a file: see `leads_nowhere`.
 
     Raises:
-        DataError: it is not a folder, or a folder below it cannot be read.
+        DataError: it is not a folder, a folder below it cannot be read, or links lead to one folder
+            more than a hundred times.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder.")
     waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
+    visits: Counter[tuple[int, int]] = Counter()
     while waiting:
         place, above = waiting.pop()
         try:
@@ -33,6 +39,12 @@ def files_below(folder: Path) -> Iterator[Path]:
         own = (state.st_dev, state.st_ino)
         if own in above:
             continue
+        visits[own] += 1
+        if visits[own] > MAX_VISITS:
+            raise DataError(
+                f"{folder}: links lead to {place.resolve()} more than {MAX_VISITS} times. "
+                "Remove links between folders that link to one another."
+            )
         inner = []
         for entry in entries:
             if entry.name.startswith("."):

@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from retrieval.errors import DataError
 from retrieval.host.walk import files_below, leads_nowhere
-from retrieval.serving.images import EXTENSIONS, FORMATS
+from retrieval.serving.image_formats import EXTENSIONS, FORMATS, HEAD_BYTES, STARTS
 
 NO_IMAGE = "no image"
 """Why most files are left out."""
-_HEAD = 64  # bytes that tell a format
 _SHOWN = 3  # names of files in a sentence
 
 
-def _brand(*brands: bytes) -> Callable[[bytes], bool]:
-    """Test the brands that an ISO base media file (AVIF, HEIC) names in its first box."""
-    return lambda head: head[4:8] == b"ftyp" and any(brand in head[8:] for brand in brands)
-
-
-def _start(*starts: bytes) -> Callable[[bytes], bool]:
-    return lambda head: head.startswith(starts)
-
-
-_KNOWN: dict[str, Callable[[bytes], bool]] = {
-    "JPEG": _start(b"\xff\xd8\xff"),
-    "PNG": _start(b"\x89PNG\r\n\x1a\n"),
-    "GIF": _start(b"GIF87a", b"GIF89a"),
-    "WEBP": lambda head: head[:4] == b"RIFF" and head[8:12] == b"WEBP",
-    "TIFF": _start(b"II*\0", b"MM\0*"),
-    "BMP": lambda head: head[:2] == b"BM" and head[6:10] == b"\0\0\0\0",
-    "PPM": lambda head: re.match(rb"P[1-6]\s+[0-9#]", head) is not None,
-    "AVIF": _brand(b"avif", b"avis"),
-    "HEIF": _brand(b"heic", b"heix", b"hevc", b"mif1", b"msf1"),
-    "JPEG 2000": _start(b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51"),
-    "JPEG XL": _start(b"\0\0\0\x0cJXL ", b"\xff\x0a"),
-    "Photoshop": _start(b"8BPS"),
-    "SVG": _start(b"<svg"),
+_OTHERS: dict[str, Callable[[bytes], bool]] = {
+    "JPEG 2000": lambda head: head.startswith((b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51")),
+    "JPEG XL": lambda head: head.startswith((b"\0\0\0\x0cJXL ", b"\xff\x0a")),
+    "Photoshop": lambda head: head.startswith(b"8BPS"),
+    "SVG": lambda head: head.startswith(b"<svg"),
 }
-"""How files of a format begin: of Pillow's names where it has one, also of formats that are not accepted."""
+"""How files of formats begin that are not read."""
+_KNOWN = {**STARTS, **_OTHERS}
 
 
 @dataclass(frozen=True)
@@ -114,7 +95,7 @@ def _reason(path: Path) -> str | None:
         return None
     try:
         with path.open("rb") as file:
-            head = file.read(_HEAD)
+            head = file.read(HEAD_BYTES)
     except OSError as error:
         return f"not to be read ({error.strerror or error})"
     kind = next((name for name, fits in _KNOWN.items() if fits(head)), None)

@@ -5,7 +5,6 @@ Training, indexing and serving must see the same pixels: nobody else decodes.
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 import os
@@ -21,44 +20,12 @@ from PIL import Image, UnidentifiedImageError
 
 from retrieval.errors import DataError
 from retrieval.host.walk import leads_nowhere
-from retrieval.serving.screening import Limits as Limits
-from retrieval.serving.screening import format_of, screen
-
-# Pillow reads dozens of formats, some through other programs (EPS runs Ghostscript): these are all that we ask it for.
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-EXTENSIONS = frozenset(
-    {
-        *(".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"),
-        *(".avif", ".heic", ".heif", ".hif"),
-    }
-)
+from retrieval.serving.image_formats import EXTENSIONS as EXTENSIONS
+from retrieval.serving.image_formats import FORMATS as FORMATS
+from retrieval.serving.image_formats import HOW, REDUCIBLE, can_open, format_of
+from retrieval.serving.image_formats import Limits as Limits
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
-
-
-_HOW = {
-    "AVIF": "is AVIF, which needs a newer Pillow: pip install 'pillow>=11.3'.",
-    "HEIF": "is HEIC, which needs pillow-heif: pip install 'embedding-retrieval[heif]'.",
-}
-
-
-@functools.cache
-def can_open(format: str) -> bool:
-    """Return whether a format can be decoded here: AVIF needs a Pillow that has it, HEIF the package pillow-heif."""
-    if format == "AVIF":
-        try:
-            from PIL import AvifImagePlugin
-        except ImportError:
-            return False
-        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # several images are decoded at a time
-        return bool(AvifImagePlugin.SUPPORTED)
-    if format == "HEIF":
-        try:
-            from pillow_heif import register_heif_opener
-        except ImportError:
-            return False
-        register_heif_opener(thumbnails=False, decode_threads=1)
-    return format in (*FORMATS, "HEIF")
 
 
 def _silence() -> None:
@@ -307,6 +274,8 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _ORIENTATION = 0x0112
+_FIRST_TURNED = 5  # orientations from here on exchange width and height
+_FULL_SIZE = "full_size"
 _BAND = 1_000_000  # pixels
 _MAX_PIXELS_RESIZED_WHOLE = 4_000_000
 _PIECE = 65_536  # bytes of a file that grew since it was looked at
@@ -325,7 +294,7 @@ def decode(
 
     Args:
         data: an encoded image's bytes, or the path of its file.
-        limits: larger images are refused by their structure, before a pixel is decoded.
+        limits: larger images are refused by their header, before a pixel is decoded.
         name: what to call it in an error; a path's own name by default, "the file" for bytes.
 
     Raises:
@@ -347,8 +316,7 @@ def decode(
         known = ", ".join((*FORMATS, "AVIF", "HEIC"))
         raise DataError(f"{name} is not an image in a known format ({known}).")
     if not can_open(format):
-        raise DataError(f"{name} {_HOW[format]}")
-    screen(content, format, limits, name)
+        raise DataError(f"{name} {HOW[format]}")
     try:
         return _open(content, format, limits, name)
     except Warning:  # filters that were set since make errors of warnings: ours goes before them
@@ -359,12 +327,18 @@ def decode(
 def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image:
     try:
         image: Image.Image = Image.open(io.BytesIO(content), formats=(format,))
-        limits.check_size(name, *image.size)
+        size = image.size
+        limits.check_size(name, *size, times=REDUCIBLE if format == "JPEG" else 1)
+        if size[0] * size[1] > limits.pixels:
+            image.draft(None, (size[0] // 2, size[1] // 2))  # what libjpeg leaves out costs no memory
         image.load()
         orientation = _orientation(image)
         image = _as_its_file_says(image, content, format)
         check_range(image, name)
-        return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+        upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+        if image.size != size:
+            upright.info[_FULL_SIZE] = size[::-1] if orientation >= _FIRST_TURNED else size
+        return upright
     except (DataError, Warning):
         raise
     except MemoryError:
@@ -409,6 +383,12 @@ def _as_its_file_says(image: Image.Image, content: bytes, format: str) -> Image.
     return image
 
 
+def full_size(image: Image.Image) -> tuple[int, int]:
+    """Return width and height of the file that `decode` read, upright: larger than the image's where it was reduced."""
+    size: tuple[int, int] = image.info.get(_FULL_SIZE, image.size)
+    return size
+
+
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 when there is none or when it cannot be read."""
     try:
@@ -448,7 +428,7 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
 
 def _too_many_bytes(name: str, size: int, limits: Limits) -> DataError:
     return DataError(
-        f"{name} has {size:,} bytes; the limit is {limits.bytes:,}. Save it smaller, or raise the limit."
+        f"{name} has {size:,} bytes; the limit is {limits.bytes:,}. Save it smaller, or raise the limit (--max-bytes)."
     )
 
 

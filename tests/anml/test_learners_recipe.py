@@ -98,7 +98,7 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
 
 def test_behind_a_frozen_network(cli: Callable[..., Any], tmp_path: Path) -> None:
     recall = {}
-    for name, learner in (("plain", '[learner]\nname = "core.pca"\ncomponents = 8\n'), ("learned", LANML)):
+    for name, learner in (("plain", '[learner]\nname = "core.pca"\nn_components = 8\n'), ("learned", LANML)):
         (tmp_path / "recipe.toml").write_text(IMAGES + learner.replace("n_components = 16\n", ""))
         run(cli, "train", tmp_path / "recipe.toml", "--output", tmp_path / name)
         recall[name] = json.loads((tmp_path / name / "summary.json").read_text())["validation"]["recall_at_1"]

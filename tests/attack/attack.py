@@ -131,7 +131,7 @@ def _resident(pid: int) -> int:
 def _serves(pid: int) -> bool:
     """Whether a process is one of several that answer."""
     with suppress(OSError):
-        return b"http.processes.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 

@@ -76,8 +76,7 @@ class Attacked:
     """
 
     def __init__(self, folder: Path, *options: str) -> None:
-        from retrieval.serving.http.access.key_file import add_key
-        from retrieval.serving.http.access.keys import Allowance, new_key
+        from retrieval.serving.http.keys import add_key, new_key
         from retrieval.serving.index.creating import create_index
 
         made = makers()
@@ -92,9 +91,9 @@ class Attacked:
         self.snapshots, self.audit = folder / "snapshots", folder / "audit.jsonl"
         said: dict[str, str] = {}
         for role in ("read", "write", "admin"):
-            said[role], kept = new_key(role, role, (OPEN,), Allowance())
+            said[role], kept = new_key(role, role, (OPEN,))
             add_key(folder / "keys", kept)
-        honest, kept = new_key("honest", "read", (STILL,), Allowance())
+        honest, kept = new_key("honest", "read", (STILL,))
         add_key(folder / "keys", kept)
         self._honest = f"Authorization: Bearer {honest}"
         self.keys: dict[str, str | None] = {role: f"Bearer {key}" for role, key in said.items()}

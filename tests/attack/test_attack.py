@@ -38,8 +38,7 @@ def test_an_attack_costs_others_nothing(prepared):
     """No 5xx that a client caused, no honest search late, wrong or refused, memory back, an end in time."""
     index, log, generator = prepared
     sound = generator.sound
-    options = ("--idle-seconds", "5", "--body-seconds", "5")
-    server = attack.Server.start(index, log, *options)
+    server = attack.Server.start(index, log)
     try:
         attack.Attack(server, generator, sound, 10**6).run(150, 32)
         result = attack.Attack(server, generator, sound).run(REQUESTS, 32)
@@ -72,6 +71,5 @@ def test_requests_that_write_are_the_same_for_a_number():
         b"/v1/indexes/open/items",
         b"/v1/indexes/still/",
         b"Authorization: Bearer a",
-        b"Idempotency-Key",
     ):
         assert said in text

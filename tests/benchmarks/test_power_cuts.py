@@ -171,7 +171,7 @@ LIFE = """
 import os, sys
 from pathlib import Path
 from living_model import LocalStore, item_of, make_bundles, small, upkeep, widths_of
-from retrieval.serving.local.create import create_local
+from retrieval.serving.store.writing import create_local
 
 folder, life = Path(sys.argv[1]), sys.argv[2]
 if life == "killed":

@@ -56,7 +56,6 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "whitening": ("whitening", lambda script, raw: script.render(raw)),
     "soak": ("soak", lambda script, raw: script.render(raw)),
     "split": ("split", lambda script, raw: script.render(raw)),
-    "kmeans": ("kmeans", lambda script, raw: script.render(raw)),
     "levels": ("levels", lambda script, raw: script.render(raw)),
     "learners": ("learners", lambda script, raw: script.render(raw)),
     "training": ("training", lambda script, raw: script.render(raw)),

@@ -39,7 +39,7 @@ def test_what_is_lost_is_seen(tmp_path: Path) -> None:
     soak.create_index(tmp_path / "i", path, progress=False)
     bundle, record = soak.Bundle.open(path, threads=1), soak.Record()
     values = {f"c/{number}": soak.Value(number, f"label {number}") for number in range(30)}
-    items = importlib.import_module("retrieval.serving.stores.contract").Item
+    items = importlib.import_module("retrieval.serving.store.contract").Item
     with living.Index.open(tmp_path / "i", threads=1) as index:
         for id, value in values.items():
             vector = bundle.encode(soak.np.float32([value.numbers()])).vector[0]

@@ -150,11 +150,8 @@ def test_not_fitted() -> None:
 
 def test_from_a_recipe() -> None:
     plugins = load_plugins(block=["pml"])
-    for name in ("components", "n_components"):  # as older recipes say, and as all other learners
-        made = plugins.build("learners", {"name": "core.pca", name: 5}, {"features": 9})
-        assert made.get_params()["n_components"] == 5
-    with pytest.raises(RecipeError, match="components: is called n_components now, which is set too"):
-        plugins.build("learners", {"name": "core.pca", "components": 5, "n_components": 5})
+    made = plugins.build("learners", {"name": "core.pca", "n_components": 5}, {"features": 9})
+    assert made.get_params()["n_components"] == 5
     made = plugins.build(
         "learners", {"name": "core.lda", "n_components": 3, "shrinkage": "auto"}, {"features": 9}
     )

@@ -102,6 +102,16 @@ def test_a_circle_of_links_ends(photos: Path) -> None:
     assert len(list(files_below(photos))) == 12 + 3 + 3
 
 
+def test_folders_that_all_link_to_one_another_are_refused_in_time(tmp_path: Path) -> None:
+    names = [f"folder{number}" for number in range(12)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        for other in names:
+            (tmp_path / name / other).symlink_to(tmp_path / other)
+    with pytest.raises(DataError, match="more than 100 times"):
+        list(files_below(tmp_path))
+
+
 def test_a_link_that_leads_nowhere_is_named(linked: Path, caplog: pytest.LogCaptureFixture) -> None:
     (linked / "4").symlink_to(linked / "gone")
     (linked / "3" / "9.png").symlink_to(linked / "9.png")

@@ -49,7 +49,11 @@ def test_monitoring(reader: Any, root: Path, blocks: Callable[..., Any], capfd: 
     with urllib.request.urlopen(f"http://127.0.0.1:{reader.port}/metrics") as answer:
         families = {each.name: each for each in text_string_to_metric_families(answer.read().decode())}
 
-    families = {name: each for name, each in families.items() if not name.endswith("_created")}
+    families = {
+        name: each
+        for name, each in families.items()
+        if name.startswith("retrieval_") and not name.endswith("_created")
+    }
     # Every metric has its row, with its labels
     shown: dict[str, set[str]] = {}
     for names, labels, _ in rows(text, "## Metrics"):

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 from retrieval.errors import DataError
-from retrieval.evaluation import kmeans as module
-from retrieval.evaluation.clusters import cluster_figures, nmi, pair_f1
+from retrieval.evaluation.clusters import cluster_figures, kmeans, nmi, pair_f1
 from retrieval.evaluation.evaluation import evaluate
-from retrieval.evaluation.kmeans import kmeans
 from sklearn.cluster import KMeans
 from sklearn.datasets import load_digits
 from sklearn.metrics import normalized_mutual_info_score
@@ -126,30 +124,6 @@ def test_clusters_are_as_tight_as_those_of_scikit_learn(items, width, classes):
     ]
     assert min(ours) < 1.06 * min(theirs) and max(ours) < 1.06 * max(theirs)
     assert len(np.unique(kmeans(codes, classes))) == classes
-
-
-@pytest.mark.parametrize("classes", [5, 60, 400])
-def test_at_the_end_each_item_is_nearest_to_the_mean_of_its_own_cluster(classes, monkeypatch):
-    """So what a round leaves out could not have changed anything."""
-    monkeypatch.setattr(module, "ROUNDS", 1_000)
-    monkeypatch.setattr(module, "_CELLS", 1_000)
-    ended = []
-    move = module._move
-
-    def watched(*given):
-        ended.append(move(*given))
-        return ended[-1]
-
-    monkeypatch.setattr(module, "_move", watched)
-    monkeypatch.setattr(module, "STILL", 0.0)
-    codes = gaussian(2_000, 16, classes)
-    found = kmeans(codes, classes)
-    assert not ended[-1][0].any() and len(ended) < 1_000
-    means = means_of(codes, found)
-    distances = ((codes[:, None].astype(float) - means[None]) ** 2).sum(-1)
-    numbers = np.unique(found, return_inverse=True)[1]
-    own = distances[np.arange(len(codes)), numbers]
-    assert (own <= distances.min(1) + 1e-4).all()
 
 
 def test_an_offset_and_a_scale_change_nothing():

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import yaml
 from retrieval.cli.serving import serve_command
-from retrieval.serving.http.settings import HEALTH
+from retrieval.serving.http.settings import GRACE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-OPTIONS = {name for each in serve_command.params for name in each.opts}
 
 
 def takes(words: list[str]) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def test_the_image_serves_with_options_that_there_are() -> None:
     assert said["EXPOSE"].split() == [str(given["port"]), str(given["health_port"])]
     assert given["host"] == "0.0.0.0" and given["log_format"] == "json"
     check = said["HEALTHCHECK"]
-    assert f"http://127.0.0.1:{given['health_port']}/readyz" in check and "/readyz" in HEALTH
+    assert f"http://127.0.0.1:{given['health_port']}/readyz" in check
     (words,) = re.findall(r"CMD (\[.*\])", check)
     compile(json.loads(words)[2], "HEALTHCHECK", "exec")
     assert given["indexes"] == (said["VOLUME"],)
@@ -95,24 +94,30 @@ def test_the_image_serves_with_options_that_there_are() -> None:
 def test_compose_mounts_what_there_is_and_gives_no_rights() -> None:
     said = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
     services = said["services"]
-    assert set(services) == {"retrieval", "prometheus", "grafana"}
-    for service in services.values():
+    assert set(services) == {"proxy", "retrieval", "prometheus", "grafana"}
+    for name, service in services.items():
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert service["mem_limit"] and service["pids_limit"]
         for port in service.get("ports", ()):
-            assert port.startswith("127.0.0.1:")
+            assert name == "proxy" or port.startswith("127.0.0.1:")
         for volume in service.get("volumes", ()):
             source = volume.partition(":")[0]
             assert source.startswith("${") or (DEPLOY / source).is_file(), source
     server = services["retrieval"]
-    assert server["read_only"] and services["prometheus"]["read_only"]
+    assert server["read_only"] and services["prometheus"]["read_only"] and "ports" not in server
+    # index and keys are files of one user, whom the containers that read them run as
+    assert server["user"] == "${OWNER}" and services["proxy"]["user"].startswith("${OWNER:")
     assert (
         DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]
     ).resolve() == DEPLOY / "Dockerfile"
-    port = takes(json.loads(dict(stages()[1])["CMD"]))["health_port"]
+    given = takes(server["command"])
+    assert given["proxies"] == (said["networks"]["front"]["ipam"]["config"][0]["subnet"],)
     scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))["scrape_configs"]
-    assert scraped[0]["static_configs"][0]["targets"] == [f"retrieval:{port}"]
+    assert scraped[0]["static_configs"][0]["targets"] == [f"retrieval:{given['health_port']}"]
+    proxy = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
+    assert f"server retrieval:{given['port']};" in proxy
+    assert services["proxy"]["ports"] == [f"443:{re.findall('listen (.*) ssl', proxy)[0]}"]
 
 
 # --- systemd
@@ -125,8 +130,7 @@ def test_the_unit_serves_with_options_that_there_are(tmp_path: Path) -> None:
     assert Path(command).name == "retrieval" and verb == "serve"
     given = takes(words)
     assert given["log_format"] == "json" and given["host"] == "127.0.0.1"
-    assert int(re.findall(r"(?m)^TimeoutStopSec=(\d+)$", text)[0]) > given["grace"]
-    assert int(re.findall(r"(?m)^LimitNOFILE=(\d+)$", text)[0]) >= given["connections"] + 256
+    assert int(re.findall(r"(?m)^TimeoutStopSec=(\d+)$", text)[0]) > GRACE_SECONDS
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")

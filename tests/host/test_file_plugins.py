@@ -1,7 +1,9 @@
-"""A plugin in a file or a folder: its neighbours are its own, and all of it can be copied."""
+"""A plugin in a file or a folder: a folder is a package of its own, and all of it can be copied."""
 
 from __future__ import annotations
 
+import importlib.util
+import py_compile
 import shutil
 import sys
 from pathlib import Path
@@ -13,108 +15,126 @@ from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import read_table
 
 PLUGIN = '''
-"""A plugin with neighbours."""
+"""A plugin of several modules."""
 import json
-import helpers
-import kit.inner
-from helpers import value as taken
-from kit import inner as other
 from retrieval import hookimpl
-from . import helpers as relative
+from . import helpers
+from .kit.inner import value as taken
 
 
 def lazily():
-    from later import late
+    from .later import late
     return late()
 
 
 @hookimpl
 def retrieval_metrics():
-    return {}
+    return {"rank": taken and helpers.Rank}
 '''
 
 
-def write(folder: Path, value: int) -> Path:
-    """A plugin file, two neighbours, one that is imported when it is called, and a package."""
+def write(folder: Path, value: int) -> str:
+    """A plugin folder with modules, one of which is imported when it is called, a package and data."""
     (folder / "kit").mkdir(parents=True)
-    (folder / "my_plugin.py").write_text(PLUGIN)
-    (folder / "helpers.py").write_text(f"import later\nvalue = {value}\n")
-    (folder / "later.py").write_text(f"def late():\n    import helpers\n    return helpers.value + {value}\n")
-    (folder / "kit" / "__init__.py").write_text("import helpers\n")
-    (folder / "kit" / "inner.py").write_text(
-        "from helpers import value\nfrom . import helpers as _\n".splitlines()[0]
+    (folder / "__init__.py").write_text(PLUGIN)
+    (folder / "helpers.py").write_text(
+        f'from . import later\nvalue = {value}\n\nclass Rank:\n    """A metric."""\n    depth = 1\n'
     )
+    (folder / "later.py").write_text(
+        f"def late():\n    from . import helpers\n    return helpers.value + {value}\n"
+    )
+    (folder / "kit" / "__init__.py").write_text("")
+    (folder / "kit" / "inner.py").write_text("from ..helpers import value\n")
     (folder / "kit" / "words.txt").write_text("data")
-    (folder / "unrelated.py").write_text("raise RuntimeError('nobody asked for this')")
     (folder / "json.py").write_text("raise RuntimeError('this is not json')")
-    return folder / "my_plugin.py"
+    return f"{folder}/"
 
 
-def test_neighbours_are_imported_whatever_the_working_folder_and_each_plugin_has_its_own(
+def test_a_folder_is_a_package_whatever_the_working_folder_and_each_has_its_own_modules(
     tmp_path: Path,
 ) -> None:
     path, before = list(sys.path), set(sys.modules)
-    modules = [FilePlugin.at(str(write(tmp_path / str(value), value))).load() for value in (1, 2)]
-    for value, module in enumerate(modules, 1):
-        assert module.helpers.value == module.taken == module.relative.value == value
-        assert module.kit.inner.value == module.other.value == value
+    for value in (1, 2):
+        module = FilePlugin.at(write(tmp_path / str(value) / "my_plugin", value)).load()
+        assert module.helpers.value == module.taken == value
         assert module.json.dumps(value) == str(value)
-    assert modules[1].lazily() == 4
+        assert module.lazily() == 2 * value
     assert sys.path == path
     assert {name.partition(".")[0] for name in set(sys.modules) - before} <= {
         "retrieval_file_plugin_my_plugin"
     }
 
 
-def test_what_a_file_imports_belongs_to_it_and_nothing_else(tmp_path: Path) -> None:
-    plugin = FilePlugin.at(str(write(tmp_path, 3)))
-    names = ["helpers.py", "kit/__init__.py", "kit/inner.py", "kit/words.txt", "later.py", "my_plugin.py"]
+def test_bytecode_in_a_folder_never_runs(tmp_path: Path) -> None:
+    item = write(tmp_path / "my_plugin", 4)
+    evil = tmp_path / "evil.py"
+    evil.write_text("value = 666")
+    for module in ("helpers.py", "kit/inner.py"):
+        compiled = importlib.util.cache_from_source(str(tmp_path / "my_plugin" / module))
+        py_compile.compile(
+            str(evil), compiled, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
+        )
+    module = FilePlugin.at(item).load()
+    assert module.helpers.value == module.taken == 4
+
+
+def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_not(tmp_path: Path) -> None:
+    plugin = FilePlugin.at(write(tmp_path / "my_plugin", 3))
+    names = ["__init__.py", "helpers.py", "json.py", "later.py", "kit/__init__.py", "kit/inner.py", "kit/words.txt"]  # fmt: skip
     assert list(plugin.files) == names
     before = plugin.sums
-    (tmp_path / "later.py").write_text("def late():\n    return 0\n")
-    after = FilePlugin.at(str(plugin.path)).sums
+    (tmp_path / "my_plugin" / "later.py").write_text("def late():\n    return 0\n")
+    after = FilePlugin.at(f"{plugin.path}/").sums
     assert [name for name in names if before[name] != after[name]] == ["later.py"]
+    assert list(FilePlugin.at(str(tmp_path / "my_plugin" / "later.py")).files) == ["later.py"]
 
 
-@pytest.mark.parametrize("as_folder", [False, True])
-def test_a_copy_works_without_what_it_was_copied_from(tmp_path: Path, as_folder: bool) -> None:
-    write(tmp_path / "mine" / "my_plugin", 5)
-    item = str(tmp_path / "mine" / "my_plugin" / "my_plugin.py")
-    if as_folder:
-        Path(item).rename(tmp_path / "mine" / "my_plugin" / "__init__.py")
-        item = str(tmp_path / "mine" / "my_plugin") + "/"
+def test_a_copy_works_without_what_it_was_copied_from(tmp_path: Path) -> None:
+    item = write(tmp_path / "mine" / "my_plugin", 5)
     copied = FilePlugin.at(item).copy(tmp_path / "run" / "plugins")
-    stale = copied / "gone.py" if as_folder else copied.with_name("gone.py")
-    stale.write_text("raise RuntimeError")
+    (copied / "gone.py").write_text("raise RuntimeError")
     assert FilePlugin.at(item).copy(tmp_path / "run" / "plugins") == copied  # again, into the same place
-    assert not stale.exists()
+    assert not (copied / "gone.py").exists()
     sums = FilePlugin.at(item).sums
     shutil.rmtree(tmp_path / "mine")
-    copy = FilePlugin.at(str(copied) + "/" * as_folder)
-    assert copy.sums == sums
+    copy = FilePlugin.at(f"{copied}/")
+    assert copy.sums == sums and copied.name == "my_plugin"
     assert copy.load().lazily() == 10
-    assert (copied if as_folder else copied.parent).name == "my_plugin"
 
 
-def test_a_file_alone_is_copied_as_a_file_in_the_place_of_one_with_neighbours(tmp_path: Path) -> None:
-    path = write(tmp_path / "mine", 1)
-    assert FilePlugin.at(str(path)).copy(tmp_path / "run") == tmp_path / "run" / "my_plugin" / "my_plugin.py"
+def test_a_file_is_copied_as_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "my_plugin.py"
     path.write_text("value = 1\n")
+    (tmp_path / "helpers.py").write_text("")
     assert FilePlugin.at(str(path)).copy(tmp_path / "run") == tmp_path / "run" / "my_plugin.py"
     assert [place.name for place in (tmp_path / "run").iterdir()] == ["my_plugin.py"]
 
 
-def test_a_folder_imports_itself_by_its_name_and_is_a_plugin_by_its_name(tmp_path: Path) -> None:
-    folder = tmp_path / "shapes"
-    (folder / "inside").mkdir(parents=True)
-    (folder / "__init__.py").write_text(
-        "from retrieval import hookimpl\nfrom shapes.inside.parts import Rank\n\n@hookimpl\ndef retrieval_metrics():\n    return {'rank': Rank}\n"
-    )
-    (folder / "inside" / "__init__.py").write_text("")
-    (folder / "inside" / "parts.py").write_text('class Rank:\n    """A figure."""\n    depth = 1\n')
-    plugins = load_plugins([f"{folder}/"])
+def test_a_folder_is_a_plugin_by_its_name(tmp_path: Path) -> None:
+    item = write(tmp_path / "shapes", 1)
+    plugins = load_plugins([item])
     assert "shapes.rank" in plugins.factories("metrics")
-    assert [source.origin for source in plugins.sources if source.plugin == "shapes"] == [f"folder {folder}"]
+    assert [source.origin for source in plugins.sources if source.plugin == "shapes"] == [
+        f"folder {tmp_path / 'shapes'}"
+    ]
+
+
+def test_absolute_imports_of_its_own_modules_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "helpers_beside.py").write_text("")
+    (tmp_path / "alone.py").write_text("import helpers_beside\n")
+    with pytest.raises(
+        PluginError, match=r"lies beside it.*make a folder alone/.*from \. import helpers_beside"
+    ):
+        load_plugins([str(tmp_path / "alone.py")])
+    for line in ("import shapes.parts_inside", "from parts_inside import x"):
+        (tmp_path / "shapes").mkdir(exist_ok=True)
+        (tmp_path / "shapes" / "__init__.py").write_text(line)
+        (tmp_path / "shapes" / "parts_inside.py").write_text("x = 1")
+        with pytest.raises(PluginError, match=r"which is its own.*write `from \."):
+            load_plugins([f"{tmp_path / 'shapes'}/"])
+    (tmp_path / "alone.py").write_text("import nowhere_at_all\n")
+    with pytest.raises(PluginError, match="No module named 'nowhere_at_all'"):
+        load_plugins([str(tmp_path / "alone.py")])
 
 
 def test_a_recipe_finds_a_folder_beside_itself(tmp_path: Path) -> None:
@@ -132,10 +152,9 @@ def test_what_is_no_plugin_is_a_sentence(tmp_path: Path) -> None:
         load_plugins([f"{tmp_path / 'empty'}/"])
     with pytest.raises(PluginError, match=r"folder .*none/ does not exist"):
         load_plugins([f"{tmp_path / 'none'}/"])
-    (tmp_path / "odd.py").write_text("import helpers\n")
-    (tmp_path / "helpers.py").write_text("def f(:\n")
-    with pytest.raises(PluginError, match=r"helpers\.py, line 1"):
-        FilePlugin.at(str(tmp_path / "odd.py")).sums  # noqa: B018
+    (tmp_path / "odd.py").write_text("def f(:\n")
+    with pytest.raises(PluginError, match=r"odd\.py, line 1"):
+        load_plugins([str(tmp_path / "odd.py")])
     (tmp_path / "empty" / "__init__.py").write_text("")
     for i in range(1_001):
         (tmp_path / "empty" / f"{i}.txt").touch()

@@ -67,7 +67,7 @@ INNER = {
     "retrieval.serving.index.locations": {"is_embedding"},
     "retrieval.serving.index.origins": {"Source"},
     "retrieval.serving.index.sources": {"Readers", "collect"},
-    "retrieval.serving.stores.built_in": {"retrieval_stores"},
+    "retrieval.serving.store.built_in": {"retrieval_stores"},
     "retrieval.serving.image_files": {"NO_IMAGE", "find_images"},
     "retrieval.serving.files.csv_table": {"CsvTable", "Row", "is_missing_text", "typed"},
     "retrieval.serving.files.strict_json": {"strict_loads"},

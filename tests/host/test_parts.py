@@ -7,7 +7,7 @@ from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.regularizers import LpRegularizer
 from retrieval.errors import PluginError, RecipeError
 from retrieval.host.plugins import Plugins
-from retrieval.serving.stores.address import Address
+from retrieval.serving.store.address import Address
 
 GIVEN = {
     "embedding_size": 8,

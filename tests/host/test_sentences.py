@@ -77,7 +77,7 @@ def test_another_component_drops_the_parameters_of_the_one_before(
     assert "pos_margin" in cli("check", "r.toml", "--set", "miner.pos_margin=1").err  # what stays is checked
     done = cli("check", "r.toml", "--set", "loss.m=0.3", "--set", "loss.name=pml.circle")  # in any order
     assert done.code == 0, done.err
-    done = cli("check", "r.toml", "--set", "loss=none", "learner.name=core.pca", "learner.components=4")
+    done = cli("check", "r.toml", "--set", "loss=none", "learner.name=core.pca", "learner.n_components=4")
     assert done.code == 0 and "fitted" in done.out, done.err
     done = cli("check", "r.toml", "miner=none")
     assert done.code == 0 and "mined" not in done.out, done.err

@@ -2,18 +2,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import httpx
 import pytest
 from retrieval.serving.index.creating import create_index
-from several_processes import Line
 
 _spec = importlib.util.spec_from_file_location("serving_makers", Path(__file__).with_name("makers.py"))
 _makers = importlib.util.module_from_spec(_spec)
@@ -59,9 +59,10 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
         python: str = sys.executable,
         verify: ssl.SSLContext | bool = True,
         wait: bool = True,
+        program: Sequence[str] = ("-m", "retrieval.cli"),
     ) -> SimpleNamespace:
         process = subprocess.Popen(
-            [python, "-m", "retrieval.cli", "serve", str(index), "--port", "0", *options],
+            [python, *program, "serve", str(index), "--port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -95,16 +96,23 @@ def served() -> Iterator[Callable[..., SimpleNamespace]]:
         process.stderr.close()
 
 
-@pytest.fixture
-def lines_closed() -> Iterator[None]:
-    """Close the connections that a test of several processes left open."""
-    yield
-    while Line.opened:
-        Line.opened.pop().http.close()
-
-
 def _until_ready(client: httpx.Client) -> None:
     end = time.monotonic() + 20
     while (answer := client.get("/readyz")).status_code != 200:
         assert time.monotonic() < end, f"never ready: {answer.text}"
         time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def honest(tmp_path_factory: pytest.TempPathFactory, makers: ModuleType, photos: Path) -> Path:
+    """An index of 20 items by inverted lists. Not to be changed."""
+    folder = tmp_path_factory.mktemp("honest")
+    bundle = makers.make_bundle(folder / "b")
+    create_index(folder / "i", bundle, [photos / "1"], backend="ivf", options={"lists": 2}, progress=False)
+    return folder / "i"
+
+
+@pytest.fixture
+def index(honest: Path, tmp_path: Path) -> Path:
+    """An index of one's own, to be spoilt."""
+    return Path(shutil.copytree(honest, tmp_path / "i"))

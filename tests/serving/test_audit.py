@@ -14,14 +14,15 @@ import pytest
 import wire
 from retrieval.errors import RetrievalError
 from retrieval.serving.filters import as_filter
-from retrieval.serving.http.access.audit import Audit, Author, Change, recorded
-from retrieval.serving.http.access.key_file import add_key
-from retrieval.serving.http.access.keys import new_key
-from retrieval.serving.http.access.roles import Caller
-from retrieval.serving.http.errors import RequestError
+from retrieval.serving.http.access import Caller
+from retrieval.serving.http.audit import Audit, Change
+from retrieval.serving.http.keys import add_key, new_key
+from retrieval.serving.http.problems import RequestError
 from retrieval.serving.index.creating import create_index
 
-BY = Author(Caller("shop", "write", "192.0.2.1"), "request-1")
+
+def change(what: str, ids=(), where=None) -> Change:
+    return Change(what, "i", Caller("shop", "write", "192.0.2.1"), "request-1", ids, where)
 
 
 @pytest.fixture
@@ -64,7 +65,8 @@ def test_each_change_has_its_lines_before_its_answer(living, served, tmp_path):
     assert lines(audit)[-1]["filter"] == "label = '3'"
     before = len(lines(audit))
     assert client.put("/v1/items/a", json={"vector": [0.25] * 15}).status_code == 422
-    assert client.put("/v1/items/new", json={"label": "x"}).status_code == 422
+    assert client.patch("/v1/items/new", json={"label": "x"}).status_code == 422
+    assert lines(audit)[-1]["what"] == "change"
     assert lines(audit)[-1]["outcome"] == "failed" and "no item" in lines(audit)[-1]["reason"]
     assert len(lines(audit)) == before + 2  # the first did not come as far as a change
     assert sent not in audit.read_text()
@@ -107,25 +109,23 @@ def test_a_full_disk_makes_no_change_and_rotation_loses_none(living, served, tmp
 def test_a_line_is_bounded_and_whole(tmp_path):
     audit = Audit(tmp_path / "a")
     ids = ["x" * 100_000, "line\nbreak", "\ud800", *map(str, range(5000))]
-    with audit.change(Change("delete", "i", ids, by=BY)) as outcome:
+    with audit.recording(change("delete", ids)) as outcome:
         outcome.count = 3
     where = as_filter({"label": {"in": [str(number) * 50 for number in range(900)]}})
-    with recorded(audit, Change("delete", "i", where=where, by=BY)):
+    with audit.recording(change("delete", where=where)):
         pass
     found = lines(tmp_path / "a")
     assert len(found) == 4 and all(len(json.dumps(line)) < 10_000 for line in found)
     assert len(found[0]["ids"]) == 100 and found[0]["ids_left_out"] == 4903
-    with pytest.raises(ValueError, match="why"), audit.change(Change("put", "i", ["a"])):
+    with pytest.raises(ValueError, match="why"), audit.recording(change("put", ["a"])):
         raise ValueError("why")
     assert lines(tmp_path / "a")[-1]["reason"] == "ValueError"
-    audit.close()
     with (tmp_path / "a").open("a") as file:
         file.write('{"time": "cut off by a power')
     audit = Audit(tmp_path / "a")
-    with audit.change(Change("put", "i", ["b"], by=BY)):
+    with audit.recording(change("put", ["b"])):
         pass
     assert json.loads((tmp_path / "a").read_text().splitlines()[-1])["ids"] == ["b"]
-    audit.close()
 
 
 def test_many_threads_write_whole_lines(tmp_path):
@@ -133,7 +133,7 @@ def test_many_threads_write_whole_lines(tmp_path):
 
     def work(number: int) -> None:
         for turn in range(20):
-            with audit.change(Change("put", "i", [f"{number}.{turn}"], by=BY)):
+            with audit.recording(change("put", [f"{number}.{turn}"])):
                 pass
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -146,7 +146,6 @@ def test_many_threads_write_whole_lines(tmp_path):
     assert {line["ids"][0] for line in found if line["outcome"] == "done"} == {
         f"{n}.{t}" for n in range(4) for t in range(20)
     }
-    audit.close()
 
 
 def test_what_cannot_be_a_record_is_refused(tmp_path, cli, index_path):
@@ -160,9 +159,8 @@ def test_what_cannot_be_a_record_is_refused(tmp_path, cli, index_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
-        with pytest.raises(RequestError, match="cannot record"), audit.change(Change("put", "i", ["a"])):
+        with pytest.raises(RequestError, match="cannot record"), audit.recording(change("put", ["a"])):
             done.append("changed")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not done and not (tmp_path / "a").read_bytes()
-    audit.close()

@@ -89,7 +89,6 @@ def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bund
             "Did you mean 'cuda'?",
         ),
         (("search", "i", "photos/3/0003.png", "--device", "gpu"), "Did you mean 'cuda'?"),
-        (("serve", "i", "--device", "gpu"), "Did you mean 'cuda'?"),
     ):
         run = cli(*arguments)
         assert run.code == 2, (arguments, run.out)

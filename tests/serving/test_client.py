@@ -20,9 +20,10 @@ from retrieval.client.folder import EXTENSIONS
 from retrieval.errors import DataError, ServerError
 from retrieval.serving.images import EXTENSIONS as TAKEN
 from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.open import open_index
+from retrieval.serving.index.index import open_index
 
 WRITE = "--open=admin"
+ID = "3/0003.png"
 IDS = ["plain", "a/b/image", "100% sure?#&=+", "日本語 🐟", "line\nbreak", ".."]
 
 
@@ -67,7 +68,10 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
                 None,
             )
         assert client.put(IDS[0], paths[0], keep="thumbnail").replaced is True
-        assert client.put(IDS[0], label="other", metadata={"length": 5}).replaced is True
+        assert client.patch(IDS[0], label="other").replaced is True
+        assert client.get(IDS[0]).metadata == {}
+        assert client.patch(IDS[0], metadata={"length": 5}).replaced is True
+        assert client.get(IDS[0]).label == "other"
         vector = client.get(IDS[1], vector=True).vector
         with Image.open(paths[1]) as picture:
             given = [paths[1], str(paths[1]), paths[1].read_bytes(), picture.copy(), np.asarray(picture)]
@@ -88,8 +92,8 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
         assert (about.items, about.input.kind, about.format) == (len(IDS), "image", 2)
         added = client.add([NewItem("x", paths[0]), NewItem(IDS[1], paths[1])])
         assert (added.added, added.replaced) == (1, 1)
-        twice = [client.add([NewItem("y", paths[0])], idempotency_key="same") for _ in range(2)]
-        assert twice[0] == twice[1] and twice[0].added == 1
+        twice = [client.add([NewItem("y", paths[0])]) for _ in range(2)]
+        assert [(one.added, one.replaced) for one in twice] == [(1, 0), (0, 1)]
         with open_index(tmp_path / client.snapshot(), threads=1) as copy:
             assert len(copy) == len(IDS) + 2
         assert client.delete_where("id in ('x', 'y')") == 2
@@ -104,14 +108,14 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
 
 
 def test_asyncio_answers_the_same(served, index_path, photos):
-    server = served(index_path)
+    server = served(index_path, "--images", str(photos))
     paths = sorted(photos.rglob("*.png"))[:8]
 
     async def ask():
         async with AsyncClient(server.url) as client:
             found = await asyncio.gather(*(client.search(path, k=3) for path in paths))
             items = [item async for item in client.items(page=150)]
-            thumbnail, item = await client.thumbnail(0), await client.get(0, vector=True)
+            thumbnail, item = await client.thumbnail(ID), await client.get(ID, vector=True)
             batch = await client.search_batch(paths, k=3)
             with pytest.raises(ServerError) as fault:
                 await client.put("a", paths[0])
@@ -123,7 +127,7 @@ def test_asyncio_answers_the_same(served, index_path, photos):
     with Client(server.url) as client:
         assert [one.results for one in found] == [client.search(path, k=3).results for path in paths]
         assert items == list(client.items()) and len(items) == about.items == 200
-        assert (thumbnail, item) == (client.thumbnail(0), client.get(0, vector=True))
+        assert (thumbnail, item) == (client.thumbnail(ID), client.get(ID, vector=True))
         assert [one.results for one in batch.answers] == [one.results for one in found]
         assert about == client.index() and status == 403
     with Client(server.url, index="nowhere") as client, pytest.raises(ServerError, match="no index"):
@@ -146,7 +150,8 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(tmp_path):
             (lambda: client.put("", b"x"), "one character"),
             (lambda: client.put("a", b"x", vector=[1.0]), "not both"),
             (lambda: client.put("a", b"x", metadata={"a": object()}), "a object"),
-            (lambda: client.put("a", keep="copy"), "keep"),
+            (lambda: client.put("a", vector=[1.0], keep="copy"), "keep"),
+            (lambda: client.put("a", label="x"), "`patch` changes"),
             (lambda: client.add([]), "one item"),
             (lambda: client.push(tmp_path, connections=0), "connections"),
         ):
@@ -239,3 +244,38 @@ def test_the_names_are_of_the_face_and_light():
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     for heavy in ("torch", "faiss", "onnxruntime", "starlette", "uvicorn", "PIL", "retrieval.serving"):
         assert f"'{heavy}'" not in loaded
+
+
+def test_no_proxy_stands_before_this_machine_itself(served, empty, folder):
+    server = served(empty, WRITE)
+    for variables in (
+        {"http_proxy": "http://127.0.0.1:9"},
+        {"http_proxy": "http://127.0.0.1:9", "no_proxy": "127.0.0.0/8"},
+        {"ALL_PROXY": "socks4://127.0.0.1:9"},
+        {"NO_PROXY": "[::1]"},
+        {"SSL_CERT_FILE": "/nonexistent"},
+    ):
+        done = push(server, folder, env={**os.environ, **variables})
+        assert done.returncode == 0, (variables, done.stderr)
+
+
+def test_a_proxy_of_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:9")
+    client = Client("http://photos.example", retries=retrieval.client.Retries(times=0))
+    with client, pytest.raises(ServerError, match=r"http_proxy=http://…@127\.0\.0\.1:9") as fault:
+        client.index()
+    assert "secret" not in str(fault.value)
+    monkeypatch.setenv("all_proxy", "socks4://127.0.0.1:9")
+    with pytest.raises(DataError, match=r"cannot be used: .*all_proxy=socks4://127\.0\.0\.1:9"):
+        Client("http://photos.example")
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SSL_CERT_FILE", "/nonexistent")
+    with pytest.raises(DataError, match="certificate that the environment names"):
+        Client("https://photos.example")
+
+
+def test_without_httpx_the_extra_is_named():
+    code = "import sys; sys.modules['httpx'] = None; import retrieval; retrieval.Client"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "MissingDependency" in done.stderr and "pip install 'embedding-retrieval[client]'" in done.stderr

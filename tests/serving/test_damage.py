@@ -18,7 +18,7 @@ from retrieval.host import files
 from retrieval.host.files import rename_whole
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import open_index
-from retrieval.serving.local.record import FILE as RECORD
+from retrieval.serving.store.record import FILE as RECORD
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 

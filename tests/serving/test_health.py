@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,32 +15,40 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.errors import BundleError
-from retrieval.serving.bundle import Bundle, Encoded
-from retrieval.serving.http.readiness import Readiness
-from retrieval.serving.http.searcher import Searcher
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.decoding import Undecodable
+from retrieval.serving.http.readiness import Readiness, disk_fault
+from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import Settings
-from retrieval.serving.http.storage import can_write, disk_fault
+from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.manifest import read_manifest, write_manifest
 from retrieval.serving.probe import coded, vector_of
 from retrieval.serving.probing import probe_fault, probe_of
 
-PARTS = {"index", "disk", "search", "model", "decoders"}
+PARTS = {"index", "disk", "search", "model"}
+
+
+@contextmanager
+def readiness_of(index: Any, **settings: Any) -> Iterator[Readiness]:
+    said = Settings(deadline=5.0, **settings)
+    workers = Workers(said)
+    try:
+        yield Readiness(Served("i", index, said, workers))
+    finally:
+        workers.close()
 
 
 @pytest.fixture
 def probed(index_path) -> Iterator[SimpleNamespace]:
-    with open_index(index_path, threads=1) as index:
-        searcher = Searcher(index, Settings(deadline=5.0))
-        readiness = Readiness(searcher)
+    with open_index(index_path, threads=1) as index, readiness_of(index) as readiness:
 
         def probe() -> dict[str, str]:
             asyncio.run(readiness.probe())
             return readiness.checks()
 
-        yield SimpleNamespace(index=index, searcher=searcher, readiness=readiness, probe=probe)
-        searcher.close()
+        yield SimpleNamespace(index=index, readiness=readiness, probe=probe)
 
 
 def test_every_part_is_named(probed):
@@ -50,47 +57,27 @@ def test_every_part_is_named(probed):
     assert probed.readiness.reason() is None
 
 
-def test_a_model_that_embeds_otherwise_than_at_the_start_is_not_ready(probed, makers, tmp_path, monkeypatch):
+def test_decoders_that_were_killed_are_replaced(probed):
     probed.probe()
-    other = Bundle.open(makers.make_bundle(tmp_path / "other", seed=9), threads=1)
-    monkeypatch.setattr(probed.index.bundle, "encode", other.encode)
+    decoders = probed.readiness._served.workers.decoders
+    for pid in decoders.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert until(lambda: probed.probe() == dict.fromkeys(PARTS, "ok"))
+
+
+def test_without_a_process_that_decodes_it_is_not_ready_and_the_log_says_why(probed, caplog):
+    decoders = probed.readiness._served.workers.decoders
+
+    def refuse(*given: Any, **more: Any) -> None:
+        raise Undecodable("none starts") from PermissionError(13, "Permission denied", "/root/python")
+
+    for pid in decoders.pids:
+        os.kill(pid, signal.SIGKILL)
+    decoders._start = refuse
     said = probed.probe()
-    assert "model is broken" in said["model"] and said["search"] == "ok"
-    assert probed.readiness.reason() == said["model"]
-    monkeypatch.undo()
-    assert probed.probe() == dict.fromkeys(PARTS, "ok")
-
-
-def test_a_model_that_gives_nan_is_not_ready_from_the_start(probed, monkeypatch):
-    right = probed.index.bundle.encode
-
-    def broken(pixels: Any) -> Encoded:
-        vector = right(pixels).vector * np.float32("nan")
-        return Encoded(vector, vector)
-
-    monkeypatch.setattr(probed.index.bundle, "encode", broken)
-    assert "NaN" in probed.probe()["model"]
-
-
-@contextmanager
-def nothing_starts(monkeypatch: Any) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", "/bin/false")
-        yield
-
-
-def test_without_a_process_that_decodes_it_is_not_ready(probed, monkeypatch):
-    probed.probe()
-    decoders = probed.searcher.machinery.decoders
-    assert decoders.pids
-    with nothing_starts(monkeypatch):
-        for pid in decoders.pids:
-            os.kill(pid, signal.SIGKILL)
-        assert until(lambda: probed.probe()["decoders"] != "ok")
-        said = probed.readiness.checks()
-        assert "does not start" in said["decoders"] and said["index"] == "ok"
-        assert probed.readiness.reason() == said["decoders"]
-    assert until(lambda: probed.probe()["decoders"] == "ok")
+    assert "decodes no images" in said["search"] and said["index"] == "ok"
+    assert "Permission denied: '/root/python'" in caplog.text
+    del decoders._start
     assert probed.probe() == dict.fromkeys(PARTS, "ok")
 
 
@@ -133,20 +120,18 @@ def test_a_disk_that_takes_no_writes_any_more(bundle_path, photos, tmp_path):
         create_index(disk / "i", bundle_path, progress=False)
         with Index.open(disk / "i", threads=1) as index:
             index.add([photos / "1"], progress=False)
-            searcher = Searcher(index, Settings(deadline=5.0, open="write"))
-            readiness = Readiness(searcher)
+            with readiness_of(index, open="write") as readiness:
 
-            def probe() -> dict[str, str]:
-                asyncio.run(readiness.probe())
-                return readiness.checks()
+                def probe() -> dict[str, str]:
+                    asyncio.run(readiness.probe())
+                    return readiness.checks()
 
-            assert probe() == dict.fromkeys(PARTS, "ok")
-            (disk / "filler").write_bytes(bytes(10_000_000))
-            said = probe()
-            assert "full" in said.pop("disk") and set(said.values()) == {"ok"}
-            (disk / "filler").unlink()
-            assert probe() == dict.fromkeys(PARTS, "ok")
-            searcher.close()
+                assert probe() == dict.fromkeys(PARTS, "ok")
+                (disk / "filler").write_bytes(bytes(10_000_000))
+                said = probe()
+                assert "full" in said.pop("disk") and set(said.values()) == {"ok"}
+                (disk / "filler").unlink()
+                assert probe() == dict.fromkeys(PARTS, "ok")
 
 
 @pytest.mark.skipif(
@@ -154,10 +139,10 @@ def test_a_disk_that_takes_no_writes_any_more(bundle_path, photos, tmp_path):
 )
 def test_a_reader_needs_no_room(tmp_path):
     with small_disk(tmp_path / "disk") as disk:
-        assert can_write(disk) and disk_fault(disk, least=1) is None
+        assert disk_fault(disk, least=0) is None and disk_fault(disk, least=1) is None
         assert "is full" in str(disk_fault(disk, least=10**9))
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        assert not can_write(disk) and "read-only" in str(disk_fault(disk))
+        assert "read-only" in str(disk_fault(disk))
 
 
 @pytest.fixture
@@ -214,11 +199,8 @@ def test_a_model_that_is_wrong_from_the_start_is_not_served(probing, photos, tmp
     create_index(tmp_path / "i", probing("wrong", 0.1), [photos / "1"], progress=False)
     done = cli("serve", tmp_path / "i", "--port", "0")
     assert done.code == 2 and "is not served. The model is broken" in done.err
-    with open_index(tmp_path / "i", threads=1) as index:  # as after a migration to such a bundle
-        searcher = Searcher(index, Settings(deadline=5.0))
-        readiness = Readiness(searcher)
-        asyncio.run(readiness.probe())
-        searcher.close()
+    with open_index(tmp_path / "i", threads=1) as index, readiness_of(index) as readiness:
+        asyncio.run(readiness.probe())  # as after a migration to such a bundle
     said = readiness.checks()
     assert "bundle's probe" in said.pop("model") and set(said.values()) == {"ok"}
 
@@ -226,12 +208,9 @@ def test_a_model_that_is_wrong_from_the_start_is_not_served(probing, photos, tmp
 def test_a_model_that_becomes_wrong_is_seen_by_the_probe(probing, makers, photos, tmp_path, monkeypatch):
     create_index(tmp_path / "i", probing("right"), [photos / "1"], progress=False)
     other = Bundle.open(makers.make_bundle(tmp_path / "other", seed=9), threads=1)
-    with open_index(tmp_path / "i", threads=1) as index:
-        searcher = Searcher(index, Settings(deadline=5.0))
-        readiness = Readiness(searcher)
+    with open_index(tmp_path / "i", threads=1) as index, readiness_of(index) as readiness:
         asyncio.run(readiness.probe())
         assert readiness.reason() is None
         monkeypatch.setattr(index.bundle, "encode", other.encode)
         asyncio.run(readiness.probe())
-        searcher.close()
     assert "model is broken" in readiness.checks()["model"]

@@ -15,8 +15,8 @@ from retrieval.serving.index.backends import FLAT_NUMBERS, HNSW_VECTORS, choose,
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import open_index
 from retrieval.serving.index.recall import recall_at_10
-from retrieval.serving.local import structures
 from retrieval.serving.manifest import read_manifest
+from retrieval.serving.store import structure, upkeep
 
 
 def plain_nearest(query, vectors, distance, k):
@@ -40,7 +40,8 @@ def smaller_of_two(a, b):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Give segments a structure that small tests can fill."""
-    monkeypatch.setattr(structures, "LEAST", 100)
+    monkeypatch.setattr(structure, "LEAST", 100)
+    monkeypatch.setattr(upkeep, "LEAST", 100)
 
 
 @pytest.fixture(scope="module")

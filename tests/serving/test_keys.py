@@ -9,10 +9,17 @@ import threading
 
 import pytest
 from retrieval.errors import RetrievalError
-from retrieval.serving.http.access import key_file, source
-from retrieval.serving.http.access.key_file import add_key, parse_keys, read_keys, remove_key
-from retrieval.serving.http.access.keys import Allowance, Keys, new_key
-from retrieval.serving.http.access.source import KeySource, key_source
+from retrieval.serving.http import keys as module
+from retrieval.serving.http.keys import (
+    Keys,
+    KeySource,
+    add_key,
+    key_source,
+    new_key,
+    parse_keys,
+    read_keys,
+    remove_key,
+)
 
 
 def test_a_key_is_known_and_nothing_else_is():
@@ -52,8 +59,7 @@ def test_what_is_kept_says_nothing_of_the_secret():
 def test_the_command_makes_lists_and_removes(cli, tmp_path):
     path = tmp_path / "keys.jsonl"
     made = cli("keys", "add", "shop", "--output", path)
-    limited = cli("keys", "add", "importer", "--role", "write", "--index", "photos", "--index", "shoes",
-                  "--requests-per-second", "2.5", "--concurrent", "3", "--bytes-per-minute", "10MB", "-o", path)  # fmt: skip
+    limited = cli("keys", "add", "importer", "--role", "write", "--index", "photos", "--index", "shoes", "-o", path)  # fmt: skip
     assert (made.code, limited.code) == (0, 0), limited.err
     sent = made.out.strip()
     assert "\n" not in sent and sent not in path.read_text() and sent not in made.err
@@ -61,8 +67,7 @@ def test_the_command_makes_lists_and_removes(cli, tmp_path):
     keys = read_keys(path)
     assert keys.find(sent).name == "shop"
     found = keys.find(limited.out.strip())
-    assert (found.role, found.indexes, found.requests_per_second) == ("write", ("photos", "shoes"), 2.5)
-    assert (found.concurrent, found.bytes_per_minute, found.burst) == (3, 10_000_000, None)
+    assert (found.role, found.indexes) == ("write", ("photos", "shoes"))
     listed = cli("keys", "list", path).out
     assert "shop" in listed and "importer  write" in listed and "photos, shoes" in listed
     assert found.hash not in listed and found.salt not in listed
@@ -110,9 +115,9 @@ def test_every_fault_of_a_file_is_told_without_what_is_there():
         "nonsense rk_secret",
         json.dumps({**good, "name": "b", "id": "a" * 12, "role": "god"}),
         json.dumps({**good, "name": "c", "id": "b" * 12, "hash": sent}),
-        json.dumps({**good, "name": "d", "id": "c" * 12, "burst": "3"}),
+        json.dumps({**good, "name": "d", "id": "c" * 12, "created": 3}),
         json.dumps({**good, "name": "e", "id": "d" * 12, "expires": sent}),
-        json.dumps({**good, "name": "f", "id": "e" * 12, "requests_per_second": 1})[:-1] + ', "burst": NaN}',
+        json.dumps({**good, "name": "f", "id": "e" * 12})[:-1] + ', "created": NaN}',
         '{"name": "g", "name": "h"}',
         "[]",
     ]
@@ -120,7 +125,7 @@ def test_every_fault_of_a_file_is_told_without_what_is_there():
         parse_keys("\n".join(lines).encode(), "keys.jsonl")
     text = str(caught.value)
     for says in ("line 4 has the name shop of line 3 again", "line 5 is not", "line 6: role", "line 7: hash",
-                 "line 8: burst", "line 9: expires", "line 10", "line 11", "line 12"):  # fmt: skip
+                 "line 8: created", "line 9: expires", "line 10", "line 11", "line 12"):  # fmt: skip
         assert says in text, (says, text)
     assert sent not in text and "rk_secret" not in text and good["hash"] not in text
 
@@ -146,7 +151,7 @@ def test_a_file_is_bounded(tmp_path, monkeypatch):
         with pytest.raises(RetrievalError) as caught:
             parse_keys(hostile, "keys")
         assert len(str(caught.value)) < 5000
-    monkeypatch.setattr(key_file, "MOST_KEYS", 3)
+    monkeypatch.setattr(module, "MAX_KEYS", 3)
     many = tmp_path / "many"
     for number in range(3):
         add_key(many, new_key(f"k{number}", "read")[1])
@@ -157,7 +162,7 @@ def test_a_file_is_bounded(tmp_path, monkeypatch):
     with pytest.raises(RetrievalError, match="not a regular file"):
         read_keys(tmp_path / "pipe")
     with pytest.raises(RetrievalError, match="name"):
-        new_key("a\nb", "read", (), Allowance())
+        new_key("a\nb", "read")
 
 
 def test_two_commands_at_once_lose_no_key(tmp_path):
@@ -206,9 +211,6 @@ def test_a_changed_file_is_taken_up_and_a_broken_one_is_not(tmp_path, caplog):
     for _ in range(2):
         keys.look()
     assert keys.keys.find(first) is None and keys.keys.find(second)
-    caplog.clear()
-    keys.again()
-    keys.look()
     assert "has 1 key" in caplog.text
 
 
@@ -233,16 +235,16 @@ def test_a_link_is_followed_as_where_secrets_are_mounted(tmp_path):
 def test_keys_of_the_environment(monkeypatch, tmp_path):
     sent, kept = new_key("shop", "read")
     assert key_source(None) is None
-    monkeypatch.setenv(source.VARIABLE, kept.line())
+    monkeypatch.setenv(module.VARIABLE, kept.line())
     assert key_source(None).keys.find(sent) == kept
     add_key(tmp_path / "keys", kept)
     with pytest.raises(RetrievalError, match="given twice"):
         key_source(tmp_path / "keys")
-    monkeypatch.setenv(source.VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setenv(module.VARIABLE, str(tmp_path / "keys"))
     assert key_source(None).keys.find(sent) == kept
-    monkeypatch.setenv(source.VARIABLE, "{nonsense")
+    monkeypatch.setenv(module.VARIABLE, "{nonsense")
     with pytest.raises(RetrievalError, match="RETRIEVAL_KEYS: line 1 is not"):
         key_source(None)
-    monkeypatch.setenv(source.VARIABLE, "nonsense")
+    monkeypatch.setenv(module.VARIABLE, "nonsense")
     with pytest.raises(RetrievalError, match="no file of keys nonsense"):
         key_source(None)

@@ -8,11 +8,12 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 
 import pytest
 import wire
-from retrieval.serving.http.log import Log
-from retrieval.serving.http.observer import trace_id
+from retrieval.serving.http.app import _trace_id as trace_id
+from retrieval.serving.http.monitoring import start_log
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -29,7 +30,7 @@ def test_a_line_a_request(served, index_path, photos):
     server = served(index_path, "--log-format", "json")
     image = wire.post(wire.form((photos / "3" / "0003.png").read_bytes(), "3"), wire.FORM)
     found = wire.ask(server.port, image)
-    missing = wire.ask(server.port, wire.get("/v1/items/999/image", f"traceparent: {PARENT}"))
+    missing = wire.ask(server.port, wire.get("/v1/items/nobody/image", f"traceparent: {PARENT}"))
     wire.ask(server.port, wire.get("/livez"))
     lines = [line for line in lines_of(server) if "route" in line]
     assert [(line["method"], line["route"], line["status"]) for line in lines] == [
@@ -90,58 +91,59 @@ def written() -> Iterator[io.StringIO]:
         logging.getLogger(name).handlers, logging.getLogger(name).propagate = handlers, propagate
 
 
+def request(**said) -> None:
+    logging.getLogger("retrieval.serving.http").info("request", extra={"request": said})
+
+
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_what_acts_on_a_terminal_is_escaped(form, written):
-    log = Log(form, stream=written)
+    with redirect_stderr(written):
+        log = start_log(form)
     hostile = "x\x1b[2J\x07\r\n2026 INFO forged\u202e\x85"
-    log.request({"method": "GET", "route": "/", "status": 200, "key": hostile}, good=True)
+    request(method="GET", route="/", status=200, key=hostile)
     logging.getLogger("retrieval.serving.http").warning("Not ready. %s", hostile)
-    log.close()
+    log.stop()
     text = written.getvalue()
     assert len(text.splitlines()) == 2
     assert all(sign.isprintable() for line in text.splitlines() for sign in line)
     if form == "json":
-        request, event = map(json.loads, text.splitlines())
-        assert request["key"] == hostile and event["level"] == "WARNING" and "Not ready" in event["message"]
+        line, event = map(json.loads, text.splitlines())
+        assert line["key"] == hostile and event["level"] == "WARNING" and "Not ready" in event["message"]
 
 
-def test_few_lines_under_attack(written):
-    log = Log("json", per_second=50, stream=written)
+def test_few_lines_under_attack_and_the_others_are_counted(written):
+    with redirect_stderr(written):
+        log = start_log("json")
     for _ in range(5000):
-        log.request({"method": "POST", "route": "/v1/search", "status": 400}, good=False)
-        log.request({"method": "POST", "route": "/v1/search", "status": 200}, good=True)
+        request(method="POST", route="/v1/search", status=400)
+        request(method="POST", route="/v1/search", status=200)
         logging.getLogger("retrieval.serving.http").warning("again")
-    log.close()
+    handler = logging.getLogger("retrieval.serving.http").handlers[0]
+    handler.filters[0]._left[False] = 1.0  # a second later
+    request(status=400)
+    log.stop()
     lines = [json.loads(line) for line in written.getvalue().splitlines()]
     counts = {what: sum(line.get("status") == what for line in lines) for what in (200, 400, None)}
-    assert 20 <= counts[400] < 60 and 20 <= counts[None] < 60 and 50 <= counts[200] < 5000
-
-
-def test_what_was_left_out_is_counted(written):
-    log = Log("json", stream=written)
-    for _ in range(30):
-        log.request({"status": 400}, good=False)
-    log._bad._left = 1.0  # a second later
-    log.request({"status": 400}, good=False)
-    log.close()
-    assert json.loads(written.getvalue().splitlines()[-1])["left_out"] >= 9
+    assert 20 <= counts[400] + counts[None] < 60 and 200 <= counts[200] < 3000
+    assert lines[-1]["left_out"] > 9000
 
 
 def test_nobody_waits_for_who_reads_the_log():
-    """Standard error is a full pipe that nobody reads: lines are dropped, the one who writes goes on, and the process ends."""
+    """Standard error is a full pipe that nobody reads: lines are dropped, and the one who writes goes on."""
     code = """
-import sys
-from retrieval.serving.http.log import Log
-log = Log("json", per_second=10**9)
-for number in range(200_000):
-    log.request({"status": 200, "more": "x" * 100}, good=True)
-log.close()
-print(len(log.lines._lines))
+import logging, os
+from retrieval.serving.http import monitoring
+monitoring._ANSWERED_PER_SECOND = 10**9
+monitoring.start_log("json")
+for number in range(50_000):
+    said = {"status": 200, "more": "x" * 100}
+    logging.getLogger("retrieval.serving.http").info("request", extra={"request": said})
+print("went on", flush=True)
+os._exit(0)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        out = process.stdout.readline()
-        assert int(out) <= 10_000
+        assert process.stdout.readline() == b"went on\n"
         assert process.wait(30) == 0
     finally:
         process.kill()

@@ -8,8 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from retrieval.serving.http.access.key_file import add_key
-from retrieval.serving.http.access.keys import Allowance, new_key
+from retrieval.serving.http.keys import add_key, new_key
 from retrieval.serving.http.openapi import OPERATIONS, document
 from retrieval.serving.index.creating import create_index
 from starlette.routing import Route
@@ -31,16 +30,12 @@ def valid(schema: dict, content: object) -> bool:
 
 
 def test_every_route_is_described_and_every_description_is_a_route(index_path):
-    from retrieval.serving.http.app import create_app
-    from retrieval.serving.http.searcher import Searcher
-    from retrieval.serving.http.settings import Settings
+    from retrieval.serving.http.app import Application
     from retrieval.serving.index.index import open_index
 
     with open_index(index_path, threads=1) as index:
-        searcher = Searcher(index, Settings())
-        app = create_app(searcher)
-        app.state.site.close(0.0)
-        searcher.close()
+        app = Application({"i": index})
+        app.close()
     routes = {
         (re.sub(r":\w+}", "}", route.path), method.lower())
         for route in app.routes
@@ -61,25 +56,6 @@ def test_the_document_is_openapi_and_the_copy_in_docs_is_it():
         } == set(re.findall(r"{(\w+)}", path))
     for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(said)):
         assert reference in said["components"]["schemas"]
-
-
-def test_examples_are_what_the_schemas_say():
-    shown = 0
-    for said in document()["paths"].values():
-        for operation in said.values():
-            media = [*operation.get("requestBody", {}).get("content", {}).values()]
-            media += [
-                one
-                for answer in operation["responses"].values()
-                for one in answer.get("content", {}).values()
-            ]
-            media += operation["parameters"]
-            for one in media:
-                if "example" in one:
-                    shown += 1
-                    assert valid(one["schema"], one["example"]), (operation["operationId"], one)
-                    assert not valid(one["schema"], [one["example"]])
-    assert shown > 60
 
 
 def test_answers_are_what_the_document_says(served, living, photos):
@@ -108,6 +84,8 @@ def test_answers_are_what_the_document_says(served, living, photos):
 
         own("/items/a%2Fb", "PUT", "/items/{id}", files={"image": image}, data={"label": "x"})
         own("/item?id=c", "PUT", json={"vector": vector, "metadata": {"n": 1}})
+        own("/item?id=c", "PATCH", json={"metadata": {"n": 2}})
+        own("/items/a%2Fb", "PATCH", "/items/{id}", json={"label": "y"})
         for body in ({"vector": vector, "explain": True}, {"id": "c", "fields": []}):
             own("/search", "POST", json=body)
         own("/search?explain=true", "POST", content=image, headers={"Content-Type": "image/png"})
@@ -143,7 +121,7 @@ def test_the_document_names_the_role_that_each_operation_takes(served, living):
     keys = living.parent / "keys.jsonl"
     sent = {}
     for role in ("read", "write", "admin"):
-        sent[role], kept = new_key(role, role, (), Allowance())
+        sent[role], kept = new_key(role, role)
         add_key(keys, kept)
     client = served(living, "--keys", str(keys)).client
     roles = list(sent)

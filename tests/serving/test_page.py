@@ -33,7 +33,7 @@ def shot(page, name: str) -> None:
 
 
 def test_a_chosen_image_shows_its_neighbours(page, served, index_path, photos):
-    server = served(index_path)
+    server = served(index_path, "--images", str(photos))
     page.goto(server.url)
     page.wait_for_selector("text=digits: 200 items, euclidean distance")
     shot(page, "empty")
@@ -71,7 +71,7 @@ def test_a_chosen_image_shows_its_neighbours(page, served, index_path, photos):
 
 
 def test_a_dropped_image_and_a_bad_one(page, served, index_path, photos):
-    server = served(index_path, "--max-bytes", "5000")
+    server = served(index_path, "--max-bytes", "5000", "--images", str(photos))
     page.goto(server.url)
     page.wait_for_selector("text=200 items")
     query = photos / "5" / "0005.png"
@@ -108,7 +108,7 @@ PASTE = """async ([name, bytes, type]) => {
 
 def test_a_pasted_image_and_a_photo(browser, served, index_path, photos):
     """On a phone, which has a camera: the button that takes a photo is there, and only there."""
-    server = served(index_path)
+    server = served(index_path, "--images", str(photos))
     five, three = (photos / name for name in ("5/0005.png", "3/0003.png"))
     for touch in (False, True):
         context = browser.new_context(
@@ -137,7 +137,7 @@ def test_a_pasted_image_and_a_photo(browser, served, index_path, photos):
 
 
 def test_the_keyboard_and_the_names_of_things(page, served, index_path, photos):
-    server = served(index_path)
+    server = served(index_path, "--images", str(photos))
     page.goto(server.url)
     page.set_input_files("#file", str(photos / "3" / "0003.png"))
     page.wait_for_selector(".hit")
@@ -168,7 +168,7 @@ def test_names_from_files_are_text_and_never_markup(page, served, makers, bundle
     path = makers.write_digits(tmp_path / "d", 1)[0]
     shutil.copy(path, folder / "<b>bold.png")
     create_index(tmp_path / "i", bundle_path, [folder], progress=False)
-    server = served(tmp_path / "i")
+    server = served(tmp_path / "i", "--images", str(folder))
     page.goto(server.url)
     page.set_input_files("#file", str(path))
     page.wait_for_selector(".hit")
@@ -254,7 +254,7 @@ def test_filters_are_built_from_the_metadata_and_markup_stays_text(page, served,
 
 
 def test_a_part_is_searched_for_by_pointer_and_by_keyboard(page, served, index_path, tmp_path, photos):
-    server = served(index_path)
+    server = served(index_path, "--images", str(photos))
     three, five = (Image.open(photos / name) for name in ("3/0003.png", "5/0005.png"))
     both = Image.new("L", (16, 8))
     both.paste(three, (0, 0))
@@ -372,7 +372,7 @@ def test_axe_finds_nothing(page, served, described, index_path):
 
 
 def test_its_picture_in_the_docs_is_what_it_shows(page, served, index_path, photos, shown, tmp_path):
-    server = served(index_path)
+    server = served(index_path, "--images", str(photos))
     page.set_viewport_size({"width": 900, "height": 860})
     page.goto(server.url)
     page.wait_for_selector("text=200 items")

@@ -1,222 +1,91 @@
-"""`retrieval serve --processes N`: real processes behind one port, some of which are killed."""
+"""`retrieval serve --processes N`: stock worker processes behind one port, one of which is killed."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import os
-import re
 import signal
+import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import wire
-from prometheus_client.parser import text_string_to_metric_families
-from several_processes import Line, all_ready, logged, to_each, two_processes, until, vector
+from retrieval.serving.index.creating import create_index
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc for whose a connection is"),
-    pytest.mark.usefixtures("lines_closed"),
-]
+SEARCH = wire.post(
+    json.dumps({"vector": [0.5] * 16, "k": 1}).encode(), "application/json", "Connection: close"
+)
 
 
-@pytest.fixture(scope="module")
-def shared(bundle_path, photos, tmp_path_factory) -> Iterator[SimpleNamespace]:
-    with two_processes(tmp_path_factory.mktemp("shared"), bundle_path, photos) as server:
-        yield server
+@contextmanager
+def two_processes(folder: Path, *options: str) -> Iterator[SimpleNamespace]:
+    words = ["serve", str(folder / "i"), "--processes", "2", "--workers", "1", "--port", "0", *options]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "retrieval.cli", *words, "--log-format", "json"],
+            stdout=subprocess.PIPE, stderr=log, text=True, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("Serving 200 items"), line + (folder / "log").read_text()
+        port = int(line.split("/ ")[0].rpartition(":")[2])
+        yield SimpleNamespace(process=process, port=port, log=folder / "log")
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+            process.stdout.close()
+
+
+def answering(server: SimpleNamespace, count: int) -> set[int]:
+    """Return the processes that answered searches since this was asked, when there are so many."""
+    before = len(server.log.read_text().splitlines())
+
+    def pids() -> set[int]:
+        assert wire.ask(server.port, SEARCH).status == 200
+        lines = map(json.loads, server.log.read_text().splitlines()[before:])
+        found = {line["process"] for line in lines if line.get("route") == "/v1/search"}
+        return found if len(found) >= count else set()
+
+    return wire.until(pids, 60)
 
 
 @pytest.fixture
-def two(shared) -> SimpleNamespace:
-    """The server of all tests that leave it as it was; one whose process was killed is whole again."""
-    shared.pids = all_ready(shared, 2)
-    return shared
+def folder(bundle_path, photos, tmp_path) -> Path:
+    create_index(tmp_path / "i", bundle_path, [photos], progress=False)
+    return tmp_path
 
 
-def test_a_write_by_one_process_is_seen_by_the_other_at_once(two):
-    lines = to_each(two, two.pids)
-    for turn in range(10):
-        by, other = lines[1 + turn % 2], lines[2 - turn % 2]
-        assert by.ask("PUT", f"/v1/items/a{turn}", {"vector": vector(turn), "label": "new"})[0] == 200
-        assert other.ask("GET", f"/v1/items/a{turn}")[1]["label"] == "new"
-        found = other.ask("POST", "/v1/search", {"vector": vector(turn), "k": 1})[1]["results"]
-        assert [(hit["id"], hit["distance"]) for hit in found] == [(f"a{turn}", 0.0)]
-        assert by.ask("PUT", f"/v1/items/a{turn}", {"label": "changed"})[1]["replaced"] is True
-        assert other.ask("GET", f"/v1/items/a{turn}")[1]["label"] == "changed"
-    # Under one key, whichever process gets it, it is done once
-    many = {"items": [{"id": f"b{number}", "vector": vector(100 + number)} for number in range(5)]}
-    answers = [
-        lines[number].ask("POST", "/v1/items", many, **{"Idempotency-Key": "k"}) for number in (2, 1, 2)
-    ]
-    assert answers == [(200, {"added": 5, "replaced": 0})] * 3
-    assert lines[2].ask("POST", "/v1/items", {"items": []}, **{"Idempotency-Key": "k"})[0] == 400
-    # What is refused is refused in the same words
-    refused = [lines[number].ask("PUT", "/v1/items/none", {"label": "x"}) for number in (1, 2)]
-    assert [(status, said["detail"]) for status, said in refused] == [(422, refused[0][1]["detail"])] * 2
-    assert lines[2].ask("POST", "/v1/snapshots")[0] == 201
-    assert lines[2].ask("DELETE", "/v1/items/a0")[1] == {"deleted": 1}
-    assert lines[1].ask("GET", "/v1/items/a0")[0] == 404
-    deleted = lines[2].ask("POST", "/v1/delete", {"filter": "label = 'changed'"})
-    assert deleted == (200, {"deleted": 9})
-    assert lines[1].ask("GET", "/v1/items?filter=label%3D'changed'")[1]["items"] == []
-    # The record has each change once, whole, with the id of the request that the client saw
-    audit = [json.loads(line) for line in (two.folder / "audit").read_text().splitlines()]
-    assert [line["outcome"] for line in audit] == ["begun", "done"] * 21 + ["begun", "failed"] * 2 + ["begun", "done"] * 3  # fmt: skip
-    assert {line["address"] for line in audit} == {"127.0.0.1"}
+def requests_counted(server: SimpleNamespace) -> float:
+    name = b'retrieval_requests_total{method="POST",route="/v1/search",status="200"}'
+    lines = wire.ask(server.port, wire.get("/metrics")).body.splitlines()
+    return sum(float(line.rpartition(b" ")[2]) for line in lines if line.startswith(name))
 
 
-def scrape(line: Line) -> dict[str, dict[tuple[str, ...], float]]:
-    status, text = line.ask("GET", "/metrics")
-    assert status == 200
-    found: dict[str, dict[tuple[str, ...], float]] = {}
-    for family in text_string_to_metric_families(text.decode()):
-        assert family.documentation and "ultiprocess" not in family.documentation, family.name
-        for sample in family.samples:
-            values = found.setdefault(sample.name, {})
-            assert tuple(sample.labels.values()) not in values, sample
-            values[tuple(sample.labels.values())] = sample.value
-    return found
+def test_both_answer_and_one_that_is_killed_comes_back(folder):
+    with two_processes(folder) as server:
+        pids = answering(server, 2)
+        assert len(pids) == 2 and server.process.pid not in pids
+        counted = requests_counted(server)
+        assert counted >= 2 and counted == requests_counted(server)  # of both, whoever is asked
+        os.kill(min(pids), signal.SIGKILL)
+        wire.until(lambda: answering(server, 2) - {min(pids)} and min(pids) not in answering(server, 2), 60)
+        assert requests_counted(server) > counted
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_whichever_process_is_asked_the_figures_are_of_all_and_survive_a_kill(two):
-    lines = to_each(two, two.pids)
-    body = {"vector": vector(0), "k": 1}
-    before = scrape(lines[1])
-    for number, times in ((1, 3), (2, 5)):
-        for turn in range(times):
-            assert lines[number].ask("POST", "/v1/search", body)[0] == 200
-            assert lines[number].ask("PUT", f"/v1/items/{number}-{turn}", {"vector": vector(turn)})[0] == 200
-        wire.ask(two.port, b"nonsense\r\n\r\n")
-    pages = [scrape(lines[number]) for number in (1, 2)]
-    put, search = ("PUT", "/v1/items/{id}", "200"), ("POST", "/v1/search", "200")
-    for page in pages:
-        for what in (put, search):
-            assert (
-                page["retrieval_requests_total"][what] - before["retrieval_requests_total"].get(what, 0) == 8
-            )
-        assert page["retrieval_stage_seconds_count"]["search",] >= 8
-        refused = "retrieval_connections_refused_total"
-        assert page[refused]["main", "400"] - before.get(refused, {}).get(("main", "400"), 0) == 2
-        assert page["retrieval_processes"] == {("wanted",): 2, ("answering",): 2}
-        assert (
-            page["retrieval_connections"]["main", "idle"] + page["retrieval_connections"]["main", "busy"] >= 2
-        )
-        assert page["retrieval_index_items"].keys() == {()}
-    assert set(pages[0]) == set(pages[1]) >= set(before)
-    both = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in two.pids.values())
-    assert pages[0]["retrieval_memory_bytes"]["server",] > 0.7 * both * os.sysconf("SC_PAGE_SIZE")
-    os.kill(two.pids[2], signal.SIGKILL)
-    during = scrape(lines[1])  # those that it had counted are still counted
-    two.pids = until(lambda: (now := all_ready(two, 2))[2] != two.pids[2] and now)
-    after = scrape(lines[1])
-    for now in (during, after):
-        for name in (
-            "retrieval_requests_total",
-            "retrieval_stage_seconds_count",
-            "retrieval_cpu_seconds_total",
-        ):
-            assert all(now[name][what] >= count for what, count in pages[1][name].items()), name
-
-
-def test_a_killed_process_costs_its_own_connections_and_nothing_else(two):
-    """Searches all the time on connections of both, and on new ones; the other's do not fail, and the killed one comes back."""
-    pids, stop, seen = two.pids, threading.Event(), len(logged(two))
-    lost: dict[int, int] = {}
-    asked, wrong = [], []
-    body = {"vector": vector(0), "k": 3}
-
-    def steady(name: int, line: Line) -> None:
-        while not stop.is_set():
-            try:
-                status, said = line.ask("POST", "/v1/search", body)
-            except (OSError, http.client.HTTPException):
-                lost[name] = lost.get(name, 0) + 1
-                line = Line(two.port)  # nobody refuses it
-                continue
-            asked.append(status)
-            if status != 200 or len(said["results"]) != 3:
-                wrong.append(said)
-
-    def fresh() -> None:
-        request = wire.post(json.dumps(body).encode(), "application/json", "Connection: close")
-        while not stop.is_set():
-            answer = wire.ask(two.port, request)
-            if answer.status == 0:
-                lost[0] = lost.get(0, 0) + 1
-            elif answer.status != 200:
-                wrong.append(answer)
-
-    held = [(number, line) for _ in range(2) for number, line in to_each(two, pids).items()]
-    threads = [threading.Thread(target=steady, args=each) for each in held] + [threading.Thread(target=fresh)]
-    for thread in threads:
-        thread.start()
-    try:
-        for victim in (2, 1):
-            before, pid = len(asked), pids[victim]
-            until(lambda before=before: len(asked) > before + 50)
-            lost.clear()
-            os.kill(pid, signal.SIGKILL)
-            pids = until(lambda pid=pid: pid not in (now := all_ready(two, 2)).values() and now)
-            before = len(asked)
-            until(lambda before=before: len(asked) > before + 50)
-            if victim == 2:  # by then nobody's connection but its own had broken
-                assert set(lost) <= {0, 2} and 1 <= lost[2] <= 2 and lost.get(0, 0) <= 1
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(30)
-    assert not wrong
-    events = until(lambda: (found := logged(two)[seen:]) and len(found) >= 2 and found)
-    assert [said["process"] for said in events] == [0, 0]
-    assert all(re.fullmatch(r"Process [12] \(\d+\) ended: killed by SIGKILL. It is started again.", said["message"]) for said in events)  # fmt: skip
-
-
-def test_a_write_waits_for_the_process_that_writes_and_is_never_lost(two):
-    line = to_each(two, two.pids)[2]
-    os.kill(two.pids[1], signal.SIGKILL)
-    status, said = line.ask("PUT", "/v1/items/late", {"vector": vector(1)})
-    while status == 503:  # on a machine that is so busy that it takes longer than the deadline to start
-        assert "Try again" in said["detail"] or "Send it again" in said["detail"]
-        status, said = line.ask("PUT", "/v1/items/late", {"vector": vector(1)})
-    assert status == 200 and line.ask("GET", "/v1/items/late")[0] == 200
-
-
-def test_a_client_that_leaves_and_one_that_is_slow_hold_up_nothing(two):
-    line = to_each(two, two.pids)[2]
-    head = "PUT /v1/items/slow HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 60\r\n\r\n"
-    slow = []
-    for _ in range(20):
-        slow.append(wire.connect(two.port))
-        slow[-1].sendall(head.encode() + b'{"vector": [1')
-    for connection in slow[:10]:
-        connection.close()
-    assert line.ask("PUT", "/v1/items/quick", {"vector": vector(1)})[0] == 200
-    for connection in slow[10:]:
-        connection.sendall(b"," * 100)
-        assert wire.read_answer(connection).status == 400
-        connection.close()
-    assert line.ask("GET", "/v1/items/slow")[0] == 404
-    for number in (1, 2):  # what is too large is refused by whoever reads it
-        with wire.connect(two.port) as connection:
-            connection.sendall(head.replace("60", "3000000").encode())
-            with contextlib.suppress(ConnectionError):
-                connection.sendall(b"x" * 3_000_000)
-            assert wire.read_answer(connection).status == 413, number
-
-
-def test_what_is_refused_before_it_has_arrived_is_refused_in_the_same_words(two):
-    """Whoever makes changes has answered, and reads no more, while the other still hands the body on."""
-    lines = to_each(two, two.pids)
-    body = {"vector": vector(1), "metadata": {"long": "x" * 1_900_000}}
-    for path in ("/v1/items/x?unknown=1", "/v1/items/%00"):
-        answers = []
-        for number in (1, 2, 2, 2):
-            status, said = lines[number].ask("PUT", path, body)
-            answers.append((status, said["detail"]))
-        assert answers == [answers[0]] * 4 and answers[0][0] == 400
-    assert all_ready(two, 2) == two.pids
+def test_what_cannot_start_is_one_sentence(folder, cli, index_path):
+    (folder / "i" / "items.sqlite").write_bytes(b"nonsense")
+    told = cli("serve", folder / "i", "--port", "0", "--processes", "2")
+    assert told.code == 2 and "Traceback" not in told.err and not told.out
+    (folder / "keys").write_text("nonsense")
+    told = cli("serve", index_path, "--port", "0", "--processes", "2", "--keys", folder / "keys")
+    assert told.code == 2 and "line 1 is not a JSON object" in told.err

@@ -17,9 +17,10 @@ from retrieval.errors import BundleError
 from retrieval.serving import providers, sessions
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.http.readiness import Readiness
-from retrieval.serving.http.searcher import Searcher
+from retrieval.serving.http.served import Served
 from retrieval.serving.http.server import serve
 from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.index import open_index
 from retrieval.serving.providers import ROWS, checked_device
 from retrieval.serving.runtime import load_libraries, load_onnxruntime
@@ -176,9 +177,9 @@ def test_the_log_says_once_that_the_cpu_stands_in(
     without_driver: WithoutDriver, index_path: Path, caplog: Any
 ) -> None:
     with open_index(index_path, threads=1) as index:
-        searcher = Searcher(index, Settings(deadline=5.0))
-        with contextlib.closing(searcher):
-            readiness = Readiness(searcher)
+        workers = Workers(Settings())
+        with contextlib.closing(workers):
+            readiness = Readiness(Served("i", index, Settings(), workers))
             for _ in range(3):
                 asyncio.run(readiness.probe())
             assert readiness.reason() is None and readiness.fallback == index.bundle.fallback

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import wire
 from retrieval.errors import StoreError
-from retrieval.serving.http.queries import Given, Query
-from retrieval.serving.http.searcher import Searcher
+from retrieval.serving.http.models import Given, Options, Query
+from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.creating import create_index
 from retrieval.serving.index.index import Index
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.store.contract import Item
 
 WIDTH = 16
 
@@ -29,7 +30,7 @@ def living(bundle_path: Path, photos: Path, tmp_path: Path) -> Path:
 
 
 def test_a_folder_that_is_removed_ends_readiness(living, served):
-    server = served(living, "--probe-seconds", "0.1")
+    server = served(living)
     shutil.rmtree(living)
     wire.until(lambda: wire.not_ready(server))
     wire.until(lambda: "Start the server again" in (wire.not_ready(server) or ""))
@@ -37,9 +38,9 @@ def test_a_folder_that_is_removed_ends_readiness(living, served):
 
 
 def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(makers, living, bundle_path, photos, served, tmp_path):  # fmt: skip
-    """Also one with another bundle, of another format, and back again, under searches and after a write."""
+    """Also one with another bundle, and back again, under searches and after a write."""
     other = makers.make_bundle(tmp_path / "other", seed=7)
-    server = served(living, "--probe-seconds", "0.2", "--open", "admin", "--workers", "2")
+    server = served(living, "--open", "admin", "--workers", "2")
     image = next(photos.rglob("*.png")).read_bytes()
     statuses, failed, stop = [], [], threading.Event()
 
@@ -60,11 +61,7 @@ def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(makers, 
             create_index(living, bundle, [photos / str(turn)], replace=True, progress=False)
             count = len(list((photos / str(turn)).iterdir()))
             wire.until(lambda count=count: server.client.get("/v1/index").json()["items"] == count)
-        create_index(living, other, [photos / "5"], replace=True, progress=False)
-        wire.until(lambda: server.client.get("/v1/index").json()["format"] == 1)
-        create_index(living, other, [photos / "6"], replace=True, progress=False)
         new = {"vector": [0.5] * WIDTH}
-        wire.until(lambda: server.client.get("/v1/index").json()["format"] == 2)
         assert server.client.put("/v1/items/new", json=new).status_code == 200
     finally:
         stop.set()
@@ -99,7 +96,8 @@ def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
     count = len(list((photos / "1").iterdir()))
     old = Index.open(living, threads=1)
     create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
-    searcher = Searcher(old, Settings(workers=1), reopen=lambda: Index.open(living, threads=1))
+    workers = Workers(Settings())
+    searcher = Served("i", old, Settings(), workers, reopen=lambda: Index.open(living, threads=1))
 
     def late(*given, **more):
         assert searcher.take_up() is None  # as the other request does
@@ -108,13 +106,12 @@ def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
     monkeypatch.setattr(old, "search", late)
     try:
         if does == "search":
-            query = Query((Given(vector=np.full(WIDTH, 0.5)),), 100)
-            assert (
-                asyncio.run(searcher.search(query, lambda found: b"%d" % len(found.hits[0]))) == b"%d" % count
-            )
+            query = Query((Given(vector=np.full(WIDTH, 0.5)),), Options(k=100), None)
+            found = asyncio.run(searcher.search(query, lambda hits, index: b"%d" % len(hits[0])))
+            assert found == b"%d" % count
         else:
             assert asyncio.run(searcher.read(lambda index: late() if index is old else len(index))) == count
         assert searcher.index is not old
     finally:
         searcher.index.close()
-        searcher.close()
+        workers.close()

@@ -62,7 +62,7 @@ def test_ambiguous_framing_is_refused(port):
 
 def test_a_large_trailer_ends_the_connection(port):
     request = wire.chunked([b"{}"], "application/json")[:-2] + b"X: y\r\n" * 100_000 + b"\r\n"
-    assert wire.ask(port, request).status in (0, 400)
+    assert wire.ask(port, request).status in (0, 400, 431)
     assert wire.ask(port, LIVE).status == 200
 
 
@@ -109,7 +109,7 @@ def test_other_sites_pages_cannot_search_or_show(port):
     ):
         answer = wire.ask(port, wire.post(body, "application/json", *headers, host=f"localhost:{port}"))
         assert answer.status == status, (headers, answer)
-    for path in ("/", "/page.js", "/v1/items/0/image", "/v1/index", "/nowhere", "/v1/index?x=1"):
+    for path in ("/", "/page.js", "/v1/items/x/image", "/v1/index", "/nowhere", "/v1/index?x=1"):
         answer = wire.ask(port, wire.get(path))
         assert answer.headers["cross-origin-resource-policy"] == "same-origin", path
         assert "frame-ancestors 'none'" in answer.headers["content-security-policy"], path

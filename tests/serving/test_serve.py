@@ -42,7 +42,7 @@ def test_search_answers_as_the_index_does(server, index_path, photos):
             content = answer.json()
             hits = index.search(index.bundle.encode_image(path), 4)[0]
             assert [(r["id"], r["key"], r["label"]) for r in content["results"]] == [
-                (hit.id, hit.id, hit.label) for hit in hits
+                (hit.id, hit.key, hit.label) for hit in hits
             ]
             distances = [r["distance"] for r in content["results"]]
             assert distances == pytest.approx([hit.distance for hit in hits], abs=1e-6)
@@ -52,9 +52,9 @@ def test_search_answers_as_the_index_does(server, index_path, photos):
             assert picture.content == path.read_bytes()
             assert picture.headers["content-type"] == "image/png"
         assert len(post(server, path.read_bytes()).json()["results"]) == 10
-        vector = index.vector("1/0001.png").tolist()
+        vector = index.vector("3/0003.png").tolist()
         found = server.client.post("/v1/search", json={"vector": vector, "k": 1}).json()["results"]
-        assert found[0]["id"] == "1/0001.png"
+        assert found[0]["id"] == "3/0003.png"
 
 
 def test_pages_and_health(server, index_path):
@@ -65,16 +65,16 @@ def test_pages_and_health(server, index_path):
         assert answer.headers["x-content-type-options"] == "nosniff"
     ready = server.client.get("/readyz").json()
     assert set(ready.pop("checks").values()) == {"ok"}
-    assert (ready["status"], ready["items"]) == ("ready", 200)
+    assert len(ready.pop("bundle")) == 64 and ready == {"status": "ready", "items": 200}
     about = server.client.get("/v1/index").json()
     assert about["items"] == 200
     assert about["limits"] == {"bytes": 100_000, "pixels": 1_000_000, "batch": 100, "batch_bytes": 64_000_000}
     page = server.client.get("/").text
     assert "http://" not in page
     assert "https://" not in page
-    first = server.client.get("/v1/items/1%2F0001.png/image")
+    first = server.client.get("/v1/items/3%2F0003.png/image")
     again = server.client.get(
-        "/v1/items/1%2F0001.png/image", headers={"If-None-Match": first.headers["etag"]}
+        "/v1/items/3%2F0003.png/image", headers={"If-None-Match": first.headers["etag"]}
     )
     assert again.status_code == 304
 
@@ -176,6 +176,23 @@ def test_only_indexed_files_are_given_out(server, photos):
         assert b" 404 " in answer.split(b"\r\n", 1)[0], path
 
 
+def test_originals_are_shown_only_below_folders_that_the_operator_names(served, index_path, photos, tmp_path):
+    """An index names files of this machine, and may be a stranger's. A link counts as what it leads to."""
+    query = {"vector": [0.0] * 16, "k": 1}
+    one = "/v1/items/3%2F0003.png"
+    plain = served(index_path).client
+    (hit,) = plain.post("/v1/search", json=query).json()["results"]
+    assert hit["image_url"] is None and plain.get(one).json()["thumbnail_url"] is None
+    assert "no folder that may be shown" in plain.get(f"{one}/image").json()["detail"]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(photos)
+    for folder, status in ((tmp_path / "elsewhere", 404), (photos / "3", 200), (tmp_path / "link", 200)):
+        client = served(index_path, "--images", str(folder)).client
+        for what in ("image", "thumbnail"):
+            assert client.get(f"{one}/{what}").status_code == status, folder
+    assert client.get("/v1/items/3%2F0003.png/image").content == (photos / "3" / "0003.png").read_bytes()
+
+
 def test_an_image_that_changed_or_went_is_not_given_out(makers, bundle_path, served, tmp_path):
     folder = tmp_path / "photos"
     paths = makers.write_digits(folder, 4)
@@ -202,24 +219,24 @@ def test_an_image_that_changed_or_went_is_not_given_out(makers, bundle_path, ser
 def test_features_and_rescorer(makers, served, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False, rescorer=True)
     features = np.random.default_rng(0).normal(size=(50, 64))
-    np.savez(tmp_path / "f.npz", features=features)
+    np.savez(tmp_path / "f.npz", features=features, keys=[f"f{row}" for row in range(50)])
     create_index(tmp_path / "i", bundle, [tmp_path / "f.npz"], progress=False)
     server = served(tmp_path / "i")
     answer = server.client.post("/v1/search", json={"vector": features[7].tolist(), "k": 2}).json()
-    assert answer["results"][0]["id"] == "f/7"
+    assert answer["results"][0]["id"] == "f7"
     assert answer["results"][0]["image_url"] is None
     codes = features @ makers.weights().astype(np.float64)
     second = sorted(
         (sum(abs(a - b) for a, b in zip(codes[7], code, strict=True)), row) for row, code in enumerate(codes)
     )[1]
-    assert answer["results"][1]["id"] == f"f/{second[1]}"
+    assert answer["results"][1]["id"] == f"f{second[1]}"
     assert answer["results"][1]["distance"] == pytest.approx(second[0], rel=1e-5)
     assert "not images" in post(server, b"x").json()["detail"] or post(server, b"x").status_code == 422
     assert (
         "64 features, not 63"
         in server.client.post("/v1/search", json={"vector": [1.0] * 63}).json()["detail"]
     )
-    assert server.client.get("/v1/items/f%2F3/image").status_code == 404
+    assert server.client.get("/v1/items/f3/image").status_code == 404
 
 
 def test_many_at_once(server, photos):
@@ -260,20 +277,24 @@ def test_a_busy_server_says_so(server, photos):
     good = next(photos.rglob("*.png")).read_bytes()
     import asyncio
 
-    from retrieval.serving.http.errors import RequestError
-    from retrieval.serving.http.pool import Pool
+    from retrieval.serving.http.problems import RequestError
+    from retrieval.serving.http.turns import Turns
 
     async def overload() -> int:
-        pool = Pool("search", 1, 16)
+        turns = Turns("searches", 1, 16)
         gate = threading.Event()
-        running = [asyncio.create_task(pool.run(lambda job: gate.wait())) for _ in range(17)]
+        running = [asyncio.create_task(turns.run(gate.wait)) for _ in range(17)]
         await asyncio.sleep(0.05)
         with pytest.raises(RequestError, match="busy") as caught:
-            await pool.run(lambda job: gate.wait())
+            await turns.run(gate.wait)
+        running[-1].cancel()  # its client has left: another has its place
+        await asyncio.sleep(0.05)
+        turns.require_room()
         gate.set()
-        await asyncio.gather(*running)
-        assert await pool.run(lambda job: 5) == 5
-        assert pool.close(5)
+        await asyncio.gather(*running[:-1])
+        assert await turns.run(lambda: 5) == 5
+        assert turns.running == turns.waiting == 0
+        turns.close()
         return caught.value.status
 
     assert asyncio.run(overload()) == 503
@@ -321,21 +342,18 @@ def test_ready_means_that_a_search_was_run(index_path):
     """Not ready before the first search, and with the reason when that fails."""
     import asyncio
 
-    from retrieval.serving.http.app import create_app
-    from retrieval.serving.http.searcher import Searcher
-    from retrieval.serving.http.settings import Settings
+    from retrieval.serving.http.app import Application
 
     async def scenario() -> list:
         with open_index(index_path, threads=1) as index:
-            searcher = Searcher(index, Settings())
-            app = create_app(searcher)
+            app = Application({"i": index})
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 before = await client.get("/readyz")
-                await app.state.readiness.probe()
+                await app.readiness["i"].probe()
                 after = await client.get("/readyz")
                 live = await client.get("/livez")
-            searcher.close()
+            app.close()
         return [before, after, live]
 
     before, after, live = asyncio.run(scenario())

@@ -19,27 +19,25 @@ def living(bundle_path: Path, photos: Path, tmp_path: Path) -> Path:
 
 def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_path):
     """Each by its name; one that is not named is refused with the names; what is written to one is not in the other."""
-    from retrieval.serving.index.creating import create_index
-
     other = makers.make_bundle(tmp_path / "b", seed=3)
-    create_index(tmp_path / "digits.index", other, [photos / "1"], progress=False)
+    create_index(tmp_path / "frozen.index", other, [photos / "1"], progress=False)
     create_index(tmp_path / "j", other, progress=False)
     server = served(
         living,
-        str(tmp_path / "digits.index"),
+        str(tmp_path / "frozen.index"),
         f"third={tmp_path / 'j'}",
         "--open",
         "admin",
         "--images",
         str(photos),
     )
-    assert server.client.get("/v1/indexes").json() == {"indexes": ["digits", "i", "third"]}
+    assert server.client.get("/v1/indexes").json() == {"indexes": ["frozen", "i", "third"]}
     missing = server.client.post("/v1/search", json={"vector": [0.5] * WIDTH})
     wire.refused(missing, 404, "several indexes")
-    assert missing.json()["indexes"] == ["digits", "i", "third"]
+    assert missing.json()["indexes"] == ["frozen", "i", "third"]
     wire.refused(server.client.get("/v1/indexes/none/index"), 404, "no index of this name")
     wire.refused(server.client.get("/v1/indexes/..%2Fi/index"), 404, "")
-    said = {name: server.client.get(f"/v1/indexes/{name}/index").json() for name in ("digits", "i", "third")}
+    said = {name: server.client.get(f"/v1/indexes/{name}/index").json() for name in ("frozen", "i", "third")}
     assert [one["format"] for one in said.values()] == [2, 2, 2] and said["i"]["items"] == 200
     image = next(photos.rglob("*.png")).read_bytes()
     for name, one in said.items():
@@ -61,7 +59,7 @@ def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_p
 
 def test_names_of_indexes(tmp_path):
     from retrieval.errors import StoreError
-    from retrieval.serving.http.naming import named
+    from retrieval.serving.http.listening import named
 
     assert named(["a/photos.index", "b=c/photos.index", "/x/ü"]) == {
         "photos": "a/photos.index",

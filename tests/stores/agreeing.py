@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from retrieval import stores
 from retrieval.errors import DataError
 from retrieval.serving.filters import matches, metadata_text
-from retrieval.serving.testing.bench import item, normal, scanned
-from retrieval.serving.testing.bundles import WIDTH, opened
+from retrieval.serving.store.testing.bench import item, normal, scanned
+from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 _spec = importlib.util.spec_from_file_location(
     "filter_strategies", Path(__file__).parents[1] / "serving" / "filters" / "strategies.py"
@@ -39,7 +39,7 @@ def agree(store: stores.Store, data: st.DataObject) -> None:
             if matches(where, one.id, one.label, json.loads(metadata_text(one.metadata)))
         )
         with suppress(DataError):  # no item has a field of that name, so none matches
-            ids = [one.id for one in scanned(store, where)]
+            ids = sorted(one.id for one in scanned(store, where))
             assert (ids, store.count(where)) == (expected, len(expected)), where
             (found,) = store.search(normal(1, WIDTH, 0), 50, opened().sha256, where=where)
             assert sorted(one.id for one in found) == expected, where

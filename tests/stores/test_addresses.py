@@ -9,15 +9,15 @@ import pytest
 import retrieval
 from retrieval.errors import DataError, PluginError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.local.place import LocalPlace
-from retrieval.serving.stores.address import Address, place_of
-from retrieval.serving.stores.contract import widths_of
-from retrieval.serving.stores.find import find_store, store_place
+from retrieval.serving.store.address import Address, place_of
+from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.local import LocalPlace
+from retrieval.serving.store.place import find_store, store_place
 
 EVERYTHING = str(Path(__file__).parents[1] / "host" / "plugins_for_tests" / "everything.py")
 CLASH = """
 from retrieval import hookimpl
-from retrieval.serving.local.place import LocalPlace
+from retrieval.serving.store.local import LocalPlace
 
 @hookimpl
 def retrieval_stores():
@@ -121,7 +121,7 @@ def test_local_comes_through_the_hook_and_loads_no_plugin(process: Any) -> None:
     assert find_store("local").make is LocalPlace and find_store("core.local") is find_store("local")
     code = """
 import sys
-from retrieval.serving.stores.find import store_place
+from retrieval.serving.store.place import store_place
 store_place("photos.index"); store_place("core.local:///data/photos.index")
 print([name for name in sys.modules if name.startswith("retrieval_") or name == "torch"])
 """

@@ -14,12 +14,12 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index import tuning
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.index.tuning import Tuned
-from retrieval.serving.local import structures
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.structures import Wanted
 from retrieval.serving.manifest import read_manifest, write_manifest
-from retrieval.serving.stores.contract import Item, widths_of
-from retrieval.serving.testing.bundles import make_bundle
+from retrieval.serving.store import structure, upkeep
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.testing.bundles import make_bundle
+from retrieval.serving.store.writing import create_local
 from sklearn.datasets import load_digits
 
 
@@ -87,7 +87,8 @@ def test_tuning_takes_what_meets_both_limits(
     digits: tuple[Index, np.ndarray], monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
 ) -> None:
     index, _ = digits
-    monkeypatch.setattr(structures, "LEAST", 1000)
+    monkeypatch.setattr(structure, "LEAST", 1000)
+    monkeypatch.setattr(upkeep, "LEAST", 1000)
     tuned = index.tune(recall=0.9, progress=False)
     assert tuned.chosen is not None and tuned.chosen.recall >= 0.9
     assert tuned.chosen.milliseconds == min(one.milliseconds for one in tuned.trials if one.recall >= 0.9)
@@ -115,7 +116,8 @@ def test_tuning_takes_what_meets_both_limits(
 @pytest.mark.parametrize("merge", ["min", "score"])
 def test_tuning_weighs_sub_spaces(merge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a structure of its own; what all of them propose is measured as searches measure it."""
-    monkeypatch.setattr(structures, "LEAST", 1000)
+    monkeypatch.setattr(structure, "LEAST", 1000)
+    monkeypatch.setattr(upkeep, "LEAST", 1000)
     few = [("flat", {}, [{}]), ("sq8", {}, [{}]), ("ivf", {"lists": 40}, [{"probes": 1}, {"probes": 40}])]
     monkeypatch.setattr(tuning, "_grid", lambda count, width: iter(few))
     monkeypatch.setattr(tuning, "_ROUNDS", 1)

@@ -13,12 +13,14 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
 from retrieval.serving.index import measuring
 from retrieval.serving.index.index import Hit, Index, open_index
-from retrieval.serving.local import distances, exact, searches, structures
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
 from retrieval.serving.merging import merged
-from retrieval.serving.stores.contract import Candidates, Item, widths_of
+from retrieval.serving.store import search as distances
+from retrieval.serving.store import search as exact
+from retrieval.serving.store import searches, structure, upkeep
+from retrieval.serving.store.contract import Candidates, Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 WIDTH = 16
 
@@ -76,7 +78,7 @@ class Known:
 def handed_over(store: LocalStore, *given: Any, **named: Any) -> list[Candidates]:
     """Propose as a store does that measures nothing."""
     answers = []
-    for found in store._searches.propose(*given, named["where"]):
+    for found in store.searches.propose(*given, named["where"]):
         order = sorted(range(len(found.items)), key=lambda at: found.items[at].id)
         arrays = {name: array[order] for name, array in found.arrays.items()}
         answers.append(Candidates([found.items[at] for at in order], arrays))
@@ -98,7 +100,8 @@ def test_items_come_change_and_go(
     wanted: str, large: bool, tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal vectors lie in a segment, in another, and among fresh items; some change places, some go."""
-    monkeypatch.setattr(structures, "LEAST", 500)
+    monkeypatch.setattr(structure, "LEAST", 500)
+    monkeypatch.setattr(upkeep, "LEAST", 500)
     monkeypatch.setattr(exact, "_BLOCK_PAIRS", 5000 if large else 1 << 21)
     monkeypatch.setattr(
         searches, "_SMALL", 100 if large else 20_000
@@ -155,7 +158,9 @@ def test_what_the_store_measured_is_not_measured_again(
         wanted = index.search(vectors(5, seed=1), 7)
         with monkeypatch.context() as patch:
             patch.setattr(measuring, "measured", None)
-            patch.setattr("retrieval.serving.local.view.View.rows", None)  # nor are vectors read for it
+            patch.setattr(
+                "retrieval.serving.store.searches._Rows.arrays", None
+            )  # nor are vectors read for it
             assert index.search(vectors(5, seed=1), 7) == wanted
         # a store that leaves it to the index has the same answers
         monkeypatch.setattr(type(index.store), "propose", handed_over)

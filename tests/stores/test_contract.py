@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from retrieval.serving.local.place import LocalPlace
-from retrieval.serving.stores.address import Address
-from retrieval.serving.stores.place import StorePlace
-from retrieval.serving.testing import StoreSuite
+from retrieval.serving.store.address import Address
+from retrieval.serving.store.local import LocalPlace
+from retrieval.serving.store.place import StorePlace
+from retrieval.serving.store.testing import StoreSuite
 
 
 class TestLocal(StoreSuite):

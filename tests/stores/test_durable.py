@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +15,11 @@ import numpy as np
 import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.local import snapshot, structures, upkeep
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store import snapshot, structure, upkeep
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
 
@@ -76,10 +75,10 @@ def test_an_item_that_was_left_out_has_no_arrays(store: LocalStore, bundle: Bund
 def test_altered_arrays_are_not_given(store: LocalStore, bundle: Bundle, tmp_path: Path) -> None:
     store.upsert(items(range(5000)), bundle.sha256)
     store.close()
-    (segment,) = (tmp_path / "i" / "segments").iterdir()
-    content = bytearray(segment.read_bytes())
-    content[4096 + 5000 * 8 + 4096 + 100] ^= 1
-    segment.write_bytes(content)
+    (array,) = (tmp_path / "i" / "arrays").iterdir()
+    content = bytearray(array.read_bytes())
+    content[4096 + 100] ^= 1
+    array.write_bytes(content)
     with LocalStore(tmp_path / "i") as opened:
         assert opened.get(["id5"])["id5"].label == "5" and opened.count() == 5000
         for ask in (
@@ -88,42 +87,12 @@ def test_altered_arrays_are_not_given(store: LocalStore, bundle: Bundle, tmp_pat
             lambda: (opened.delete(["id1"]), opened.compact()),
         ):
             with pytest.raises(
-                StoreError, match=r"The index .* is damaged: segments/1-written-[0-9a-f]+.segment was altered"
+                StoreError, match=r"The index .* is damaged: arrays/[0-9a-f]+\.vector was altered"
             ):
                 ask()
-    segment.unlink()
+    array.unlink()
     with LocalStore(tmp_path / "i", upkeep=False) as opened, pytest.raises(StoreError, match="is missing"):
         opened.compact()
-
-
-def test_compact_waits_for_the_merge_that_runs(
-    tmp_path: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    create_local(tmp_path / "i", bundle, widths_of(bundle))
-    monkeypatch.setattr(upkeep, "FLUSH_ROWS", 100)
-    began, go = threading.Event(), threading.Event()
-    write = upkeep.write_segment
-
-    def slow(path: Path, *rest: object) -> str:
-        if threading.current_thread().name == "upkeep" and "merged" in path.name:
-            began.set()
-            go.wait(20)
-        return write(path, *rest)
-
-    monkeypatch.setattr(upkeep, "write_segment", slow)
-    monkeypatch.setattr("retrieval.serving.local.writer.FLUSH_ROWS", 100)
-    with LocalStore(tmp_path / "i") as store:
-        for start in range(0, 800, 200):
-            store.upsert(items(range(start, start + 200)), bundle.sha256)
-        assert began.wait(20)
-        compacting = threading.Thread(target=store.compact)
-        compacting.start()
-        compacting.join(0.5)  # what happens in it must not depend on how long the merge takes
-        go.set()
-        compacting.join(60)
-        assert len(store.search(VECTORS[:1], 800, bundle.sha256)[0]) == 800
-    with LocalStore(tmp_path / "i") as store:
-        assert len(store.search(VECTORS[:1], 800, bundle.sha256)[0]) == 800
 
 
 def test_the_rest_of_a_bundle_that_was_being_deleted_is_not_taken_for_one(
@@ -144,41 +113,12 @@ def test_the_rest_of_a_bundle_that_was_being_deleted_is_not_taken_for_one(
         assert [path.name for path in kept.parent.iterdir()] == [bundle.sha256[:16]]
 
 
-def test_a_structure_of_a_generation_that_was_dropped_meanwhile_leaves_no_file(
-    tmp_path: Path, bundle: Bundle, other: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(structures, "LEAST", 100)
-    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted("hnsw"))
-    with LocalStore(tmp_path / "i", upkeep=False) as store:
-        store.upsert(items(range(5000)), bundle.sha256)
-        generation = store.begin(other, widths_of(other))
-        assert len(store.pending(generation, 5000)) == 5000
-        store.embed(generation, items(range(5000)))
-        assert store.switch(generation)
-        old = store.generations()[0]
-        build = upkeep.build_structure
-
-        def dropped(path: Path, *rest: object) -> object:
-            made = build(path, *rest)
-            if path.name.startswith("1-"):
-                store.drop(old)
-            return made
-
-        monkeypatch.setattr(upkeep, "build_structure", dropped)
-        tending = upkeep.Upkeep(store.home, store.writer, thread=False)
-        while tending.step():
-            pass
-        left = sorted(path.name for path in (tmp_path / "i" / "segments").iterdir())
-        assert [(name[:2], name.partition(".")[2]) for name in left] == [("2-", "0.hnsw"), ("2-", "segment")]
-
-
 def test_a_snapshot_is_of_one_moment(
     store: LocalStore, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.upsert(items(range(50)), bundle.sha256)
     store.compact()
     store.delete(["id0"])
-    store.writer.close()
     real = snapshot.backup
 
     def meanwhile(*arguments: object) -> None:
@@ -195,11 +135,11 @@ def test_a_snapshot_is_of_one_moment(
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from retrieval.serving.local import snapshot
-from retrieval.serving.local.store import LocalStore
-def copyfile(source, target):
+from retrieval.serving.store import snapshot
+from retrieval.serving.store.local import LocalStore
+def copyfile(*given):
     os.kill(os.getpid(), signal.SIGKILL)
-snapshot.shutil.copyfile = copyfile
+snapshot.copy_rows = copyfile
 with LocalStore(Path(sys.argv[1]), upkeep=False) as store:
     store.snapshot(Path(sys.argv[2]))
 """
@@ -229,10 +169,11 @@ def test_a_structure_that_is_the_first_work_of_a_writer_is_kept(
     store.upsert(items(range(5000)), bundle.sha256)
     store.restructure(Wanted("hnsw"))
     store.close()
-    monkeypatch.setattr(structures, "LEAST", 100)
+    monkeypatch.setattr(structure, "LEAST", 100)
+    monkeypatch.setattr(upkeep, "LEAST", 100)
     with LocalStore(tmp_path / "i", upkeep=False) as again:
         again.compact()
-    assert len(list((tmp_path / "i" / "segments").glob("*.0.hnsw"))) == 1
+    assert len(list((tmp_path / "i" / "arrays").glob("*.0.hnsw"))) == 1
 
 
 @pytest.mark.parametrize("how", ["cut", "gone", "emptied", "altered"])

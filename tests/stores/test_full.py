@@ -20,12 +20,11 @@ import pytest
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.restoring import restore
-from retrieval.serving.local import structures, upkeep
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
-from retrieval.serving.local.upkeep import Upkeep
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store import structure, upkeep
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
 
@@ -72,7 +71,8 @@ AFTER = {"upsert": range(150), "large": range(5000), "delete": range(40, 100)}
 def test_a_write_that_finds_no_room_changes_nothing(
     name: str, tmp_path: Path, plain_bundle: Path, other_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structures, "LEAST", 60)
+    monkeypatch.setattr(structure, "LEAST", 60)
+    monkeypatch.setattr(upkeep, "LEAST", 60)
     bundle, other = Bundle.open(plain_bundle, threads=1), Bundle.open(other_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted("hnsw"))
     ids = {f"id{n}" for n in range(100)}
@@ -139,7 +139,7 @@ def embed(store: LocalStore, other: Bundle) -> None:
 FULL: dict[str, Callable[[LocalStore, Bundle, Bundle, Path], Any]] = CALLS | {
     "upsert": lambda store, bundle, other, folder: store.upsert(items(range(8000, 8050)), bundle.sha256),
     "large": lambda store, bundle, other, folder: store.upsert(items(range(4500, 9000)), bundle.sha256),
-    "flush": lambda store, bundle, other, folder: Upkeep(store.home, store.writer, thread=False).step(),
+    "tend": lambda store, bundle, other, folder: store.upkeep.step(),
     "embed": lambda store, bundle, other, folder: embed(store, other),
     "switch": lambda store, bundle, other, folder: store.switch(store.generations()[1]),
     "drop": lambda store, bundle, other, folder: store.drop(store.generations()[1]),
@@ -158,8 +158,8 @@ CHANGED = {
 def test_a_full_disk_is_said_and_changes_nothing(
     name: str, disk: Path, plain_bundle: Path, other_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structures, "LEAST", 60)
-    monkeypatch.setattr(upkeep, "FLUSH_ROWS", len(WHOLE))
+    monkeypatch.setattr(structure, "LEAST", 60)
+    monkeypatch.setattr(upkeep, "LEAST", 60)
     bundle, other = Bundle.open(plain_bundle, threads=1), Bundle.open(other_bundle, threads=1)
     create_local(disk / "i", bundle, widths_of(bundle), structure=Wanted("hnsw"))
     said: list[str] = []
@@ -195,64 +195,42 @@ def test_a_full_disk_is_said_and_changes_nothing(
         holds(again, served, ids | {"id4400"})
 
 
-def test_a_full_disk_stops_merging_and_nothing_else(
-    disk: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(upkeep, "FLUSH_ROWS", 1400)
-    monkeypatch.setattr(upkeep, "_PAUSE", 0.05)
-    bundle = Bundle.open(plain_bundle, threads=1)
-    create_local(disk / "i", bundle, widths_of(bundle))
-    with LocalStore(disk / "i") as store:
-        store.upsert(items(range(1300)), bundle.sha256)
-        with room(disk, 150_000), caplog.at_level(logging.WARNING, "retrieval.serving.local"):
-            store.upsert(items(range(1300, 1500)), bundle.sha256)
-            wait(lambda: "the disk is full" in caplog.text)
-            holds(store, bundle, {f"id{n}" for n in WHOLE})
-            assert store.stats().details["fresh"] == len(WHOLE)
-        store.delete(["id0"])
-        wait(lambda: not store.stats().details["fresh"])
-        holds(store, bundle, {f"id{n}" for n in WHOLE[1:]})
-
-
 def test_what_failed_for_want_of_room_is_tried_again_though_nobody_writes(
     disk: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(structures, "LEAST", 60)
-    monkeypatch.setattr(upkeep, "FLUSH_ROWS", 1400)
+    monkeypatch.setattr(structure, "LEAST", 60)
+    monkeypatch.setattr(upkeep, "LEAST", 60)
+    monkeypatch.setattr(upkeep, "_LEAST_DEAD", 60)
     monkeypatch.setattr(upkeep, "_PAUSE", 0.02)
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(disk / "i", bundle, widths_of(bundle), structure=Wanted("hnsw"))
     with LocalStore(disk / "i") as store:
         store.upsert(items(range(1500)), bundle.sha256)
-        wait(lambda: store.stats().details["segments"][:1] != [] and not store.stats().details["fresh"])
-        wait(lambda: store.stats().details["segments"][0]["structure"] == "hnsw")
-        with room(disk, 120_000), caplog.at_level(logging.WARNING, "retrieval.serving.local"):
-            store.delete([f"id{n}" for n in range(500)])  # so many that the segment is to be written again
+        wait(lambda: store.stats().details["structure"] == "hnsw")
+        with room(disk, 120_000), caplog.at_level(logging.WARNING, "retrieval.serving.store"):
+            store.delete([f"id{n}" for n in range(500)])  # so many that it is to be compacted
             wait(lambda: caplog.text.count("the disk is full") >= 3)
-            assert "tried again in 0.04 seconds" in caplog.text
+            assert "tried again in 0.08 seconds" in caplog.text
             holds(store, bundle, {f"id{n}" for n in range(500, 1500)})
-            left = [path.name for path in (disk / "i" / "segments").iterdir()]
-            assert len([name for name in left if "merged" in name]) <= 2, left  # tries leave nothing
-        wait(lambda: store.stats().details["segments"][0]["deleted"] == 0)
+        wait(lambda: store.stats().details["deleted"] == 0)
         holds(store, bundle, {f"id{n}" for n in range(500, 1500)})
+        wait(lambda: len(list((disk / "i" / "arrays").iterdir())) == 2)  # tries leave nothing
     with LocalStore(disk / "i") as again:
         holds(again, bundle, {f"id{n}" for n in range(500, 1500)})
 
 
-def test_a_pause_grows_to_a_bound_and_ends_with_the_store(
+def test_a_pause_ends_with_the_store(
     disk: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pauses = [upkeep.pause_after(faults) for faults in range(100)]
-    assert pauses[0] >= 1 and pauses == sorted(pauses) and pauses[1] > pauses[0] and pauses[-1] == 600
-    monkeypatch.setattr(upkeep, "FLUSH_ROWS", 1400)
+    monkeypatch.setattr(upkeep, "_LEAST_DEAD", 60)
     monkeypatch.setattr(upkeep, "_PAUSE", 1e6)
-    monkeypatch.setattr(upkeep, "_LONGEST", 1e6)
+    monkeypatch.setattr(upkeep, "_LONGEST_PAUSE", 1e6)
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(disk / "i", bundle, widths_of(bundle))
     with LocalStore(disk / "i") as store:
-        store.upsert(items(range(1300)), bundle.sha256)
-        with room(disk, 150_000), caplog.at_level(logging.WARNING, "retrieval.serving.local"):
-            store.upsert(items(range(1300, 1500)), bundle.sha256)
+        store.upsert(items(range(9000)), bundle.sha256)
+        with room(disk, 500_000), caplog.at_level(logging.WARNING, "retrieval.serving.store"):
+            store.delete([f"id{n}" for n in range(3000)])
             wait(lambda: "the disk is full" in caplog.text)
             closing = threading.Thread(target=store.close)
             closing.start()

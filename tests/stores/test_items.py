@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.errors import DataError
-from retrieval.serving.stores import items as rules
-from retrieval.serving.stores.contract import Item
+from retrieval.serving.store import items as rules
+from retrieval.serving.store.contract import Item
 
 ODD: list[dict[str, Any]] = [
     {"label": "a\0b"}, {"label": "\ud800"}, {"label": 7}, {"label": ""}, {"label": "x" * 100_000}, {"label": "x" * 1_000_001}, {"label": "\udc00"},

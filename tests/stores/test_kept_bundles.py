@@ -11,8 +11,8 @@ import pytest
 from retrieval.errors import StoreError
 from retrieval.host.files import cache_folder
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.stores import bundles
-from retrieval.serving.stores.bundles import bundle_pieces, kept_bundle
+from retrieval.serving.store import bundles
+from retrieval.serving.store.bundles import bundle_pieces, kept_bundle
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,11 +15,10 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.contract import IndexBackend, checked_selection
 from retrieval.serving.index.faiss_backends import Flat
 from retrieval.serving.index.index import Index, open_index
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.upkeep import Upkeep
-from retrieval.serving.local.view import View
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.view import View
+from retrieval.serving.store.writing import create_local
 
 COUNT = 12_000
 VECTORS = np.random.default_rng(0).normal(size=(COUNT, 16)).astype(np.float32)
@@ -85,18 +83,13 @@ def test_answers_are_exact_while_items_come_change_and_go(living: Index, tmp_pat
         same(index, state, "price = 7", lambda id: int(id[2:]) % 100 == 7)
 
     check(living)
-    for _ in range(100):  # merges in the background
-        if len(living.stats().details["segments"]) < 4:
-            break
-        time.sleep(0.1)
-    check(living)
     living.snapshot(tmp_path / "copy")
     assert living.delete(where="label = '1'") == sum(id[-1] == "1" for id in state)
     with open_index(tmp_path / "copy", threads=1) as copy:
         check(copy)
     state = {id: vector for id, vector in state.items() if id[-1] != "1"}
     living.store.compact()
-    assert [piece["deleted"] for piece in living.stats().details["segments"]] == [0]
+    assert living.stats().details["deleted"] == 0
     same(living, state, None, lambda id: True)
     living.close()
     with open_index(tmp_path / "i", threads=1) as again:
@@ -210,33 +203,9 @@ def test_threads_that_end_leave_no_open_files(living: Index) -> None:
     assert counts[-1] < counts[0] + 30
 
 
-def test_upkeep_counts_what_was_deleted_since_it_last_looked(living: Index) -> None:
-    """It once read all that was ever deleted after each write."""
-    store = living.store
-    assert isinstance(store, LocalStore)
-    store._upkeep = None
-    upkeep = Upkeep(store.home, store.writer, thread=False)
-    for start in range(0, COUNT, 4096):
-        living.upsert([item(number) for number in range(start, min(start + 4096, COUNT))])
-    upkeep.flush(store.generations()[0])
-    for step, numbers in enumerate(
-        [range(0, 500, 5), range(7), range(4000, 5000), range(4096, 4200), range(1, 11_000, 4)]
-    ):
-        living.delete([f"id{number}" for number in numbers])
-        counted = {part.file: part.dead for part in upkeep._parts(store.generations()[0])}
-        assert counted == {one["file"]: one["deleted"] for one in store.stats().details["segments"]}, step
-        assert len(counted) == 3 and sum(counted.values()) > 0
-    assert upkeep.step()  # more than a quarter of one is deleted: it is rewritten
-    while upkeep.step():
-        pass
-    counted = {part.file: part.dead for part in upkeep._parts(store.generations()[0])}
-    assert counted == {one["file"]: one["deleted"] for one in store.stats().details["segments"]}
-    assert sum(counted.values()) < COUNT // 4 and upkeep._dead.keys() == {part.number for part in upkeep._parts(store.generations()[0])}  # fmt: skip
-
-
 def test_its_size_is_told_while_files_come_and_go(living: Index, tmp_path: Path) -> None:
     """A merge, or another process, removes what was listed just now."""
-    stop, folder = threading.Event(), tmp_path / "i" / "segments"
+    stop, folder = threading.Event(), tmp_path / "i" / "arrays"
 
     def work() -> None:
         while not stop.is_set():

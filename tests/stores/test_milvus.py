@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import os
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -21,8 +20,8 @@ from hypothesis import strategies as st
 from retrieval import stores, testing
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
-from retrieval.serving.testing.bench import item, normal, some
-from retrieval.serving.testing.bundles import opened
+from retrieval.serving.store.testing.bench import item, normal, some
+from retrieval.serving.store.testing.bundles import opened
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 from retrieval_milvus.place import MilvusPlace
@@ -95,7 +94,7 @@ class TestMilvus(testing.StoreSuite):
 
 
 @pytest.fixture
-def index(spares: Spares) -> Iterator[stores.RowStore]:
+def index(spares: Spares) -> Iterator[stores.RemoteStore]:
     """An empty index."""
     place = MilvusPlace(spares.take())
     with place.open() as store:
@@ -105,12 +104,12 @@ def index(spares: Spares) -> Iterator[stores.RowStore]:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_filters_agree_with_the_language(index: stores.RowStore, agree: Any, data: st.DataObject) -> None:
+def test_filters_agree_with_the_language(index: stores.RemoteStore, agree: Any, data: st.DataObject) -> None:
     """Whatever is written in a filter means what the filter language says, and nothing of it becomes Milvus's."""
     agree(index, data)
 
 
-def test_another_index_in_the_same_server(index: stores.RowStore, milvus: Any) -> None:
+def test_another_index_in_the_same_server(index: stores.RemoteStore, milvus: Any) -> None:
     """Names that begin alike are two indexes; one that Milvus cannot have is refused, and so is a collection of somebody else's."""
     longer = MilvusPlace(stores.Address.parse(f"{index.address}_more"))
     assert not longer.exists()
@@ -124,20 +123,20 @@ def test_another_index_in_the_same_server(index: stores.RowStore, milvus: Any) -
             MilvusPlace(stores.Address.parse(f"milvus://{milvus.place}/{name}"))
 
 
-def test_what_is_long_is_kept_in_pieces(index: stores.RowStore) -> None:
-    """Labels, metadata and originals are larger than Milvus's longest text; a list has more values than its arrays."""
-    given = item("long", label="é" * 200_000, metadata={"a": "x" * 300_000, "b": list(range(5000))}, original=bytes(range(256)) * 900)  # fmt: skip
-    index.upsert([given, *some(20)], opened().sha256)
-    read = index.get(["long"], arrays=True)["long"]
-    assert (read.label, read.metadata) == (given.label, given.metadata)
-    assert index.original("long") == given.original
-    for where, expected in (("b = 4999", ["long"]), ("b = 5001", []), ("not b = 1 and price = 1", ["id 2"])):
-        assert [one.id for one in index.scan(parse_filter(where))] == expected, where
-    (found,) = index.search(given.vector[None], 1, opened().sha256, where=parse_filter("b > 4998"))
-    assert [one.id for one in found] == ["long"]
+def test_what_is_long(index: stores.RemoteStore) -> None:
+    """Originals are kept in pieces; an item whose texts are longer than a row is refused by name, and nothing changes."""
+    original = bytes(range(256)) * 900
+    index.upsert([item("kept", original=original), *some(20)], opened().sha256)
+    assert index.original("kept") == original
+    long = item("long", metadata={"a": "é" * 40_000}, original=b"x")
+    with pytest.raises(retrieval.DataError, match=r"'long' has 80,\d+ bytes of label, metadata"):
+        index.upsert([item("good"), long], opened().sha256)
+    assert index.count() == 21 and index.settings()["fields"] == ["price", "tags"]
+    index.upsert([item("kept")], opened().sha256)
+    assert index.original("kept") is None
 
 
-def test_structures_are_built_and_searched(index: stores.RowStore) -> None:
+def test_structures_are_built_and_searched(index: stores.RemoteStore) -> None:
     """Each of them finds most of what a flat one finds, now and in generations to come; the head says which it is."""
     index.upsert(some(400), opened().sha256)
     queries = normal(5, 12, 3)
@@ -150,7 +149,7 @@ def test_structures_are_built_and_searched(index: stores.RowStore) -> None:
 
 
 def test_the_parameters_of_a_structure_are_those_of_its_search(
-    index: stores.RowStore, monkeypatch: pytest.MonkeyPatch
+    index: stores.RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One list of many finds less than all of them, and nothing is built for those; what `tune` has chosen finds what was asked for."""
     index.upsert(some(1500), opened().sha256)
@@ -166,7 +165,7 @@ def test_the_parameters_of_a_structure_are_those_of_its_search(
     index.take_structure("ivf", {"lists": 32, "probes": 1})
     few = recall()
     with monkeypatch.context() as patch:
-        patch.setattr(index.engine._client, "release_collection", None)  # as would be needed to build
+        patch.setattr(index._client, "release_collection", None)  # as would be needed to build
         index.take_structure("ivf", {"lists": 32, "probes": 32})
     assert few < 0.8 and recall() == 1
     with retrieval.open_index(index.address) as opened_:
@@ -176,92 +175,24 @@ def test_the_parameters_of_a_structure_are_those_of_its_search(
     assert index.stats().details["backend"] == tuned.chosen.backend and recall() >= 0.85
 
 
-def test_a_writer_that_was_stopped_leaves_nothing(
-    index: stores.RowStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it had written before its head was replaced is never seen, and the next writer removes it."""
-    index.upsert(some(10), opened().sha256)
-    with monkeypatch.context() as patch:
-        patch.setattr(index.engine, "keep", _stopped)
-        for call in (
-            lambda: index.upsert([item("new"), item("id 1", 3)], opened().sha256),
-            lambda: index.delete(["id 2"]),
-        ):
-            with pytest.raises(ZeroDivisionError):
-                call()
-    ids = [one.id for one in index.scan()]
-    assert ids == sorted(one.id for one in some(10)) and index.count() == 10
-    index.upsert([item("newer")], opened().sha256)
-    assert [one.id for one in index.scan()] == sorted([*ids, "newer"])
-    (found,) = index.search(item("id 2").vector[None], 30, opened().sha256)
-    assert len(found) == 11
-
-
-def _stopped(head: str) -> None:
-    raise ZeroDivisionError
-
-
-def test_writers_take_turns_and_the_dead_are_not_waited_for(
-    index: stores.RowStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two stores write in turns; one whose lease was taken over, since it gave no sign of life, writes nothing."""
+def test_a_field_that_comes_to_hold_lists(index: stores.RemoteStore) -> None:
+    """Milvus compares one value only: an order on a field that has held a list is decided item by item, by whoever has the index open."""
+    index.upsert([item("one", metadata={"a": 1, "b": {"c": 1}})], opened().sha256)
+    where = parse_filter("a > 1 and b.c = 2")
     other = MilvusPlace(stores.Address.parse(index.address)).open()
     with other:
-        writers = [threading.Thread(target=store.upsert, args=([item(f"{at}")], opened().sha256)) for at, store in enumerate([index, other] * 2)]  # fmt: skip
-        for writer in writers:
-            writer.start()
-        for writer in writers:
-            writer.join()
-        assert other.count() == index.count() == 4
-        monkeypatch.setattr("retrieval.serving.rows.lease._DEAD", 1.0)
-        monkeypatch.setattr("retrieval.serving.rows.lease._RENEW", 0.0)
-        with index.change() as change:
-            assert other.upsert([item("4")], opened().sha256) == 0
-            with pytest.raises(retrieval.StoreError, match="Another process writes"):
-                index.put(change, stores.RECORDS, [])
-        assert index.count() == 5
-        monkeypatch.setattr("retrieval.serving.rows.lease._DEAD", 60.0)
-        other._lease._wait = 0.3
-        with index.change(), pytest.raises(retrieval.StoreError, match="written to by another process"):
-            other.delete(["4"])
+        assert other.count(where) == 0
+        index.upsert([item("two", metadata={"a": [0, 5], "b": {"c": [2]}})], opened().sha256)
+        assert other.count(where) == 1 and [each.id for each in other.scan(where)] == ["two"]
+        (found,) = other.search(normal(1, 12, 0), 5, opened().sha256, where=where)
+        assert [each.id for each in found] == ["two"]
 
 
-def test_dead_rows_are_swept(index: stores.RowStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are gone from the engine once no reader can be at their moment; what is alive stays."""
-    index.upsert([item("kept", original=b"x" * 100_000), *some(20)], opened().sha256)
-    index.delete([f"id {number}" for number in range(15)])
-    index.upsert([item("kept")], opened().sha256)
-    rows = stores.Between("born", 0, stores.ALIVE)
-    before = index.engine.count(stores.RECORDS, rows, seen=0)
-    monkeypatch.setattr("retrieval.serving.rows.store.SWEPT_AFTER", -1.0)
-    index.compact()
-    assert index.engine.count(stores.RECORDS, rows, seen=0) <= before - 16 - 3  # items, pieces
-    assert sorted(one.id for one in index.scan()) == sorted(
-        ["kept", *(f"id {number}" for number in range(15, 20))]
-    )
-
-
-def test_what_is_refused_or_left_to_the_caller(
-    index: stores.RowStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More items than the engine finds at once; a snapshot whose rows were swept meanwhile; answers are not kept."""
+def test_more_items_than_milvus_finds(index: stores.RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     index.upsert(some(10), opened().sha256)
-    assert index.once("key", "request", lambda: b"answer") == b"answer" and index.answered("key") is None
-    monkeypatch.setattr(type(index.engine), "most_found", 5)
+    monkeypatch.setattr(type(index), "most_found", 5)
     with pytest.raises(retrieval.StoreError, match="at most 5 items"):
         index.search(normal(1, 12, 0), 6, opened().sha256)
-    other = MilvusPlace(stores.Address.parse(index.address)).open()
-
-    def swept(store: stores.Store, target: Path) -> None:
-        stores.write_copy(store, target)
-        other.delete(["id 1"])
-        other.compact()
-
-    monkeypatch.setattr("retrieval.serving.rows.store.SWEPT_AFTER", -5.0)
-    monkeypatch.setattr("retrieval.serving.rows.store.write_copy", swept)
-    with other, pytest.raises(retrieval.StoreError, match="was swept"):
-        index.snapshot(tmp_path / "copy")
-    assert not (tmp_path / "copy").exists()
 
 
 @pytest.fixture
@@ -305,17 +236,16 @@ def test_the_verbs_of_the_command_line(
     assert len(verb("show", first)["vector"]) == 16 and verb("show")["items"] == 30
     found = cli("search", verb.address, digits[4], "-k", "1", "--json")
     (hit,) = json.loads(found.out)[0]["results"]
-    assert str(digits[4]).endswith(hit["key"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
+    assert str(digits[4]).endswith(hit["id"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
     assert verb("delete", first)["deleted"] == 1 and verb("list")["count"] == 29
     assert verb("add", tmp_path / "digits")["added"] == 1 and verb("check")["damaged"] == []
-    assert "compacted" in verb("compact", json_=False).out
+    assert "gives back room by itself" in verb("compact", code=2, json_=False).err
     assert "items: 30" in (shown := verb("show", json_=False).out) and "None" not in shown
     verb("snapshot", tmp_path / "s.index")
     assert json.loads(cli("index", "list", tmp_path / "s.index", "--json").out)["count"] == 30
     for name, words, said in [
         ("tune", (), "1,200"),
         ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
-        ("create", (digits[0], "--bundle", plain_bundle, "--frozen"), "A frozen index is a folder"),
         ("show", ("nobody",), "has no item 'nobody'"),
     ]:  # fmt: skip
         told = verb(name, *words, code=2, json_=False)
@@ -364,7 +294,7 @@ def test_a_server_that_goes_away_comes_back(milvus: Any, verb: Any, tmp_path: Pa
         with refused.value as answer:
             assert answer.code == 503
         milvus.start()
-        store.engine._timeout = 60.0
+        store.timeout = 60.0
         ids = {one.id for one in store.scan()}
         assert len(ids) == 31 and "late" in ids and store.count() == 31
         (found,) = store.search(item("late", 0, bundle).vector[None], 40, sha256)

@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 import retrieval
-from retrieval.client.retrying import Retries
+from retrieval.client.sending import Retries
 from retrieval.errors import ServerError, StoreError
 from retrieval.serving.embedding.embedding import embed_sources
-from retrieval.serving.stores.find import store_place
+from retrieval.serving.store.place import store_place
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 # what Ray itself leaves open, and says of its next versions
@@ -266,6 +266,7 @@ class Scene:
         def end(what: str, done: int, total: int) -> None:
             if what == "embedding" and not ended.is_set():
                 ended.set()
+                writer.start()
                 until(lambda: len(writer.kept) > 2)
                 self.milvus.kill()
                 for load in loads:
@@ -273,7 +274,6 @@ class Scene:
                 self.milvus.start()
 
         with running(*loads):
-            writer.start()
             self.index.migrate(bundle, progress=end)
             writer.join()
             until(lambda: all(isinstance(load.answers[-1][1], list) for load in loads))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import retrieval
-from retrieval.serving.stores.find import store_place
+from retrieval.serving.store.place import store_place
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 PAGE = Path(__file__).parents[2] / "docs" / "stores.md"

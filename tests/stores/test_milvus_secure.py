@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from retrieval import stores
-from retrieval.serving.stores.find import store_place
-from retrieval.serving.testing.bench import some
-from retrieval.serving.testing.bundles import opened
+from retrieval.serving.store.place import store_place
+from retrieval.serving.store.testing.bench import some
+from retrieval.serving.store.testing.bundles import opened
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
 from pymilvus import MilvusClient

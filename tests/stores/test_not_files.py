@@ -12,11 +12,11 @@ import pytest
 from retrieval.errors import BundleError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.index import open_index
-from retrieval.serving.local import structures
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store import structure, upkeep
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 VECTORS = np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32)
 
@@ -38,7 +38,8 @@ KINDS: tuple[Callable[[Path], None], ...] = (pipe, device, link, Path.mkdir)
 
 @pytest.fixture
 def index(tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(structures, "LEAST", 1000)
+    monkeypatch.setattr(structure, "LEAST", 1000)
+    monkeypatch.setattr(upkeep, "LEAST", 1000)
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted("hnsw", {}))
     with LocalStore(tmp_path / "i", upkeep=False) as store:
@@ -63,7 +64,7 @@ def test_what_is_no_file_is_not_read(kind: Callable[[Path], None], index: Path, 
     before = answers()
     names = [path.relative_to(index) for path in sorted(index.rglob("*")) if path.is_file()]
     refused: dict[str, str] = {}
-    assert {name.suffix for name in names} >= {".json", ".sqlite", ".segment"}
+    assert {name.suffix for name in names} >= {".json", ".sqlite", ".vector", ".hnsw"}
     for name in names:
         path = index / name
         path.rename(index.parent / "moved")

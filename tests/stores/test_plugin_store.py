@@ -58,7 +58,7 @@ def test_the_verbs_of_the_command_line(
     assert len(shown["vector"]) == 16 and journal("show")["items"] == 30
     found = cli("search", journal.address, digits[4], "-k", "1", "--json", "--plugin", "retrieval_acme")
     (hit,) = json.loads(found.out)[0]["results"]
-    assert str(digits[4]).endswith(hit["key"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
+    assert str(digits[4]).endswith(hit["id"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
     assert journal("delete", first)["deleted"] == 1 and journal("list")["count"] == 29
     assert journal("add", tmp_path / "digits", "--sync")["added"] == 1
     assert journal("check")["damaged"] == [] and len(journal("clusters", "--count", 3)["clusters"]) == 3
@@ -67,7 +67,6 @@ def test_the_verbs_of_the_command_line(
         ("tune", (), "chooses by itself how it searches"),
         ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
         ("create", (digits[0], "--bundle", plain_bundle, "--backend", "hnsw", "--replace"), "are of folders"),
-        ("create", (digits[0], "--bundle", plain_bundle, "--frozen"), "A frozen index is a folder"),
         ("migrate", (), "Name the bundle"),
         ("show", ("nobody",), "has no item 'nobody'"),
     ]:  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,13 @@ import retrieval
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from retrieval import stores, testing
-from retrieval.serving.testing.bundles import opened
+from retrieval.serving.store.testing.bench import item, some
+from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 pytest.importorskip("qdrant_client", reason="the extra `qdrant` is not installed")
 from retrieval_qdrant.place import QdrantLocalPlace, QdrantPlace
+
+NEXT = opened(seed=1, width=WIDTH + 5)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ class TestQdrantServer(testing.StoreSuite):
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Iterator[stores.RowStore]:
+def index(tmp_path: Path) -> Iterator[stores.RemoteStore]:
     place = QdrantLocalPlace(stores.Address.parse(f"qdrant_local://{tmp_path}/items"))
     with place.create(opened(), stores.widths_of(opened())) as store:
         yield store
@@ -61,12 +64,12 @@ def index(tmp_path: Path) -> Iterator[stores.RowStore]:
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_filters_agree_with_the_language(index: stores.RowStore, agree: Any, data: st.DataObject) -> None:
+def test_filters_agree_with_the_language(index: stores.RemoteStore, agree: Any, data: st.DataObject) -> None:
     """Whatever is written in a filter means what the filter language says; what Qdrant cannot order is looked at item by item."""
     agree(index, data)
 
 
-def test_one_process_opens_a_folder(index: stores.RowStore, process: Any) -> None:
+def test_one_process_opens_a_folder(index: stores.RemoteStore, process: Any) -> None:
     """Another one is told so, in a sentence."""
     told = process("-m", "retrieval.cli", "index", "list", index.address)
     assert told.code == 2 and "takes one" in told.err and "Traceback" not in told.err
@@ -78,3 +81,82 @@ def test_names_and_servers_that_are_not_there(cli: Any) -> None:
             QdrantPlace(stores.Address.parse(f"qdrant://host/{name}"))
     told = cli("index", "list", "qdrant://127.0.0.1:9/photos?timeout=1")
     assert told.code == 2 and "does not answer" in told.err and "Traceback" not in told.err
+
+
+@pytest.fixture
+def two(index: stores.RemoteStore) -> Iterator[tuple[Any, Any, stores.Generation]]:
+    """A store of 20 items, the same opened once more, and a generation that has them all."""
+    other = QdrantLocalPlace(stores.Address.parse(index.address)).open()
+    index.upsert(some(20), opened().sha256)
+    generation = index.begin(NEXT, stores.widths_of(NEXT))
+    _fill(index, generation)
+    with other:
+        yield index, other, generation
+
+
+def _fill(store: stores.Store, generation: stores.Generation) -> None:
+    while pending := store.pending(generation, 100):
+        store.embed(generation, [item(each.id, 0, NEXT) for each in pending])
+
+
+def _before(monkeypatch: pytest.MonkeyPatch, store: Any, name: str, first: Callable[[], object]) -> None:
+    """Do something just before the next call of a method, as another process might."""
+    method = getattr(store, name)
+
+    def call(*given: Any) -> Any:
+        monkeypatch.setattr(store, name, method)
+        first()
+        return method(*given)
+
+    monkeypatch.setattr(store, name, call)
+
+
+def test_what_is_written_until_the_alias_moves_is_kept(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An item that comes behind the comparison sends the alias back, and is pending; a deletion is carried over."""
+    index, other, generation = two
+    _before(monkeypatch, index, "_point", lambda: other.upsert([item("late")], opened().sha256))
+    assert index.switch(generation) is False
+    assert [one.state for one in other.generations()] == ["served", "kept"] and other.count() == 21
+    assert [one.id for one in index.pending(generation, 10)] == ["late"]
+    _fill(index, generation)
+    _before(monkeypatch, index, "_point", lambda: other.delete(["id 3"]))
+    assert index.switch(generation) is True
+    assert {one.id for one in other.scan()} == {one.id for one in some(20)} - {"id 3"} | {"late"}
+
+
+def test_a_switch_that_was_stopped_is_ended_by_who_writes_next(
+    two: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, other, generation = two
+    with monkeypatch.context() as patch:
+        _before(patch, index, "_point", lambda: other.upsert([item("late")], opened().sha256))
+        patch.setattr(index, "_settle", None)
+        with pytest.raises(TypeError):
+            index.switch(generation)
+    assert [one.state for one in other.generations()] == ["kept", "served"]
+    with pytest.raises(stores.Superseded):
+        other.upsert([item("new", 0, NEXT)], NEXT.sha256)
+    assert [one.state for one in index.generations()] == ["served", "kept"]
+    assert other.upsert([item("late")], opened().sha256) == 1 and index.count() == 21
+
+
+def test_what_comes_behind_the_switch_is_refused(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    index, other, generation = two
+    _before(monkeypatch, other, "_put", lambda: index.switch(generation))
+    with pytest.raises(stores.Superseded):
+        other.upsert([item("late")], opened().sha256)
+    assert other.count() == 20 and index.get(["late"]) == {}
+    back = index.generations()[0]
+    index.pending(back, 10)
+    assert index.switch(back) is True and index.count() == 20
+
+
+def test_numbers_that_begin_alike_are_two_generations(index: stores.RemoteStore) -> None:
+    for _ in range(9):
+        generation = index.begin(NEXT, stores.widths_of(NEXT))
+        if generation.number < 10:
+            index.drop(generation)
+    assert generation.number == 10 and index.switch(generation)
+    index.drop(index.generations()[0])
+    index.upsert([item("a", 0, NEXT)], NEXT.sha256)
+    assert index.count() == 1

@@ -23,12 +23,11 @@ from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import matches, parse_filter
 from retrieval.serving.index.index import Index
-from retrieval.serving.local import searches, upkeep, writer
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.upkeep import Upkeep
-from retrieval.serving.stores.contract import FEATURES, VECTOR, Generation, Item, Superseded, widths_of
-from retrieval.serving.testing import make_bundle
+from retrieval.serving.store import searches, upkeep
+from retrieval.serving.store.contract import FEATURES, VECTOR, Generation, Item, Superseded, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.testing import make_bundle
+from retrieval.serving.store.writing import create_local
 
 NUMBERS, K = 8, 6
 FILTERS = ["price < 3", "label = 'a' or price = 7", "not exists(label)"]
@@ -100,12 +99,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def tend(self) -> None:
-        Upkeep(self.store.home, self.store.writer, thread=False).step()
+        self.store.upkeep.step()
 
     @rule()
     def compact(self) -> None:
         self.store.compact()
-        assert all(not piece["deleted"] for piece in self.store.stats().details["segments"])
+        assert not self.store.stats().details["deleted"]
 
     @rule()
     def reopen(self) -> None:
@@ -215,8 +214,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_whatever_is_done_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "FLUSH_ROWS", 16)
-    monkeypatch.setattr(upkeep, "FLUSH_ROWS", 16)
+    monkeypatch.setattr(upkeep, "_LEAST_DEAD", 4)
     monkeypatch.setattr(searches, "_SMALL", 0)  # filters are looked up as those of a large index
     paths = [make_bundle(tmp_path / str(seed), seed=seed) for seed in range(2)]
     monkeypatch.setattr(Machine, "opened", [Bundle.open(path, threads=1) for path in paths], raising=False)

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import parse_filter
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.faiss_backends import Hnsw
 from retrieval.serving.index.index import Index, open_index
-from retrieval.serving.local import piece, searches, structures, view
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.structures import Wanted
-from retrieval.serving.stores.contract import Item, widths_of
+from retrieval.serving.store import searches, structure, upkeep, view
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 COUNT = 6_000
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structures, "LEAST", 1000)
-    monkeypatch.setattr(structures, "COMPACT_LEAST", 1000)
+    monkeypatch.setattr(structure, "LEAST", 1000)
+    monkeypatch.setattr(upkeep, "LEAST", 1000)
+    monkeypatch.setattr(structure, "COMPANION_LEAST", 1000)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def recall(index: Index, vectors: np.ndarray, where: str | None, keep: np.ndarra
 @pytest.mark.parametrize(
     ("wanted", "kept", "least"),
     [
-        (Wanted("flat"), "compact", 1.0),
+        (Wanted("flat"), "companion", 1.0),
         (Wanted("hnsw"), "hnsw", 0.95),
         (Wanted("ivf", {"probes": 64}), "ivf", 0.95),
         (Wanted("sq8"), "sq8", 0.99),
@@ -86,7 +89,7 @@ def test_every_structure_finds(
 ) -> None:
     prices = np.arange(COUNT) % 100
     with made(tmp_path / "i", plain_bundle, vectors, wanted) as index:
-        assert [one["structure"] for one in index.stats().details["segments"]] == [kept]
+        assert index.stats().details["structure"] == kept
         for where, keep in [(None, prices >= 0), ("price < 50", prices < 50), ("price = 3", prices == 3)]:
             assert recall(index, vectors, where, keep) >= least
     with open_index(tmp_path / "i", threads=1) as again:
@@ -98,7 +101,7 @@ def test_a_damaged_structure_is_told_and_built_again(
     wanted: Wanted, tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, caplog: pytest.LogCaptureFixture
 ) -> None:
     made(tmp_path / "i", plain_bundle, vectors, wanted).close()
-    (file,) = [path for path in (tmp_path / "i" / "segments").iterdir() if path.suffix != ".segment"]
+    (file,) = [path for path in (tmp_path / "i" / "arrays").iterdir() if path.suffix != ".vector"]
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -122,11 +125,11 @@ def test_a_graph_is_kept_without_the_vectors_that_the_segment_has(
             if name == "before":
                 changed.setattr(Hnsw, "save_beside", Hnsw.save)
             made(tmp_path / name, plain_bundle, vectors, Wanted("hnsw")).close()
-        (file,) = (tmp_path / name / "segments").glob("*.hnsw")
+        (file,) = (tmp_path / name / "arrays").glob("*.hnsw")
         sizes.append(file.stat().st_size)
         with open_index(tmp_path / name, threads=1) as index:
             answers.append([[hit.id for hit in index.search(query, 10)] for query in vectors[1::300]])
-            assert [one["structure"] for one in index.stats().details["segments"]] == ["hnsw"]
+            assert index.stats().details["structure"] == "hnsw"
             assert recall(index, vectors, None, np.ones(COUNT, bool)) >= 0.95
     assert sizes[1] - sizes[0] == pytest.approx(vectors.nbytes, abs=200)
     assert answers[0] == answers[1]
@@ -217,72 +220,63 @@ def test_a_file_that_rabitq_does_not_write_is_refused(tmp_path: Path, vectors: n
         again.check(999, 16)
 
 
-def test_compacting_waits_for_the_background(tmp_path: Path, plain_bundle: Path, vectors: np.ndarray) -> None:
-    """Both build the same files; a second builder once found its own gone."""
-    with made(tmp_path / "i", plain_bundle, vectors, Wanted("hnsw")) as index:
-        for start in range(0, 2000, 500):
-            index.upsert([Item(f"n{n}", arrays={"vector": vectors[n]}) for n in range(start, start + 500)])
-            index.store.compact()
-        assert len(index.stats().details["segments"]) == 1
-
-
 def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
     tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph's search ends among items that do not match; it once gave seven answers for ten."""
-    monkeypatch.setattr(piece, "_MOST", 0)
-    monkeypatch.setattr(piece, "_RARE", 0.0)
-    monkeypatch.setattr(searches, "_SMALL", COUNT)  # the filter is looked up
+    monkeypatch.setattr(view, "_MOST", 0)
+    monkeypatch.setattr(view, "_RARE", 0.0)
+    monkeypatch.setattr(searches, "_SMALL", COUNT)  # the filter is asked of the record
     prices = np.arange(COUNT) % 100
     with made(tmp_path / "i", plain_bundle, vectors, Wanted("hnsw", {"m": 4, "ef_search": 8})) as index:
         assert recall(index, vectors, "price = 3", prices == 3) > 0.9
 
 
 @pytest.mark.parametrize("backend", ["flat", "hnsw"])
-def test_filters_answer_the_same_on_every_way(
-    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch, backend: str
+def test_the_rows_behind_a_structure_are_found_too(
+    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, backend: str
 ) -> None:
-    """Few matches and many, fields that were never read and fields in memory, a filter that is asked again."""
-    monkeypatch.setattr(searches, "_SMALL", COUNT // 2)
-    monkeypatch.setattr(searches, "_FAR", 16)
+    """Exactly, with a filter and without, until the structure is built over them."""
     prices = np.arange(COUNT) % 100
     with made(tmp_path / "i", plain_bundle, vectors, Wanted(backend)) as index:
-        for below in (
-            90,
-            50,
-            30,
-            10,
-            1,
-        ):  # the broadest are answered without a column, so the first to be known is a narrow one
-            assert recall(index, vectors, f"price < {below}", prices < below) >= (
-                0.9 if backend == "hnsw" else 1.0
-            )
-        assert index.store.home.columns.share(parse_filter("price < 50")) == pytest.approx(0.5, abs=0.1)
-        for below in (91, 51, 31, 11, 2):
-            for _ in range(2):
-                assert recall(index, vectors, f"price < {below}", prices < below) >= (
-                    0.9 if backend == "hnsw" else 1.0
-                )
-
-
-def test_which_numbers_are_among_others() -> None:
-    rng = np.random.default_rng(0)
-    for room in (1, 5, 50, 5000):
-        numbers = np.unique(rng.integers(1, 1 + 200 * room, 200))
-        for count in (0, 1, 3, 100, 1000):
-            wanted = np.unique(rng.integers(-50, 50 + 200 * room, count))
-            assert (view._members(numbers, wanted) == np.isin(numbers, wanted)).all()
-    assert not len(view._members(numbers[:0], numbers))
-    assert view._members(np.arange(5, 105), np.arange(300)).all()
-
-
-def test_no_two_segments_ever_have_one_name(tmp_path: Path, plain_bundle: Path, vectors: np.ndarray) -> None:
-    """Whoever gives a merge up removes its file, which must not be another's."""
-    names = set()
-    with made(tmp_path / "i", plain_bundle, vectors, Wanted("flat")) as index:
-        for number in range(5):
-            index.upsert([Item("one", arrays={"vector": vectors[number]})])
+        moved = {n: -vectors[n] for n in range(1, COUNT, 7)}
+        index.upsert(
+            [Item(str(n), "moved", {"price": n % 100}, arrays={"vector": v}) for n, v in moved.items()]
+        )
+        now = vectors.copy()
+        for n, vector in moved.items():
+            now[n] = vector
+        for _ in range(2):
+            details = index.stats().details
+            for where, keep in [(None, prices >= 0), ("price < 50", prices < 50), ("price = 3", prices == 3)]:
+                assert recall(index, now, where, keep) >= (0.95 if backend == "hnsw" else 1.0)
             index.store.compact()
-            (segment,) = index.stats().details["segments"]
-            assert segment["file"] not in names
-            names.add(segment["file"])
+        assert details["covered"] == details["rows"] == COUNT - len(range(0, COUNT, 7))
+
+
+def test_the_background_builds_and_compacts(
+    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "_LEAST_DEAD", 100)
+    bundle = Bundle.open(plain_bundle, threads=1)
+    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted("ivf"))
+
+    def until(done: Callable[[dict[str, Any]], bool]) -> None:
+        end = time.monotonic() + 60
+        while not done(index.stats().details):
+            assert time.monotonic() < end, index.stats().details
+            time.sleep(0.05)
+
+    with open_index(tmp_path / "i", threads=1) as index, open_index(tmp_path / "i", threads=1) as other:
+        items = [Item(str(n), arrays={"vector": vectors[n]}) for n in range(COUNT)]
+        index.upsert(items[:3000])
+        until(lambda said: said["structure"] == "ivf" and said["covered"] == 3000)
+        assert len(other.search(vectors[1], 5)) == 5
+        index.upsert(items[3000:3100])  # few: the structure stays as it is
+        index.upsert(items[3100:])
+        until(lambda said: said["covered"] == COUNT)
+        index.delete([str(n) for n in range(0, COUNT, 2)])
+        until(lambda said: said["rows"] == COUNT // 2 == said["covered"])
+        for opened in (index, other):
+            ids = {hit.id for hit in opened.search(vectors[1], COUNT)}
+            assert ids == {str(n) for n in range(1, COUNT, 2)}

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from retrieval.errors import DataError
 from retrieval.serving.filters import Filter
-from retrieval.serving.local.place import LocalPlace
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.stores.address import Address
-from retrieval.serving.stores.contract import Item
-from retrieval.serving.testing import StoreSuite
+from retrieval.serving.store.address import Address
+from retrieval.serving.store.contract import Item
+from retrieval.serving.store.local import LocalPlace, LocalStore
+from retrieval.serving.store.testing import StoreSuite
 
 
 class Forgets(LocalStore):

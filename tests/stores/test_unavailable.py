@@ -16,15 +16,15 @@ import pytest
 import retrieval
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.http.settings import Settings
-from retrieval.serving.local import record
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.stores.contract import Item, StoreUnavailable, widths_of
+from retrieval.serving.store import record
+from retrieval.serving.store.contract import Item, StoreUnavailable, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.writing import create_local
 
 FLAKY = """
 from retrieval import hookimpl, stores
-from retrieval.serving.local.place import LocalPlace
-from retrieval.serving.local.store import LocalStore
+from retrieval.serving.store.local import LocalPlace
+from retrieval.serving.store.local import LocalStore
 
 def asked(name):
     def call(self, *given, **named):

@@ -42,7 +42,7 @@ from retrieval.serving.index.sources import collect
 from retrieval.serving.index.tables import pyarrow
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.providers import Device
-from retrieval.serving.stores.contract import widths_of
+from retrieval.serving.store.contract import widths_of
 
 _LEAST, _MOST, _PARTS = 256, 8192, 1000
 """Items of a part: as many as make a thousand parts, within bounds."""

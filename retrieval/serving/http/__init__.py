@@ -1,1 +1,1 @@
-"""Serve an index over HTTP: JSON, and a page to search with an image."""
+"""The server: an index behind HTTP."""

@@ -1,174 +1,191 @@
-"""What the routes of /v1 answer, as models that describe it; a test holds each answer to them."""
+"""What the routes answer, as JSON can say it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import asyncio
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
+from starlette.responses import Response
 
-Shape = Annotated[list[int], Field(description="as the encoder takes them")]
+from retrieval.serving.files.strict_json import strict_loads
+from retrieval.serving.filters import Filter, filter_to_json
+from retrieval.serving.http.bodies import BodyMemory
+from retrieval.serving.http.models import Query
+from retrieval.serving.http.problems import RequestError
+from retrieval.serving.http.served import Served
+from retrieval.serving.http.settings import BODY_MEMORY, SEND_SECONDS
+from retrieval.serving.index.index import Hit, Index
+from retrieval.serving.stages import current
+from retrieval.serving.store.contract import Item
 
-
-class Answer(BaseModel):
-    """A JSON object; later versions of /v1 may add members."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class Problem(Answer):
-    """Why a request failed, as RFC 9457 has it."""
-
-    type: str
-    title: str
-    status: int
-    detail: Annotated[str, Field(description="a sentence: what is wrong, and what to do")]
-    instance: Annotated[str, Field(description="the request's id, as in the header X-Request-Id")]
-
-
-class HitAnswer(Answer):
-    """An item that was found; smaller distance is closer."""
-
-    id: str
-    key: str
-    label: str | None
-    distance: float
-    metadata: dict[str, Any]
-    image_url: str | None
-    thumbnail_url: Annotated[str | None, Field(description="a JPEG of at most 256 pixels")]
-
-
-class Searched(Answer):
-    """What was searched."""
-
-    items: int
-    bundle: str
-    filtered: bool
-    candidates: int | None
-    generation: int | None = None
-    segments: list[dict[str, Any]] | None = None
-    fresh: int | None = None
+_MAX_CURSOR = 8192
+_NO_CURSOR = "The cursor is not one that this server gave for this list. Begin again without one."
+_SHOWN_BY_BROWSERS = {
+    b"\xff\xd8\xff": "image/jpeg",
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"GIF8": "image/gif",
+    b"BM": "image/bmp",
+}
 
 
-class Explanation(Answer):
-    """How a search was done."""
+class Picture(Response):
+    """A picture, whose memory counts until it is sent."""
 
-    stages_ms: Annotated[dict[str, float], Field(description="milliseconds of each stage")]
-    searched: Searched
+    def __init__(
+        self, content: bytes, memory: BodyMemory, headers: Mapping[str, str], media_type: str
+    ) -> None:
+        super().__init__(content, headers=headers, media_type=media_type)
+        self._memory = memory
+        if memory.held + len(content) > BODY_MEMORY:
+            raise RequestError(503, "The server is busy: pictures take all its memory. Try again.", "memory")
 
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send it, to a client that takes it."""
+        with self._counted():
+            async with asyncio.timeout(SEND_SECONDS):
+                await super().__call__(scope, receive, send)
 
-class SearchAnswer(Answer):
-    """What a search found, nearest first."""
-
-    results: list[HitAnswer]
-    took_ms: float
-    explain: Explanation | None = None
-
-
-class Results(Answer):
-    """What one of several searches found, nearest first."""
-
-    results: list[HitAnswer]
-
-
-class BatchAnswer(Answer):
-    """What several searches found, in their order."""
-
-    answers: list[Results]
-    took_ms: float
-    explain: Explanation | None = None
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._memory.held += len(self.body)
+        try:
+            yield
+        finally:
+            self._memory.held -= len(self.body)
 
 
-class ItemAnswer(Answer):
-    """An item."""
-
-    id: str
-    key: str
-    label: str | None
-    metadata: dict[str, Any]
-    bytes: Annotated[int | None, Field(description="of the original")]
-    width: Annotated[int | None, Field(description="of the original, in pixels")]
-    height: Annotated[int | None, Field(description="of the original, in pixels")]
-    keep: Annotated[
-        Literal["reference", "copy", "thumbnail", "nothing"],
-        Field(description="what the index keeps of the original"),
-    ]
-    image_url: str | None
-    thumbnail_url: str | None
-    vector: Annotated[list[float] | None, Field(description="when it was asked for")] = None
+def answer(content: bytes | object, status: int = 200) -> Response:
+    """Return an answer of JSON: encoded already, or yet to be."""
+    body = content if isinstance(content, bytes) else to_json(content, inf_nan_mode="null")
+    return Response(body, status, media_type="application/json")
 
 
-class PutAnswer(Answer):
-    """An item is on the disk."""
-
-    id: str
-    replaced: Annotated[bool, Field(description="whether it took another's place")]
+def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> dict[str, Any]:
+    return {name: value for name, value in metadata.items() if names is None or name in names}
 
 
-class AddedAnswer(Answer):
-    """Items are on the disk."""
-
-    added: int
-    replaced: Annotated[int, Field(description="how many took another's place")]
-
-
-class DeletedAnswer(Answer):
-    """Items are gone."""
-
-    deleted: int
+def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[str, str | None]:
+    here = f"{prefix}/items/{quote(id, safe='')}" if served.shows(keep, path) else None
+    return {
+        "image_url": here and f"{here}/image",
+        "thumbnail_url": here and f"{here}/thumbnail",
+    }
 
 
-class ListAnswer(Answer):
-    """A page of items, in the order of their ids."""
-
-    items: list[ItemAnswer]
-    cursor: Annotated[str | None, Field(description="of the next page; null at the end")]
-
-
-class Taken(Answer):
-    """What the encoder takes."""
-
-    kind: Literal["image", "features"]
-    shape: Shape
+def hit_json(hit: Hit, served: Served, prefix: str, query: Query) -> dict[str, Any]:
+    """Return one answer of a query."""
+    return {
+        "id": hit.id,
+        "key": hit.id,
+        "label": hit.label,
+        "distance": hit.distance,
+        "metadata": _chosen(hit.metadata, query.options.fields),
+        **_urls(served, prefix, str(hit.id), hit.keep, hit.path),
+    }
 
 
-class Limits(Answer):
-    """The largest that is taken."""
-
-    bytes: int
-    pixels: int
-    batch: int
-    batch_bytes: int
-
-
-class IndexAnswer(Answer):
-    """An index."""
-
-    index: Annotated[str, Field(description="its name in addresses")]
-    name: Annotated[str, Field(description="of its bundle")]
-    items: int
-    bundle: Annotated[str, Field(description="SHA-256")]
-    input: Taken
-    vector: int
-    distance: str
-    rescores: bool
-    format: Literal[2]
-    generation: int | None = None
-    generations: list[dict[str, Any]] | None = None
-    bytes: int | None = None
-    segments: list[dict[str, Any]] | None = None
-    fresh: int | None = None
-    fields: Annotated[list[str] | None, Field(description="names of metadata that there are")] = None
-    role: Annotated[Literal["read", "write", "admin"], Field(description="what the request's sender may do")]
-    limits: Limits
+def item_json(served: Served, item: Item, prefix: str, names: list[str] | None = None) -> dict[str, Any]:
+    """Return an item; `names` are those of the metadata that it gives, None for all."""
+    return {
+        "id": item.id,
+        "key": item.id,
+        "label": item.label,
+        "metadata": _chosen(item.metadata, names),
+        "bytes": item.bytes,
+        "width": item.width,
+        "height": item.height,
+        "keep": item.keep,
+        **_urls(served, prefix, item.id, item.keep, item.path),
+    }
 
 
-class IndexesAnswer(Answer):
-    """The names of a server's indexes."""
+def explanation(query: Query, index: Index) -> dict[str, Any]:
+    """Return what a search did, for a client who asked to be told."""
+    trail, stats = current(), index.stats()
+    seconds = {} if trail is None else trail.seconds()
+    return {
+        "stages_ms": {name: round(1000 * each, 3) for name, each in seconds.items()},
+        "searched": {
+            "items": len(index),
+            "bundle": index.bundle.sha256,
+            "candidates": query.options.candidates,
+            "filtered": query.where is not None,
+            "generation": index.generation.number,
+            **{name: stats.details[name] for name in ("segments", "fresh") if name in stats.details},
+        },
+    }
 
-    indexes: list[str]
+
+def description(name: str, index: Index) -> dict[str, Any]:
+    """Return what an index is and holds."""
+    bundle, stats = index.follow(), index.stats()
+    manifest = bundle.manifest
+    return {
+        "index": name,
+        "name": manifest.name,
+        "items": len(index),
+        "bundle": bundle.sha256,
+        "input": {"kind": manifest.input.kind, "shape": list(manifest.input.shape)},
+        "vector": manifest.vector,
+        "distance": manifest.distance.name,
+        "rescores": manifest.rescorer is not None,
+        "format": 2,
+        "generation": index.generation.number,
+        "generations": [
+            {"number": one.number, "state": one.state, "bundle": one.bundle} for one in stats.generations
+        ],
+        "bytes": stats.bytes,
+        "segments": stats.details.get("segments"),
+        "fresh": stats.details.get("fresh"),
+        **index.store.settings(),
+    }
 
 
-class SnapshotAnswer(Answer):
-    """A copy of one moment of an index is on the disk."""
+def media_type(content: bytes) -> str | None:
+    """Return the type of an image that browsers show as it is, by its first bytes; None for others."""
+    for start, media_type in _SHOWN_BY_BROWSERS.items():
+        if content.startswith(start):
+            return media_type
+    return "image/webp" if content[:4] == b"RIFF" and content[8:12] == b"WEBP" else None
 
-    snapshot: Annotated[str, Field(description="its name in the operator's folder")]
+
+def cursor_after(after: str, where: Filter | None) -> str:
+    """Return the cursor of the page behind an id, of the list of one filter."""
+    return base64.urlsafe_b64encode(json.dumps([after, _digest(where)]).encode()).decode()
+
+
+def after_cursor(cursor: str | None, where: Filter | None) -> str | None:
+    """Return the id behind which a page begins.
+
+    Raises:
+        RequestError: 400, the cursor is another list's, or none at all.
+    """
+    if cursor is None:
+        return None
+    try:
+        if len(cursor) > _MAX_CURSOR:
+            raise ValueError
+        said = strict_loads(base64.b64decode(cursor.encode("ascii"), b"-_", validate=True))
+    except (ValueError, binascii.Error):
+        raise RequestError(400, _NO_CURSOR) from None
+    ours = (
+        isinstance(said, list) and len(said) == 2 and isinstance(said[0], str) and said[1] == _digest(where)
+    )
+    if not ours:
+        raise RequestError(400, _NO_CURSOR)
+    after: str = said[0]
+    return after
+
+
+def _digest(where: Filter | None) -> str:
+    """Return what tells the list of one filter from that of another."""
+    text = "" if where is None else json.dumps(filter_to_json(where))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

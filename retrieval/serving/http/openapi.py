@@ -7,28 +7,56 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
 
-from retrieval.serving.http import answers, models
-from retrieval.serving.http.access.roles import is_free, needed
-from retrieval.serving.http.examples import EXAMPLES
+from retrieval.client import answers
+from retrieval.serving.http import models
+from retrieval.serving.http.access import is_free, needed_role
 from retrieval.serving.http.problems import MEDIA_TYPE
 
-_REFERENCE = "#/components/schemas/{model}"
-_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/bmp", "image/webp")
-_BINARY = {"type": "string", "format": "binary"}
-_TEXT = {"type": "string"}
 _INTRODUCTION = (
-    "Search an index of images and change it. Errors are `application/problem+json`. An address with `/indexes/{index}` names the index; "
-    "without it, the server's only one is meant. Where the server has keys, an operation takes one of the role that its `security` names, or of a "
-    "higher one: read, write, admin. Where it has none, or is open for so much, none is sent."
+    "Search an index of images and change it. Errors are `application/problem+json`. An address with "
+    "`/indexes/{index}` names the index; without it, the server's only one is meant. Where the server has keys, an "
+    "operation takes one of the role that its `security` names, or of a higher one: read, write, admin. Where it has "
+    "none, or is open for so much, none is sent."
 )
 _KEY = {
     "type": "http",
     "scheme": "bearer",
-    "description": "An API key from the server's operator. 401: none, or an unknown one; 403: one of another role or index; 429: beyond its limits.",
+    "description": "An API key from the server's operator. 401: none, or an unknown one; 403: one of another role or index.",
 }
+_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/bmp", "image/webp")
+_BINARY = {"type": "string", "format": "binary"}
+_TEXT = {"type": "string"}
+_SEVERAL = {"type": "array", "items": _BINARY, "minItems": 1}
+_ID = {"type": "string", "minLength": 1, "maxLength": 1000}
+_NAME = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"}
+_FIELDS = {"type": "string", "description": "names divided by commas, or a JSON list"}
+_FILTER = {"type": "string", "description": "text, or JSON that begins with a brace", "minLength": 1}
+_VECTOR = {"vector": {"type": "boolean", "default": False}}
+_JSON = "application/json"
+_FORM = "multipart/form-data"
+_OPTIONS = {
+    "k": {"type": "integer", "minimum": 1, "maximum": models.MAX_K, "default": 10},
+    "filter": _FILTER,
+    "candidates": {"type": "integer", "minimum": 1, "maximum": models.MAX_CANDIDATES},
+    "fields": _FIELDS,
+    "explain": {"type": "boolean", "default": False},
+}
+_LIST = {
+    "cursor": {"type": "string", "description": "of the page before; with the same filter"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100},
+    "filter": _FILTER,
+    "fields": _FIELDS,
+}
+
+
+def _ref(model: type) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+def _form(*required: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
 
 
 @dataclass(frozen=True)
@@ -40,96 +68,68 @@ class Operation:
         path: below `/v1`, and below `/v1/indexes/{index}` if it is an index's.
         id: the `operationId`.
         summary: a sentence.
-        answer: the model of the answer; None for a picture.
-        query: schemas of the parameters behind the question mark, by name; those in `required` must be there.
+        answer: the type of the answer; None for a picture.
+        query: schemas of the parameters behind the question mark, by name; `id` must be there.
         bodies: schemas of the body by content type.
         status: of success.
         of_index: whether it is an index's.
-        headers: schemas of request headers.
     """
 
     method: str
     path: str
     id: str
     summary: str
-    answer: type[BaseModel] | None
+    answer: type | None
     query: Mapping[str, Any] = field(default_factory=dict)
-    required: tuple[str, ...] = ()
     bodies: Mapping[str, Any] = field(default_factory=dict)
     status: int = 200
     of_index: bool = True
-    headers: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _model(model: type[BaseModel]) -> dict[str, Any]:
-    return {"$ref": _REFERENCE.format(model=model.__name__)}
-
-
-def _form(required: tuple[str, ...], **fields: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": fields,
-        "required": list(required),
-        "additionalProperties": False,
-    }
-
-
-_ID = {"type": "string", "minLength": 1, "maxLength": 1000}
-_FIELDS = {"type": "string", "description": "names divided by commas, or a JSON list"}
-_FILTER = {"type": "string", "description": "text, or JSON that begins with a brace", "minLength": 1}
-_OPTIONS = {
-    "k": {"type": "integer", "minimum": 1, "maximum": models.MAX_K, "default": 10},
-    "filter": _FILTER,
-    "candidates": {"type": "integer", "minimum": 1, "maximum": models.MAX_CANDIDATES},
-    "fields": _FIELDS,
-    "explain": {"type": "boolean", "default": False},
-}
-_SEVERAL = {"type": "array", "items": _BINARY, "minItems": 1}
-_ITEM = {
-    "multipart/form-data": _form(
-        ("image",),
+def _item_operations(path: str, end: str, query: Mapping[str, Any]) -> list[Operation]:
+    """Return the operations on one item, named in the path or, with `ByQuery`, as `?id=`."""
+    new = _form(
+        "image",
         image=_BINARY,
         label=_TEXT,
         metadata={"type": "string", "description": "a JSON object"},
         keep={"enum": ["copy", "thumbnail", "nothing"], "default": "copy"},
-    ),
-    "application/json": _model(models.ItemBody),
-}
-_VECTOR = {"vector": {"type": "boolean", "default": False}}
+    )
+    changed = {_JSON: _ref(models.ItemChangeBody)}
+    return [
+        Operation("get", path, f"getItem{end}", "Give an item.", answers.ItemAnswer, {**query, **_VECTOR}),
+        Operation("put", path, f"putItem{end}", "Add an item, or replace the one of this id.", answers.PutAnswer, query,
+                  {_FORM: new, _JSON: _ref(models.ItemBody)}),
+        Operation("patch", path, f"patchItem{end}", "Change an item's label or metadata; what is left out stays.",
+                  answers.PutAnswer, query, changed),
+        Operation("delete", path, f"deleteItem{end}", "Delete an item.", answers.Deleted, query),
+        Operation("get", f"{path}/image", f"getImage{end}", "Give an item's original, as browsers show it.", None, query),
+        Operation("get", f"{path}/thumbnail", f"getThumbnail{end}", "Give a small JPEG of an item's original.", None, query),
+    ]  # fmt: skip
 
+
+_ONE = {
+    _FORM: _form("image", image=_BINARY, **_OPTIONS),
+    "application/octet-stream": _BINARY,
+    "image/*": _BINARY,
+}
+_ITEMS = {"type": "string", "description": "a JSON list that says what each image is, in their order"}
 OPERATIONS = (
-    Operation("post", "/search", "search", "Search with an image, a vector or an item of the index.", answers.SearchAnswer,
-              query=_OPTIONS, bodies={
-                  "multipart/form-data": _form(("image",), image=_BINARY, **_OPTIONS),
-                  "application/json": _model(models.SearchBody),
-                  "application/octet-stream": _BINARY, "image/*": _BINARY}),
-    Operation("post", "/search/batch", "searchBatch", "Search with several images, vectors or items.", answers.BatchAnswer,
-              bodies={"multipart/form-data": _form(("image",), image=_SEVERAL, **_OPTIONS),
-                      "application/json": _model(models.BatchBody)}),
+    Operation("post", "/search", "search", "Search with an image, a vector or an item of the index.",
+              answers.SearchAnswer, _OPTIONS, {**_ONE, _JSON: _ref(models.SearchBody)}),
+    Operation("post", "/search/batch", "searchBatch", "Search with several images, vectors or items.", answers.BatchAnswer, {},
+              {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(models.BatchBody)}),
     Operation("get", "/index", "getIndex", "Say what the index is and holds.", answers.IndexAnswer),
-    Operation("get", "/items", "listItems", "List items, page by page.", answers.ListAnswer, query={
-        "cursor": {"type": "string", "description": "of the page before; with the same filter"},
-        "limit": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}, "filter": _FILTER, "fields": _FIELDS}),
-    Operation("post", "/items", "addItems", "Add items, or put them in the place of others: all of them, or none.", answers.AddedAnswer,
-              bodies={"multipart/form-data": _form(("image", "items"), image=_SEVERAL, items={
-                          "type": "string", "description": "a JSON list that says what each image is, in their order"}),
-                      "application/json": _model(models.ItemsBody)},
-              headers={"Idempotency-Key": {"type": "string", "minLength": 1, "maxLength": 255}}),
-    Operation("get", "/items/{id}", "getItem", "Give an item.", answers.ItemAnswer, query=_VECTOR),
-    Operation("put", "/items/{id}", "putItem", "Add an item, or put it in the place of the one of this id.", answers.PutAnswer, bodies=_ITEM),
-    Operation("delete", "/items/{id}", "deleteItem", "Delete an item.", answers.DeletedAnswer),
-    Operation("get", "/items/{id}/image", "getImage", "Give an item's original, as browsers show it.", None),
-    Operation("get", "/items/{id}/thumbnail", "getThumbnail", "Give a small JPEG of an item's original.", None),
-    Operation("get", "/item", "getItemByQuery", "Give an item, of any id.", answers.ItemAnswer, query={"id": _ID, **_VECTOR}, required=("id",)),
-    Operation("put", "/item", "putItemByQuery", "As `putItem`, of any id.", answers.PutAnswer, query={"id": _ID}, required=("id",), bodies=_ITEM),
-    Operation("delete", "/item", "deleteItemByQuery", "As `deleteItem`, of any id.", answers.DeletedAnswer, query={"id": _ID}, required=("id",)),
-    Operation("get", "/item/image", "getImageByQuery", "As `getImage`, of any id.", None, query={"id": _ID}, required=("id",)),
-    Operation("get", "/item/thumbnail", "getThumbnailByQuery", "As `getThumbnail`, of any id.", None, query={"id": _ID}, required=("id",)),
-    Operation("post", "/delete", "deleteItems", "Delete items by id, by filter, or all.", answers.DeletedAnswer,
-              bodies={"application/json": _model(models.DeleteBody)}),
-    Operation("post", "/snapshots", "snapshot", "Write a copy of this moment to the operator's folder.", answers.SnapshotAnswer, status=201),
-    Operation("get", "/indexes", "listIndexes", "Name the server's indexes.", answers.IndexesAnswer, of_index=False),
-    Operation("get", "/openapi.json", "openapi", "Give this document.", answers.Answer, of_index=False),
+    Operation("get", "/items", "listItems", "List items, page by page.", answers.Page, _LIST),
+    Operation("post", "/items", "addItems", "Add, replace or change items: all of them, or none.", answers.AddAnswer, {},
+              {_FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS), _JSON: _ref(models.ItemsBody)}),
+    *_item_operations("/items/{id}", "", {}),
+    *_item_operations("/item", "ByQuery", {"id": _ID}),
+    Operation("post", "/delete", "deleteItems", "Delete items by id, by filter, or all.", answers.Deleted, {},
+              {_JSON: _ref(models.DeleteBody)}),
+    Operation("post", "/snapshots", "snapshot", "Write a copy of this moment to the operator's folder.", answers.Snapshot, status=201),
+    Operation("get", "/indexes", "listIndexes", "Name the server's indexes.", answers.Indexes, of_index=False),
+    Operation("get", "/openapi.json", "openapi", "Give this document.", dict, of_index=False),
 )  # fmt: skip
 """Every route of /v1."""
 
@@ -137,10 +137,14 @@ OPERATIONS = (
 @cache
 def document() -> dict[str, Any]:
     """Return the document; not to be changed."""
-    found = [model for model in vars(models).values() if _is_model(model, models.Body)]
-    found += [model for model in vars(answers).values() if _is_model(model, answers.Answer)]
-    _, schemas = models_json_schema(
-        [(model, "validation") for model in found], ref_template="#/components/schemas/{model}"
+    bodies = [models.ItemBody, models.ItemChangeBody, models.ItemsBody, models.DeleteBody, models.SearchBody]
+    adapters: list[TypeAdapter[Any]] = [
+        TypeAdapter(model) for model in [*bodies, models.BatchBody, answers.Problem]
+    ]
+    adapters += [TypeAdapter(each.answer) for each in OPERATIONS if each.answer not in (None, dict)]
+    _, schemas = TypeAdapter.json_schemas(
+        [(str(number), "validation", adapter) for number, adapter in enumerate(adapters)],
+        ref_template="#/components/schemas/{model}",
     )
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
@@ -156,74 +160,51 @@ def document() -> dict[str, Any]:
     }
 
 
-def _is_model(one: object, kind: type[BaseModel]) -> bool:
-    return isinstance(one, type) and issubclass(one, kind)
-
-
 def _described(operation: Operation, *, named: bool) -> dict[str, Any]:
-    example = EXAMPLES.get(operation.id, {})
-    said: dict[str, Any] = {
+    method, path = operation.method.upper(), f"/v1{operation.path}"
+    role = needed_role(method, path, keyed=True)
+    found: dict[str, Any] = {
         "operationId": operation.id + ("Of" if named else ""),
         "summary": operation.summary,
-        "security": _security(operation),
-        "parameters": _parameters(operation, example, named=named),
-        "responses": _responses(operation, example),
+        "security": [] if is_free(method, path) else [{"key": [role]}, {}],
+        "parameters": _parameters(operation, named=named),
+        "responses": _responses(operation),
     }
     if operation.bodies:
         content = {kind: {"schema": schema} for kind, schema in operation.bodies.items()}
-        if "body" in example:
-            content["application/json"]["example"] = example["body"]
-        said["requestBody"] = {"required": True, "content": content}
-    return said
-
-
-def _security(operation: Operation) -> list[dict[str, list[str]]]:
-    """Return the role of the key that an operation takes, where the server asks for one; nothing for what is free."""
-    method, path = operation.method.upper(), f"/v1{operation.path}"
-    if is_free(method, path):
-        return []
-    return [{"key": [needed(method, path, keyed=True)]}, {}]
-
-
-def _parameters(operation: Operation, example: Mapping[str, Any], *, named: bool) -> list[dict[str, Any]]:
-    found = []
-    if named:
-        schema = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"}
-        found.append({"name": "index", "in": "path", "required": True, "schema": schema})
-    if "{id}" in operation.path:
-        said = "percent-encoded, slashes too"
-        found.append(
-            {"name": "id", "in": "path", "required": True, "schema": _ID, "description": said, "example": "shoe/7"}
-        )  # fmt: skip
-    for place, schemas in (("query", operation.query), ("header", operation.headers)):
-        for name, schema in schemas.items():
-            one = {"name": name, "in": place, "required": name in operation.required, "schema": schema}
-            shown = example.get("query", {}).get(name)
-            found.append(one if shown is None else {**one, "example": shown})
+        found["requestBody"] = {"required": True, "content": content}
     return found
 
 
-def _responses(operation: Operation, example: Mapping[str, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
+def _parameters(operation: Operation, *, named: bool) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if named:
+        found.append({"name": "index", "in": "path", "required": True, "schema": _NAME})
+    if "{id}" in operation.path:
+        said = "percent-encoded, slashes too"
+        found.append({"name": "id", "in": "path", "required": True, "schema": _ID, "description": said})
+    for name, schema in operation.query.items():
+        found.append({"name": name, "in": "query", "required": name == "id", "schema": schema})
+    return found
+
+
+def _responses(operation: Operation) -> dict[str, Any]:
+    content: dict[str, Any]
     if operation.answer is None:
         kinds = ("image/jpeg",) if "humbnail" in operation.id else _IMAGES
         content = {kind: {"schema": _BINARY} for kind in kinds}
     else:
-        content["application/json"] = {"schema": _model(operation.answer)}
-        if "answer" in example:
-            content["application/json"]["example"] = example["answer"]
+        schema = {"type": "object"} if operation.answer is dict else _ref(operation.answer)
+        content = {_JSON: {"schema": schema}}
     found: dict[str, Any] = {str(operation.status): {"description": "Done.", "content": content}}
     if operation.answer is None:
         found["304"] = {"description": "It is what the request's If-None-Match names."}
-    failed = {MEDIA_TYPE: {"schema": _model(answers.Problem)}}
-    found["4XX"] = {
-        "description": "The request cannot be answered; the sentence says why.",
-        "content": failed,
-    }
-    again = {"Retry-After": {"schema": {"type": "integer"}}}
+    failed = {MEDIA_TYPE: {"schema": _ref(answers.Problem)}}
+    said = "The request cannot be answered; the sentence says why."
+    found["4XX"] = {"description": said, "content": failed}
     found["503"] = {
         "description": "Too much at a time, or the index is not to be had: come again.",
         "content": failed,
-        "headers": again,
+        "headers": {"Retry-After": {"schema": {"type": "integer"}}},
     }
     return found

@@ -84,6 +84,7 @@ async function save() {
       request.body.append("metadata", metadata);
       request.body.append("image", item.image, "item");
     } else {
+      request.method = "PATCH";
       request.body = JSON.stringify({ label: label || null, metadata: described });
       request.headers = { "Content-Type": "application/json" };
     }

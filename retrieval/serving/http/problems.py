@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import random
+import logging
+import uuid
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -10,100 +11,113 @@ from typing import Any
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from retrieval.serving.http.leaving import FOLLOWS
+from retrieval.errors import RetrievalError, StoreError
+from retrieval.serving.store.contract import StoreUnavailable, TooSlow
 
+log = logging.getLogger("retrieval.serving.http")
+
+UNREACHABLE = (
+    "The store of this index cannot be reached now. Nothing is known to be damaged: try again in a moment."
+)
 MEDIA_TYPE = "application/problem+json"
-REQUEST = "retrieval.request"
-"""Where an ASGI scope has the request's id."""
-
-_RANDOM = random.Random()  # seeded by the system
-_VARIANTS = "89ab"
-_TITLES = {status.value: status.phrase for status in HTTPStatus}
 
 
-_TYPE = (b"content-type", MEDIA_TYPE.encode())
-
-
-class Whole(Response):
-    """An answer that is there, for a third of what Starlette's costs.
+class RequestError(RetrievalError):
+    """A request that cannot be answered.
 
     Args:
-        body: of it.
-        status: of HTTP.
-        kind: the header that says what it is.
-        headers: further ones.
+        status: HTTP status, 4xx or 503.
+        sentence: for the person who sent the request.
+        reason: one of a few words that the metrics count by; the status where it is empty.
+        members: further members of the problem document.
+        headers: further headers of the answer.
     """
 
     def __init__(
         self,
-        body: bytes,
         status: int,
-        kind: tuple[bytes, bytes],
+        sentence: str,
+        reason: str = "",
+        members: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.status_code, self.body, self.background = status, body, None
-        self.raw_headers = [(b"content-length", b"%d" % len(body)), kind]
-        if headers:
-            self.raw_headers += [
-                (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
-            ]
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send it."""
-        status, headers = self.status_code, self.raw_headers
-        await send({"type": "http.response.start", "status": status, "headers": headers, FOLLOWS: True})
-        await send({"type": "http.response.body", "body": self.body})
+        super().__init__(sentence)
+        self.status = status
+        self.reason = reason
+        self.members = dict(members or {})
+        self.headers = dict(headers or {})
 
 
-def new_request_id(trace: str = "") -> str:
-    """Return an id for a request, as a URN: what `instance` names, and the header `X-Request-Id`.
+def busy(waiting: str) -> RequestError:
+    """Return the refusal of a request that finds no room among those that wait.
 
     Args:
-        trace: id of the trace that it belongs to, 32 hexadecimal digits, which is then its own; empty for none.
+        waiting: what there is too much of: "searches".
     """
-    said = trace or f"{_RANDOM.getrandbits(128):032x}"
-    if (
-        not trace
-    ):  # version 4 of RFC 9562, without the system call of `uuid.uuid4`: an id is a name, and no secret
-        said = f"{said[:12]}4{said[13:16]}{_VARIANTS[int(said[16], 16) & 3]}{said[17:]}"
-    return f"urn:uuid:{said[:8]}-{said[8:12]}-{said[12:16]}-{said[16:20]}-{said[20:]}"
+    sentence = f"The server is busy: too many {waiting} are waiting. Try again in a moment."
+    return RequestError(503, sentence, "queue")
 
 
-def request_id(scope: Any) -> str:
-    """Return the id of the request that an ASGI scope is of; the same one each time."""
-    if REQUEST not in scope:
-        scope[REQUEST] = new_request_id()
-    return str(scope[REQUEST])
+def no_item(where: str = "There") -> RequestError:
+    """Return the refusal of an id that no item has."""
+    return RequestError(404, f"{where} is no such item.")
 
 
-def said(status: int, sentence: str, instance: str, more: Mapping[str, Any] | None = None) -> bytes:
-    """Return a problem's JSON.
+def problem_json(
+    status: int, sentence: str, request_id: str, members: Mapping[str, Any] | None = None
+) -> bytes:
+    """Return a problem document.
 
     Args:
         status: of HTTP.
-        sentence: what is wrong, and what to do: its `detail`.
-        instance: the request's id.
-        more: further members.
+        sentence: what is wrong and what to do; the document's `detail`.
+        request_id: the document's `instance`.
+        members: further members.
     """
-    content = {
-        "type": "about:blank",
-        "title": _TITLES[status],
-        "status": status,
-        "detail": sentence,
-        "instance": instance,
-        **(more or {}),
-    }
-    return to_json(content)
+    title = HTTPStatus(status).phrase
+    said = {"type": "about:blank", "title": title, "status": status, "detail": sentence}
+    return to_json({**said, "instance": request_id, **(members or {})})
 
 
-def problem(
-    scope: Any,
-    status: int,
-    sentence: str,
-    headers: Mapping[str, str] | None = None,
-    more: Mapping[str, Any] | None = None,
-) -> Response:
+def problem(scope: Any, error: RequestError) -> Response:
     """Return the answer to a request that failed; a 503 says when to come again."""
-    again = {"Retry-After": "1"} if status == 503 else {}
-    body = said(status, sentence, request_id(scope), more)
-    return Whole(body, status, _TYPE, {**again, **(headers or {})})
+    headers = {"Retry-After": "1"} if error.status == 503 else {}
+    body = problem_json(error.status, str(error), request_id_of(scope), error.members)
+    return Response(body, error.status, headers | error.headers, MEDIA_TYPE)
+
+
+def new_request_id(trace: str = "") -> str:
+    """Return a URN that names a request.
+
+    Args:
+        trace: id of the W3C trace that the request belongs to, 32 hexadecimal digits; empty for none.
+    """
+    return f"urn:uuid:{uuid.UUID(trace) if trace else uuid.uuid4()}"
+
+
+def request_id_of(scope: Any) -> str:
+    """Return the id of the request of an ASGI scope; the same each time."""
+    return str(scope.setdefault("retrieval.request_id", new_request_id()))
+
+
+def report(error: BaseException) -> None:
+    """Log what went wrong and what caused it, with the place in the code."""
+    trace, causes = error.__traceback__, list[str]()
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    cause: BaseException | None = error
+    while cause is not None and len(causes) < 4:
+        causes.append(f"{type(cause).__name__}: {str(cause)[:300]}")
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    log.error("%s%s", " – because of ".join(causes), where)
+
+
+def store_failed(error: StoreError, sentence: str) -> RequestError:
+    """Log a fault of an index's store, and return what the client is told."""
+    if isinstance(error, TooSlow):
+        return RequestError(503, "The filter takes too long here. Ask for less.", "deadline")
+    report(error)
+    if isinstance(error, StoreUnavailable):
+        return RequestError(503, UNREACHABLE, "unreachable")
+    return RequestError(503, sentence, "index")

@@ -1,108 +1,83 @@
-"""Whether the server can do its work: a search of its own, the whole way, again and again, and each part of it by name."""
+"""Whether the server can do its work: a search of its own the whole way, again and again, and each part by name."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from PIL import Image
 
+from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.decoding.pool import Unstarted
-from retrieval.serving.http.errors import RequestError
-from retrieval.serving.http.guard import UNREACHABLE, report
-from retrieval.serving.http.searcher import DAMAGED, Searcher
-from retrieval.serving.http.storage import can_write, disk_fault
+from retrieval.serving.http.models import Given, Options, Query
+from retrieval.serving.http.problems import UNREACHABLE, RequestError, report
+from retrieval.serving.http.served import DAMAGED, Served
+from retrieval.serving.http.settings import PROBE_SECONDS
 from retrieval.serving.probing import probe_fault
-from retrieval.serving.stores.contract import StoreUnavailable
+from retrieval.serving.store.contract import StoreUnavailable, Superseded
 
 log = logging.getLogger("retrieval.serving.http")
 
 _NEW = "The first search has not been run yet."
-_LEAST_TOLERANCE = 1e-4  # of a component: a device may sum in another order each time
-
-Check = Callable[[], str | None]
-"""Returns why the server is not ready, or None."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a probe found.
-
-    Attributes:
-        items: of the index.
-        bundle: SHA-256 of the one that is served.
-    """
-
-    items: int = 0
-    bundle: str = ""
+_FREE_BYTES = 16_000_000
+"""Less free space does not hold a transaction of many items and SQLite's log of it."""
 
 
 class Readiness:
-    """Runs a query from pixels (or features) to items every few seconds, and looks at what it needs.
+    """Runs a query from an image or features to items every few seconds, and looks at what it needs.
 
     Args:
-        searcher: what is probed; its settings say how often, and how long a search may take.
-        checks: what else must hold, by name; asked whenever readiness is.
+        served: the index that is probed.
 
     Attributes:
-        seen: what the last probe found that did not fail.
-        fallback: why the encoder runs on the CPU though it could have been a GPU; None otherwise. No fault: the server is ready.
+        items: of the index, when it was last probed.
+        bundle: SHA-256 of the bundle that was served then.
+        fallback: why the encoder runs on the CPU though it could have been a GPU; None otherwise. The server is ready.
     """
 
-    def __init__(self, searcher: Searcher, checks: Mapping[str, Check] | None = None) -> None:
-        self._searcher = searcher
-        self._checks = dict(checks or {})
+    def __init__(self, served: Served) -> None:
+        self._served = served
         self._told = False
-        self._undecoded: str | None = None
-        folder = searcher.index.path
-        self._written = (
-            folder
-            if isinstance(folder, Path) and searcher.settings.changeable and can_write(folder)
-            else None
-        )
-        self._references: dict[str, NDArray[np.float32]] = {}
+        folder = served.index.path
+        written = served.settings.changeable and isinstance(folder, Path) and disk_fault(folder, 0) is None
+        self._folder = folder if isinstance(folder, Path) and written else None
         self._faults: dict[str, str | None] = {"search": _NEW}
-        self.seen = Seen()
+        self.items, self.bundle = 0, ""
         self.fallback: str | None = None
 
     def checks(self) -> dict[str, str]:
-        """Return what was found of each part: "ok", or what is wrong with it. It costs nothing: probes run by themselves."""
-        damaged = DAMAGED if self._searcher.failed is not None else None
+        """Return what was found of each part: "ok", or a sentence. It costs nothing: probes run by themselves."""
+        damaged = DAMAGED if self._served.failed is not None else None
         faults = {**self._faults, "index": self._faults.get("index") or damaged}
-        faults |= {name: check() for name, check in self._checks.items()}
         return {name: fault or "ok" for name, fault in faults.items()}
-
-    @property
-    def begun(self) -> bool:
-        """Whether it has looked at all."""
-        return _NEW not in self._faults.values()
 
     def reason(self) -> str | None:
         """Return why the server is not ready, or None when it is."""
         return next((said for said in self.checks().values() if said != "ok"), None)
 
+    async def watch(self) -> None:
+        """Probe, for ever."""
+        while True:
+            await self.probe()
+            await asyncio.sleep(PROBE_SECONDS)
+
     async def probe(self) -> None:
         """Look at each part now, and note what came of it."""
-        parts: dict[str, Callable[[], Awaitable[str | None]]] = {
+        fallback, self.fallback = self.fallback, self._served.index.bundle.fallback
+        if self.fallback not in (None, fallback):
+            log.warning("%s", self.fallback)
+        parts = {
             "index": self._unchanged,
             "disk": self._disk,
             "search": self._searched,
             "model": self._embeds,
         }
-        self._undecoded = None
-        self._fallen()
         faults = {name: await self._noted(part) for name, part in parts.items()}
-        faults = {
-            "index": faults.pop("index"),
-            "disk": faults.pop("disk"),
-            "decoders": self._undecoded,
-            **faults,
-        }
         before, now = (next(filter(None, each.values()), None) for each in (self._faults, faults))
         if now != before and now is not None:
             log.warning("Not ready. %s", now)
@@ -110,68 +85,26 @@ class Readiness:
             log.warning("Ready again.")
         self._faults = faults
 
-    def _fallen(self) -> None:
-        """Note that the encoder runs on the CPU in a GPU's stead; the log says so once."""
-        before, self.fallback = self.fallback, self._searcher.index.bundle.fallback
-        if self.fallback not in (None, before):
-            log.warning("%s", self.fallback)
-
     async def _noted(self, part: Callable[[], Awaitable[str | None]]) -> str | None:
-        settings = self._searcher.settings
+        seconds = self._served.settings.deadline
         try:
-            async with asyncio.timeout(settings.deadline):
+            async with asyncio.timeout(seconds):
                 return await part()
         except TimeoutError:
             if part in (self._unchanged, self._disk):
                 return "The storage of the index does not answer."
-            return f"Searches take longer than {settings.deadline:g} seconds."
+            return f"Searches take longer than {seconds:g} seconds."
         except RequestError as error:
             return f"A search of the server's own was refused: {error}"
         except StoreUnavailable:
             return UNREACHABLE
-        except Unstarted as error:
-            self._undecoded = str(error)
-            return f"A search of the server's own failed: {error}"
         except Exception as error:
-            report(error, settings.debug)
+            report(error)
             return f"A search of the server's own failed ({type(error).__name__}); the log says why."
 
-    async def _searched(self) -> str | None:
-        bundle, before = await self._searcher.state()
-        found = await self._searcher.search(self._searcher.sample(), lambda found: bytes(len(found.hits[0])))
-        fault = await self._searcher.again()
-        self.seen = Seen(before, bundle.sha256)
-        return fault or (None if found or not before else "A search of the server's own found nothing.")
-
-    async def _embeds(self) -> str | None:
-        """Return why the encoder is not what it was when its bundle was made, or, of one without a probe, when it was opened."""
-        bundle = self._searcher.index.bundle
-        if bundle.manifest.probe is not None:
-            return await self._searcher.machinery.searches.run(lambda job: probe_fault(bundle))
-        bundle, vector = await self._searcher.embedding(self._searcher.sample())
-        return self._wrong(bundle, vector)
-
-    def _wrong(self, bundle: Bundle, vector: NDArray[np.float32]) -> str | None:
-        said = bundle.manifest
-        if not np.isfinite(vector).all():
-            return "The model is broken: it embeds the probe image as NaN or infinity."
-        tolerance = max(said.verified.tolerance, _LEAST_TOLERANCE)
-        if bundle.sha256 not in self._references:
-            self._references = {bundle.sha256: vector}
-        apart = float(np.abs(vector - self._references[bundle.sha256]).max())
-        if apart > tolerance:
-            return (
-                f"The model is broken: it embeds the probe image {apart:.2g} away from where it did when the server "
-                f"opened it; {tolerance:.2g} is allowed. Start the server again."
-            )
-        return None
-
     async def _unchanged(self) -> str | None:
-        """Return why the files on the disk are not what is served; another index that lies there whole is served from now on."""
-        try:
-            changed = await self._searcher.machinery.pictures.run(lambda job: self._searcher.take_up())
-        except RequestError:
-            return None  # the gallery is busy: asked again soon
+        """Return why the files on the disk are not what is served; another whole index is served from now on."""
+        changed = await self._served.workers.pictures.run(self._served.take_up)
         if changed is None:
             self._told = False
             return None
@@ -181,17 +114,69 @@ class Readiness:
         return "The files of the index are no longer those that are served. Start the server again."
 
     async def _disk(self) -> str | None:
-        """Return why an index that could be written to when the server opened it cannot be now."""
-        folder = self._written
+        """Return why an index that could be written to when it was opened cannot be now."""
+        folder = self._folder
         if folder is None:
             return None
-        try:
-            return await self._searcher.machinery.pictures.run(lambda job: disk_fault(folder))
-        except RequestError:
-            return None  # as above
+        return await self._served.workers.pictures.run(lambda: disk_fault(folder))
 
-    async def watch(self) -> None:
-        """Probe, for ever."""
-        while True:
-            await self.probe()
-            await asyncio.sleep(self._searcher.settings.probe_seconds)
+    async def _searched(self) -> str | None:
+        served = self._served
+        bundle, before = await served.read(lambda index: (index.follow(), len(index)), DAMAGED)
+        found = await served.search(sample(bundle), lambda hits, index: bytes(len(hits[0])))
+        self.items, self.bundle = before, bundle.sha256
+        if (again := served.failed) is not None:
+            try:
+                await served.workers.searches.run(again)
+            except (
+                DataError,
+                RequestError,
+                Superseded,
+            ):  # another bundle is served since, or the item is gone
+                pass
+            except StoreError as error:
+                report(error)
+                return DAMAGED
+            served.failed = None
+        return None if found or not before else "A search of the server's own found nothing."
+
+    async def _embeds(self) -> str | None:
+        """Return why the encoder is not what it was when its bundle was made, where the bundle has a probe."""
+        bundle = self._served.index.bundle
+        return await self._served.workers.searches.run(lambda: probe_fault(bundle))
+
+
+def sample(bundle: Bundle) -> Query:
+    """Return a query that goes the whole way of a client's."""
+    given, noise = bundle.manifest.input, np.random.default_rng(0)
+    if given.kind == "features":
+        return Query((Given(vector=noise.normal(size=given.shape)),), Options(k=1), None)
+    pixels = noise.integers(0, 256, size=given.shape, dtype=np.uint8).transpose(1, 2, 0)
+    out = io.BytesIO()
+    Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(out, "PNG")
+    return Query((Given(image=out.getvalue()),), Options(k=1), None)
+
+
+def disk_fault(folder: Path, least: int = _FREE_BYTES) -> str | None:
+    """Return why a folder cannot be written to, or None, without writing to it; for a thread: the storage may hang.
+
+    Args:
+        folder: of an index.
+        least: bytes that must be free.
+    """
+    try:
+        if not os.access(folder, os.W_OK):
+            return "The disk of the index is read-only, or its folder may not be written to any more."
+        if not hasattr(os, "statvfs"):
+            return None
+        disk = os.statvfs(folder)
+    except OSError as error:
+        return f"The disk of the index cannot be looked at: {error.strerror or error}."
+    if disk.f_flag & os.ST_RDONLY:
+        return "The disk of the index is read-only."
+    free = disk.f_bavail * disk.f_frsize
+    if free < least:
+        return (
+            f"The disk of the index is full: {free:,} bytes are free, and writing needs {least:,}. Make room."
+        )
+    return None

@@ -1,52 +1,54 @@
-"""Run the application under uvicorn until it is told to stop."""
+"""Serve indexes until told to stop: sockets, one process or several, the end in time."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
+import os
+import signal
 import socket
 import sys
+import tempfile
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from retrieval.errors import BundleError, MissingDependency, StoreError
-from retrieval.host.cores import cores, default_threads
+from retrieval.errors import BundleError, MissingDependency, RetrievalError, StoreError
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.http.listening import allow_files, check_proxies, listen, require_keys
-from retrieval.serving.http.naming import check_name, default_name
-from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.listening import checked, default_name, listen
+from retrieval.serving.http.settings import GRACE_SECONDS, Settings
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.memory import return_large_blocks
 from retrieval.serving.probing import probe_fault
 from retrieval.serving.providers import Device
-from retrieval.serving.stores.address import Address
+from retrieval.serving.store.address import Address
 
 if TYPE_CHECKING:
-    from retrieval.serving.http.processes.group import Member
-    from retrieval.serving.http.running import Running
+    import uvicorn
+
+KEEP_ALIVE_SECONDS = 150
+"""An idle connection is kept longer than nginx (60 s) and Caddy (120 s) keep theirs, so that they close first."""
+
+_DRAIN_SECONDS = 6
+
+Given = StrPath | Address | Index
 
 
 class Serving:
     """A server that runs beside the program which started it, as in a notebook.
 
     Attributes:
-        url: where the page is; it ends with a slash. Programs post an image as the field `image` of a form, and `k`, to
-            `v1/search` below it, and are answered in JSON.
+        url: where the page is; it ends with a slash. Programs post an image as the field `image` of a form, and `k`,
+            to `v1/search` below it, and are answered in JSON.
     """
 
-    def __init__(self, url: str, running: Running, finish: Callable[[float], None]) -> None:
-        self.url = url
-        self._running = running
-
-        def work() -> None:
-            finish(running.run())
-
-        self._thread = threading.Thread(target=work, name="serve", daemon=True)
+    def __init__(self, url: str, running: _Running) -> None:
+        self.url, self._running = url, running
+        self._thread = threading.Thread(target=running.run, name="serve", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -54,7 +56,7 @@ class Serving:
 
     def close(self) -> None:
         """Stop; requests under way are finished first."""
-        self._running.stop()
+        self._running.server.should_exit = True
         self._thread.join()
 
     def __enter__(self) -> Serving:
@@ -65,7 +67,7 @@ class Serving:
 
 
 def serve(
-    index: StrPath | Address | Index | Mapping[str, StrPath | Address | Index],
+    index: Given | Mapping[str, Given],
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -83,7 +85,7 @@ def serve(
         host: the address to listen on.
         port: 0 takes a free one, which is printed.
         settings: limits; a search at a time for each core by default.
-        plugins: files or modules of a third-party back end or store.
+        plugins: files or modules of a third-party store that is not installed.
         device: of the encoder.
         wait: whether to return only when the server has ended; None: unless an event loop runs.
 
@@ -92,126 +94,186 @@ def serve(
 
     Raises:
         MissingDependency: the extra `serve` is not installed.
-        StoreError: the index cannot be used, the address cannot be listened on, or too few files may be open; or others could
-            reach a server without keys.
-        RetrievalError: the keys or the certificate cannot be used, or a setting is wrong.
+        StoreError: the index cannot be used, the address cannot be listened on, or others could reach a server
+            without keys.
+        RetrievalError: the keys cannot be used, or a setting is wrong.
     """
-    settings = settings or Settings(workers=cores())
+    require_packages()
+    settings = checked(settings or Settings(workers=os.cpu_count() or 1), host)
     beside = _in_event_loop() if wait is None else not wait
     given = index if isinstance(index, Mapping) else {_name_of(index): index}
-    if settings.processes > 1:
-        from retrieval.serving.http.processes.supervisor import supervise
-
-        def tell(settings: Settings, listeners: list[socket.socket], count: int) -> None:
-            announce(host, settings, listeners, count, "Ctrl-C stops")
-
-        supervise(_places(given, beside), host, port, settings, plugins, device, tell)
-        return None
-    require_server()
-    settings = checked(settings, host)
-    starting = Starting(settings, host)
     with ExitStack() as stack:
         listeners = [stack.enter_context(listen(host, port, "--port"))]
         if settings.health_port is not None:
             listeners.append(stack.enter_context(listen(host, settings.health_port, "--health-port")))
-            starting.settings = replace(settings, health_port=listeners[1].getsockname()[1])
-        opener = partial(open_index, threads=starting.threads, device=device, plugins=plugins)
-        running, finish = starting.start(given, opener, listeners, leaves=not beside)
-        url = announce(
-            host, settings, listeners, running.items, "close() stops it" if beside else "Ctrl-C stops"
-        )
-        closing = stack.pop_all()
-
-    def end(until: float) -> None:
-        with closing:
-            finish(until)
-
+            settings = replace(settings, health_port=listeners[1].getsockname()[1])
+        if settings.processes > 1:
+            _serve_several(Parts(_places(given, beside), settings, device, tuple(plugins)), host, listeners)
+            return None
+        running = _Running(Parts(given, settings, device, tuple(plugins)), listeners, leaves=not beside)
+        end = "close() stops it" if beside else "Ctrl-C stops"
+        url = announce(host, listeners, running.items, end)
+        stack.pop_all()  # uvicorn closes the sockets
     if beside:
-        return Serving(url, running, end)
-    end(running.run())
+        return Serving(url, running)
+    running.run()
     return None
 
 
-class Starting:
-    """What comes before a server runs: who is let in, and then its indexes and what works on them.
-
-    Args:
-        settings: limits, of this process.
-        host: that is listened on.
-        searches: at a time, of all processes.
+@dataclass(frozen=True)
+class Parts:
+    """What one process makes a server of; for several processes it is pickled.
 
     Attributes:
-        settings: see above.
-        threads: of an encoder.
-
-    Raises:
-        StoreError: others could reach a server without keys, or too few files may be open.
-        RetrievalError: the keys or the certificate cannot be used.
+        given: opened indexes, or where they are, by name.
+        settings: limits.
+        device: of the encoders.
+        plugins: files or modules of third-party stores.
     """
 
-    def __init__(self, settings: Settings, host: str, searches: int | None = None) -> None:
-        from retrieval.serving.http.running import Admission
+    given: Mapping[str, Any]
+    settings: Settings
+    device: Device = "auto"
+    plugins: tuple[str, ...] = ()
 
-        return_large_blocks()
-        self.settings = settings
-        self.threads = max(1, min(default_threads(), cores() // (searches or settings.workers)))
-        self._admission = Admission.of(settings)
-        require_keys(host, settings, self._admission.keys is not None)
-        # a handshake takes a file as a connection does
-        allow_files(settings.connections * (1 if self._admission.certificate is None else 2))
-
-    def start(
-        self,
-        given: Mapping[str, StrPath | Address | Index],
-        opener: Callable[[StrPath | Address], Index],
-        listeners: list[socket.socket],
-        member: Member | None = None,
-        *,
-        leaves: bool = True,
-    ) -> tuple[Running, Callable[[float], None]]:
-        """Open the indexes; return what serves them, and what is to be called, with the time that is left, when it has ended.
-
-        Args:
-            given: opened, or where they are, by name.
-            opener: opens them.
-            listeners: of the port, and the health port if there is one.
-            member: this process among those of its server; None where there is but one.
-            leaves: whether the process may end there and then if its work does not.
+    def open(self, place: StrPath | Address) -> Any:
+        """Open an index.
 
         Raises:
-            StoreError: an index cannot be used.
+            BundleError: its encoder is not what it was when it was exported.
         """
-        from retrieval.serving.http.log import Log
-        from retrieval.serving.http.machinery import Machinery
-        from retrieval.serving.http.running import Running, leave_now
-        from retrieval.serving.http.searcher import Searcher
-        from retrieval.serving.http.traces import traces_of_environment
+        threads = max(1, (os.cpu_count() or 1) // (self.settings.workers * self.settings.processes))
+        index = open_index(place, threads=threads, device=self.device, plugins=self.plugins)
+        if fault := probe_fault(index.bundle):
+            index.close()
+            raise BundleError(f"{place} is not served. {fault}")
+        return index
 
-        settings = self.settings
-        opened, reopen = _opened(given, opener)
-        traces = traces_of_environment()
-        number = None if member is None else member.number
-        log = Log(settings.log_format or "text", settings.debug, settings.log_lines, process=number)
-        machinery = Machinery(settings, next(iter(opened.values())).bundle.manifest.input.preprocessing)
-        searchers = {
-            name: Searcher(one, settings, machinery, reopen.get(name)) for name, one in opened.items()
+    def application(self) -> Any:
+        """Return the application, with its indexes opened.
+
+        Raises:
+            RetrievalError: an index, the keys or the record of changes cannot be used.
+        """
+        from retrieval.serving.http.app import Application
+        from retrieval.serving.http.audit import Audit
+        from retrieval.serving.http.keys import key_source
+        from retrieval.serving.http.monitoring import traces_of_environment
+
+        keys = key_source(self.settings.keys)
+        audit = None if self.settings.audit is None else Audit(self.settings.audit)
+        opened = {name: one if isinstance(one, Index) else self.open(one) for name, one in self.given.items()}
+        reopen = {
+            name: partial(self.open, one) for name, one in self.given.items() if not isinstance(one, Index)
         }
-        running = Running(searchers, settings, listeners, self._admission, log, traces, member)
+        return Application(opened, self.settings, keys, audit, traces_of_environment(), reopen)
 
-        def finish(end: float) -> None:
-            done = running.app.state.site.close(end) & machinery.close(max(0.1, end - time.monotonic()))
-            if traces is not None:
-                traces.close()
-            log.close()
-            if not done and leaves:
-                leave_now()  # closing the index under a search that hangs would crash
-            for name in reopen if done else ():
-                searchers[name].index.close()
+    def __call__(self) -> Any:
+        """Return the application of one of several processes; ends a process that cannot have one."""
+        from retrieval.serving.http.monitoring import start_log
 
-        return running, finish
+        return_large_blocks()
+        start_log(self.settings.log_format or "text", several=True)
+        try:
+            app = self.application()
+        except RetrievalError as error:
+            logging.getLogger("retrieval.serving.http").error("%s", error)
+            raise SystemExit(3) from None  # uvicorn does not start it again
+        return _Ending(app, leaves=True)
 
 
-def _places(given: Mapping[str, StrPath | Address | Index], beside: bool) -> dict[str, str]:
+class _Ending:
+    """An application at whose end the process is gone in time, whatever its threads are at."""
+
+    def __init__(self, app: Any, *, leaves: bool) -> None:
+        self.app, self._leaves = app, leaves
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request, or run from the server's start to its end."""
+        if scope["type"] != "lifespan":
+            await self.app(scope, receive, send)
+            return
+
+        async def told() -> Any:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown" and self._leaves:
+                timer = threading.Timer(GRACE_SECONDS - _DRAIN_SECONDS - 1, os._exit, (0,))
+                timer.daemon = True
+                timer.start()
+            return message
+
+        await self.app(scope, told, send)
+
+
+class _Running:
+    """One process that serves."""
+
+    def __init__(self, parts: Parts, listeners: list[socket.socket], *, leaves: bool) -> None:
+        import uvicorn
+
+        from retrieval.serving.http.monitoring import start_log
+
+        return_large_blocks()
+        self.app = parts.application()
+        self.items = sum(len(served.index) for served in self.app.served.values())
+        self._log = start_log(parts.settings.log_format or "text")
+        self._listeners, self._given, self._leaves = listeners, parts.given, leaves
+        self.server = uvicorn.Server(_config(_Ending(self.app, leaves=leaves)))
+
+    def run(self) -> None:
+        """Serve until a signal."""
+        if threading.current_thread() is threading.main_thread():
+            # uvicorn takes signals itself while it serves, and raises them again at its end, which is no failure;
+            # one that comes before it listens must end the server too
+
+            def leave(number: int, frame: Any) -> None:
+                self.server.should_exit = True
+
+            signal.signal(signal.SIGTERM, leave)
+            signal.signal(signal.SIGINT, leave)
+        self.server.run(sockets=self._listeners)
+        for name, served in self.app.served.items():
+            if not isinstance(self._given[name], Index) and self.app.workers.idle:
+                served.index.close()  # closing it under a search that hangs would crash
+        self._log.stop()
+
+
+def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> None:
+    """Serve with several processes on the same sockets; uvicorn starts those again that end."""
+    from uvicorn.supervisors import Multiprocess
+
+    items = 0
+    for place in parts.given.values():
+        with parts.open(place) as index:  # what is wrong with it is said here, and once
+            items += len(index)
+    with tempfile.TemporaryDirectory(prefix="retrieval-metrics-") as folder:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        announce(host, listeners, items, "Ctrl-C stops")
+        Multiprocess(_config(parts, factory=True, workers=parts.settings.processes), listeners).run()
+
+
+def _config(app: Any, **more: Any) -> uvicorn.Config:
+    import uvicorn
+
+    from retrieval.serving.http.protocol import Protocol
+
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        loop="uvloop" if sys.platform != "win32" else "asyncio",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_DRAIN_SECONDS,
+        **more,
+    )
+
+
+def _places(given: Mapping[str, Given], beside: bool) -> dict[str, str]:
     """Return where indexes are, for other processes.
 
     Raises:
@@ -221,8 +283,7 @@ def _places(given: Mapping[str, StrPath | Address | Index], beside: bool) -> dic
         raise StoreError(
             "Several processes serve in the foreground only: start them with `retrieval serve --processes N`."
         )
-    for name, one in given.items():
-        check_name(name)
+    for one in given.values():
         if isinstance(one, Index):
             raise StoreError(
                 "Several processes cannot share an opened index: give its folder or its address."
@@ -230,25 +291,7 @@ def _places(given: Mapping[str, StrPath | Address | Index], beside: bool) -> dic
     return {name: str(one) for name, one in given.items()}
 
 
-def _opened(
-    given: Mapping[str, StrPath | Address | Index], opener: Callable[[StrPath | Address], Index]
-) -> tuple[dict[str, Index], dict[str, Callable[[], Index]]]:
-    """Return the indexes, and of those that were opened here how to open them again."""
-    opened: dict[str, Index] = {}
-    reopen: dict[str, Callable[[], Index]] = {}
-    for name, one in given.items():
-        check_name(name)
-        if not isinstance(one, Index):
-            reopen[name] = partial(opener, one)
-            one = opener(one)
-        one.require_open()
-        if fault := probe_fault(one.bundle):
-            raise BundleError(f"{one.path} is not served. {fault}")
-        opened[name] = one
-    return opened, reopen
-
-
-def require_server() -> None:
+def require_packages() -> None:
     """Refuse to serve without the packages of the extra.
 
     Raises:
@@ -264,17 +307,12 @@ def require_server() -> None:
             ) from None
 
 
-def announce(host: str, settings: Settings, listeners: list[socket.socket], count: int, end: str) -> str:
+def announce(host: str, listeners: list[socket.socket], items: int, end: str) -> str:
     """Say where the server is, and return its address."""
-    scheme = "http" if settings.certificate is None else "https"
     health = f", health at port {listeners[1].getsockname()[1]}" if len(listeners) > 1 else ""
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}/"
-    print(f"Serving {count:,} items at {url} ({end}){health}", flush=True)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}/"
+    print(f"Serving {items:,} items at {url} ({end}){health}", flush=True)
     return url
-
-
-def _name_of(index: StrPath | Address | Index) -> str:
-    return default_name(str(index.path if isinstance(index, Index) else index))
 
 
 def _in_event_loop() -> bool:
@@ -285,19 +323,5 @@ def _in_event_loop() -> bool:
     return True
 
 
-def checked(settings: Settings, host: str) -> Settings:
-    """Return settings with what is compared to requests as it is compared.
-
-    Raises:
-        RetrievalError: one of them is wrong.
-    """
-    from retrieval.serving.http.access.cors import check_origins
-
-    if settings.snapshots is not None and not settings.snapshots.is_dir():
-        raise StoreError(f"There is no folder {settings.snapshots}, which --snapshots names. Make it first.")
-    return replace(
-        settings,
-        hosts=tuple(sorted({*(settings.hosts or ()), host.lower(), socket.gethostname().lower()})),
-        cors_origins=check_origins(settings.cors_origins),
-        proxies=check_proxies(settings.proxies),
-    )
+def _name_of(index: Given) -> str:
+    return default_name(str(index.path if isinstance(index, Index) else index))

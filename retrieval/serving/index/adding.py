@@ -25,7 +25,7 @@ from retrieval.serving.index.locations import is_embedding
 from retrieval.serving.index.origins import Origin, Source, Sources
 from retrieval.serving.index.sources import collect, contents
 from retrieval.serving.progress import Progress, showing
-from retrieval.serving.stores.contract import CODE, FEATURES, VECTOR, Floats, Item, Keep, Superseded
+from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Item, Keep, Superseded
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index

@@ -16,7 +16,7 @@ from retrieval.serving.index.contract import Floats
 from retrieval.serving.index.measuring import measured
 from retrieval.serving.progress import Meter
 from retrieval.serving.runtime import load_faiss
-from retrieval.serving.stores.contract import CODE, Item
+from retrieval.serving.store.contract import CODE, Item
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index

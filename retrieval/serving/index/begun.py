@@ -11,7 +11,7 @@ from pathlib import Path
 from retrieval.errors import StoreError
 from retrieval.host.files import write_bytes
 from retrieval.serving.files.locks import hold
-from retrieval.serving.stores.address import Address
+from retrieval.serving.store.address import Address
 
 _BYTES = 1000
 

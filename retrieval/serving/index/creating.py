@@ -23,16 +23,15 @@ from retrieval.serving.index.backends import make_backend, short_name
 from retrieval.serving.index.begun import Begun
 from retrieval.serving.index.heads import features_of
 from retrieval.serving.index.index import Index, Summary
-from retrieval.serving.local.create import create_local
-from retrieval.serving.local.record import FILE as RECORD
-from retrieval.serving.local.store import LocalStore
-from retrieval.serving.local.structures import Wanted
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.providers import Device
-from retrieval.serving.stores.address import Address, place_of
-from retrieval.serving.stores.contract import Keep, Store, StoreUnavailable, widths_of
-from retrieval.serving.stores.find import store_place
-from retrieval.serving.stores.place import StorePlace
+from retrieval.serving.store.address import Address, place_of
+from retrieval.serving.store.contract import Keep, Store, StoreUnavailable, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.place import StorePlace, store_place
+from retrieval.serving.store.record import FILE as RECORD
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
 
 
 def build_index(
@@ -317,7 +316,7 @@ def _begun(
     with suppress(StoreError, OSError):
         store = LocalStore(partial, plugins=plugins, upkeep=False)
         served = next(one for one in store.generations() if one.state == "served")
-        begun = (served.bundle, served.variant, dict(served.widths), store.home.structure())
+        begun = (served.bundle, served.variant, dict(served.widths), store.wanted())
         if begun == (bundle.sha256, bundle.variant, dict(widths), wanted):
             return store
         store.close()

@@ -27,7 +27,7 @@ from retrieval.serving.index.locations import PLAN, Location, is_embedding, show
 from retrieval.serving.index.origins import Origin, Source, Sources, text_problem
 from retrieval.serving.index.tables import Table, list_lengths, sentences
 from retrieval.serving.progress import Meter
-from retrieval.serving.stores.contract import Keep
+from retrieval.serving.store.contract import Keep
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index

@@ -13,7 +13,7 @@ from PIL import Image
 
 from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.images import Limits, decode, read_image
+from retrieval.serving.images import Limits, decode, full_size, read_image
 from retrieval.serving.index.origins import Source, Sources
 from retrieval.serving.index.sources import contents
 from retrieval.serving.progress import Meter
@@ -155,7 +155,7 @@ class Encoding:
                 raise DataError(f"{name}: {fault}") from fault
         except DataError as fault:
             return _Decoded(Done(stamp, str(fault)), None)
-        return _Decoded(Done(stamp, None, len(content), image.width, image.height, original), pixels)
+        return _Decoded(Done(stamp, None, len(content), *full_size(image), original), pixels)
 
     def _row(self, item: Source) -> _Decoded:
         assert self.sources.features is not None

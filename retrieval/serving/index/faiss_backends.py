@@ -221,7 +221,7 @@ class Hnsw(FaissBackend):
         self,
         m: Annotated[int, Field(ge=4, le=256)] = 32,
         ef_construction: Annotated[int, Field(ge=8, le=4096)] = 128,
-        ef_search: Annotated[int, Field(ge=1, le=65536)] = 256,
+        ef_search: Annotated[int, Field(ge=1, le=65536)] = 64,
     ) -> None:
         super().__init__()
         self.m, self.ef_construction, self.ef_search = m, ef_construction, ef_search

@@ -27,8 +27,8 @@ from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.providers import Device
 from retrieval.serving.queries import encode_queries
 from retrieval.serving.stages import stage
-from retrieval.serving.stores.address import Address, IndexPlace, place_of
-from retrieval.serving.stores.contract import (
+from retrieval.serving.store.address import Address, IndexPlace, place_of
+from retrieval.serving.store.contract import (
     Generation,
     Item,
     Keep,
@@ -36,8 +36,8 @@ from retrieval.serving.stores.contract import (
     Store,
     Superseded,
 )
-from retrieval.serving.stores.find import store_place
-from retrieval.serving.stores.items import own
+from retrieval.serving.store.items import own
+from retrieval.serving.store.place import store_place
 
 Where: TypeAlias = "str | Mapping[str, Any] | Filter | None"
 
@@ -55,7 +55,7 @@ class Hit:
         distance: to the query.
         metadata: of the item.
         path: the file that was indexed, None for features.
-        keep: what the index keeps of the original: see `retrieval.serving.stores.contract.Keep`.
+        keep: what the index keeps of the original: see `retrieval.serving.store.contract.Keep`.
     """
 
     id: str

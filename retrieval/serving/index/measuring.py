@@ -12,7 +12,7 @@ from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.contract import Floats
 from retrieval.serving.merging import merged, of_products
-from retrieval.serving.stores.contract import CODE, VECTOR, Candidates
+from retrieval.serving.store.contract import CODE, VECTOR, Candidates
 
 Distances: TypeAlias = NDArray[np.float64]
 

@@ -21,7 +21,7 @@ from retrieval.serving.index.adding import originals
 from retrieval.serving.index.heads import applies, behind, features_of, gives_features
 from retrieval.serving.index.origins import Origin
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.stores.contract import CODE, FEATURES, VECTOR, Floats, Generation, Item, widths_of
+from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Generation, Item, widths_of
 from retrieval.serving.threads import ahead
 
 if TYPE_CHECKING:

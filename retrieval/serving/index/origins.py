@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError
 from retrieval.serving.filters import metadata_text
 from retrieval.serving.index.locations import Location, shown
-from retrieval.serving.stores.items import check_id
+from retrieval.serving.store.items import check_id
 
 ROW_CHARACTERS = 1_000_000
 """Of one item's texts: an index gives no longer ones back."""

@@ -8,15 +8,13 @@ from pathlib import Path
 from retrieval.errors import StoreError, listed
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.checking import check_index
-from retrieval.serving.local.copying import copy_items
-from retrieval.serving.local.record import Record
-from retrieval.serving.local.snapshot import write_snapshot
-from retrieval.serving.local.store import LocalStore
 from retrieval.serving.progress import Meter
-from retrieval.serving.stores.address import IndexPlace
-from retrieval.serving.stores.contract import Item
-from retrieval.serving.stores.find import store_place
-from retrieval.serving.stores.place import StorePlace
+from retrieval.serving.store.address import IndexPlace
+from retrieval.serving.store.contract import Item
+from retrieval.serving.store.local import LocalStore, copy_items
+from retrieval.serving.store.place import StorePlace, store_place
+from retrieval.serving.store.record import Record
+from retrieval.serving.store.snapshot import write_snapshot
 
 
 def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) -> list[str]:
@@ -42,7 +40,7 @@ def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) 
         return _fill(snapshot, store_place(target, plugins))
     record = Record(snapshot)
     try:
-        write_snapshot(record, snapshot, target, "Name a folder that is not there yet to restore to.")
+        write_snapshot(record, target, "Name a folder that is not there yet to restore to.")
     finally:
         record.close()
     return []

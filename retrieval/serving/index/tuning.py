@@ -17,13 +17,11 @@ from retrieval.serving.index.alike import pages
 from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.contract import Floats, IndexBackend, Rows, checked_search
 from retrieval.serving.index.measuring import MARGIN
-from retrieval.serving.local.compact import Compact
-from retrieval.serving.local.compact import build as build_compact
-from retrieval.serving.local.exact import nearest
 from retrieval.serving.manifest import Manifest
 from retrieval.serving.merging import merged
 from retrieval.serving.progress import Meter
 from retrieval.serving.runtime import load_faiss
+from retrieval.serving.store.search import Companion, nearest
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
@@ -129,10 +127,12 @@ class _Sample:
     spans: Sequence[tuple[int, int]]
     manifest: Manifest
 
-    def exactly(self, queries: Floats, compact: Compact | None = None) -> list[Rows]:
+    def exactly(self, queries: Floats, companion: Companion | None = None) -> list[Rows]:
         """Return the ten nearest of each query."""
         spans: Sequence[tuple[int, int] | None] = self.spans if len(self.spans) > 1 else [None]
-        found = [nearest(queries, self.vectors, _K + MARGIN, span=span, compact=compact)[1] for span in spans]
+        found = [
+            nearest(queries, self.vectors, _K + MARGIN, span=span, companion=companion)[1] for span in spans
+        ]
         return self._ordered(queries, found)
 
     def proposed(self, backends: Sequence[IndexBackend], name: str, queries: Floats) -> list[Rows]:
@@ -232,10 +232,10 @@ def _tried(
     vectors = sample.vectors
     began = time.perf_counter()
     if name == "flat":
-        compact = build_compact(vectors) if len(sample.spans) == 1 else None
+        companion = Companion.build(vectors) if len(sample.spans) == 1 else None
         seconds = time.perf_counter() - began
-        size = 0 if compact is None else compact.table.nbytes
-        spent = _spent(lambda query: sample.exactly(query, compact), queries)
+        size = 0 if companion is None else companion.table.nbytes
+        spent = _spent(lambda query: sample.exactly(query, companion), queries)
         yield Trial(name, {}, 1.0, spent, size * total // len(vectors), seconds)
         return
     built = [make_backend(name, options) for _ in sample.spans]

@@ -27,8 +27,8 @@ from retrieval import (
     traits,
 )
 from retrieval.host.hookspecs import Factories
-from retrieval.serving.local.place import LocalPlace
-from retrieval.serving.stores.address import Address
+from retrieval.serving.store.address import Address
+from retrieval.serving.store.local import LocalPlace
 from torch import Tensor, nn
 
 Loss = Annotated[nn.Module, Part("losses")]

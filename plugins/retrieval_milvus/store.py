@@ -1,0 +1,434 @@
+"""An index in Milvus: a row for each item and sub-space, all but its vector as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+from pymilvus import DataType, MilvusClient, MilvusException
+from pymilvus.client.ts_utils import get_collection_ts
+from retrieval import DataError, StoreError, stores
+
+from retrieval_milvus.faults import hint, is_away, is_missing, sentence
+
+Floats = NDArray[np.float32]
+
+# It writes a traceback for whatever a server refuses; all of that is raised as a sentence here.
+logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
+
+STRUCTURES = {"flat": "FLAT", "hnsw": "HNSW", "ivf": "IVF_FLAT", "sq8": "IVF_SQ8"}
+NOTE, WRITTEN, STRUCTURE = "retrieval.note.", "retrieval.written", "retrieval.structure"
+SETTLED = "retrieval.settled"
+REQUEST_BYTES = 2 << 20
+KEYS = 500  # of one question
+KEY_BYTES, TEXT_BYTES = 8100, 65_000
+EXACT = 1 << 53  # whole numbers below are themselves as float64
+PLAIN = re.compile(r"[\w .,:;/@#+-]*")
+"""Texts and names that stand in an expression as they are; others are looked at item by item."""
+
+
+class MilvusStore(stores.RemoteStore):
+    """See above. Small notes are properties of the register: descriptions are never old ones.
+
+    Args:
+        server: what `MilvusClient` takes: `uri`, `token`, `db_name`, and certificates.
+        address: what sentences call the index.
+        name: of the index: the alias.
+        timeout: seconds that one question may take.
+    """
+
+    engine, errors = "Milvus", (MilvusException, grpc.RpcError, ValueError)
+    capabilities = stores.RemoteStore.capabilities | {"ordered"}
+    structures = tuple(STRUCTURES)
+    most_found = 16_384
+
+    def __init__(self, server: Mapping[str, Any], address: str, name: str, timeout: float) -> None:
+        super().__init__(address, name)
+        self._server, self.timeout = server, timeout
+        self._properties: tuple[str, Mapping[str, str]] = ("", {})  # of the served collection
+        self._client = self._ask(MilvusClient, **server, dedicated=True)
+        if server["db_name"] != "default":
+            self._collections()  # a collection of a database that is not there is merely not found
+
+    def _limit(self, seconds: float) -> dict[str, Any]:
+        return {"timeout": seconds}
+
+    def _fault(self, error: Exception) -> tuple[bool, str]:
+        away = is_away(error)
+        again = f" Try again in a moment.{hint(error, self._server)}" if away else ""
+        return away, f"{sentence(error)}{again}"
+
+    # Collections
+
+    def _collections(self) -> list[str]:
+        return list(self._ask(self._client.list_collections))
+
+    def _described(self, name: str) -> dict[str, Any] | None:
+        def ask(timeout: float) -> dict[str, Any] | None:
+            try:
+                return dict(self._client.describe_collection(name, timeout=timeout))
+            except MilvusException as error:
+                if is_missing(error):
+                    return None
+                raise
+
+        found: dict[str, Any] | None = self._ask(ask)
+        return found
+
+    def _alias(self) -> str | None:
+        found = self._described(self.name)
+        if found is None:
+            return None
+        if found["collection_name"] == self.name:
+            raise StoreError(f"{self.address}: the server has another collection of this name.")
+        self._properties = (found["collection_name"], found.get("properties", {}))
+        return str(found["collection_name"])
+
+    def _point(self, number: int | None) -> None:
+        if number is None:
+            if self._alias() is not None:
+                self._ask(self._client.drop_alias, self.name)
+            return
+        move = self._client.create_alias if self._alias() is None else self._client.alter_alias
+        self._ask(move, self.collection(number), self.name)
+        self._set(self.collection(0), {})
+
+    def _make(self, generation: stores.Generation) -> None:
+        packed = sum(generation.widths.values())  # as base64 of float32, beside the vector
+        if len(generation.spans) == 1:
+            packed -= generation.widths["vector"]
+        if packed * 16 / 3 > TEXT_BYTES:
+            raise StoreError(f"{self.address}: Milvus keeps no item with arrays of {packed:,} numbers.")
+        made = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
+        made.add_field("key", DataType.VARCHAR, is_primary=True, max_length=KEY_BYTES)
+        made.add_field("space", DataType.INT64)
+        made.add_field("record", DataType.JSON)
+        made.add_field("arrays", DataType.VARCHAR, max_length=TEXT_BYTES)
+        made.add_field("vector", DataType.FLOAT_VECTOR, dim=_dimensions(generation))
+        name = self.collection(generation.number)
+        self._remove(name)
+        self._ask(self._client.create_collection, name, schema=made, num_shards=1)
+        structure = self._structure() if generation.number else ("flat", {})
+        self._index(name, *structure, wait=False)
+        self._set(name, {STRUCTURE: json.dumps(structure)})
+        self._ask(self._client.load_collection, name)
+
+    def _index(self, name: str, structure: str, options: Mapping[str, Any], *, wait: bool) -> None:
+        params = self._client.prepare_index_params()
+        built = _built(structure, options)
+        kind = STRUCTURES[structure]
+        params.add_index("vector", index_name="vector", index_type=kind, metric_type="L2", params=built)
+        self._ask(self._client.create_index, name, params, sync=wait)
+        self._ask(self._client.load_collection, name, _async=True)
+
+    def _remove(self, prefix: str) -> None:
+        for name in self._collections():
+            if name.startswith(prefix):
+                self._ask(self._client.drop_collection, name)
+
+    def _set(self, name: str, properties: Mapping[str, str]) -> None:
+        """Set properties of a collection, which survive the end of the server from then on.
+
+        An etcd of one member answers before a change is on the disk, and takes no other one until
+        it is ("Durability API guarantee broken in single node cluster"), so another one follows.
+        """
+        for change in (dict(properties), {SETTLED: str(time.time_ns())}):
+            if change:
+                self._ask(self._client.alter_collection_properties, name, change)
+
+    # Structures
+
+    def _structure(self) -> tuple[str, dict[str, Any]]:
+        name, options = json.loads(self._properties[1].get(STRUCTURE, '["flat", {}]'))
+        return name, options
+
+    def _details(self) -> dict[str, Any]:
+        tuned = self._notes().get("tuned")
+        return {"backend": self._structure()[0], **({"tuned": tuned} if tuned else {})}
+
+    def take_structure(
+        self,
+        backend: str,
+        options: Mapping[str, Any],
+        report: Callable[[int, int], object] = lambda done, total: None,
+    ) -> None:
+        """Build another index, where it is not the same; searches wait meanwhile. See `Store`.
+
+        Only what lies in files of the server's has an index: it writes its latest rows to one first.
+        """
+        if backend not in STRUCTURES:
+            return super().take_structure(backend, options, report)
+        wanted = {"index_type": STRUCTURES[backend], **_built(backend, options)}
+        for generation in self.generations():
+            name = self.collection(generation.number)
+            found = self._ask(self._client.describe_index, name, "vector") or {}
+            if any(str(found.get(key)) != str(value) for key, value in wanted.items()):
+                self._ask(self._client.flush, name)
+                self._ask(self._client.release_collection, name)
+                self._ask(self._client.drop_index, name, "vector")
+                self._index(name, backend, options, wait=True)
+                self._ask(self._client.load_collection, name)
+            self._set(name, {STRUCTURE: json.dumps([backend, dict(options)])})
+
+    def keep_tuned(self, tuned: Mapping[str, Any]) -> None:
+        """Keep what was measured; see `Store`."""
+        self._note({"tuned": dict(tuned)})
+
+    # The register
+
+    def _note(self, notes: Mapping[str, Any]) -> None:
+        self._set(self.collection(0), {NOTE + name: json.dumps(note) for name, note in notes.items()})
+
+    def _notes(self) -> dict[str, Any]:
+        found = self._described(self.collection(0))
+        if found is None:
+            raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
+        properties = found.get("properties", {}).items()
+        return {key[len(NOTE) :]: json.loads(text) for key, text in properties if key.startswith(NOTE)}
+
+    # Items
+
+    def _fit(self, rows: Sequence[stores.Row]) -> None:
+        for row in rows:
+            size = len(json.dumps(row.record, ensure_ascii=False).encode())
+            if size > TEXT_BYTES:
+                raise DataError(
+                    f"Item {row.record['id']!r} has {size:,} bytes of label, metadata and the like; Milvus "
+                    f"keeps {TEXT_BYTES:,} of an item."
+                )
+
+    def _put(self, generation: stores.Generation, rows: Sequence[stores.Row]) -> None:
+        waiting, size = list[dict[str, Any]](), 0
+        for row in rows:
+            record, vectors = row.split(generation)
+            waiting += _plain_rows(record, vectors, _dimensions(generation))
+            size += len(str(record)) * max(1, len(vectors)) + 4 * sum(map(len, vectors))
+            if size > REQUEST_BYTES:
+                self._ask(self._client.upsert, self.collection(generation.number), waiting)
+                waiting, size = [], 0
+        if waiting:
+            self._ask(self._client.upsert, self.collection(generation.number), waiting)
+        self._wrote(generation, self.collection(generation.number))
+
+    def _erase(self, generation: stores.Generation, ids: Sequence[str]) -> None:
+        spaces = range(1, len(generation.spans))
+        for some in _chunks(ids):
+            keys = [key for id in some for key in (_key(id), *(f"{_key(id)}.{n}" for n in spaces))]
+            self._ask(self._client.delete, self.collection(generation.number), ids=keys)
+        # A deletion is not told its time; a row that is written behind it is.
+        self._ask(self._client.upsert, self.collection(0), list(_plain_rows({"id": "now"}, [], 2)))
+        self._wrote(generation, self.collection(0))
+
+    def _wrote(self, generation: stores.Generation, last: str) -> None:
+        """Say when a collection was last written to: who reads waits for that, and nothing else."""
+        if generation.number:
+            self._set(self.collection(generation.number), {WRITTEN: str(self._own(last))})
+
+    def _own(self, name: str) -> int:
+        server = self._client._get_connection().server_address
+        return int(get_collection_ts(name, server, self._server["db_name"]) or 0)
+
+    def _level(self, name: str) -> dict[str, Any]:
+        """Return what an answer must have: all up to the last write, or all there is."""
+        served, properties = self._properties
+        seen = max(int(properties.get(WRITTEN, 0)), self._own(name)) if served == name else 0
+        if not seen:
+            return {"consistency_level": "Strong"}
+        return {"consistency_level": "Customized", "guarantee_timestamp": seen}
+
+    def _query(
+        self, number: int, where: str, fields: list[str], order: str, limit: int | None = None
+    ) -> list[dict[str, Any]]:
+        name = self.collection(number)
+        more = {"limit": limit} if limit else {}
+        found = self._ask(
+            self._client.query,
+            name,
+            filter=where,
+            output_fields=fields,
+            **more,
+            **self._level(name),
+        )
+        return sorted(found, key=lambda row: str(row[order])) if order else list(found)
+
+    def _rows(self, generation: stores.Generation, ids: Sequence[str], arrays: bool) -> list[stores.Row]:
+        fields = ["record", *(["space", "arrays", "vector"] if arrays else [])]
+        return [
+            _row(row, generation)
+            for some in _chunks(ids)
+            for row in self._query(generation.number, _among(some), fields, "")
+        ]
+
+    def _page(
+        self,
+        generation: stores.Generation,
+        where: Sequence[str],
+        after: str | None,
+        limit: int,
+        arrays: bool,
+    ) -> list[stores.Row]:
+        chosen = ["space <= 0", *where]
+        if after is not None:
+            chosen.append(f'key > "{_key(after)}"')
+        fields = ["key", "record", *(["space", "arrays", "vector"] if arrays else [])]
+        rows = self._query(generation.number, _joined(chosen, "and"), fields, "key", limit)
+        return [_row(row, generation) for row in rows]
+
+    def _count(self, generation: stores.Generation, where: Sequence[str]) -> int:
+        chosen = _joined(["space <= 0", *where], "and")
+        (found,) = self._query(generation.number, chosen, ["count(*)"], "")
+        return int(found["count(*)"])
+
+    def _nearest(
+        self,
+        generation: stores.Generation,
+        space: int,
+        queries: Floats,
+        count: int,
+        where: Sequence[str],
+    ) -> list[list[str]]:
+        name, options = self.collection(generation.number), self._structure()[1]
+        found = self._ask(
+            self._client.search,
+            name,
+            list(np.pad(queries, ((0, 0), (0, _dimensions(generation) - queries.shape[1])))),
+            filter=_joined([f"space == {space}", *where], "and"),
+            limit=count,
+            output_fields=["key"],
+            search_params={"metric_type": "L2", "params": _searching(options, count)},
+            anns_field="vector",
+            **self._level(name),
+        )
+        return [[_id(hit["entity"]["key"]) for hit in hits] for hits in found]
+
+    def _express(self, where: stores.Filter) -> str | None:
+        """Return an expression; what a user writes is a part of it only where it is plain."""
+        if isinstance(where, stores.Not):
+            part = self._express(where.part)
+            return None if part is None else f"(not ({part}))"
+        if isinstance(where, stores.And | stores.Or):
+            parts = [part for part in map(self._express, where.parts) if part is not None]
+            joint = "and" if isinstance(where, stores.And) else "or"
+            return _joined(parts, joint) if len(parts) == len(where.parts) else None
+        if isinstance(where, stores.Exists):
+            return None
+        values = where.values if isinstance(where, stores.In) else (where.value,)
+        op = "==" if isinstance(where, stores.In) or where.op == "=" else where.op
+        if where.field == "id":
+            texts = [_key(value) for value in values if isinstance(value, str)]
+            if op == "==":
+                return f"key in {json.dumps(texts)}" if texts else "space > 1000000"
+            return f'key {op} "{texts[0]}"' if texts and op != "!=" else None
+        names = [where.field] if isinstance(where.field, str) else ["metadata", *where.field]
+        literals = [_literal(value) for value in values]
+        if op == "!=" or None in literals or not all(map(PLAIN.fullmatch, names)):
+            return None
+        lists = where.field != "label" and self.has_lists(where.field[0])
+        ordered = op != "=="
+        if ordered and (lists or isinstance(values[0], str)):
+            return None
+        field = f"record{''.join(f'[{json.dumps(name, ensure_ascii=False)}]' for name in names)}"
+        parts = [f"{field} {op} {literal}" for literal in literals]
+        if lists:
+            parts += [f"json_contains({field}, {literal})" for literal in literals]
+        return _joined(parts, "or")
+
+    def _hang_up(self) -> None:
+        self._client.close()
+
+
+def _literal(value: Any) -> str | None:
+    """Return a value as Milvus reads it; None for one that it may read as another."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"' if PLAIN.fullmatch(value) else None
+    if value is None or abs(value) >= EXACT or "e" in repr(value):
+        return None
+    return repr(value)
+
+
+def _key(text: str) -> str:
+    """Return a text as digits, whose order is that of code points."""
+    return text.encode().hex()
+
+
+def _id(key: str) -> str:
+    return bytes.fromhex(key.partition(".")[0]).decode()
+
+
+def _chunks(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    left = iter(names)
+    while some := list(islice(left, KEYS)):
+        yield some
+
+
+def _among(names: Sequence[str]) -> str:
+    return f"key in {json.dumps([_key(name) for name in names])}"
+
+
+def _joined(parts: Sequence[str], joint: str) -> str:
+    """Join expressions in pairs of pairs: the server's parser is recursive."""
+    parts = list(parts)
+    while len(parts) > 1:
+        pairs = [parts[at : at + 2] for at in range(0, len(parts), 2)]
+        parts = [f"({f' {joint} '.join(pair)})" for pair in pairs]
+    return parts[0] if len(parts[0:]) else "space <= 0"
+
+
+def _dimensions(generation: stores.Generation) -> int:
+    return max(2, *(stop - start for start, stop in generation.spans))
+
+
+def _plain_rows(
+    record: dict[str, Any], vectors: Sequence[Floats], dimensions: int
+) -> Iterator[dict[str, Any]]:
+    """Give the rows of an item: one for each sub-space, or one that no search finds."""
+    arrays = json.dumps(record.pop("arrays", {}))
+    key, plain = _key(record["id"]), json.dumps(record, ensure_ascii=False)
+    for space, vector in enumerate(vectors or [np.zeros(0, np.float32)]):
+        yield {
+            "key": f"{key}.{space}" if space else key,
+            "space": space if vectors else -1,
+            "record": plain,
+            "arrays": "{}" if space else arrays,
+            "vector": np.pad(vector, (0, dimensions - len(vector))),
+        }
+
+
+def _row(found: Mapping[str, Any], generation: stores.Generation) -> stores.Row:
+    record = found["record"]
+    record = dict(json.loads(record) if isinstance(record, str | bytes) else record)
+    if found.get("space", -1) < 0:
+        return stores.Row.joined(record, None)
+    record["arrays"] = json.loads(found["arrays"])
+    return stores.Row.joined(record, found["vector"][: generation.widths["vector"]])
+
+
+def _built(structure: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of an index by Milvus's names for those of the built-in back ends."""
+    if structure == "hnsw":
+        return {
+            "M": int(options.get("m", 16)),
+            "efConstruction": int(options.get("ef_construction", 200)),
+        }
+    if structure == "flat":
+        return {}
+    # of small numbers, `sq8` looks at every one, as the built-in back end does
+    return {"nlist": int(options.get("lists") or (1024 if structure == "ivf" else 1))}
+
+
+def _searching(options: Mapping[str, Any], count: int) -> dict[str, int]:
+    """Return the parameters of a search; Milvus takes those that its index has."""
+    return {
+        "ef": min(max(int(options.get("ef_search", 64)), 2 * count), 32_768),
+        "nprobe": int(options.get("probes") or max(32, int(options.get("lists") or 0) // 16)),
+    }

@@ -1,0 +1,249 @@
+"""An index in Qdrant: a point for each item, its vectors by sub-space, all else in its payload."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from qdrant_client import QdrantClient, models
+from qdrant_client.http.exceptions import (
+    ApiException,
+    ResponseHandlingException,
+    UnexpectedResponse,
+)
+from retrieval import StoreError, stores
+
+Floats = NDArray[np.float32]
+
+BATCH_BYTES = 8 << 20
+PASSING = (408, 429, 500, 502, 503, 504)
+EXACT = 1 << 53  # whole numbers below are themselves as float64
+PLAIN = models.PayloadSelectorExclude(exclude=["arrays"])
+NOTES = str(uuid.UUID(int=0))
+RANGES = {"<": "lt", "<=": "lte", ">": "gt", ">=": "gte"}
+
+
+def point_of(text: str) -> str:
+    """Return the id of a point: 128 bits of a digest, which give pages their order."""
+    return str(uuid.UUID(bytes=hashlib.sha256(text.encode()).digest()[:16]))
+
+
+class QdrantStore(stores.RemoteStore):
+    """See above.
+
+    Args:
+        client: connected.
+        address: what sentences call the index.
+        name: of the index: the alias.
+        timeout: seconds that one question may take.
+        exact: whether a server looks at every vector, rather than at Qdrant's graph.
+        local: whether it is the in-process mode.
+    """
+
+    engine, errors = "Qdrant", (ApiException, ValueError)
+    separator = "~"
+
+    def __init__(
+        self,
+        client: QdrantClient,
+        address: str,
+        name: str,
+        timeout: float = 30.0,
+        exact: bool = True,
+        local: bool = False,
+    ) -> None:
+        super().__init__(address, name)
+        self._client, self.timeout = client, timeout
+        self._search_params = models.SearchParams(exact=True) if exact and not local else None
+        self._consistency = None if local else models.ReadConsistencyType.ALL
+
+    def _fault(self, error: Exception) -> tuple[bool, str]:
+        text = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        status = error.status_code if isinstance(error, UnexpectedResponse) else 503
+        away = isinstance(error, ResponseHandlingException | UnexpectedResponse) and status in PASSING
+        return away, f"{text}." + " Try again in a moment." * away
+
+    # Collections
+
+    def _alias(self) -> str | None:
+        aliases = self._ask(self._client.get_aliases).aliases
+        return next((one.collection_name for one in aliases if one.alias_name == self.name), None)
+
+    def _point(self, number: int | None) -> None:
+        if number is None:
+            gone = models.DeleteAlias(alias_name=self.name)
+            moves: list[Any] = [models.DeleteAliasOperation(delete_alias=gone)]
+        else:
+            named = models.CreateAlias(collection_name=self.collection(number), alias_name=self.name)
+            moves = [models.CreateAliasOperation(create_alias=named)]
+        self._ask(self._client.update_collection_aliases, moves)
+
+    def _make(self, generation: stores.Generation) -> None:
+        vectors = {
+            f"v{space}": models.VectorParams(size=stop - start, distance=models.Distance.EUCLID)
+            for space, (start, stop) in enumerate(generation.spans)
+        }
+        name = self.collection(generation.number)
+        self._remove(name)
+        self._ask(self._client.create_collection, name, vectors_config=vectors)
+        if not generation.number:
+            self._upsert(0, [models.PointStruct(id=NOTES, vector={}, payload={})])
+
+    def _remove(self, prefix: str) -> None:
+        for one in self._ask(self._client.get_collections).collections:
+            if one.name.startswith(prefix):
+                self._ask(self._client.delete_collection, one.name)
+
+    # The register
+
+    def _note(self, notes: Mapping[str, Any]) -> None:
+        payload = dict(notes)
+        self._ask(self._client.set_payload, self.collection(0), payload, points=[NOTES], wait=True)
+
+    def _notes(self) -> dict[str, Any]:
+        for found in self._retrieve(0, [NOTES]):
+            return dict(found.payload or {})
+        raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
+
+    # Items
+
+    def _upsert(self, number: int, points: list[models.PointStruct]) -> None:
+        self._ask(self._client.upsert, self.collection(number), points, wait=True)
+
+    def _delete(self, number: int, names: Sequence[str]) -> None:
+        points = [point_of(name) for name in names]
+        self._ask(self._client.delete, self.collection(number), points, wait=True)
+
+    def _retrieve(self, number: int, points: Sequence[str], arrays: bool = False) -> list[models.Record]:
+        if not points:
+            return []
+        found: list[models.Record] = self._ask(
+            self._client.retrieve,
+            self.collection(number),
+            points,
+            with_payload=True if arrays else PLAIN,
+            with_vectors=arrays,
+            consistency=self._consistency,
+        )
+        return found
+
+    def _put(self, generation: stores.Generation, rows: Sequence[stores.Row]) -> None:
+        points, size = [], 0
+        for row in rows:
+            points.append(_point_of(row, generation))
+            size += len(str(row.record)) + 20 * sum(map(len, row.arrays.values()))
+            if size > BATCH_BYTES:
+                self._upsert(generation.number, points)
+                points, size = [], 0
+        if points:
+            self._upsert(generation.number, points)
+
+    def _erase(self, generation: stores.Generation, ids: Sequence[str]) -> None:
+        self._delete(generation.number, ids)
+
+    def _rows(self, generation: stores.Generation, ids: Sequence[str], arrays: bool) -> list[stores.Row]:
+        found = self._retrieve(generation.number, [point_of(id) for id in ids], arrays)
+        return [_row(one) for one in found]
+
+    def _page(
+        self,
+        generation: stores.Generation,
+        where: Sequence[Any],
+        after: str | None,
+        limit: int,
+        arrays: bool,
+    ) -> list[stores.Row]:
+        start = None if after is None else point_of(after)
+        points, _ = self._ask(
+            self._client.scroll,
+            self.collection(generation.number),
+            models.Filter(must=list(where)),
+            offset=start,  # itself, where it is there
+            limit=limit + 1,
+            with_payload=True if arrays else PLAIN,
+            with_vectors=arrays,
+            consistency=self._consistency,
+        )
+        return [_row(one) for one in points if one.id != start][:limit]
+
+    def _count(self, generation: stores.Generation, where: Sequence[Any]) -> int:
+        name, chosen = self.collection(generation.number), models.Filter(must=list(where))
+        return int(self._ask(self._client.count, name, chosen, exact=True).count)
+
+    def _nearest(
+        self,
+        generation: stores.Generation,
+        space: int,
+        queries: Floats,
+        count: int,
+        where: Sequence[Any],
+    ) -> list[list[str]]:
+        requests = [
+            models.QueryRequest(
+                query=query.tolist(),
+                using=f"v{space}",
+                filter=models.Filter(must=list(where)),
+                limit=count,
+                params=self._search_params,
+                with_payload=["id"],
+            )
+            for query in queries
+        ]
+        found = self._ask(
+            self._client.query_batch_points,
+            self.collection(generation.number),
+            requests,
+            consistency=self._consistency,
+        )
+        return [[(point.payload or {})["id"] for point in one.points] for one in found]
+
+    def _express(self, where: stores.Filter) -> models.Condition | None:
+        """Return a condition of Qdrant's. Values are values there, none can become a condition."""
+        if isinstance(where, stores.Not):
+            part = self._express(where.part)
+            return None if part is None else models.Filter(must_not=[part])
+        if isinstance(where, stores.And | stores.Or):
+            parts = [part for part in map(self._express, where.parts) if part is not None]
+            if len(parts) < len(where.parts):
+                return None
+            return models.Filter(must=parts) if isinstance(where, stores.And) else models.Filter(should=parts)
+        values = where.values if isinstance(where, stores.In) else (getattr(where, "value", None),)
+        op = "=" if isinstance(where, stores.In) else getattr(where, "op", "exists")
+        if where.field == "id":
+            if op != "=":
+                return None
+            texts = [value for value in values if isinstance(value, str)]
+            return models.HasIdCondition(has_id=[point_of(text) for text in texts])
+        if op in ("!=", "exists"):
+            return None
+        names = [where.field] if isinstance(where.field, str) else ["metadata", *where.field]
+        key = ".".join(f'"{name}"' for name in names)
+        made = [_compared(key, op, value) for value in values]
+        return None if None in made else models.Filter(should=[one for one in made if one is not None])
+
+    def _hang_up(self) -> None:
+        self._client.close()
+
+
+def _compared(key: str, op: str, value: Any) -> models.FieldCondition | None:
+    if op == "=" and isinstance(value, bool | str):
+        return models.FieldCondition(key=key, match=models.MatchValue(value=value))
+    if value is None or isinstance(value, str) or abs(value) >= EXACT:
+        return None
+    bounds = {"gte": value, "lte": value} if op == "=" else {RANGES[op]: value}
+    return models.FieldCondition(key=key, range=models.Range(**bounds))
+
+
+def _point_of(row: stores.Row, generation: stores.Generation) -> models.PointStruct:
+    payload, vectors = row.split(generation)
+    named = {f"v{space}": vector.tolist() for space, vector in enumerate(vectors)}
+    return models.PointStruct(id=point_of(row.record["id"]), vector=named, payload=payload)
+
+
+def _row(point: models.Record) -> stores.Row:
+    vectors: Any = point.vector if isinstance(point.vector, dict) else {}
+    return stores.Row.joined(point.payload or {}, vectors.get("v0"))

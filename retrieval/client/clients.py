@@ -1,0 +1,397 @@
+"""`AsyncClient` for asyncio, and `Client`, which waits: what a server can be asked, with typed answers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import ssl
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
+
+from retrieval.client import answers
+from retrieval.client.folder import PushProgress, PushReport, push_folder
+from retrieval.client.images import (
+    NewItem,
+    described,
+    dumps,
+    files_of,
+    form_of,
+    id_parameter,
+    json_of,
+    numbers_of,
+    texts_of,
+)
+from retrieval.client.sending import Retries, Sender
+from retrieval.errors import DataError
+
+if TYPE_CHECKING:
+    from retrieval.client.images import Image
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Filter = str | Mapping[str, Any]
+"""Which items, as text or as JSON: `"price < 20"`, `{"price": {"<": 20}}`."""
+
+
+class SearchOptions(TypedDict, total=False):
+    """How to search: how many answers, only which items, candidates for the rescorer, which metadata, whether to explain."""
+
+    k: int
+    filter: Filter | None
+    candidates: int | None
+    fields: Sequence[str] | None
+    explain: bool
+
+
+class AsyncClient:
+    """A search server, asked over HTTP from asyncio.
+
+    An image is a path, a file's bytes, a Pillow image, or a uint8 array (H, W) or (H, W, 3). Every method may raise
+    `DataError`, for an argument that cannot be, and `ServerError`: the server refuses, fails or cannot be reached.
+
+    Args:
+        url: of the server: "https://search.example.com".
+        key: API key, where the server asks for one.
+        index: name of the index, where the server has several.
+        timeout: seconds to wait for a connection, or for the next bytes.
+        retries: what is repeated, and for how long; None for `Retries()`.
+        verify: of TLS: True, False, or an `ssl.SSLContext`.
+
+    Raises:
+        DataError: one of them cannot be.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str | None = None,
+        index: str | None = None,
+        timeout: float = 30.0,
+        retries: Retries | None = None,
+        verify: ssl.SSLContext | bool = True,
+    ) -> None:
+        self._sender = Sender(url, key, index, timeout, retries, verify)
+        self._send = self._sender.send
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._sender.close()
+
+    async def search(
+        self,
+        image: Image | None = None,
+        *,
+        vector: Iterable[float] | None = None,
+        id: str | None = None,
+        **options: Unpack[SearchOptions],
+    ) -> answers.SearchAnswer:
+        """Return what is nearest to an image, a vector (P numbers) or an item of the index.
+
+        Args:
+            image: one; or
+            vector: one; or
+            id: of an item, which is not among its neighbours.
+            options: k, filter, candidates, fields (of the metadata), explain.
+        """
+        if sum(one is not None for one in (image, vector, id)) != 1:
+            raise DataError("A search takes an image, a vector or an id: one of them.")
+        if image is not None:
+            content = form_of(await files_of([image]), texts_of(options))
+        else:
+            given = {"id": id} if vector is None else {"vector": numbers_of(vector)}
+            content = json_of({**given, **options})
+        return await self._send("POST", "/search", answers.read_search, **content)
+
+    async def search_batch(
+        self,
+        images: Iterable[Image] = (),
+        *,
+        vectors: Iterable[Iterable[float]] = (),
+        ids: Iterable[str] = (),
+        **options: Unpack[SearchOptions],
+    ) -> answers.BatchAnswer:
+        """Return what is nearest to each of several images, vectors or items, in one request."""
+        files = await files_of(images)
+        queries: list[dict[str, Any]] = [{"vector": numbers_of(vector)} for vector in vectors]
+        named = [{"id": id} for id in ids]
+        if sum(map(bool, (files, queries, named))) != 1:
+            raise DataError("A batch takes images, vectors or ids: some of one of them.")
+        several = {"queries": queries or named, **options}
+        content = form_of(files, texts_of(options)) if files else json_of(several)
+        return await self._send("POST", "/search/batch", answers.read_batch, **content)
+
+    async def put(
+        self,
+        id: str,
+        image: Image | None = None,
+        *,
+        vector: Iterable[float] | None = None,
+        label: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        keep: str | None = None,
+    ) -> answers.PutAnswer:
+        """Add an item, or replace the one that has its id as a whole.
+
+        Args:
+            id: of the item.
+            image: of which its vector is made.
+            vector: P numbers, in the place of an image.
+            label: text.
+            metadata: what JSON can hold.
+            keep: what the index keeps of the image: "copy" (by default), "thumbnail" or "nothing".
+        """
+        if (image is None) == (vector is None):
+            raise DataError(
+                "An item takes an image or a vector, not both; `patch` changes its label or metadata."
+            )
+        said = {"label": label, "metadata": metadata and dict(metadata)}
+        if image is not None:
+            content = form_of(await files_of([image]), texts_of({**said, "keep": keep}))
+        elif keep is not None:
+            raise DataError('"keep" says what is kept of an image; the item has none.')
+        else:
+            named = {name: value for name, value in said.items() if value is not None}
+            content = json_of({"vector": numbers_of(vector or ()), **named})
+        return await self._send("PUT", "/item", answers.read_put, **content, **id_parameter(id))
+
+    async def patch(
+        self, id: str, *, label: str | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> answers.PutAnswer:
+        """Change an item's label or metadata; what is None stays as it is, as do its image and vector."""
+        said = {"label": label, "metadata": None if metadata is None else dict(metadata)}
+        content = json_of({name: value for name, value in said.items() if value is not None})
+        return await self._send("PATCH", "/item", answers.read_put, **content, **id_parameter(id))
+
+    async def add(self, items: Iterable[NewItem]) -> answers.AddAnswer:
+        """Add, replace or change several items in one request: all of them, or none.
+
+        Args:
+            items: at most as many as the index's limit `batch`.
+        """
+        items = list(items)
+        images = [item.image for item in items if item.image is not None]
+        if not items or len(images) not in (0, len(items)):
+            raise DataError(
+                "Give one item at least; and of the items of one request all have images, or none has."
+            )
+        if images and any(item.vector is not None for item in items):
+            raise DataError("An item takes an image or a vector, not both.")
+        said = [described(item) for item in items]
+        content = (
+            form_of(await files_of(images), {"items": dumps(said)}) if images else json_of({"items": said})
+        )
+        return await self._send("POST", "/items", answers.read_add, **content)
+
+    async def get(self, id: str, *, vector: bool = False) -> answers.ItemAnswer:
+        """Return an item, with its vector when asked for."""
+        asked = {"vector": "true"} if vector else {}
+        return await self._send("GET", "/item", answers.read_item, **id_parameter(id, **asked))
+
+    async def items(
+        self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
+    ) -> AsyncIterator[answers.ItemAnswer]:
+        """Iterate over the items, or those that match, in the order of their ids; a page at a time is asked for."""
+        cursor: str | None = None
+        while True:
+            got = await self._page(filter, fields, page, cursor)
+            for item in got.items:
+                yield item
+            if (cursor := got.cursor) is None:
+                return
+
+    async def _page(
+        self, filter: Filter | None, fields: Sequence[str] | None, limit: int, cursor: str | None
+    ) -> answers.Page:
+        params = texts_of({"filter": filter, "fields": fields, "limit": limit, "cursor": cursor})
+        return await self._send("GET", "/items", answers.read_page, params=params)
+
+    async def delete(self, id: str) -> None:
+        """Delete an item; `ServerError` with status 404 where there is none."""
+        await self._send("DELETE", "/item", lambda content: None, gone_is_done=True, **id_parameter(id))
+
+    async def delete_where(self, filter: Filter) -> int:
+        """Delete all items that match, and return how many; never repeated after a fault."""
+        content = json_of({"filter": filter})
+        return (await self._send("POST", "/delete", answers.read_deleted, repeats=False, **content)).deleted
+
+    async def image(self, id: str) -> bytes:
+        """Return an item's original, or a PNG of it where browsers do not show its format."""
+        return await self._send("GET", "/item/image", bytes, **id_parameter(id))
+
+    async def thumbnail(self, id: str) -> bytes:
+        """Return a JPEG of an item's original, at most 256 pixels wide and high."""
+        return await self._send("GET", "/item/thumbnail", bytes, **id_parameter(id))
+
+    async def index(self) -> answers.IndexAnswer:
+        """Return what the index is."""
+        return await self._send("GET", "/index", answers.read_index)
+
+    async def snapshot(self, *, seconds: float = 3600.0) -> str:
+        """Have the server write a snapshot, wait until it is whole, and return its name."""
+        read = answers.read_snapshot
+        return (await self._send("POST", "/snapshots", read, repeats=False, seconds=seconds)).snapshot
+
+    async def push(
+        self,
+        folder: str | Path,
+        *,
+        connections: int = 4,
+        batch: int = 16,
+        progress: Callable[[PushProgress], None] | None = None,
+    ) -> PushReport:
+        """Put the images below a folder on the server, and return what became of them.
+
+        An item's id is its path below the folder, its label the first folder of it, and its metadata's `sha256` the
+        hash of the file. An item that is there with the same hash is not sent again, so that an interrupted push goes
+        on. A file that the server refuses is in the report.
+
+        Args:
+            folder: looked through with all folders below it, but for hidden ones.
+            connections: requests at a time; each holds one batch in memory.
+            batch: most images of a request; the server's own limit where that is smaller.
+            progress: told after each batch.
+        """
+        return await push_folder(self, Path(folder), connections, batch, progress)
+
+
+def _waiting(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """Return a method of `Client` that waits for one of `AsyncClient`."""
+
+    @functools.wraps(method)
+    def wait(self: Client, /, *args: P.args, **named: P.kwargs) -> T:
+        return self._run(method(self._client, *args, **named))
+
+    return wait
+
+
+class Client:
+    """A search server, asked over HTTP: `AsyncClient` for those who wait; threads may share one.
+
+    Requests run in an event loop in a thread of the client's own, which alone bounds a whole answer in time.
+
+    Args:
+        url: of the server: "https://search.example.com".
+        settings: `key`, `index`, `timeout`, `retries` and `verify`, as `AsyncClient` takes them.
+
+    Raises:
+        DataError: one of them cannot be.
+    """
+
+    def __init__(self, url: str, **settings: Any) -> None:
+        self._client = AsyncClient(url, **settings)
+        self._settings = (url, settings)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock, self._process, self._closed = threading.Lock(), os.getpid(), False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections, and end the thread."""
+        loop = self._loop
+        if loop is not None and not self._closed and self._process == os.getpid():
+            self._run(self._client.close())
+            _stop(loop)
+        self._closed = True
+
+    search = _waiting(AsyncClient.search)
+    search_batch = _waiting(AsyncClient.search_batch)
+    put = _waiting(AsyncClient.put)
+    patch = _waiting(AsyncClient.patch)
+    add = _waiting(AsyncClient.add)
+    get = _waiting(AsyncClient.get)
+    delete = _waiting(AsyncClient.delete)
+    delete_where = _waiting(AsyncClient.delete_where)
+    image = _waiting(AsyncClient.image)
+    thumbnail = _waiting(AsyncClient.thumbnail)
+    index = _waiting(AsyncClient.index)
+    snapshot = _waiting(AsyncClient.snapshot)
+
+    def items(
+        self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
+    ) -> Iterator[answers.ItemAnswer]:
+        """Iterate over the items; see `AsyncClient.items`."""
+        cursor: str | None = None
+        while True:
+            got = self._run(self._client._page(filter, fields, page, cursor))
+            yield from got.items
+            if (cursor := got.cursor) is None:
+                return
+
+    def push(
+        self,
+        folder: str | Path,
+        *,
+        connections: int = 4,
+        batch: int = 16,
+        progress: Callable[[PushProgress], None] | None = None,
+    ) -> PushReport:
+        """Put the images below a folder on the server; see `AsyncClient.push`. After Ctrl-C the next call goes on.
+
+        Raises:
+            DataError: an event loop is running here, as in a notebook: await `AsyncClient.push`.
+        """
+        with suppress(RuntimeError):
+            asyncio.get_running_loop()
+            raise DataError("An event loop is running here: write `await AsyncClient(url).push(folder)`.")
+
+        async def run() -> PushReport:
+            url, settings = self._settings
+            async with AsyncClient(url, **settings) as client:
+                return await client.push(folder, connections=connections, batch=batch, progress=progress)
+
+        return asyncio.run(run())
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what a coroutine gives, run in the loop's thread; interrupted, it is cancelled."""
+        try:
+            with self._lock:
+                if self._closed:
+                    raise DataError("The client is closed.")
+                if self._process != os.getpid():
+                    raise DataError(
+                        "The client is of the process that this one was forked from. Make a new one."
+                    )
+                if self._loop is None:
+                    self._loop = asyncio.new_event_loop()
+                    threading.Thread(target=_serve, args=(self._loop,), name="client", daemon=True).start()
+                    weakref.finalize(self, _stop, self._loop)
+        except DataError:
+            work.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    with suppress(RuntimeError):  # it has ended
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

@@ -1,0 +1,277 @@
+"""One request to a server and its repetitions: the address, time-outs, proxies, and what is said when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import math
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+from urllib.parse import quote
+from urllib.request import getproxies_environment
+
+from retrieval.client.answers import NotUnderstood
+from retrieval.errors import DataError, MissingDependency, ServerError
+from retrieval.host.version import installed_version
+
+try:
+    import httpx
+except ImportError:
+    raise MissingDependency(
+        "A client of a server needs httpx. Install it with: pip install 'embedding-retrieval[client]'"
+    ) from None
+
+T = TypeVar("T")
+
+MAX_ANSWER_BYTES = 256_000_000
+_MAX_TEXT = 2000
+_PASSING = {408, 429, 502, 503, 504}
+"""Statuses of answers that may be otherwise in a moment."""
+
+_NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How often, and for how long, a request that failed in passing is sent again.
+
+    Waits double from `first` to `longest`, each shortened by chance down to half; a server's `Retry-After` is waited
+    for in full.
+
+    Attributes:
+        times: the most repetitions of a request.
+        seconds: the longest that a request and its repetitions take together.
+        first: seconds before the first repetition.
+        longest: seconds that a wait grows to.
+    """
+
+    times: int = 4
+    seconds: float = 60.0
+    first: float = 0.25
+    longest: float = 10.0
+
+    def __post_init__(self) -> None:
+        waits = (self.seconds, self.first, self.longest)
+        if self.times < 0 or self.seconds <= 0 or min(waits) < 0 or not all(map(math.isfinite, waits)):
+            raise DataError(
+                "Retries: times must be 0 or more, seconds more than 0, first and longest 0 or more."
+            )
+
+
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+class _TooLong(httpx.TransportError):
+    """The time that a request and its repetitions have is over."""
+
+
+class Sender:
+    """Sends requests to one index of a server; for one event loop.
+
+    Args:
+        url: of the server: "https://search.example.com".
+        key: for `Authorization: Bearer`; None for none.
+        index: name of the index, where the server has several.
+        timeout: seconds to wait for a connection, or for the next bytes.
+        retries: what is repeated, and for how long.
+        verify: whether, or with which certificates, a TLS server is checked; as httpx takes it.
+
+    Raises:
+        DataError: one of them cannot be, or a proxy or certificate that the environment names.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        index: str | None,
+        timeout: float,
+        retries: Retries | None,
+        verify: Any,
+    ) -> None:
+        try:
+            address = httpx.URL(url)
+        except (httpx.InvalidURL, TypeError):
+            raise DataError(f"The server's address is not a URL: {str(url)[:200]!r}.") from None
+        odd = address.query or address.fragment or any(one.isspace() for one in url)
+        if address.scheme not in ("http", "https") or not address.host or odd:
+            raise DataError(
+                f"The server's address must be like http://127.0.0.1:8000, not {str(address)[:200]!r}."
+            )
+        if address.userinfo:
+            raise DataError("The server's address holds a name or password. A key is given as `key`.")
+        if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
+            raise DataError("The key holds characters that a header cannot have. Is it copied whole?")
+        if not timeout > 0:
+            raise DataError(f"timeout must be more than 0 seconds, not {timeout}.")
+        self._url, self._timeout, self._retries = str(address).rstrip("/"), timeout, retries or Retries()
+        self._path = "/v1" if index is None else f"/v1/indexes/{quote(index, safe='')}"
+        headers = {"Accept-Encoding": "identity", "User-Agent": f"retrieval/{installed_version()}"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        local = _is_loopback(address.host)
+        self._proxies = "" if local else _proxies()
+        try:
+            # no proxy reaches this machine's own loopback
+            self._http = httpx.AsyncClient(headers=headers, verify=verify, trust_env=not local)
+        except (ValueError, ImportError, OSError, httpx.InvalidURL) as error:
+            where = f" These are set: {self._proxies}." if self._proxies else ""
+            raise DataError(
+                f"A proxy or certificate that the environment names cannot be used: {str(error).rstrip('.')}.{where}"
+            ) from None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        read: Callable[[bytes], T],
+        *,
+        repeats: bool = True,
+        gone_is_done: bool = False,
+        seconds: float | None = None,
+        **content: Any,
+    ) -> T:
+        """Send a request, again where that helps, and return what the answer says; bounded in time as a whole.
+
+        Args:
+            method: of HTTP.
+            path: below the index's own.
+            read: makes the answer of its body.
+            repeats: whether the request may be sent again when nobody knows what came of it.
+            gone_is_done: whether a repetition that finds nothing has done what was asked for.
+            seconds: to wait for the answer, in the place of the client's time-outs.
+            content: `params`, `data`, `files`, `content` and `headers`, as httpx takes them.
+
+        Raises:
+            DataError: it holds what cannot be sent.
+            ServerError: the server refuses, fails or cannot be reached.
+        """
+        end, done = time.monotonic() + (seconds or self._retries.seconds), 0
+        while True:
+            left = max(end - time.monotonic(), 0.001)
+            outcome: _Answer | httpx.TransportError
+            try:
+                async with asyncio.timeout(left):
+                    wait = min(seconds or self._timeout, left)
+                    url = f"{self._url}{self._path}{path}"
+                    outcome = await self._once(method=method, url=url, timeout=wait, **content)
+            except TimeoutError:
+                outcome = _TooLong("its answer came too slowly")
+            except httpx.TransportError as error:
+                outcome = error
+            except UnicodeEncodeError:
+                raise DataError("Text that is sent must be Unicode without lone surrogates.") from None
+            asked = None
+            if isinstance(outcome, _Answer):
+                if 200 <= outcome.status < 300 or (outcome.status == 404 and gone_is_done and done):
+                    return self._understood(outcome, read)
+                asked = _retry_after(outcome.headers)
+                again = outcome.status in _PASSING and (repeats or outcome.status == 429)
+            else:
+                again = repeats or isinstance(outcome, _NEVER_SENT)
+            left = max(end - time.monotonic(), 0.001)
+            backoff = min(self._retries.first * 2.0**done, self._retries.longest)
+            pause = backoff * random.uniform(0.5, 1.0) + (asked or 0.0)
+            if not again or done >= self._retries.times or pause >= left:
+                raise self._error(outcome, done, asked if asked and asked >= left else None)
+            done += 1
+            await asyncio.sleep(pause)
+
+    async def _once(self, **sent: Any) -> _Answer:
+        parts, size = list[bytes](), 0
+        async with self._http.stream(**sent) as response:
+            async for piece in response.aiter_raw():
+                size += len(piece)
+                if size > MAX_ANSWER_BYTES:
+                    raise httpx.RemoteProtocolError(f"its answer has more than {MAX_ANSWER_BYTES:,} bytes")
+                parts.append(piece)
+            return _Answer(response.status_code, response.headers, b"".join(parts))
+
+    def _understood(self, answer: _Answer, read: Callable[[bytes], T]) -> T:
+        try:
+            return read(answer.content)
+        except NotUnderstood:
+            raise ServerError(
+                f"The server at {self._url} answered something that is not of /v1. Is it `retrieval serve`?",
+                answer.status,
+                answer.headers.get("x-request-id"),
+            ) from None
+
+    def _error(self, outcome: _Answer | httpx.TransportError, done: int, later: float | None) -> ServerError:
+        tried = f" It was tried {done + 1} times." if done else ""
+        if isinstance(outcome, _Answer):
+            sentence, request = _problem(outcome)
+            come_again = f" It asks to come again in {later:,.0f} seconds." if later else ""
+            name = f" (request {request})" if request else ""
+            text = f"The server at {self._url} answered {outcome.status}: {sentence}{come_again}{tried}{name}"
+            return ServerError(text, outcome.status, request, sentence)
+        said = (
+            "did not answer in time"
+            if isinstance(outcome, httpx.TimeoutException)
+            else "broke the connection off"
+        )
+        said = {_TooLong: "took too long", httpx.ConnectError: "cannot be reached"}.get(type(outcome), said)
+        more = f": {outcome}".rstrip(".") if str(outcome) else ""
+        proxies = (
+            f" It was asked through a proxy of the environment: {self._proxies}." if self._proxies else ""
+        )
+        return ServerError(f"The server at {self._url} {said}{more}.{proxies}{tried}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host.lower().rstrip(".") == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _proxies() -> str:
+    """Return the proxies that the environment names, without passwords."""
+    found = {name: url for name, url in getproxies_environment().items() if name != "no"}
+    return ", ".join(
+        f"{name}_proxy={re.sub('//[^/@]*@', '//…@', url)}" for name, url in sorted(found.items())
+    )
+
+
+def _problem(answer: _Answer) -> tuple[str, str | None]:
+    """Return a server's sentence, and the request's id."""
+    request: Any = answer.headers.get("x-request-id")
+    sentence: Any = None
+    try:
+        said = json.loads(answer.content[:100_000])
+    except (ValueError, RecursionError):
+        said = None
+    if isinstance(said, dict):
+        sentence, request = said.get("detail"), said.get("instance") or request
+    if not isinstance(sentence, str) or not sentence:
+        where = answer.headers.get("location", "")[:_MAX_TEXT]
+        sentence = f"it sends on to {where}; give that address." if where else "no reason is given."
+    return sentence[:_MAX_TEXT], request[:200] if isinstance(request, str) else None
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that a server asks to wait, from a number or a date; None where it asks for none."""
+    text = headers.get("retry-after", "").strip()
+    if text.isascii() and text.isdecimal():
+        return float(text[:9])
+    try:
+        when = parsedate_to_datetime(text)
+    except (ValueError, IndexError):
+        return None
+    aware = when if when.tzinfo else when.replace(tzinfo=UTC)
+    return max((aware - datetime.now(UTC)).total_seconds(), 0.0)

@@ -1,0 +1,297 @@
+"""API keys: made, kept as hashes in a file, and known again.
+
+A key is `rk_ID_SECRET`. The id is no secret: it finds the key's line in the file. The secret has 256 random bits, so
+that nobody finds it by trying however fast its hash is: a salted HMAC-SHA256 is right here, where a password would
+need a slow hash.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from retrieval.errors import RetrievalError, listed
+from retrieval.host.files import whole_file
+from retrieval.serving.files.locks import hold
+from retrieval.serving.files.strict_json import strict_loads
+from retrieval.serving.http.settings import Role
+
+log = logging.getLogger("retrieval.serving.http")
+
+VARIABLE = "RETRIEVAL_KEYS"
+MAX_FILE_BYTES = 1_000_000
+MAX_KEYS = 1_000
+MAX_SENT = 200
+"""Characters of a key that a request sends."""
+
+_KEY = re.compile(r"rk_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
+_HEAD = b"# Keys of `retrieval serve`, as salted hashes, one JSON object a line. See: retrieval keys --help\n"
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_Index = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class Key(BaseModel):
+    """What is kept of a key: a line of the file.
+
+    Attributes:
+        name: what the log and the record of changes call the key.
+        role: what its holder may do.
+        id: the key's own part that is no secret.
+        salt: 16 random bytes, hexadecimal.
+        hash: HMAC-SHA256 of the secret by the salt, hexadecimal.
+        created: a date and time.
+        indexes: names of the indexes that it opens; None: all.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
+    role: Role
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
+    salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    created: Annotated[str, Field(max_length=40)] = ""
+    indexes: Annotated[tuple[_Index, ...], Field(strict=False, min_length=1, max_length=100)] | None = None
+
+    def line(self) -> str:
+        """Return the key's line of the file."""
+        return json.dumps(self.model_dump(exclude_none=True), ensure_ascii=False) + "\n"
+
+
+class Keys(tuple[Key, ...]):
+    """The keys of a file; no two of one name or id."""
+
+    def find(self, sent: str) -> Key | None:
+        """Return the key that was sent, or None. The time that takes says nothing of a secret."""
+        parts = _KEY.fullmatch(sent) if len(sent) <= MAX_SENT else None
+        key = next((key for key in self if parts and key.id == parts[1]), None)
+        if parts is None or key is None:
+            return None
+        return key if hmac.compare_digest(_hash(key.salt, parts[2]), key.hash) else None
+
+
+def new_key(name: str, role: Role, indexes: Iterable[str] = ()) -> tuple[str, Key]:
+    """Make a key; return what its holder sends, and what is kept of it.
+
+    Args:
+        name: of the key.
+        role: what its holder may do.
+        indexes: names of the indexes that it opens; empty for all.
+
+    Raises:
+        RetrievalError: the name has characters that no key's name may have.
+    """
+    secret, salt, id = secrets.token_urlsafe(32), secrets.token_hex(16), secrets.token_hex(6)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        key = Key(name=name, role=role, id=id, salt=salt, hash=_hash(salt, secret), created=now, indexes=tuple(indexes) or None)  # fmt: skip
+    except ValidationError as error:
+        raise RetrievalError(f"This key cannot be made: {_problems(error)}.") from None
+    return f"rk_{id}_{secret}", key
+
+
+def _hash(salt: str, secret: str) -> str:
+    return hmac.digest(bytes.fromhex(salt), secret.encode(), "sha256").hex()
+
+
+def _problems(error: ValidationError) -> str:
+    """Return what pydantic found, without the values: one may be somebody's key in the wrong place."""
+    found = []
+    for each in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
+        where = ".".join(map(str, each["loc"][:1])) or "it"
+        if where == "name" and each["type"] == "string_pattern_mismatch":
+            found.append("name: it has letters, digits and . _ @ -, at most 64 of them, and begins with a letter or digit")  # fmt: skip
+        else:
+            found.append(f"{where}: {each['msg']}")
+    return "; ".join(found)
+
+
+# The file
+
+
+def parse_keys(text: bytes, where: str) -> Keys:
+    """Return the keys in a file's text.
+
+    Args:
+        text: a JSON object a line; empty lines and lines that begin with # say nothing. A text without any line is
+            refused, since a file that is being written begins so.
+        where: whose text it is, for errors.
+
+    Raises:
+        RetrievalError: names every line that is wrong, and none of its content.
+    """
+    if len(text) > MAX_FILE_BYTES:
+        raise RetrievalError(
+            f"{where} is too large for a file of keys: the limit is {MAX_FILE_BYTES:,} bytes."
+        )
+    if not text.strip():
+        raise RetrievalError(f"{where} is empty. Make a key with: retrieval keys add NAME --output FILE")
+    lines = [(number, line) for number, line in enumerate(text.split(b"\n"), 1) if _is_key(line)]
+    if len(lines) > MAX_KEYS:
+        raise RetrievalError(f"{where} has {len(lines):,} keys; the limit is {MAX_KEYS:,}.")
+    keys: list[Key] = []
+    problems: list[str] = []
+    seen: dict[str, int] = {}
+    for number, line in lines:
+        try:
+            key = _parsed(line)
+        except ValidationError as error:
+            problems.append(f"line {number}: {_problems(error)}.")
+        except ValueError:
+            problems.append(f"line {number} is not a JSON object.")
+        else:
+            for what in (f"name {key.name}", f"id {key.id}"):
+                if what in seen:
+                    problems.append(f"line {number} has the {what} of line {seen[what]} again.")
+                seen[what] = number
+            keys.append(key)
+    if problems:
+        raise RetrievalError(listed(where, problems))
+    return Keys(keys)
+
+
+def read_keys(path: Path) -> Keys:
+    """Return the keys in a file.
+
+    Raises:
+        RetrievalError: the file cannot be read, or a line of it is wrong.
+    """
+    return parse_keys(_read(path), str(path))
+
+
+def add_key(path: Path, key: Key) -> None:
+    """Add a key to a file, which is made where there is none.
+
+    Raises:
+        RetrievalError: the file has a key of this name, or cannot be read or written.
+    """
+    with hold(path, "changing these keys"):
+        text = _read(path) if path.exists() else _HEAD
+        if any(each.name == key.name for each in parse_keys(text, str(path))):
+            raise RetrievalError(
+                f"{path} has a key {key.name} already. Choose another name, or remove that one first."
+            )
+        text = text + (b"" if text.endswith(b"\n") else b"\n") + key.line().encode()
+        parse_keys(text, str(path))  # refuses one key too many
+        _write(path, text)
+
+
+def remove_key(path: Path, name: str) -> None:
+    """Remove a key from a file; the other lines stay as they are.
+
+    Raises:
+        RetrievalError: there is no such key, or the file cannot be read or written.
+    """
+    with hold(path, "changing these keys"):
+        text = _read(path)
+        names = sorted(each.name for each in parse_keys(text, str(path)))
+        if name not in names:
+            raise RetrievalError(f"{path} has no key {name}. It has: {', '.join(names[:20]) or 'none'}.")
+        kept = [line for line in text.split(b"\n") if not _is_key(line) or _parsed(line).name != name]
+        rest = b"\n".join(kept)
+        _write(path, rest if rest.strip() else _HEAD)
+
+
+def _is_key(line: bytes) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith(b"#")
+
+
+def _parsed(line: bytes) -> Key:
+    return Key.model_validate(strict_loads(line))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        handle = os.open(path, _READ)
+        with os.fdopen(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise RetrievalError(f"{path} is not a regular file.")
+            return file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise RetrievalError(
+            f"There is no file of keys {path}. Make one with: retrieval keys add NAME --output {path}"
+        ) from None
+    except OSError as error:
+        raise RetrievalError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def _write(path: Path, text: bytes) -> None:
+    """Write the file whole. Its owner and mode stay: a server that may read it may go on reading it."""
+    place = Path(os.path.realpath(path))
+    with whole_file(place, RetrievalError, private=True) as temporary:
+        temporary.write_bytes(text)
+        if place.exists() and os.name == "posix":
+            known = place.stat()
+            if (known.st_uid, known.st_gid) != (os.getuid(), os.getgid()):
+                os.chown(temporary, known.st_uid, known.st_gid)
+            temporary.chmod(stat.S_IMODE(known.st_mode))
+
+
+class KeySource:
+    """The keys that a server knows now: read again when their file changes, kept when the new file is broken.
+
+    Args:
+        path: the file; None where `text` is given.
+        text: of an environment variable.
+
+    Attributes:
+        keys: those that are known now.
+
+    Raises:
+        RetrievalError: the file or text cannot be used.
+    """
+
+    def __init__(self, path: Path | None, text: str = "") -> None:
+        self.path = path
+        self._read = self._seen = self._stamp()
+        self.keys = parse_keys(text.encode(), VARIABLE) if path is None else read_keys(path)
+
+    def look(self) -> None:
+        """Read a file that has changed and was the same twice in a row: nobody writes it any more. For a thread."""
+        if self.path is None:
+            return
+        before, self._seen = self._seen, self._stamp()
+        if self._seen != before or self._seen == self._read:
+            return
+        self._read = self._seen
+        try:
+            self.keys = read_keys(self.path)
+        except RetrievalError as error:
+            log.warning("The keys stay as they were. %s", error)
+        else:
+            count = "1 key" if len(self.keys) == 1 else f"{len(self.keys):,} keys"
+            log.warning("Read %s again; it has %s.", self.path, count)
+
+    def _stamp(self) -> tuple[int, ...] | None:
+        try:
+            known = None if self.path is None else self.path.stat()
+        except OSError:
+            return None
+        return known and (known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns)
+
+
+def key_source(path: Path | None) -> KeySource | None:
+    """Return where keys come from: a file, the environment variable RETRIEVAL_KEYS (a path or the text itself), or nowhere.
+
+    Raises:
+        RetrievalError: both are given, or what is given cannot be used.
+    """
+    text = os.environ.get(VARIABLE, "")
+    if path is not None and text:
+        raise RetrievalError(
+            f"Keys are given twice: by --keys and by the environment variable {VARIABLE}. Give one of them."
+        )
+    if text and not text.lstrip().startswith(("{", "#")):
+        path = Path(text)
+    return KeySource(path, text) if path is not None or text else None

@@ -1,1 +1,0 @@
-"""The routes: what is done at each address."""

@@ -1,0 +1,399 @@
+"""One index behind a server: searched, read and changed in threads, within the server's limits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import DataError, RetrievalError, StoreError
+from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.http.audit import Audit, Change
+from retrieval.serving.http.changes import embedded, write
+from retrieval.serving.http.models import Given, NewItem, Query
+from retrieval.serving.http.problems import RequestError, no_item, store_failed
+from retrieval.serving.http.settings import BATCH_BYTES, Settings
+from retrieval.serving.http.turns import Turns, Workers
+from retrieval.serving.index.index import Hit, Index
+from retrieval.serving.queries import encode_vectors
+from retrieval.serving.runtime import load_faiss
+from retrieval.serving.stages import stage
+from retrieval.serving.store.contract import (
+    CODE,
+    VECTOR,
+    Item,
+    StoreUnavailable,
+    Superseded,
+    TooSlow,
+    patience,
+)
+
+log = logging.getLogger("retrieval.serving.http")
+
+DAMAGED = "The index cannot be searched: it is damaged, or its disk fails. The server's log says why."
+_UNREADABLE = "The item cannot be read. The server's log says why."
+_NOT_WRITTEN = (
+    "The index cannot be written to now: another process writes to it, it is read-only, or its disk refuses. "
+    "The server's log says which."
+)
+_CHANGING = "The index changes its bundle again and again. Try again in a moment."
+_TRIES = 5
+_REGULAR = (
+    os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+)
+
+T = TypeVar("T")
+
+
+class _Held:
+    """An opened index, its users, and whether another one has taken its place."""
+
+    def __init__(self, index: Index) -> None:
+        self.index, self.users, self.retired = index, 0, False
+
+
+class Served:
+    """One index of a server.
+
+    Args:
+        name: in addresses.
+        index: opened.
+        settings: limits, and what may be shown.
+        workers: do the work.
+        audit: the record of changes; None for none.
+        reopen: opens the index that lies in the folder by now; None where another one is never taken up.
+
+    Attributes:
+        failed: repeats a search that found the index damaged; None where there is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: Index,
+        settings: Settings,
+        workers: Workers,
+        audit: Audit | None = None,
+        reopen: Callable[[], Index] | None = None,
+    ) -> None:
+        self.name, self.settings, self.workers = name, settings, workers
+        self.failed: Callable[[], object] | None = None
+        self._held, self._lock = _Held(index), threading.Lock()
+        self._audit, self._reopen = audit, reopen
+        self._folders = [Path(os.path.realpath(folder)) for folder in settings.images]
+
+    @property
+    def index(self) -> Index:
+        """The index of this moment."""
+        return self._held.index
+
+    @contextmanager
+    def use(self) -> Iterator[Index]:
+        """Give the index inside a block; it stays open until that ends. For a thread."""
+        with self._lock:
+            held = self._held
+            held.users += 1
+        try:
+            with patience(self.settings.deadline):
+                yield held.index
+        finally:
+            with self._lock:
+                held.users -= 1
+                last = held.retired and not held.users
+            if last:
+                held.index.close()
+
+    def take_up(self) -> str | None:
+        """Serve the index that lies in the folder by now, if it is another one; for a thread.
+
+        Returns:
+            None when what lies there is served, else a sentence with its path, for the log.
+        """
+        changed = self.index.changed()
+        if changed is None or self._reopen is None:
+            return changed
+        try:
+            index = self._reopen()
+        except RetrievalError as error:
+            return f"{changed} What is there cannot be opened: {error}"
+        with self._lock:
+            old, self._held = self._held, _Held(index)
+            old.retired, unused = True, not old.users
+        if unused:
+            old.index.close()
+        self.failed = None
+        return None
+
+    # Searching
+
+    async def search(self, query: Query, finish: Callable[[list[list[Hit]], Index], bytes]) -> bytes:
+        """Answer a query.
+
+        Args:
+            query: what is searched for.
+            finish: makes the answer of the hits of each query, in the thread that searched.
+
+        Raises:
+            DataError: an image or vector cannot be used, or the filter names what no item has.
+            RequestError: 404, no such item; 503, too many are waiting, or the index cannot be searched now.
+        """
+        images = [given.image for given in query.given if given.image is not None]
+
+        async def ask() -> bytes:
+            bundle, pixels, turns = self.index.bundle, None, self.workers.searches
+            if len(images) > 1:
+                pixels = np.stack([one.pixels for one in await self.workers.pixels(bundle, images)])
+            elif images:
+                turns = self.workers.images  # the thread that decodes goes on: a hop costs as much
+
+            def work() -> bytes:
+                made = pixels
+                if turns is self.workers.images:
+                    made = self.workers.decode("pixels", images[0], bundle).pixels[None]
+                return self._searched(query, bundle, made, finish)
+
+            return await turns.run(work)
+
+        return await self._again(ask, DAMAGED)
+
+    def _searched(
+        self,
+        query: Query,
+        bundle: Bundle,
+        pixels: NDArray[Any] | None,
+        finish: Callable[[list[list[Hit]], Index], bytes],
+    ) -> bytes:
+        load_faiss().omp_set_num_threads(1)  # several searches run at a time
+        try:
+            with self.use() as index:
+                if index.bundle is not bundle:
+                    raise Superseded("Another bundle is served.")
+                return finish(_hits(index, query, pixels), index)
+        except StoreError as error:
+            if not isinstance(error, Superseded | TooSlow | StoreUnavailable):
+                self.failed = partial(self._searched, query, bundle, pixels, finish)
+            raise
+
+    async def read(self, work: Callable[[Index], T], sentence: str = _UNREADABLE) -> T:
+        """Return what some reading of the index gives.
+
+        Raises:
+            DataError: of a filter.
+            RequestError: 503, too many are waiting, or the index cannot be read now.
+        """
+
+        def used() -> T:
+            with self.use() as index:
+                return work(index)
+
+        return await self._again(lambda: self.workers.searches.run(used), sentence)
+
+    async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
+        """Return what the index gives, asked again where another bundle or another index is served since.
+
+        Raises:
+            RequestError: 503, the index fails; its log says why, and the client is told `sentence`.
+        """
+        for _ in range(_TRIES):
+            index = self.index
+            try:
+                return await ask()
+            except Superseded:
+                await self.workers.searches.run(self.index.follow)
+            except StoreError as error:
+                if not await self._was_replaced(error, index):
+                    raise store_failed(error, sentence) from None
+        raise RequestError(503, _CHANGING)
+
+    async def _was_replaced(self, error: StoreError, failed: Index) -> bool:
+        """Return whether an index failed because another one lies in its folder, which is served from now on."""
+        if isinstance(error, TooSlow | StoreUnavailable):
+            return False
+
+        def work() -> bool:
+            if self.index is not failed:
+                return True
+            return failed.changed() is not None and self.take_up() is None
+
+        return await self.workers.pictures.run(work)
+
+    # Changing
+
+    async def put(self, items: Sequence[NewItem], change: Change) -> int:
+        """Add items, replace or change them: all of them, or none; return how many were there.
+
+        Raises:
+            DataError: an image or item cannot be used, or one without an image and a vector is not there.
+            RequestError: 503, too many changes wait, or the index cannot be written to.
+        """
+        images = [item.image for item in items if item.image is not None]
+        vectors = any(item.vector is not None for item in items)
+        small = {
+            item.id: await self.workers.decoded("thumbnail", item.image)
+            for item in items
+            if item.image is not None and item.keep == "thumbnail"
+        }
+
+        async def ask() -> int:
+            bundle = self.index.bundle
+            decoded = await self.workers.pixels(bundle, images) if images else []
+            widths = self.index.generation.widths
+            work = partial(embedded, bundle, widths, items, decoded, small)
+            made = await self.workers.searches.run(work) if images or vectors else {}
+            return await self._change(partial(write, items, made, bundle), change)
+
+        return await self._again(ask, _NOT_WRITTEN)
+
+    async def delete(self, change: Change) -> int:
+        """Delete the items of a change, by id or by filter; return how many there were.
+
+        Raises:
+            DataError: the filter names what no item has.
+            RequestError: see `put`.
+        """
+
+        def work(index: Index) -> int:
+            return index.delete(change.ids, where=change.where)
+
+        return await self._again(lambda: self._change(work, change), _NOT_WRITTEN)
+
+    async def snapshot(self, target: Path, change: Change) -> None:
+        """Write a copy of one moment.
+
+        Raises:
+            RequestError: 503, too many snapshots wait, or this one cannot be written.
+        """
+
+        def work(index: Index) -> int | None:
+            index.snapshot(target)
+            return None
+
+        sentence = "The snapshot cannot be written. The server's log says why."
+        await self._again(lambda: self._change(work, change, self.workers.snapshots), sentence)
+
+    async def _change(self, work: Callable[[Index], Any], change: Change, turns: Turns | None = None) -> Any:
+        """Change the index in its turn, with its lines in the record."""
+
+        def recorded() -> Any:
+            with self.use() as index:
+                if self._audit is None:
+                    return work(index)
+                with self._audit.recording(change) as outcome:
+                    count = work(index)
+                    outcome.count = len(change.ids) if change.what in ("put", "change") else count
+                return count
+
+        return await (turns or self.workers.changes).run(recorded)
+
+    # Pictures
+
+    def shows(self, keep: str, path: Path | None) -> bool:
+        """Return whether an item's image is offered; asks no disk."""
+        return keep in ("copy", "thumbnail") or (path is not None and bool(self._folders))
+
+    async def picture(self, id: str) -> bytes:
+        """Return an item's original: what the index keeps of it, or the file that it was indexed from.
+
+        Raises:
+            RequestError: 404, no such item, or its file may not be shown, is gone, or another one; 503.
+        """
+
+        def work() -> bytes:
+            with self.use() as index:
+                item = index.get(id).get(id)
+                if item is None:
+                    raise no_item()
+                kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
+                return kept if kept is not None else self._file(item)
+
+        try:
+            return await self.workers.pictures.run(work)
+        except StoreError as error:
+            raise store_failed(error, _UNREADABLE) from None
+
+    def _file(self, item: Item) -> bytes:
+        """Return the file that an item was indexed from, if it lies in a folder that may be shown."""
+        if item.path is None:
+            raise RequestError(
+                404, f"Item {item.id} was indexed from features, or the index keeps nothing of its image."
+            )
+        path = Path(os.path.realpath(item.path))
+        if not any(path.is_relative_to(folder) for folder in self._folders):
+            raise RequestError(404, f"The image of item {item.id} is in no folder that may be shown.")
+        try:
+            handle = os.open(path, _REGULAR)
+            with os.fdopen(handle, "rb") as file:
+                known = os.fstat(handle)
+                if not stat.S_ISREG(known.st_mode) or known.st_size > BATCH_BYTES:
+                    raise RequestError(404, f"The image of item {item.id} is too large to be shown.")
+                content = file.read(known.st_size + 1)
+        except (OSError, ValueError):
+            raise RequestError(
+                404, f"The image of item {item.id} is no longer where it was indexed."
+            ) from None
+        if item.bytes is not None and len(content) != item.bytes:
+            raise RequestError(404, f"The image of item {item.id} was changed after it was indexed.")
+        return content
+
+
+def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
+    """Return what is nearest to each thing that a query gives, in order; a stored item is not its own neighbour.
+
+    Raises:
+        DataError: a vector of another width, or an index that cannot be searched by id.
+        RequestError: 404, no such item.
+    """
+    options, answers = query.options, [list[Hit]() for _ in query.given]
+    for by_id in (False, True):
+        places = [place for place, given in enumerate(query.given) if (given.id is not None) == by_id]
+        if not places:
+            continue
+        given = [query.given[place] for place in places]
+        encoded = _stored(index, given) if by_id else _encoded(index.bundle, given, pixels)
+        with stage("search", len(places)):
+            found = index.search(encoded, options.k + by_id, candidates=options.candidates, where=query.where)
+        for place, hits in zip(places, found, strict=True):
+            answers[place] = [hit for hit in hits if hit.id != query.given[place].id][: options.k]
+    return answers
+
+
+def _encoded(bundle: Bundle, given: Sequence[Given], pixels: NDArray[Any] | None) -> Any:
+    """Return images or vectors as an index is asked for them."""
+    if pixels is None:
+        vectors = [one.vector for one in given if one.vector is not None]
+        if len({len(vector) for vector in vectors}) > 1:
+            raise DataError("The vectors of one request must have the same number of numbers.")
+        stacked = np.stack(vectors)
+        if bundle.manifest.input.kind != "features":
+            return stacked
+    with stage("encode", len(given)):
+        return bundle.encode(pixels) if pixels is not None else encode_vectors(bundle, stacked)
+
+
+def _stored(index: Index, given: Sequence[Given]) -> Encoded:
+    """Return items of the index as queries."""
+    bundle, ids = index.bundle, [str(one.id) for one in given]
+    if bundle.manifest.query_vectors:
+        raise DataError(
+            "The bundle of this index encodes queries in another way than items: search with the item's image."
+        )
+    items = index.get(ids, arrays=True)
+    if index.follow() is not bundle:  # what was read may be of the bundle that is served since
+        raise Superseded("Another bundle is served.")
+    for number, id in enumerate(ids, 1):
+        if id not in items or VECTOR not in items[id].arrays:
+            raise no_item(f"Query {number}: there" if len(ids) > 1 else "There")
+    vectors = np.stack([items[id].arrays[VECTOR] for id in ids])
+    codes = None
+    if bundle.manifest.rescorer is not None:
+        codes = np.stack([items[id].arrays[CODE] for id in ids])
+    return Encoded(vectors, vectors, codes, bundle.sha256)

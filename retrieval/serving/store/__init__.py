@@ -1,0 +1,65 @@
+"""Stores: what an index asks of the place of its items, and what a store's author starts from.
+
+This is `retrieval.stores`. `retrieval.testing` has the suite that every store must pass.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from retrieval.host.lazy import lazy
+
+if TYPE_CHECKING:
+    from retrieval.serving.filters import And as And
+    from retrieval.serving.filters import Compare as Compare
+    from retrieval.serving.filters import Exists as Exists
+    from retrieval.serving.filters import Filter as Filter
+    from retrieval.serving.filters import In as In
+    from retrieval.serving.filters import Not as Not
+    from retrieval.serving.filters import Or as Or
+    from retrieval.serving.filters import matches as matches
+    from retrieval.serving.store.address import Address as Address
+    from retrieval.serving.store.bundles import bundle_pieces as bundle_pieces
+    from retrieval.serving.store.bundles import kept_bundle as kept_bundle
+    from retrieval.serving.store.contract import Capability as Capability
+    from retrieval.serving.store.contract import Store as Store
+    from retrieval.serving.store.contract import StoreUnavailable as StoreUnavailable
+    from retrieval.serving.store.contract import Superseded as Superseded
+    from retrieval.serving.store.contract import TooSlow as TooSlow
+    from retrieval.serving.store.contract import stop_at as stop_at
+    from retrieval.serving.store.items import Candidates as Candidates
+    from retrieval.serving.store.items import Generation as Generation
+    from retrieval.serving.store.items import Item as Item
+    from retrieval.serving.store.items import Stats as Stats
+    from retrieval.serving.store.items import check_queries as check_queries
+    from retrieval.serving.store.items import checked as checked
+    from retrieval.serving.store.items import refuse_fields as refuse_fields
+    from retrieval.serving.store.items import spans_of as spans_of
+    from retrieval.serving.store.items import usable as usable
+    from retrieval.serving.store.items import widths_of as widths_of
+    from retrieval.serving.store.local import write_copy as write_copy
+    from retrieval.serving.store.place import StorePlace as StorePlace
+    from retrieval.serving.store.remote import RemotePlace as RemotePlace
+    from retrieval.serving.store.remote import RemoteStore as RemoteStore
+    from retrieval.serving.store.remote import Row as Row
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "retrieval.serving.filters": [
+            "And", "Compare", "Exists", "Filter", "In", "Not", "Or", "matches",
+        ],
+        "retrieval.serving.store.address": ["Address"],
+        "retrieval.serving.store.bundles": ["bundle_pieces", "kept_bundle"],
+        "retrieval.serving.store.contract": [
+            "Capability", "Store", "StoreUnavailable", "Superseded", "TooSlow", "stop_at",
+        ],
+        "retrieval.serving.store.items": [
+            "Candidates", "Generation", "Item", "Stats", "check_queries", "checked",
+            "refuse_fields", "spans_of", "usable", "widths_of",
+        ],
+        "retrieval.serving.store.local": ["write_copy"],
+        "retrieval.serving.store.place": ["StorePlace"],
+        "retrieval.serving.store.remote": ["RemotePlace", "RemoteStore", "Row"],
+    },
+)  # fmt: skip

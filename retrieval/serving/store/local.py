@@ -1,0 +1,624 @@
+"""The local store: one folder, written and read by any number of processes.
+
+A generation is one append-only file per array (`arrays.py`); SQLite is the record (`record.py`). A
+write appends rows, syncs the files, then commits items, rows and checksums in one transaction. A
+delete masks a row. Searches read a view of one moment (`view.py`) and wait for no writer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import apsw
+import numpy as np
+
+from retrieval.errors import DataError, StoreError, listed, printable
+from retrieval.host.files import rename_whole, sync_below
+from retrieval.host.scratch import scratch_folder
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.files.strict_json import strict_loads
+from retrieval.serving.filters import Filter, to_sql
+from retrieval.serving.index.backends import make_backend
+from retrieval.serving.index.recall import recall_at_10
+from retrieval.serving.store.address import Address
+from retrieval.serving.store.arrays import BUNDLES
+from retrieval.serving.store.contract import Capability, Store, Superseded
+from retrieval.serving.store.items import (
+    CODE,
+    FEATURES,
+    VECTOR,
+    Candidates,
+    Floats,
+    Generation,
+    Item,
+    Stats,
+    checked,
+    own,
+    usable,
+)
+from retrieval.serving.store.place import StorePlace
+from retrieval.serving.store.record import FILE, Record, ask, value
+from retrieval.serving.store.rows import COLUMNS, from_row
+from retrieval.serving.store.searches import Searches, refuse_unknown
+from retrieval.serving.store.snapshot import write_snapshot
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.upkeep import Upkeep
+from retrieval.serving.store.view import View, Views, all_of, served
+from retrieval.serving.store.writing import (
+    INDEX,
+    add_generation,
+    create_local,
+    identity_of,
+    index_text,
+    insert,
+    keep_rows,
+    numbers_of,
+    remove,
+    tidy,
+)
+
+_FIELDS = 1000  # names that `settings` gives
+_ROWS = 8192  # items whose arrays are put together at a time
+_PAGE = 1000
+
+
+class LocalStore(Store):
+    """The store in a folder.
+
+    Args:
+        folder: of the index.
+        plugins: files or modules of third-party back ends that are not installed.
+        upkeep: whether a thread compacts and builds structures in the background after writes.
+
+    Raises:
+        StoreError: missing, damaged, or of another format.
+    """
+
+    capabilities: frozenset[Capability] = frozenset(
+        ("atomic", "ordered", "originals", "left_out", "compact", "snapshot")
+    )
+    structures = ("flat", "sq8", "hnsw", "ivf", "ivfpq", "rabitq")
+
+    def __init__(self, folder: Path, *, plugins: Sequence[str] = (), upkeep: bool = True) -> None:
+        self.folder = folder
+        identity_of(folder)  # of a format that this version reads
+        read_only = not os.access(folder, os.W_OK) or not os.access(folder / FILE, os.W_OK)
+        self.record = Record(folder, read_only=read_only)
+        self.views = Views(self.record, plugins)
+        self.searches = Searches(self.views)
+        self.upkeep = Upkeep(self.views, background=upkeep)
+        self._pending: dict[int, dict[str, int]] = {}
+        self._tidied = False
+        try:
+            with self.record.reading() as connection:
+                served(connection)
+                known = value(connection, "select value from state where key = 'index'")
+            if hashlib.sha256(index_text(folder)).hexdigest() != known:
+                raise StoreError(
+                    f"The index {folder} is damaged: {INDEX} was altered. Restore it from a snapshot."
+                )
+        except BaseException:
+            self.record.close()
+            raise
+        _STORES.add(self)
+
+    # Items
+
+    def upsert(self, items: Sequence[Item], bundle: str) -> int:
+        """Add items; see `Store`."""
+        self._begin_to_write()
+        with self.record.reading() as connection:
+            generation = served(connection)
+        texts = checked(items, generation.widths) if generation.bundle == bundle else []
+        arrays = {
+            name: [
+                np.array([item.arrays[name] for item in items[start : start + _ROWS]], np.float32)
+                for start in range(0, len(texts), _ROWS)
+            ]
+            for name in generation.widths
+        }
+        if not items and generation.bundle == bundle:
+            return 0
+        with self.record.writing() as (connection, seq):
+            if generation.bundle != bundle or served(connection).number != generation.number:
+                raise Superseded(
+                    f"The index {self.folder} is served with another bundle by now. Embed the items again."
+                )
+            old = numbers_of(connection, [item.id for item in items])
+            remove(connection, seq, old)
+            numbers = insert(connection, items, texts)
+            keep_rows(connection, self.folder, generation, np.array(numbers), arrays)
+        self.upkeep.wake()
+        return len(old)
+
+    def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
+        """Delete items; see `Store`."""
+        self._begin_to_write()
+        with self.record.writing() as (connection, seq):
+            found = set(numbers_of(connection, ids))
+            if where is not None:
+                refuse_unknown(connection, where)
+                condition, values = to_sql(where)
+                sql = f"select n from items where {condition}"
+                found |= {n for (n,) in ask(connection, sql, values)}
+            remove(connection, seq, sorted(found))
+        self.upkeep.wake()
+        return len(found)
+
+    def _begin_to_write(self) -> None:
+        """Settle and tidy what a process that was killed has left, before the first write."""
+        self.record.require_open()
+        if self._tidied or self.record.read_only:
+            return
+        if fault := self.record.replaced():
+            raise StoreError(fault)
+        self.record.settle()
+        tidy(self.record)
+        self._tidied = True
+
+    def get(self, ids: Iterable[str], *, arrays: bool = False) -> dict[str, Item]:
+        """Return items by id; see `Store`."""
+        sql = f"select {COLUMNS} from items where id in (select value from json_each(?))"
+        wanted = (json.dumps(usable(ids), ensure_ascii=False),)
+        if not arrays:
+            with self.record.reading() as connection:
+                return {item.id: item for item in map(from_row, ask(connection, sql, wanted))}
+        with self.views.moment() as (connection, view):
+            rows = ask(connection, sql, wanted)
+            items = self._with_arrays(connection, rows, view, (VECTOR, CODE, FEATURES))
+            return {item.id: item for item in items}
+
+    @staticmethod
+    def _with_arrays(
+        connection: apsw.Connection, rows: Sequence[Any], view: View, names: Sequence[str]
+    ) -> list[Item]:
+        """Return rows of the record as items with some of their arrays."""
+        arrays, there = view.read(connection, np.array([row[0] for row in rows], np.int64), names)
+        return [
+            from_row(row, {name: array[at] for name, array in arrays.items()} if here else {})
+            for at, (row, here) in enumerate(zip(rows, there.tolist(), strict=True))
+        ]
+
+    def original(self, id: str) -> bytes | None:
+        """Return the bytes that are kept; see `Store`."""
+        sql = "select content from originals where n = (select n from items where id = ?)"
+        with self.record.reading() as connection:
+            found = [value(connection, sql, (one,)) for one in usable([id])]
+        return bytes(found[0]) if found and found[0] is not None else None
+
+    def scan(self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
+        """Return a page of items; see `Store`."""
+        if after and not usable([after]):
+            raise DataError(f"{printable(after)!r} is no id that an item can have: nothing begins behind it.")
+        condition, values = ("true", ()) if where is None else to_sql(where)
+        sql = f"select {COLUMNS} from items where id > ? and ({condition}) order by id limit ?"
+        with self.record.reading() as connection:
+            refuse_unknown(connection, where)
+            return list(map(from_row, ask(connection, sql, (after or "", *values, limit))))
+
+    def count(self, where: Filter | None = None) -> int:
+        """Return how many items there are, or match; see `Store`."""
+        condition, values = ("true", ()) if where is None else to_sql(where)
+        with self.record.reading() as connection:
+            refuse_unknown(connection, where)
+            sql = f"select count(*) from items where {condition}"
+            return int(value(connection, sql, values))
+
+    def search(
+        self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
+    ) -> list[list[Item]]:
+        """Propose the nearest; see `Store`."""
+        answers = []
+        for found in self.propose(queries, count, bundle, where=where):
+            arrays = dict(found.arrays)
+            items = [
+                replace(
+                    item,
+                    metadata=own(item.metadata),
+                    arrays={name: rows[at] for name, rows in arrays.items()},
+                )
+                for at, item in enumerate(found.items)
+            ]
+            answers.append(sorted(items, key=lambda item: item.id))
+        return answers
+
+    def propose(
+        self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
+    ) -> list[Candidates]:
+        """Propose the nearest, measured; see `Store`."""
+        return self.searches.propose(queries, count, bundle, where)
+
+    # Generations: one that is not served has arrays of all items up to a number
+
+    def generations(self) -> tuple[Generation, ...]:
+        """Return all generations; see `Store`."""
+        with self.record.reading() as connection:
+            return all_of(connection)
+
+    def bundle(self, generation: Generation) -> Path:
+        """Return the folder of a generation's bundle."""
+        if generation.number not in {known.number for known in self.generations()}:
+            raise _gone()
+        return self.folder / BUNDLES / generation.bundle[:16]
+
+    def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
+        """Begin a generation; see `Store`."""
+        self._begin_to_write()
+        wanted = (bundle.sha256, bundle.variant, dict(widths))
+        with self.record.writing() as (connection, _):
+            for known in all_of(connection):
+                if (known.bundle, known.variant, dict(known.widths)) == wanted:
+                    return known
+            number = add_generation(connection, self.folder, bundle, widths, "building")
+            return next(one for one in all_of(connection) if one.number == number)
+
+    def pending(self, generation: Generation, limit: int) -> list[Item]:
+        """Return items without arrays of a generation; see `Store`."""
+        with self.views.moment() as (connection, view):
+            if _state(connection, generation) == "served":
+                return []
+            sql = f"select {COLUMNS} from items where n > ? order by n limit ?"
+            rows = ask(connection, sql, (_upto(connection, generation), limit))
+            self._pending[generation.number] = {row[1]: row[0] for row in rows}
+            return self._with_arrays(connection, rows, view, (FEATURES,))
+
+    def embed(self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()) -> None:
+        """Give a generation arrays; see `Store`."""
+        self._begin_to_write()
+        numbers = self._pending.get(generation.number, {})
+        checked(items, generation.widths)
+        given = {item.id: item for item in items}
+        missing = numbers.keys() - given.keys() - set(left_out)
+        faults = [f"{id} was not pending." for id in given if id not in numbers]
+        faults += [f"{id} is neither embedded nor left out." for id in missing]
+        if faults:
+            raise DataError(listed("What was embedded", sorted(faults)))
+        if not numbers:
+            return
+        with self.record.writing() as (connection, _):
+            if _state(connection, generation) == "served":
+                raise StoreError("The generation is served by now, and complete.")
+            upto = _upto(connection, generation)  # another process may have done the same
+            sql = "select n, id from items where n in (select value from json_each(?))"
+            text = json.dumps([n for n in numbers.values() if n > upto])
+            alive = sorted(ask(connection, sql, (text,)))
+            kept = [(n, given[id]) for n, id in alive if id in given]
+            arrays = {
+                name: [np.array([item.arrays[name] for _, item in kept], np.float32)]
+                for name in generation.widths
+            }
+            rows = np.array([n for n, _ in kept], np.int64)
+            keep_rows(connection, self.folder, generation, rows, arrays)
+            out = [(generation.number, n) for n, id in alive if id not in given]
+            connection.executemany("insert or ignore into left_out values (?, ?)", out)
+            sql = "update generations set upto = max(upto, ?) where g = ?"
+            connection.execute(sql, (max(numbers.values()), generation.number))
+        self._pending.pop(generation.number, None)
+
+    def derive(
+        self,
+        source: Generation,
+        generation: Generation,
+        apply: Callable[[Floats], Mapping[str, Floats]],
+        report: Callable[[int], object] = lambda count: None,
+    ) -> int:
+        """Apply a head to features that are kept; see `Store`."""
+        self._begin_to_write()
+        return self.upkeep.derive(source, generation, apply, report)
+
+    def switch(self, generation: Generation) -> bool:
+        """Serve another generation; see `Store`."""
+        self._begin_to_write()
+        self.upkeep.structured(generation)
+        self.views.prepare(generation)
+        with self.record.writing() as (connection, _):
+            if _state(connection, generation) == "served":
+                return True
+            upto = _upto(connection, generation)
+            if value(connection, "select 1 from items where n > ? limit 1", (upto,)):
+                return False
+            last = value(connection, "select seq from sqlite_sequence where name = 'items'") or 0
+            sql = "update generations set state = 'kept', upto = ? where state = 'served'"
+            connection.execute(sql, (last,))
+            sql = "update generations set state = 'served' where g = ?"
+            connection.execute(sql, (generation.number,))
+            return True
+
+    def drop(self, generation: Generation) -> None:
+        """Delete a generation; see `Store`."""
+        self._begin_to_write()
+        with self.record.writing() as (connection, _):
+            if _state(connection, generation) == "served":
+                raise StoreError("The generation that is served cannot be dropped.")
+            for table in ("runs", "sums", "left_out", "generations"):
+                connection.execute(f"delete from {table} where g = ?", (generation.number,))
+        tidy(self.record)
+
+    # The whole
+
+    def identity(self) -> str:
+        """Return the index's id; see `Store`."""
+        self.record.require_open()
+        return identity_of(self.folder)
+
+    def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
+        """Drop dead rows, build structures, give the room back; see `Store`."""
+        self._begin_to_write()
+        if self.record.read_only:
+            with self.record.writing():  # says that it is read-only
+                pass
+        self.upkeep.compact(report)
+
+    def take_structure(
+        self,
+        backend: str,
+        options: Mapping[str, Any],
+        report: Callable[[int, int], object] = lambda done, total: None,
+    ) -> None:
+        """Search with another structure; see `Store`."""
+        self.restructure(Wanted(backend, dict(options)))
+        self.compact(report)
+
+    def restructure(self, wanted: Wanted) -> None:
+        """Search with another structure as soon as the background, or `compact`, has built it."""
+        if wanted.backend != "auto":
+            make_backend(wanted.backend, wanted.options, self.views.plugins)
+        self._state("structure", wanted.text())
+        self.upkeep.wake()
+
+    def keep_tuned(self, tuned: Mapping[str, Any]) -> None:
+        """Keep what was measured; see `Store`."""
+        self._state("tuned", json.dumps(tuned))
+
+    def _state(self, key: str, text: str) -> None:
+        """Write one setting into the record."""
+        self._begin_to_write()
+        with self.record.writing() as (connection, _):
+            connection.execute("insert or replace into state values (?, ?)", (key, text))
+
+    def wanted(self) -> Wanted:
+        """Return which structure the index is to have."""
+        with self.record.reading() as connection:
+            sql = "select value from state where key = 'structure'"
+            return Wanted.parse(value(connection, sql))
+
+    def recall(self) -> tuple[str, float | None]:
+        """Return the back end, and how often it finds the ten nearest; "flat" and None: exact."""
+        with self.views.moment() as (_, view):
+            loaded = view.structure
+        if loaded is None:
+            return "flat", None
+        name, rows = loaded.structure.backend, loaded.structure.rows
+        vectors = view.arrays[VECTOR].rows(rows)
+        found = [
+            recall_at_10(backend, name, np.ascontiguousarray(vectors[:, start:stop]))
+            for backend, (start, stop) in zip(loaded.backends, view.generation.spans, strict=True)
+            if not backend.exact
+        ]
+        return name, min(found, default=None)
+
+    def snapshot(self, target: Path) -> None:
+        """Write a copy of one moment; see `Store`."""
+        write_snapshot(self.record, target)
+
+    def stats(self) -> Stats:
+        """Return what the store holds; see `Store`."""
+        with self.views.moment() as (connection, view):
+            structure = view.structure and view.structure.structure
+            details: dict[str, Any] = {
+                "rows": view.rows,
+                "deleted": view.dead,
+                "structure": structure and structure.backend,
+                "covered": structure.rows if structure else 0,
+                "transactions": view.seq,
+            }
+            tuned = value(connection, "select value from state where key = 'tuned'")
+            if tuned is not None:
+                try:
+                    details["tuned"] = strict_loads(tuned)
+                except (TypeError, ValueError) as fault:
+                    raise StoreError(
+                        f"What the index {self.folder} keeps of its tuning is damaged: {fault}."
+                    ) from fault
+            count = int(value(connection, "select count(*) from items"))
+            generations = all_of(connection)
+        return Stats(count, generations, _bytes_of(self.folder), details)
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return how the index is set up; see `Store`."""
+        with self.record.reading() as connection:
+            sql = "select name from fields order by name limit ?"
+            names = [name for (name,) in ask(connection, sql, (_FIELDS,))]
+            state = dict(ask(connection, "select key, value from state"))
+        return {
+            "structure": json.loads(state["structure"]),
+            "keep": state["keep"],
+            "fields": names,
+        }
+
+    def changed(self) -> str | None:
+        """Return a sentence when the folder was replaced or removed; see `Store`."""
+        return self.record.replaced()
+
+    def close(self) -> None:
+        """Let go of everything; see `Store`."""
+        self.upkeep.close()
+        if self._tidied:
+            with suppress(StoreError):  # the next one that opens it does that
+                self.record.checkpoint()
+        self.record.close()
+        self.views.view = None
+
+    def after_fork(self) -> None:
+        """Go on in a child: without the threads of the parent, and with locks of its own."""
+        self.views.after_fork()
+        self.searches.after_fork()
+        self.upkeep.after_fork()
+
+
+_STORES: weakref.WeakSet[LocalStore] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(_STORES):
+        store.after_fork()
+    if (faiss := sys.modules.get("faiss")) is not None:
+        # OpenMP waits for ever in a child for the threads of its parent; it needs none for one.
+        faiss.omp_set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class LocalPlace(StorePlace):
+    """A folder on a local disk: SQLite is the record of items, FAISS speeds up what is large.
+
+    Its path alone names it, too.
+
+    Args:
+        address: `local:///data/photos.index`.
+        plugins: files or modules of index back ends that are not installed.
+    """
+
+    def __init__(self, address: Address, plugins: Sequence[str] = ()) -> None:
+        super().__init__(address)
+        self.folder = Path(address.path)
+        self._plugins = plugins
+
+    def exists(self) -> bool:
+        """Return whether there is an index; see `StorePlace`."""
+        return (self.folder / INDEX).is_file() and (self.folder / FILE).is_file()
+
+    def create(self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None) -> LocalStore:
+        """Make an empty index; see `StorePlace`."""
+        create_local(self.folder, bundle, widths, identity=identity)
+        return self.open()
+
+    def open(self) -> LocalStore:
+        """Open the index; see `StorePlace`."""
+        return LocalStore(self.folder, plugins=self._plugins)
+
+    def drop(self) -> None:
+        """Delete the folder; see `StorePlace`."""
+        if not self.exists():
+            return
+        try:
+            shutil.rmtree(self.folder)
+        except OSError as fault:
+            raise StoreError(
+                f"The index {self.folder} cannot be deleted: {fault.strerror or fault}."
+            ) from None
+
+
+def write_copy(store: Store, target: Path) -> None:
+    """Write what a store serves to a new folder that opens as an index, whole or not at all.
+
+    For `Store.snapshot` of a store that lies elsewhere. The folder holds one moment if nobody
+    writes meanwhile.
+
+    Args:
+        store: whose items.
+        target: must not exist; its parent must.
+
+    Raises:
+        StoreError: there is something already, or the disk refuses.
+    """
+    taken = StoreError(f"{target} exists already. Choose another name for the snapshot.")
+    generation = next(one for one in store.generations() if one.state == "served")
+    bundle = Bundle.open(store.bundle(generation), variant=generation.variant, device="cpu")
+    if target.exists() or target.is_symlink():
+        raise taken
+    try:
+        with scratch_folder(target.parent, f".{target.name}.", ".part") as (beside, _):
+            fresh = beside / target.name
+            create_local(fresh, bundle, generation.widths, identity=store.identity())
+            with LocalStore(fresh, upkeep=False) as copy:
+                copy_items(store, copy, bundle.sha256, bare=lambda items: _bare(copy, items))
+            sync_below(fresh)
+            rename_whole(fresh, target, replace=False, taken=taken)
+    except OSError as fault:
+        raise StoreError(f"{target} cannot be written: {fault.strerror or fault}.") from None
+
+
+def copy_items(
+    source: Store,
+    target: Store,
+    bundle: str,
+    *,
+    bare: Callable[[Sequence[Item]], object],
+    report: Callable[[int], object] = lambda count: None,
+) -> None:
+    """Copy all items of one store to another, with the arrays and originals that are kept.
+
+    Args:
+        source: where they are.
+        target: where they go.
+        bundle: SHA-256 of the one that both serve.
+        bare: takes items that the served generation does without: `upsert` takes none such.
+        report: called with how many items more are done.
+    """
+    after: str | None = None
+    while page := source.scan(after=after, limit=_PAGE):
+        after = page[-1].id
+        items = [
+            replace(item, original=source.original(item.id))
+            for item in source.get([item.id for item in page], arrays=True).values()
+        ]
+        target.upsert([item for item in items if item.arrays], bundle)
+        if without := [item for item in items if not item.arrays]:
+            bare(without)
+        report(len(page))
+
+
+def _bare(copy: LocalStore, items: Sequence[Item]) -> None:
+    """Write items that the served generation does without."""
+    texts = checked(items, {})
+    with copy.record.writing() as (connection, _):
+        number = served(connection).number
+        rows = [(number, n) for n in insert(connection, items, texts)]
+        connection.executemany("insert into left_out values (?, ?)", rows)
+
+
+def _state(connection: apsw.Connection, generation: Generation) -> str:
+    """Return a generation's state.
+
+    Raises:
+        StoreError: it was dropped.
+    """
+    sql = "select state from generations where g = ?"
+    state = value(connection, sql, (generation.number,))
+    if state is None:
+        raise _gone()
+    return str(state)
+
+
+def _upto(connection: apsw.Connection, generation: Generation) -> int:
+    """Return the number up to which a generation has arrays of all items."""
+    sql = "select upto from generations where g = ?"
+    return int(value(connection, sql, (generation.number,)))
+
+
+def _gone() -> StoreError:
+    return StoreError("This generation is not there any more.")
+
+
+def _bytes_of(folder: Path) -> int:
+    """Return the bytes that a folder's files take, but for those that others remove meanwhile."""
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                known = Path(parent, name).stat()
+                size += min(known.st_size, known.st_blocks * 512)  # files grow in steps, with holes
+    return size

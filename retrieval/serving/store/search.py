@@ -1,0 +1,540 @@
+"""Exact nearest neighbours among the rows of a float32 matrix, in memory or mapped from a file.
+
+A fast product in float32 compares every row with every query, block by block. Rows that can be
+among the nearest are measured again in float64, from the rows themselves; which those are, a bound
+of float32's error says. The answer is therefore that of a search in float64, whatever the offset,
+scale or number of duplicates.
+
+**The bound.** Let u = 2⁻²⁴ and γ = nu / (1 − nu), with n a little above the width P. A sum of P
+products is off by at most γ Σ |terms|, in whatever order it is added (N. Higham, Accuracy and
+Stability of Numerical Algorithms, 2002, §3.1). Let a row x lie within r of the query q:
+
+- Σ (q − x)² in float32 is at most r² (1 + γ).
+- |q|² + |x|² − 2 q·x in float32 is at most r² + γ (|q| + |x|)². Since |x| ≤ |q| + r, that is at
+  most r² + γ (2 |q| + r)².
+
+A row whose value is above this limit is farther than r, the distance of the k-th nearest so far.
+Products serve several queries at once. Where they leave too many rows in doubt, as they do for
+vectors with a common offset or of very different sizes, the sums of each query take over.
+
+**The companion.** Embeddings often fill few directions. Let V (P, D − 1) have orthonormal columns,
+the principal components of the vectors, and let m be their mean. The companion keeps of each row
+z(x) = (Vᵀ (x − m), s), where s is the length of what V leaves out of x − m. Then
+|z(q) − z(x)| ≤ |q − x|, so the narrow table rules rows out in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.errors import StoreError
+from retrieval.serving.runtime import load_faiss
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Rows = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Answer = tuple[Doubles, Rows]
+
+_MARGIN = 8
+"""Rows that FAISS proposes for a single query beyond k, and one more for each sixteenth."""
+_COMPANION_NUMBERS = 4_000_000
+"""Vectors with fewer numbers stay in the caches and are read as fast as a companion."""
+_QUERIES = 256
+"""Queries at a time, at most."""
+_ANSWERS = 1 << 21
+"""Answers (queries times k) at a time, at most: bounds the memory of a group."""
+_FIRST_ROWS = 2048
+"""Rows of the first block, which gives the first limits."""
+_GROWTH = 4
+"""How many times as large as the last one a block is: its limits leave more rows in doubt."""
+_BLOCK_PAIRS = 1 << 21
+"""Pairs of a block: 8 MB of values."""
+_BLOCK_NUMBERS = 1 << 20
+"""Numbers of a block whose rows are gathered or whose columns are copied: 4 MB."""
+_PART_NUMBERS = 1 << 17
+"""Numbers of vectors that are multiplied at a time: 512 KB stay in a core's own cache."""
+_PAIR_NUMBERS = 1 << 16
+"""Numbers that are measured in float64 at a time: 512 KB."""
+_PAIRS = 1 << 19
+"""Pairs in doubt that are measured and entered at a time: bounds their memory."""
+_SPARSE_ONE, _SPARSE = 0.12, 0.75
+"""Share of rows kept up to which they are gathered first: times the number of queries, at most."""
+_DOUBT_ONE, _DOUBT = 1 / 16, 1 / 64
+"""Share of pairs in doubt, of one query and of several, from which sums are the faster way."""
+_DOUBT_LEAST = 64
+"""Pairs in doubt that are always allowed, times k times queries."""
+_LARGEST = 2.0**120
+"""Squares beyond this may leave float32: no bound holds."""
+_TINY = 2.0**-100
+"""More than underflow takes from one product."""
+_WIDEST = 1 << 20
+
+
+def nearest(
+    queries: Floats,
+    vectors: Floats,
+    k: int,
+    *,
+    keep: Mask | None = None,
+    span: tuple[int, int] | None = None,
+    companion: Companion | None = None,
+    threads: int = 1,
+) -> tuple[Doubles, Rows]:
+    """Return the exact k nearest rows of each query by Euclidean distance; equal distances by row.
+
+    Thread-safe. Memory is bounded by some blocks of rows and (Q, k): never (Q, N), and no copy of
+    the matrix.
+
+    Args:
+        queries: (Q, P), finite.
+        vectors: (N, P), finite and C-contiguous; may be a read-only memory map.
+        k: how many, at least 1.
+        keep: (N,), which rows may be found; None is all.
+        span: half-open column range to compare; None is all columns.
+        companion: what `Companion.build` made of these vectors; not with a span.
+        threads: how many threads share the work.
+
+    Returns:
+        Squared distances (Q, k) and rows (Q, k), nearest first; infinity and −1 where there are
+        fewer than k.
+
+    Raises:
+        ValueError: arguments that do not fit each other.
+    """
+    _check(queries, vectors, k, keep, span, companion, threads)
+    columns = slice(0, vectors.shape[1]) if span is None else slice(*span)
+    own = np.ascontiguousarray(queries[:, columns], np.float32)
+    rows = np.asarray(vectors)  # slices of np.memmap cost more
+    if companion is not None and vectors.size < _COMPANION_NUMBERS:
+        companion = None
+    if len(own) == 1 and keep is None and span is None and companion is None and threads == 1:
+        found = _nearest_of_one(own, rows, k)
+        if found is not None:
+            return found
+    task = _Task(rows, columns, k, keep, threads)
+    squared = np.full((len(own), k), np.inf)
+    numbers = np.full((len(own), k), -1, np.int64)
+    step = max(1, min(_QUERIES, _ANSWERS // k))
+    for start in range(0, len(own) if len(vectors) else 0, step):
+        group = slice(start, start + step)
+        squared[group], numbers[group] = _search(task, own[group], companion)
+    return squared, numbers
+
+
+@dataclass(frozen=True)
+class Companion:
+    """A narrow table read in place of the vectors; see the module. Derived: rebuild it when lost.
+
+    Attributes:
+        mean: (P,) float64.
+        basis: (P, D − 1) float64, orthonormal columns.
+        error: how far rounding may have moved a row of `table`, as a distance.
+        table: (N, D) float32.
+    """
+
+    mean: Doubles
+    basis: Doubles
+    error: float
+    table: Floats
+
+    ENERGY = 0.96
+    """Share of the variance that the basis holds at least, unless it would be too wide."""
+    WORTHWHILE = 0.9
+    SAMPLE_ROWS = 16_384
+
+    @classmethod
+    def build(cls, vectors: Floats) -> Companion | None:
+        """Return the companion of vectors (N, P), or None where they fill too many directions."""
+        count, width = vectors.shape
+        sample = vectors[:: max(1, -(-count // cls.SAMPLE_ROWS))].astype(np.float64)
+        if len(sample) < 2 * width or not np.isfinite(np.square(sample).sum()):
+            return None
+        mean = sample.mean(0)
+        energy, basis = np.linalg.eigh(np.cov(sample.T))
+        part = np.cumsum(energy[::-1]) / max(energy.sum(), np.finfo(float).tiny)
+        size = min(-(-(int(np.searchsorted(part, cls.ENERGY)) + 2) // 8) * 8, width // 2)
+        if size < 2 or part[size - 2] < cls.WORTHWHILE:
+            return None
+        made = cls(
+            mean,
+            np.ascontiguousarray(basis[:, ::-1][:, : size - 1]),
+            0.0,
+            np.empty((count, size), np.float32),
+        )
+        step, error = max(1, _BLOCK_NUMBERS // width), 0.0
+        for start in range(0, count, step):
+            part_of = slice(start, start + step)
+            block, lost = made.project(vectors[part_of])
+            error = max(error, float(lost.max()))
+            if not error < 2.0**30:  # squares of coordinates may leave float32
+                return None
+            made.table[part_of] = block
+        return replace(made, error=error)
+
+    def project(self, vectors: Floats) -> tuple[Floats, Doubles]:
+        """Return z (M, D) of vectors (M, P), and how far rounding may have moved each (M,).
+
+        The rest's length comes from |x − m|² − |Vᵀ (x − m)|², which P + 8 roundings in float64 move
+        by that many parts of |x − m|², so the length by the root of that. Each coordinate is then
+        rounded to float32.
+        """
+        apart = vectors - self.mean
+        along = apart @ self.basis
+        whole = np.einsum("ij,ij->i", apart, apart)
+        rest = np.sqrt(np.maximum(whole - np.einsum("ij,ij->i", along, along), 0))
+        lost = (2.0**-23 + np.sqrt((len(self.mean) + 8) * 2.0**-50)) * np.sqrt(whole) + 2.0**-120
+        with np.errstate(over="ignore"):  # of a huge query, which has no bound and is searched in full
+            return np.column_stack([along, rest]).astype(np.float32), lost
+
+    def save(self, path: Path) -> None:
+        """Write a new file: the arrays in NumPy's format, one after the other, the table last."""
+        with path.open("xb") as file:
+            for array in (self.mean, self.basis, np.array([self.error]), self.table):
+                np.save(file, array, allow_pickle=False)
+
+    @classmethod
+    def load(cls, path: Path, count: int, width: int) -> Companion:
+        """Map the companion of (count, width) vectors. The caller verifies the file's checksum.
+
+        Raises:
+            StoreError: the end of a sentence: why the file is not that companion.
+            OSError: the file cannot be read.
+        """
+        with path.open("rb") as file:
+            try:
+                mean, basis, error = (np.load(file, allow_pickle=False) for _ in range(3))
+                np.lib.format.read_magic(file)
+                shape, fortran, kind = np.lib.format.read_array_header_1_0(file)
+            except (ValueError, EOFError) as fault:
+                raise StoreError("it is not a companion's file, or a damaged one") from fault
+            place, end = file.tell(), file.seek(0, 2)
+        size = basis.shape[-1] + 1
+        fits = (
+            mean.shape == (width,)
+            and basis.shape == (width, size - 1)
+            and error.shape == (1,)
+            and shape == (count, size)
+            and not fortran
+        )
+        kinds = [mean.dtype, basis.dtype, error.dtype, kind]
+        if not fits or kinds != [np.float64] * 3 + [np.float32]:
+            raise StoreError("it holds arrays of another type or shape than these vectors' companion")
+        if end != place + 4 * count * size:
+            raise StoreError("its length is not what its header says")
+        if not (np.isfinite(mean).all() and np.isfinite(basis).all() and 0 <= error[0] < np.inf):
+            raise StoreError("it holds numbers that are not finite")
+        table = np.memmap(path, np.float32, "r", place, shape)
+        return cls(mean, basis, float(error[0]), table)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What all groups of queries of a search share: `nearest`'s arguments."""
+
+    vectors: Floats
+    columns: slice
+    k: int
+    keep: Mask | None
+    threads: int
+
+
+def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer:
+    """Return squared distances and rows (Q, k) of a group of queries."""
+    exact = queries.astype(np.float64)
+    several = len(queries) > 1
+    if companion is not None:
+        near, lost = companion.project(queries)
+        table = np.asarray(companion.table)
+        narrow = _Scan(task, exact, table, near, lost + companion.error, products=several)
+        if (found := narrow.run()) is not None:
+            return found
+    if several and (found := _Scan(task, exact, task.vectors, queries, products=True).run()):
+        return found
+    squared, rows = np.empty((len(queries), task.k)), np.empty((len(queries), task.k), np.int64)
+    for place in range(len(queries)):
+        part = slice(place, place + 1)
+        scan = _Scan(task, exact[part], task.vectors, queries[part], products=False)
+        found = scan.run()
+        assert found is not None
+        squared[part], rows[part] = found
+    return squared, rows
+
+
+class _Scan:
+    """A pass over the rows of a table for a group of queries.
+
+    Args:
+        task: the search.
+        exact: (Q, P) the queries in float64.
+        table: (N, D) what is compared: the vectors or their companion's table.
+        near: (Q, D) the queries as they are compared with it.
+        slack: (Q,) how much farther than the vectors the table's rows may be; None for the vectors.
+        products: whether to compare by products rather than by the sums of one query.
+    """
+
+    def __init__(
+        self,
+        task: _Task,
+        exact: Doubles,
+        table: Floats,
+        near: Floats,
+        slack: Doubles | None = None,
+        *,
+        products: bool,
+    ) -> None:
+        self.task, self.exact, self.table, self.near = task, exact, table, near
+        self.slack, self.products = slack, products
+        self.columns = task.columns if slack is None else slice(0, table.shape[1])
+        self.whole = self.columns == slice(0, table.shape[1])
+        self.gamma, self.tiny = _gamma(near.shape[1]), near.shape[1] * _TINY
+        self.lengths = np.linalg.norm(near.astype(np.float64), axis=1)
+
+    def run(self) -> Answer | None:
+        """Return squared distances and rows (Q, k); None where sums should be tried instead."""
+        total, threads = len(self.table), self.task.threads
+        step = -(-total // threads)
+        ranges = [(start, min(start + step, total)) for start in range(0, total, step)]
+        if len(ranges) == 1:
+            return self._range(*ranges[0])
+        with ThreadPoolExecutor(len(ranges), thread_name_prefix="search") as pool:
+            answers = list(pool.map(lambda given: self._range(*given), ranges))
+        best: Answer | None = None
+        for found in answers:
+            if found is None:
+                return None
+            if best is None:
+                best = found
+                continue
+            query, place = np.nonzero(found[1] >= 0)
+            best = _entered(best, query, found[1][query, place], found[0][query, place])
+        return best
+
+    def _range(self, start: int, stop: int) -> Answer | None:
+        """Return what `run` does, of a range of the rows."""
+        count, k = len(self.near), self.task.k
+        best = np.full((count, k), np.inf), np.full((count, k), -1, np.int64)
+        reach: Doubles | None = None  # squared distances within which k rows lie
+        compared = doubtful = 0
+        for rows, block, drop in self._blocks(start, stop):
+            values = self._values(block)
+            if drop is not None:
+                values[:, drop] = np.inf
+            if reach is None:
+                reach = self._first_reach(rows, values)
+            near = ~(values > self._limits(reach)[:, None])  # of no number, too: a square overflowed
+            if drop is not None:
+                near[:, drop] = False
+            compared += values.size
+            if self.products or self.slack is not None:
+                doubtful += int(np.count_nonzero(near))
+                share = _DOUBT if count > 1 else _DOUBT_ONE
+                if doubtful > compared * share + _DOUBT_LEAST * k * count:
+                    return None
+            places = near.ravel().nonzero()[0]
+            for first in range(0, len(places), _PAIRS):  # of many equal rows all are in doubt
+                query, row = np.divmod(places[first : first + _PAIRS], len(block))
+                number = row + rows.start if isinstance(rows, slice) else rows[row]
+                squared = self._measured(query, number)
+                closer = squared <= reach[query]
+                best = _entered(best, query[closer], number[closer], squared[closer])
+                reach = np.minimum(reach, best[0][:, -1])
+        return best
+
+    def _first_reach(self, rows: slice | Rows, values: Floats) -> Doubles:
+        """Return squared distances (Q,) within which k rows of a block lie; infinity if too few."""
+        k, (count, size) = self.task.k, values.shape
+        if size < k:
+            return np.full(count, np.inf)
+        row = values.argpartition(k - 1, axis=1)[:, :k].ravel()
+        query = np.repeat(np.arange(count), k)
+        squared = self._measured(query, row + rows.start if isinstance(rows, slice) else rows[row])
+        squared[~np.isfinite(values[query, row])] = np.inf
+        return squared.reshape(count, k).max(1)
+
+    def _measured(self, query: Rows, row: Rows) -> Doubles:
+        """Return squared distances (n,) of pairs of a query and a row in float64."""
+        return measured(self.exact, self.task.vectors, query, row, self.task.columns)
+
+    def _blocks(self, start: int, stop: int) -> Iterator[tuple[slice | Rows, Floats, Rows | None]]:
+        """Yield row numbers, their rows of the table, and places of rows that may not be found.
+
+        Rows are gathered where few of them may be found; otherwise they are read where they lie.
+        """
+        count, keep = len(self.near), self.task.keep
+        most = max(1, _BLOCK_PAIRS // count)
+        chosen: Rows | None = None
+        if keep is not None:
+            kept = int(np.count_nonzero(keep[start:stop]))
+            if kept <= min(_SPARSE, count * _SPARSE_ONE) * (stop - start):
+                chosen = np.flatnonzero(keep[start:stop]) + start
+                start, stop = 0, len(chosen)
+        if chosen is not None or not self.whole:
+            most = min(most, max(1, _BLOCK_NUMBERS // self.table.shape[1]))
+        size = min(most, max(_FIRST_ROWS, 4 * self.task.k))
+        while start < stop:
+            end = min(start + size, stop)
+            rows: slice | Rows = slice(start, end) if chosen is None else chosen[start:end]
+            block = self.table[rows]
+            if not self.whole:
+                block = np.ascontiguousarray(block[:, self.columns])
+            drop = None
+            if keep is not None and chosen is None:
+                drop = np.flatnonzero(~keep[start:end])
+            yield rows, block, drop
+            start, size = end, min(most, _GROWTH * size)
+
+    def _values(self, block: Floats) -> Floats:
+        """Return squared distances (Q, B) in float32: by products, or of one query by sums."""
+        faiss, (size, width) = load_faiss(), block.shape
+        values = np.empty((len(self.near), size), np.float32)
+        given = faiss.swig_ptr(self.near)
+        if not self.products:
+            faiss.fvec_L2sqr_ny(faiss.swig_ptr(values), given, faiss.swig_ptr(block), width, size)
+            return values
+        step = max(1, _PART_NUMBERS // width)
+        with _one_thread():
+            for start in range(0, size, step):
+                part = block[start : start + step]
+                table, out = map(faiss.swig_ptr, (part, values[0, start:]))
+                shape = len(self.near), given, len(part), table, out, -1, -1, size
+                faiss.pairwise_L2sqr(width, *shape)
+        return values
+
+    def _limits(self, squared: Doubles) -> Floats:
+        """Return what the value of a row within each squared distance (Q,) is at most."""
+        reach = np.sqrt(squared) * (1 + 2.0**-40)
+        if self.slack is not None:
+            reach = (reach + self.slack) * (1 + 2.0**-40)
+        size = np.square(2 * self.lengths + reach) if self.products else reach * reach
+        limits = reach * reach + self.gamma * size + self.tiny
+        limits[~(size < _LARGEST)] = np.inf
+        return np.nextafter(limits.astype(np.float32), np.float32(np.inf))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have FAISS use the calling thread alone.
+
+    Threads that wait for one another cost a hundred times as much on busy cores, and a process that
+    has started them cannot fork.
+    """
+    faiss = load_faiss()
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)
+
+
+def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
+    """Return the nearest of `best` (Q, k) and of other rows (n,), equal distances by row."""
+    count, k = best[0].shape
+    if count == 1:
+        squared, row = np.concatenate([best[0][0], squared]), np.concatenate([best[1][0], row])
+        order = np.lexsort((row, squared))[:k]
+        return squared[order][None], row[order][None]
+    query = np.concatenate([np.repeat(np.arange(count), k), query])
+    row = np.concatenate([best[1].ravel(), row])
+    squared = np.concatenate([best[0].ravel(), squared])
+    order = np.lexsort((row, squared, query))
+    counts = np.bincount(query, minlength=count)
+    place = np.repeat(np.cumsum(counts) - counts, k).reshape(count, k) + np.arange(k)
+    order = order[place]
+    return squared[order], row[order]
+
+
+def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
+    """Return squared distances and rows (1, k) of one query (1, P) by FAISS's heap.
+
+    FAISS keeps some sums more than asked for. The last one says how large all others are at least.
+
+    Returns:
+        None where more rows may be as near as those.
+    """
+    faiss, (count, width) = load_faiss(), vectors.shape
+    kept = k + _MARGIN + k // 16
+    if count <= kept:
+        return None
+    sums, rows = np.empty(kept, np.float32), np.empty(kept, np.int64)
+    given, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))
+    shape = width, 1, count
+    with _one_thread():
+        faiss.knn_extra_metrics(given, table, *shape, faiss.METRIC_L2, 0.0, kept, out, numbers)
+    wider, tiny = 1 + 2 * _gamma(width), width * _TINY
+    limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny
+    if not limit < min(float(sums[-1]), _LARGEST):
+        return None
+    rows = rows[: int(sums.searchsorted(limit, "right"))]
+    apart = vectors[rows] - query.astype(np.float64)
+    squared = np.einsum("ij,ij->i", apart, apart)
+    order = np.lexsort((rows, squared))[:k]
+    return squared[order][None], rows[order][None]
+
+
+def _gamma(width: int) -> float:
+    """Return γ for sums of so many products."""
+    terms = (width + 16) * 2.0**-24
+    return terms / (1 - terms)
+
+
+def measured(
+    queries: Doubles, vectors: Floats, query: Rows, row: Rows, columns: slice = slice(None)
+) -> Doubles:
+    """Return |q − x|² (n,) in float64 of pairs of a query and a row.
+
+    Args:
+        queries: (Q, columns).
+        vectors: (N, P).
+        query: (n,).
+        row: (n,).
+        columns: of the vectors.
+    """
+    squared = np.empty(len(row))
+    step = max(1, _PAIR_NUMBERS // vectors.shape[1])
+    for start in range(0, len(row), step):
+        pairs = slice(start, start + step)
+        apart = queries.take(query[pairs], axis=0)
+        apart -= vectors.take(row[pairs], axis=0)[:, columns]
+        np.einsum("ij,ij->i", apart, apart, out=squared[pairs])
+    return squared
+
+
+def _check(
+    queries: Floats,
+    vectors: Floats,
+    k: int,
+    keep: Mask | None,
+    span: tuple[int, int] | None,
+    companion: Companion | None,
+    threads: int,
+) -> None:
+    """Refuse arguments that do not fit each other."""
+    if vectors.ndim != 2 or vectors.dtype != np.float32 or not vectors.flags.c_contiguous:
+        raise ValueError(f"Vectors must be C-contiguous float32 (N, P), not {vectors.dtype} {vectors.shape}.")
+    count, width = vectors.shape
+    if queries.ndim != 2 or queries.shape[1] != width:
+        raise ValueError(f"Queries {queries.shape} do not fit vectors {vectors.shape}.")
+    if width > _WIDEST:
+        raise ValueError(f"Vectors of {width:,} numbers are too wide: {_WIDEST:,} at most.")
+    if k < 1 or threads < 1:
+        raise ValueError(f"k and threads must be at least 1, not {k} and {threads}.")
+    if keep is not None and (keep.shape != (count,) or keep.dtype != np.bool_):
+        raise ValueError(f"keep must be bool ({count},), not {keep.dtype} {keep.shape}.")
+    if companion is not None and (len(companion.table), len(companion.mean)) != (count, width):
+        raise ValueError(
+            f"The companion is of vectors ({len(companion.table)}, {len(companion.mean)}), "
+            f"not {vectors.shape}."
+        )
+    if companion is not None and span is not None:
+        raise ValueError("A companion is of whole vectors: it cannot be read within a span.")
+    if span is not None and not 0 <= span[0] < span[1] <= width:
+        raise ValueError(f"span {span} is not within {width} columns.")

@@ -1,0 +1,218 @@
+"""What speeds up the search of a generation: a back end for each sub-space over its first rows.
+
+A structure is derived from the vectors. It covers the beginning of their file; rows behind it are
+searched exactly. Its files have checksums in the record; what is damaged is built again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrieval.errors import RetrievalError, StoreError
+from retrieval.host.files import whole_file
+from retrieval.serving.files.plain import open_plain
+from retrieval.serving.index.backends import choose, make_backend, short_name
+from retrieval.serving.index.contract import IndexBackend, using
+from retrieval.serving.store.arrays import ARRAYS, file_of
+from retrieval.serving.store.items import Floats
+from retrieval.serving.store.search import Companion
+
+log = logging.getLogger("retrieval.serving.store")
+
+LEAST = 20_000
+"""Vectors from which a generation gets a structure: fewer are searched exactly in a moment."""
+GROWTH = 8
+"""A structure is built anew when the rows behind it are more than one in so many of its own."""
+COMPANION = "companion"
+"""The structure of exact search: a narrow table (`search.Companion`), for a single sub-space."""
+COMPANION_LEAST = 50_000
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which structure an index is to have.
+
+    Attributes:
+        backend: its name; "auto" goes by the size of the index.
+        options: its parameters.
+    """
+
+    backend: str = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, count: int, width: int, spaces: int) -> tuple[str, dict[str, Any]] | None:
+        """Return the back end, and its options, for vectors in so many sub-spaces; None: none."""
+        name = choose(count, width) if self.backend == "auto" else short_name(self.backend)
+        if name == "flat":
+            return (COMPANION, {}) if spaces == 1 and count >= COMPANION_LEAST else None
+        return None if count < LEAST else (name, dict(self.options))
+
+    def text(self) -> str:
+        """Return it as the record keeps it."""
+        return json.dumps({"backend": self.backend, "options": dict(self.options)})
+
+    @staticmethod
+    def parse(text: str) -> Wanted:
+        """Return what `text` gave."""
+        found = json.loads(text)
+        return Wanted(found["backend"], found["options"])
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What the record says of a structure.
+
+    Attributes:
+        backend: its name.
+        options: its parameters.
+        rows: how many rows of the file it covers.
+        files: name and SHA-256 of a file for each sub-space.
+    """
+
+    backend: str
+    options: Mapping[str, Any]
+    rows: int
+    files: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def parse(text: str | None) -> Structure | None:
+        """Return what a column of the record holds."""
+        if text is None:
+            return None
+        found = json.loads(text)
+        files = tuple((name, sum_) for name, sum_ in found["files"])
+        return Structure(found["backend"], found["options"], found["rows"], files)
+
+    def text(self) -> str:
+        """Return what the column is to hold."""
+        return json.dumps(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A structure in memory.
+
+    Attributes:
+        structure: what the record says of it.
+        backends: one for each sub-space.
+        companion: what exact search reads in the vectors' place.
+    """
+
+    structure: Structure
+    backends: Sequence[IndexBackend] = ()
+    companion: Companion | None = None
+
+
+def build(
+    folder: Path,
+    stem: str,
+    vectors: Floats,
+    spans: Sequence[tuple[int, int]],
+    name: str,
+    options: Mapping[str, Any],
+    plugins: Sequence[str],
+    report: Callable[[int], object],
+) -> Structure:
+    """Build a structure over vectors and write it to new files.
+
+    Raises:
+        PluginError: the back end fails.
+        OSError: the disk refuses.
+    """
+    files = []
+    if name == COMPANION:
+        if (companion := Companion.build(vectors)) is not None:
+            files.append(_saved(file_of(folder, stem, name), companion.save))
+        return Structure(name, {}, len(vectors), tuple(files))
+    for number, (start, stop) in enumerate(spans):
+        backend = make_backend(name, options, plugins)
+        with using(name, "build"):
+            backend.build(np.ascontiguousarray(vectors[:, start:stop]), report)
+        path = file_of(folder, stem, f"{number}.{name.replace('/', '-')}")
+        with using(name, "save"):
+            files.append(_saved(path, backend.save_beside))
+    return Structure(name, dict(options), len(vectors), tuple(files))
+
+
+def _saved(path: Path, save: Callable[[Path], object]) -> tuple[str, str]:
+    """Write a file whole; return its name and SHA-256."""
+    with whole_file(path) as temporary:
+        temporary.unlink()
+        save(temporary)
+    return path.name, sha256_of(path)
+
+
+def load(
+    folder: Path,
+    structure: Structure,
+    vectors: Floats,
+    spans: Sequence[tuple[int, int]],
+    plugins: Sequence[str],
+) -> Loaded | None:
+    """Load a structure over vectors; None, and the log says why, where it cannot be used."""
+    backends = []
+    name = structure.backend
+    try:
+        for file, expected in structure.files:
+            if not is_whole(folder / ARRAYS / file, expected):
+                raise StoreError(f"{file} is missing or was altered.")
+        if name == COMPANION:
+            paths = [folder / ARRAYS / file for file, _ in structure.files]
+            size = (structure.rows, vectors.shape[1])
+            companion = Companion.load(paths[0], *size) if paths else None
+            return Loaded(structure, companion=companion)
+        for (file, _), (start, stop) in zip(structure.files, spans, strict=True):
+            path = folder / ARRAYS / file
+            backend = make_backend(name, structure.options, plugins)
+            with using(name, "load"):
+                backend.load_beside(path, vectors[: structure.rows, start:stop])
+                backend.check(structure.rows, stop - start)
+            backends.append(backend)
+    except (RetrievalError, OSError) as fault:
+        log.warning(
+            "The structure of the index %s cannot be used: %s It is searched exactly until the "
+            "structure is built again.",
+            folder,
+            fault,
+        )
+        return None
+    return Loaded(structure, backends)
+
+
+@contextmanager
+def leaving_a_core() -> Iterator[None]:
+    """Have FAISS build in this thread with one core less than there are, where others search."""
+    from retrieval.serving.runtime import load_faiss
+
+    faiss = load_faiss()
+    before = faiss.omp_get_max_threads()
+    alone = threading.current_thread() is threading.main_thread()
+    faiss.omp_set_num_threads(before if alone else max(1, before - 1))
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)
+
+
+def sha256_of(path: Path) -> str:
+    """Return a file's SHA-256."""
+    with open_plain(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_whole(path: Path, expected: str) -> bool:
+    """Whether a regular file of this SHA-256 lies there."""
+    try:
+        return sha256_of(path) == expected
+    except OSError:
+        return False

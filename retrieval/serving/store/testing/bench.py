@@ -1,0 +1,223 @@
+"""What every case of the suite stands on: a store of one's own, and what it must answer, by brute force."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrieval.errors import RetrievalError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.filters import Filter, matches, parse_filter
+from retrieval.serving.store.contract import VECTOR, Floats, Item, Store, spans_of, widths_of
+from retrieval.serving.store.place import StorePlace
+from retrieval.serving.store.testing.bundles import opened
+
+State = dict[str, Item]
+"""What a store should hold, by id."""
+
+
+class Bench:
+    """Makes a store for each test, and destroys it afterwards.
+
+    Attributes:
+        recall: the smallest share of the truly nearest items that a search of this store must propose. 1 is exact.
+        many: items of one large call.
+        kept: items of which some change before a store is opened again, at least 220.
+        filtered: items that filters are tried on, at least 100.
+        searched: items that are searched while the store is closed.
+        place: an empty folder that belongs to the test that runs. Its path is unique: a store that lies elsewhere may derive a name from it.
+    """
+
+    recall = 1.0
+    many, kept, filtered, searched = 10_000, 5000, 300, 3000
+    place: Path
+
+    def at(self, place: Path) -> StorePlace:
+        """Return where the index of a test is, or may be: the one thing that a subclass must say.
+
+        Args:
+            place: see `Bench`.
+        """
+        raise NotImplementedError("Say in a subclass where an index is: def at(self, place).")
+
+    def create(self, place: Path, bundle: Bundle, widths: Mapping[str, int]) -> Store:
+        """Return an empty store, whose first generation, which is served, has this bundle and these widths."""
+        return self.at(place).create(bundle, widths)
+
+    def reopen(self, place: Path) -> Store:
+        """Return what `create` made in this place, opened once more, as another process would. The first one is closed."""
+        return self.at(place).open()
+
+    def destroy(self, place: Path) -> None:
+        """Remove what `create` made. All that was opened is closed."""
+        self.at(place).drop()
+
+    def setup_method(self) -> None:
+        """Make room for a test; pytest calls it."""
+        self._folder = Path(tempfile.mkdtemp(prefix="store-"))
+        self.place = self._folder / "place"
+        self.place.mkdir()
+        self._stores: list[Store] = []
+
+    def teardown_method(self) -> None:
+        """Remove all that a test left; pytest calls it."""
+        for store in self._stores:
+            store.close()
+        self.destroy(self.place)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def store(self, bundle: Bundle | None = None, features: int | None = None) -> Store:
+        """Return a new empty store."""
+        bundle = bundle or opened()
+        made = self.create(self.place, bundle, widths_of(bundle, features=features))
+        self._stores.append(made)
+        return made
+
+    def again(self, store: Store) -> Store:
+        """Close a store, and return it opened once more."""
+        store.close()
+        self._stores.append(found := self.reopen(self.place))
+        return found
+
+    def put(self, store: Store, state: State, items: Sequence[Item], bundle: Bundle | None = None) -> None:
+        """Upsert items into a store and into what it should hold."""
+        bundle = bundle or opened()
+        equal(store.upsert(items, bundle.sha256), sum(item.id in state for item in items), "replaced items")
+        state.update((item.id, item) for item in items)
+
+    def remove(self, store: Store, state: State, ids: Sequence[str]) -> None:
+        """Delete items from a store and from what it should hold."""
+        equal(store.delete(ids), sum(id in state for id in set(ids)), "deleted items")
+        for id in ids:
+            state.pop(id, None)
+
+    def check(
+        self,
+        store: Store,
+        state: State,
+        bundle: Bundle | None = None,
+        where: str | None = None,
+        count: int = 7,
+    ) -> None:
+        """Compare everything that a store can be asked with what it should hold."""
+        bundle = bundle or opened()
+        chosen = None if where is None else parse_filter(where)
+        expected = {id: item for id, item in state.items() if passes(chosen, item)}
+        about = "" if where is None else f" where {where}"
+        equal(store.count(chosen), len(expected), f"count{about}")
+        equal(sorted(one.id for one in scanned(store, chosen)), sorted(expected), f"ids of scan{about}")
+        read = store.get(expected, arrays=True)
+        equal(set(read), set(expected), "ids of get")
+        for id, item in expected.items():
+            alike(read[id], item)
+        queries = normal(4, bundle.manifest.vector, 99)
+        found = store.search(queries, count, bundle.sha256, where=chosen)
+        equal(len(found), len(queries), "answers")
+        for query, one in zip(queries, found, strict=True):
+            self.check_answer(query, one, expected, bundle, count)
+
+    def check_answer(
+        self, query: Floats, found: Sequence[Item], state: State, bundle: Bundle, count: int
+    ) -> None:
+        """Compare one answer with brute force over what may be found."""
+        ids = [item.id for item in found]
+        equal(len(ids), len(set(ids)), "an answer names an item once; names")
+        spans = spans_of(bundle)
+        expected = nearest(query, state, spans, count)
+        missed = expected - set(ids)
+        assert len(missed) <= (1 - self.recall) * len(expected), f"not found: {sorted(missed)} for {query}"
+        assert len(ids) <= count * len(spans), (
+            f"{len(ids)} items proposed, {count} in each sub-space asked for"
+        )
+        for item in found:
+            assert item.id in state, f"found, and not there or no match: {item.id!r}"
+            alike(item, state[item.id])
+
+
+def nearest(query: Floats, state: State, spans: Sequence[tuple[int, int]], count: int) -> set[str]:
+    """Return the ids of the items that are among the `count` nearest in a sub-space, in float64."""
+    if not state:
+        return set()
+    ids = list(state)
+    vectors = np.stack([state[id].arrays[VECTOR] for id in ids]).astype(np.float64)
+    found: set[str] = set()
+    for start, stop in spans:
+        distances = ((vectors[:, start:stop] - query[start:stop].astype(np.float64)) ** 2).sum(1)
+        found |= {ids[at] for at in np.argsort(distances, kind="stable")[:count]}
+    return found
+
+
+def passes(where: Filter | None, item: Item) -> bool:
+    """Whether a filter is true of an item."""
+    return where is None or matches(where, item.id, item.label, item.metadata)
+
+
+def scanned(store: Store, where: Filter | None = None, limit: int = 1000) -> list[Item]:
+    """Return all pages of a scan."""
+    found: list[Item] = []
+    while page := store.scan(where, after=found[-1].id if found else None, limit=limit):
+        found += page
+    return found
+
+
+def alike(found: Item, given: Item) -> None:
+    """Compare an item that was read with the one that was written."""
+    plain: dict[str, Any] = {"arrays": {}, "original": None}
+    equal(replace(found, **plain), replace(given, **plain), "an item")
+    for name, array in found.arrays.items():
+        equal(array.dtype, np.dtype(np.float32), f"dtype of {name}")
+        same = np.array_equal(array, np.asarray(given.arrays[name], np.float32))
+        assert same, f"{name} of {found.id!r} is {array}, not {given.arrays[name]}"
+
+
+def equal(found: object, expected: object, what: str) -> None:
+    """Raise an `AssertionError` that shows both, unless they are equal."""
+    assert found == expected, f"{what}: {found!r} instead of {expected!r}"
+
+
+@contextmanager
+def refused(*kinds: type[RetrievalError], saying: str = "") -> Iterator[list[str]]:
+    """Require an error of a kind, which is a sentence; what is given to the block gets its text."""
+    told: list[str] = []
+    try:
+        yield told
+    except kinds as fault:
+        told.append(text := str(fault))
+        assert text.rstrip()[-1:] in (".", "?", "!"), f"not a sentence: {text!r}"
+        assert saying in text, f"it does not say {saying!r}: {text!r}"
+    else:
+        raise AssertionError(f"not refused with {' or '.join(kind.__name__ for kind in kinds)}")
+
+
+def normal(count: int, width: int, seed: int) -> Floats:
+    """Return random vectors (count, width)."""
+    return np.random.default_rng(seed).normal(size=(count, width)).astype(np.float32)
+
+
+def item(id: str, seed: int = 0, bundle: Bundle | None = None, **attributes: Any) -> Item:
+    """Return an item with random arrays, of all names that a bundle's items have."""
+    widths = widths_of(bundle or opened())
+    vectors = np.random.default_rng([seed, *id.encode("utf-8", "surrogatepass")])
+    arrays = {name: vectors.normal(size=width).astype(np.float32) for name, width in widths.items()}
+    return Item(id, **{"arrays": arrays, **attributes})
+
+
+def some(count: int, start: int = 0, seed: int = 0, bundle: Bundle | None = None) -> list[Item]:
+    """Return items with labels and metadata to filter on."""
+    return [
+        item(
+            f"id {number}",
+            seed,
+            bundle,
+            label=None if number % 7 == 0 else f"kind {number % 5}",
+            metadata={"price": number % 20 / 2, "tags": ["even" if number % 2 == 0 else "odd", number % 3]},
+        )
+        for number in range(start, start + count)
+    ]

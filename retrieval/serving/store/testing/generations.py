@@ -1,0 +1,275 @@
+"""Cases: generations follow each other while items come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from retrieval.errors import DataError, StoreError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.store.contract import FEATURES, VECTOR, Generation, Item, Store, Superseded, widths_of
+from retrieval.serving.store.testing.bench import Bench, State, equal, item, normal, refused, some
+from retrieval.serving.store.testing.bundles import WIDTH, opened
+
+
+def embedded(items: Sequence[Item], bundle: Bundle, seed: int = 0) -> list[Item]:
+    """Return items with the arrays that `item` gives under a bundle."""
+    return [replace(one, arrays=item(one.id, seed, bundle).arrays) for one in items]
+
+
+def fill(store: Store, generation: Generation, state: State, bundle: Bundle, limit: int = 64) -> None:
+    """Give a generation arrays of all items that it has none of, in the store and in what it should hold."""
+    while items := store.pending(generation, limit):
+        assert len(items) <= limit, f"{len(items)} items pending, {limit} asked for"
+        made = embedded(items, bundle)
+        store.embed(generation, made)
+        state.update((one.id, replace(state[one.id], arrays=one.arrays)) for one in made)
+
+
+class GenerationCases(Bench):
+    """Begin, pending, embed, switch, back again, drop."""
+
+    other: Bundle
+
+    def setup_method(self) -> None:
+        """Make room, and a second bundle, whose vectors are wider."""
+        super().setup_method()
+        self.other = opened(seed=1, width=WIDTH + 5)
+
+    def test_the_first_generation(self) -> None:
+        """A new store serves one, which says what it is."""
+        store, bundle = self.store(), opened()
+        (served,) = store.generations()
+        found = (served.bundle, served.variant, dict(served.widths), served.spans, served.state)
+        equal(found, (bundle.sha256, None, widths_of(bundle), ((0, WIDTH),), "served"), "generation")
+        equal(Bundle.open(store.bundle(served), threads=1).sha256, bundle.sha256, "bundle that is kept")
+        equal(store.begin(bundle, widths_of(bundle)), served, "beginning the one that is served")
+        equal(store.pending(served, 10), [], "pending of the one that is served")
+
+    def test_spans_of_subspaces(self) -> None:
+        """A generation says which columns each sub-space has."""
+        (served,) = self.store(opened(subspaces=True)).generations()
+        equal(served.spans, ((0, WIDTH // 3), (WIDTH // 3, WIDTH)), "spans")
+
+    def test_a_generation_follows(self) -> None:
+        """It is filled beside the served one, refused while items are pending, then serves at once and whole."""
+        store, state = self.store(), State()
+        self.put(store, state, some(150))
+        began = store.begin(self.other, widths_of(self.other))
+        equal((began.state, began.bundle), ("building", self.other.sha256), "generation")
+        equal(store.begin(self.other, widths_of(self.other)), began, "begun twice")
+        equal([one.number for one in store.generations()], sorted({one.number for one in store.generations()}), "numbers")  # fmt: skip
+        equal(store.switch(began), False, "switch while all is pending")
+        items = store.pending(began, 100)
+        store.embed(began, embedded(items, self.other))
+        equal(store.switch(began), False, "switch while some are pending")
+        self.check(store, state)
+        after = {one.id: replace(state[one.id], arrays=item(one.id, 0, self.other).arrays) for one in items}
+        fill(store, began, (after := {**state, **after}), self.other)
+        self.check(store, state)
+        equal(store.switch(began), True, "switch")
+        self.check(store, after, self.other)
+        with refused(Superseded):
+            store.search(normal(1, WIDTH, 0), 3, opened().sha256)
+        with refused(Superseded):
+            store.upsert([item("old")], opened().sha256)
+        equal([one.state for one in store.generations()], ["kept", "served"], "states")
+        equal(store.switch(began), True, "switch to the one that is served")
+        self.check(self.again(store), after, self.other)
+
+    def test_writes_while_a_generation_is_built(self) -> None:
+        """Items that come, change and go meanwhile are pending again, or gone."""
+        store, state = self.store(), State()
+        self.put(store, state, some(60))
+        began = store.begin(self.other, widths_of(self.other))
+        items = store.pending(began, 40)
+        changed, gone, stays = items[0].id, items[1].id, items[2].id
+        self.put(store, state, [item(changed, 7), item("came")])
+        self.remove(store, state, [gone])
+        store.embed(began, embedded(items, self.other, seed=5))
+        left = {one.id for one in store.pending(began, 1000)}
+        assert {changed, "came"} <= left, f"changed, and not pending: {left}"
+        assert not {gone, stays} & left, f"gone or embedded, and pending: {left}"
+        after = dict(state)
+        done = [one.id for one in items if one.id not in (changed, gone)]
+        after.update((id, replace(state[id], arrays=item(id, 5, self.other).arrays)) for id in done)
+        fill(store, began, after, self.other)
+        self.put(store, state, [item("late")])
+        equal(store.switch(began), False, "switch with a late item")
+        after["late"] = state["late"]
+        fill(store, began, after, self.other)
+        equal(store.switch(began), True, "switch")
+        self.check(store, after, self.other)
+        self.check(self.again(store), after, self.other)
+
+    def test_back_again(self) -> None:
+        """The one that was served is kept, and serves again once it has what came, changed and went since."""
+        store, state = self.store(), State()
+        self.put(store, state, some(50))
+        (first,) = store.generations()
+        second = store.begin(self.other, widths_of(self.other))
+        after = dict(state)
+        fill(store, second, after, self.other)
+        equal(store.switch(second), True, "switch")
+        self.put(store, after, [item("came", 0, self.other), item("id 3", 2, self.other)], self.other)
+        self.remove(store, after, ["id 4"])
+        self.check(store, after, self.other)
+        equal(store.switch(first), False, "switch back with items pending")
+        equal({one.id for one in store.pending(first, 100)}, {"came", "id 3"}, "pending")
+        before = {
+            id: replace(one, arrays=state[id].arrays) if id in state else one for id, one in after.items()
+        }
+        fill(store, first, before, opened())
+        equal(store.switch(first), True, "switch back")
+        self.check(store, before)
+        equal([one.state for one in store.generations()], ["served", "kept"], "states")
+        self.check(self.again(store), before)
+
+    def test_items_that_are_left_out(self) -> None:
+        """They are not pending, not found and without arrays; the one before still has them."""
+        store, state = self.store(), State()
+        self.put(store, state, some(30))
+        (first,) = store.generations()
+        second = store.begin(self.other, widths_of(self.other))
+        items = store.pending(second, 100)
+        out = [one.id for one in items[:5]]
+        store.embed(second, embedded(items[5:], self.other), out)
+        equal(store.pending(second, 100), [], "pending")
+        equal(store.switch(second), True, "switch")
+        after = {
+            id: replace(one, arrays=item(id, 0, self.other).arrays)
+            for id, one in state.items()
+            if id not in out
+        }
+        for query, found in zip(
+            q := normal(3, WIDTH + 5, 0), store.search(q, 100, self.other.sha256), strict=True
+        ):
+            self.check_answer(query, found, after, self.other, 100)
+        equal(set(store.get(state)), set(state), "items are kept")
+        read = store.get(out, arrays=True)
+        assert all(not one.arrays for one in read.values()), "arrays of an item that was left out"
+        store.upsert([item(out[0], 3, self.other)], self.other.sha256)
+        (found,) = store.search(item(out[0], 3, self.other).vector[None], 1, self.other.sha256)
+        equal([one.id for one in found], [out[0]], "found once it was embedded")
+        fill(store, first, dict(state), opened())
+        equal(store.switch(first), True, "switch back")
+        (found,) = store.search(state[out[1]].vector[None], 1, opened().sha256)
+        equal([one.id for one in found], [out[1]], "found in the generation before")
+
+    def test_features_for_the_next_generation(self) -> None:
+        """Where features are kept, pending items come with them."""
+        bundle, width = opened(), 8
+        store = self.store(bundle, features=width)
+        given = [
+            replace(one, arrays={**one.arrays, FEATURES: features})
+            for one, features in zip(some(20), normal(20, width, 3), strict=True)
+        ]
+        store.upsert(given, bundle.sha256)
+        (found,) = store.search(given[0].vector[None], 1, bundle.sha256)
+        equal(found[0].id, "id 0", "nearest")
+        began = store.begin(self.other, widths_of(self.other, features=width))
+        items = store.pending(began, 100)
+        equal(len(items), 20, "pending")
+        for one in items:
+            expected = next(each for each in given if each.id == one.id).arrays[FEATURES]
+            assert np.array_equal(one.arrays[FEATURES], expected), f"features of {one.id}"
+        vectors = self.other.encode(np.stack([one.arrays[FEATURES] for one in items])).vector
+        made = [
+            replace(one, arrays={VECTOR: vector, FEATURES: one.arrays[FEATURES]})
+            for one, vector in zip(items, vectors, strict=True)
+        ]
+        store.embed(began, made)
+        equal(store.switch(began), True, "switch")
+        (found,) = store.search(vectors[4:5], 1, self.other.sha256)
+        equal(found[0].id, items[4].id, "nearest in the next generation")
+
+    def test_arrays_that_do_not_fit(self) -> None:
+        """Embedding refuses what `upsert` does, and what is neither embedded nor left out; nothing changes."""
+        store, state = self.store(), State()
+        self.put(store, state, some(6))
+        began = store.begin(self.other, widths_of(self.other))
+        bad: dict[str, Callable[[Item], Item]] = {
+            "the old bundle's": lambda one: item(one.id),
+            "NaN": lambda one: replace(one, arrays={VECTOR: np.full(WIDTH + 5, np.nan, np.float32)}),
+            "none": lambda one: replace(one, arrays={}),
+        }
+        for what, spoilt in bad.items():
+            items = store.pending(began, 10)
+            equal(len(items), 6, f"pending, before {what}")
+            with refused(DataError):
+                store.embed(began, [*embedded(items[1:], self.other), spoilt(items[0])])
+        items = store.pending(began, 10)
+        with refused(DataError, saying=items[2].id):
+            store.embed(began, embedded([*items[:2], *items[3:]], self.other))
+        with refused(DataError, saying="stranger"):
+            store.embed(began, [*embedded(items, self.other), item("stranger", 0, self.other)])
+        equal(len(store.pending(began, 10)), 6, "pending")
+        self.check(store, state)
+        fill(store, began, state, self.other)
+        equal(store.switch(began), True, "switch")
+        self.check(store, state, self.other)
+
+    def test_dropping(self) -> None:
+        """A generation that is not served goes, with its bundle; the served one stays, and so does what is searched."""
+        store, state = self.store(), State()
+        self.put(store, state, some(20))
+        (first,) = store.generations()
+        with refused(StoreError):
+            store.drop(first)
+        began = store.begin(self.other, widths_of(self.other))
+        store.embed(began, embedded(store.pending(began, 10), self.other), [])
+        store.drop(began)
+        equal([one.number for one in store.generations()], [first.number], "generations")
+        for call in (
+            lambda: store.drop(began),
+            lambda: store.switch(began),
+            lambda: store.pending(began, 5),
+            lambda: store.bundle(began),
+        ):
+            with refused(StoreError):
+                call()
+        self.check(store, state)
+        again = store.begin(self.other, widths_of(self.other))
+        assert again.number > began.number, "numbers count up"
+        fill(store, again, state, self.other)
+        equal(store.switch(again), True, "switch")
+        store.drop(next(one for one in store.generations() if one.state == "kept"))
+        self.check(store, state, self.other)
+        store = self.again(store)
+        equal([one.number for one in store.generations()], [again.number], "generations")
+        self.check(store, state, self.other)
+
+    def test_a_generation_of_no_items(self) -> None:
+        """An empty store switches at once."""
+        store = self.store()
+        began = store.begin(self.other, widths_of(self.other))
+        equal(store.pending(began, 10), [], "pending")
+        equal(store.switch(began), True, "switch")
+        self.check(store, State(), self.other)
+        state = State()
+        self.put(store, state, [item("a", 0, self.other)], self.other)
+        self.check(store, state, self.other)
+
+    def test_going_on_after_reopening(self) -> None:
+        """What was embedded before is not pending again."""
+        store, state = self.store(), State()
+        self.put(store, state, some(40))
+        began = store.begin(self.other, widths_of(self.other))
+        items = store.pending(began, 15)
+        store.embed(began, embedded(items, self.other))
+        store = self.again(store)
+        equal(
+            store.begin(self.other, widths_of(self.other)).number,
+            began.number,
+            "the generation that was begun",
+        )
+        left = {one.id for one in store.pending(began, 100)}
+        equal(left, set(state) - {one.id for one in items}, "pending")
+        state.update(
+            (one.id, replace(state[one.id], arrays=item(one.id, 0, self.other).arrays)) for one in items
+        )
+        fill(store, began, state, self.other)
+        equal(store.switch(began), True, "switch")
+        self.check(store, state, self.other)

@@ -1,0 +1,138 @@
+"""Cases: what a search proposes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from retrieval.serving.filters import parse_filter
+from retrieval.serving.store.contract import CODE, VECTOR, Item
+from retrieval.serving.store.testing.bench import Bench, State, equal, item, normal, some
+from retrieval.serving.store.testing.bundles import WIDTH, opened
+
+FILTERS = [
+    "id = 'id 3'",
+    "id >= 'id 5'",
+    "label = 'kind 2'",
+    "label != 'kind 2'",
+    "not label = 'kind 2'",
+    "exists(label)",
+    "not exists(label)",
+    "price < 2",
+    "price >= 2 and price < 7.5",
+    "price = 3 or label in ('kind 1', 'kind 4')",
+    "price not in (1, 2, 3)",
+    "price = '3'",
+    "tags = 'odd'",
+    "tags = 2",
+    "tags != 'odd'",
+    "not tags = 'odd'",
+    "nested.deep.flag = true",
+    "nested.deep.flag = null",
+    "exists(nested.deep)",
+    'nested."a b" > -1e-3',
+    'nested."a b" = 0',
+    "text > 'é'",
+    "text = 'É'",
+    "price < 2 and not (tags = 'odd' or label = 'kind 0')",
+]
+"""Filters over the items of `test_filters`, of every kind that the language has."""
+
+
+class SearchCases(Bench):
+    """Searching, with and without filters, sub-spaces and codes."""
+
+    def test_an_empty_store(self) -> None:
+        """Nothing is found, and nothing fails."""
+        store = self.store()
+        self.check(store, State())
+        equal(store.search(normal(0, WIDTH, 0), 5, opened().sha256), [], "answers to no queries")
+        equal(store.scan(), [], "scan")
+        self.check(store := self.again(store), State())
+
+    def test_more_than_there_are(self) -> None:
+        """Asked for more than there are, or match, all are proposed."""
+        store, state = self.store(), State()
+        self.put(store, state, some(20))
+        self.check(store, state, count=1000)
+        self.check(store, state, where="price < 1", count=1000)
+        self.check(store, state, count=1)
+
+    def test_filters(self) -> None:
+        """Search, scan, count and delete agree with `filters.matches`, for filters of every kind."""
+        nested = [
+            {"deep": {"flag": True}, "a b": 0},
+            {"deep": {"flag": None}, "a b": -0.5},
+            {"deep": {}, "a b": 1e300},
+            {"deep": 1},
+            {},
+        ]
+        texts = ["é", "e\u0301", "É", "z", "\U0001f600"]
+        given = [
+            replace(one, metadata={**one.metadata, "nested": nested[at % 5], "text": texts[at % 4]})
+            for at, one in enumerate(some(self.filtered))
+        ]
+        store, state = self.store(), State()
+        self.put(store, state, given)
+        for where in FILTERS:
+            self.check(store, state, where=where)
+        self.check(store, state, where="price < 2", count=3)
+        self.put(store, state, [replace(one, label="kind 2") for one in given[:40]])
+        self.remove(store, state, [f"id {number}" for number in range(50, 100)])
+        store = self.again(store)
+        for where in FILTERS[::3]:
+            self.check(store, state, where=where)
+
+    def test_a_filter_that_nothing_matches(self) -> None:
+        """A field that items have, and a value that none has."""
+        store, state = self.store(), State()
+        self.put(store, state, some(10))
+        self.check(store, state, where="price = 1000")
+        equal(store.delete(where=parse_filter("price = 1000")), 0, "deleted")
+
+    def test_equal_vectors(self) -> None:
+        """Of many items in one place, as many are proposed as were asked for."""
+        store = self.store()
+        vector = normal(1, WIDTH, 0)
+        store.upsert([Item(f"same {n}", arrays={VECTOR: vector[0]}) for n in range(50)], opened().sha256)
+        (found,) = store.search(vector, 7, opened().sha256)
+        equal(len({one.id for one in found}), 7, "items proposed")
+
+    def test_large_small_and_distant_numbers(self) -> None:
+        """Vectors far from zero, tiny and large ones are told apart as float64 does."""
+        for what, scale, offset in (("distant", 1, 3000), ("tiny", 1e-12, 0), ("large", 1e12, 0)):
+            store, state = self.store(), State()
+            moved = [
+                Item(f"{what} {n}", arrays={VECTOR: (vector * scale + offset).astype(np.float32)})
+                for n, vector in enumerate(normal(200, WIDTH, 5))
+            ]
+            self.put(store, state, moved)
+            queries = (normal(5, WIDTH, 6) * scale + offset).astype(np.float32)
+            for query, found in zip(queries, store.search(queries, 7, opened().sha256), strict=True):
+                self.check_answer(query, found, state, opened(), 7)
+            store.close()
+            self.destroy(self.place)
+            self.place.mkdir(exist_ok=True)
+
+    def test_subspaces(self) -> None:
+        """Each sub-space proposes its own nearest items."""
+        bundle = opened(subspaces=True)
+        store, state = self.store(bundle), State()
+        self.put(store, state, some(300, bundle=bundle), bundle)
+        self.check(store, state, bundle)
+        self.check(store, state, bundle, where="price < 3")
+        self.check(store := self.again(store), state, bundle)
+
+    def test_codes(self) -> None:
+        """Items come with their codes, by which a bundle with a rescorer orders them."""
+        bundle = opened(rescorer=True)
+        store, state = self.store(bundle), State()
+        self.put(store, state, some(60, bundle=bundle), bundle)
+        self.put(store, state, [item("id 3", 1, bundle)], bundle)
+        for _ in range(2):
+            self.check(store, state, bundle)
+            (found,) = store.search(normal(1, WIDTH, 1), 5, bundle.sha256)
+            assert all(set(one.arrays) >= {VECTOR, CODE} for one in found), "an item without its code"
+            equal(set(store.get(["id 3"], arrays=True)["id 3"].arrays), {VECTOR, CODE}, "arrays")
+            store = self.again(store)

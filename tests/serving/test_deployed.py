@@ -1,0 +1,141 @@
+"""What `deploy/` starts, for real: the server with the image's and compose's options, and nginx with its configuration in front."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import wire
+import yaml
+from retrieval.serving.http.keys import add_key, new_key
+from retrieval.serving.http.settings import HEALTH
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+
+
+def test_what_compose_and_docker_run_start_answers_prometheus_and_takes_keys(
+    served: Any, index_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the service's name, as Prometheus asks; the same options on free ports, the keys in the variable that both set."""
+    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"(?m)^docker run (.*)$", page)
+    assert "-e RETRIEVAL_KEYS=/keys" in line and '-v "$PWD/keys.jsonl:/keys:ro"' in line
+    assert '--user "$(id -u):$(id -g)"' in line
+    sent, kept = new_key("shop", "read")
+    add_key(tmp_path / "keys.jsonl", kept)
+    monkeypatch.setenv("RETRIEVAL_KEYS", str(tmp_path / "keys.jsonl"))
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+    (text,) = re.findall(r"(?m)^CMD (.*)$", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
+    image = json.loads(text)
+    for words in (image, compose["services"]["retrieval"]["command"]):
+        text = " ".join(words[1:]).replace("${HOST:-localhost}", "photos.example")
+        free = socket.create_server(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        text = re.sub(r"--health-port[= ]\d+", f"--health-port {port}", re.sub(r"--port[= ]\d+", "", text))
+        server = served(index_path, *text.split())
+        for path in HEALTH:
+            assert wire.ask(port, wire.get(path, host=f"retrieval:{port}")).status == 200, path
+        assert wire.ask(port, wire.get("/v1/index", host="retrieval")).status == 404
+        assert wire.ask(server.port, wire.get("/v1/index", host="localhost")).status == 401
+        said = wire.get("/v1/index", f"Authorization: Bearer {sent}", host="localhost")
+        assert wire.ask(server.port, said).status == 200
+
+
+@pytest.fixture
+def proxied(served: Any, index_path: Path, tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """A server behind nginx with the configuration of `deploy/`, on free ports, with a certificate of its own."""
+    if shutil.which("nginx") is None or shutil.which("openssl") is None:
+        pytest.skip("nginx or openssl is not here")
+    server = served(index_path, "--open", "read", "--proxy-header-from", "127.0.0.1", "--log-format", "json")
+    certificates = tmp_path / "certificates"
+    certificates.mkdir()
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2",
+         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", certificates / "privkey.pem", "-out", certificates / "fullchain.pem"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    text = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
+    for said, here in (
+        ("/tmp/", f"{tmp_path}/"),
+        ("retrieval:8000", f"127.0.0.1:{server.port}"),
+        ("listen 8443 ssl", f"listen 127.0.0.1:{port} ssl"),
+        ("/certificates", str(certificates)),
+        ("client_header_timeout 15s", "client_header_timeout 2s"),  # as it is but for the test's time
+        ("client_body_timeout   15s", "client_body_timeout   2s"),
+    ):
+        assert said in text, said
+        text = text.replace(said, here)
+    (tmp_path / "nginx.conf").write_text(text)
+    nginx = ["nginx", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]
+    checked = subprocess.run([*nginx, "-t"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    process = subprocess.Popen([*nginx, "-g", "daemon off;"], stderr=subprocess.DEVNULL)
+    trusted = ssl.create_default_context(cafile=str(certificates / "fullchain.pem"))
+
+    def open_() -> ssl.SSLSocket:
+        return trusted.wrap_socket(
+            socket.create_connection(("127.0.0.1", port), 30), server_hostname="localhost"
+        )
+
+    def ask(request: bytes) -> wire.Answer:
+        with open_() as connection:
+            connection.sendall(request)
+            return wire.read_answer(connection)
+
+    def up() -> bool:
+        with contextlib.suppress(OSError):
+            return ask(wire.get("/livez")).status == 200
+        return False
+
+    try:
+        wire.until(up)
+        yield SimpleNamespace(server=server, open=open_, ask=ask)
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def test_the_proxy_ends_tls_gathers_slow_requests_and_limits_rates_and_connections(proxied: Any) -> None:
+    search = wire.vector()
+    assert wire.found(proxied.ask(search.replace(b"\r\n", b"\r\nX-Forwarded-For: 203.0.113.7\r\n", 1)))
+    assert proxied.ask(wire.get("/metrics")).status == 404
+    too_large = search.replace(b"Content-Length: ", b"Content-Length: 9999999")
+    assert proxied.ask(too_large).status == 413
+    with proxied.open() as dripping, proxied.open() as stalled:  # neither comes as far as the server
+        dripping.sendall(b"GET /v1/index HTTP/1.1\r\nHost: localhost\r\nX: ")
+        stalled.sendall(search[:-5])
+        assert wire.read_answer(dripping).status in (0, 408)
+        assert wire.read_answer(stalled).status in (0, 408)
+    time.sleep(3)  # the rate's allowance comes back
+    with proxied.open() as hasty:  # on one connection: a handshake for each would keep the rate
+        hasty.sendall(wire.get("/livez") * 199 + wire.get("/livez", "Connection: close"))
+        answers = b"".join(iter(lambda: hasty.recv(65_536), b""))
+    assert answers.count(b"HTTP/1.1 200") >= 40 and answers.count(b"HTTP/1.1 429") > 20
+    time.sleep(3)
+    with contextlib.ExitStack() as held:
+        crowd = [held.enter_context(proxied.open()) for _ in range(40)]
+        for one in crowd:
+            one.sendall(search[:-5])  # a request under way counts as a connection
+        answers = [wire.read_answer(one).status for one in crowd]
+    assert 8 <= answers.count(429) < 40 and set(answers) <= {0, 408, 429}
+    proxied.server.process.terminate()
+    log = proxied.server.process.communicate(timeout=20)[1]
+    lines = [json.loads(line) for line in log.splitlines() if '"/v1/search"' in line]
+    # the client's own word for who it is counts for nothing, and nothing slow came through
+    assert {line["client"] for line in lines} == {"127.0.0.1"} and {line["status"] for line in lines} == {200}
+    assert "/v1/index" not in log

@@ -1,0 +1,96 @@
+"""Filters say of a local index what `matches` says, whether they are asked of the record or of columns in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from retrieval.serving.filters import Compare, Exists, In, matches, parse_filter
+from retrieval.serving.store import columns, searches
+from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.testing.bundles import WIDTH, opened
+from retrieval.serving.store.writing import create_local
+
+KINDS: list[Any] = [
+    7, 7.0, -0.0, 0, 12.5, 2**53, 1e300, 5e-324, "7", "shoe", "", "é💥", True, False, None, [], [7, "shoe"], [[7]], [{"x": 7}], [None, True],
+    {}, {"x": 7},
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searches, "_SMALL", 0)  # filters are looked up as those of a large index
+    monkeypatch.setattr(columns, "_PAGE", 7)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    create_local(tmp_path / "i", opened(), widths_of(opened()))
+    with LocalStore(tmp_path / "i", upkeep=False) as made:
+        yield made
+
+
+def found(store: LocalStore, where: Any) -> set[str]:
+    (answer,) = store.search(np.zeros((1, WIDTH), np.float32), 10_000, opened().sha256, where=where)
+    return {item.id for item in answer}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_columns_agree_with_python(store: LocalStore, agree: Any, data: st.DataObject) -> None:
+    agree(store, data)
+
+
+@pytest.mark.parametrize("op", ["=", "!=", "<", "<=", ">", ">="])
+def test_every_kind_of_value_against_every_other(store: LocalStore, op: str) -> None:
+    arrays = {"vector": np.ones(WIDTH, np.float32)}
+    items = [Item(f"kind {n}", None, {"x": kind}, arrays=arrays) for n, kind in enumerate(KINDS)]
+    items += [Item(f"label {text}", text, {}, arrays=arrays) for text in ("7", "shoe", "Z")]
+    store.upsert(items, opened().sha256)
+    for value in [one for one in KINDS if not isinstance(one, list | dict)]:
+        if op not in ("=", "!=") and (value is None or isinstance(value, bool)):
+            continue
+        for field in (("x",), ("x", "x"), "label"):
+            for where in (Compare(field, op, value), In(field, (value, "shoe", True)), Exists(field)):  # type: ignore[arg-type]
+                expected = {one.id for one in items if matches(where, one.id, one.label, one.metadata)}
+                assert found(store, where) == expected, where
+
+
+def test_columns_grow_and_forget(store: LocalStore) -> None:
+    arrays = {"vector": np.ones(WIDTH, np.float32)}
+    where, there = parse_filter("x >= 5 and y = 1"), dict[str, int]()
+    for turn in range(6):
+        new = {f"id {n}": n % 13 for n in range(turn * 9, turn * 11 + 5)}
+        store.upsert(
+            [Item(id, None, {"x": x, "y": 1}, arrays=arrays) for id, x in new.items()], opened().sha256
+        )
+        there |= new
+        gone = sorted(there)[turn]
+        store.delete([gone])
+        del there[gone]
+        if turn == 3:
+            store.compact()
+        assert found(store, where) == {id for id, x in there.items() if x >= 5}
+        assert found(store, parse_filter(f"x = {turn}")) == {id for id, x in there.items() if x == turn}
+
+
+def test_a_field_that_does_not_fit_is_asked_of_the_record(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "_TEXTS", 10)
+    arrays = {"vector": np.ones(WIDTH, np.float32)}
+    items = [
+        Item(f"id {n}", None, {"text": f"t {n}", "n": n, "big": 2**60 + n}, arrays=arrays) for n in range(30)
+    ]
+    store.upsert(items, opened().sha256)
+    for where in ("text = 't 3'", "n >= 10 and text != 't 3'", "n > 28 or big = 1", "id = 'id 3'"):
+        chosen = parse_filter(where)
+        expected = {one.id for one in items if matches(chosen, one.id, one.label, one.metadata)}
+        assert found(store, chosen) == expected
+    assert store.searches.columns._unfit == {("text",), ("big",)}

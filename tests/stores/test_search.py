@@ -1,0 +1,284 @@
+"""Exact search answers as plain arithmetic in float64 does, ties by row, for whatever vectors."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from retrieval.errors import StoreError
+from retrieval.serving.store import search
+from retrieval.serving.store.search import Companion, nearest
+
+Array = Any
+
+
+def brute(queries: Array, vectors: Array, k: int, *, keep: Array = None, span: Array = None, **_: Any) -> Any:
+    """The nearest by Σ (q − x)² in float64, equal distances by row."""
+    columns = slice(None) if span is None else slice(*span)
+    squared = np.full((len(queries), k), np.inf)
+    rows = np.full((len(queries), k), -1, np.int64)
+    kept = np.arange(len(vectors)) if keep is None else np.flatnonzero(keep)
+    for number, query in enumerate(queries):
+        apart = query[columns].astype(np.float64) - vectors[kept, columns].astype(np.float64)
+        every = np.einsum("ij,ij->i", apart, apart)
+        order = np.argsort(every, kind="stable")[:k]
+        squared[number, : len(order)], rows[number, : len(order)] = every[order], kept[order]
+    return squared, rows
+
+
+def agree(queries: Array, vectors: Array, k: int, **options: Any) -> None:
+    """Hold `nearest` to the plain search, to the last tie."""
+    squared, rows = nearest(queries, vectors, k, **options)
+    true, wanted = brute(queries, vectors, k, **options)
+    assert squared.dtype == np.float64 and rows.dtype == np.int64
+    np.testing.assert_array_equal(squared, true)
+    np.testing.assert_array_equal(rows, wanted)
+
+
+def normal(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def low_rank(count: int, width: int = 24, seed: int = 0) -> Any:
+    """Vectors that lie near 5 directions, as those of images lie near few."""
+    random = np.random.default_rng(seed)
+    directions = np.random.default_rng(9).standard_normal((5, width))
+    noise = 0.05 * random.standard_normal((count, width))
+    return (random.standard_normal((count, 5)) @ directions + noise).astype(np.float32)
+
+
+def scaled(x: Array, factors: Array) -> Any:
+    return x * np.asarray(factors, np.float32)[:, None]
+
+
+KINDS: dict[str, Callable[[Array], Array]] = {
+    "plain": lambda x: x,
+    "a common offset": lambda x: x + np.float32(1e4),
+    "an offset beyond float32": lambda x: x * np.float32(1e-4) + np.float32(1e4),
+    "some rows far away": lambda x: x + 1e5 * (np.arange(len(x)) % 7 == 3)[:, None].astype("f4"),
+    "duplicates": lambda x: np.repeat(x[:7], -(-len(x) // 7), axis=0)[: len(x)],
+    "tiled": lambda x: np.tile(x[:40], (-(-len(x) // 40), 1))[: len(x)],
+    "all equal": np.ones_like,
+    "zeros": np.zeros_like,
+    "near-duplicates": lambda x: (x[:1] + x * np.float32(1e-6)).astype(np.float32),
+    "one rounding apart": lambda x: (1 + np.round(x) * np.float32(2.0**-23)).astype(np.float32),
+    "float16's numbers": lambda x: (100 * x).astype(np.float16).astype(np.float32),
+    "whole numbers": lambda x: np.round(x),
+    "subnormal": lambda x: (np.round(x * 3) * np.float32(1e-45)).astype(np.float32),
+    "small": lambda x: x * np.float32(1e-30),
+    "huge": lambda x: x * np.float32(1e37),
+    "of all sizes": lambda x: scaled(x, 10.0 ** np.linspace(-18, 18, len(x))),
+    "some huge": lambda x: scaled(x, np.where(np.arange(len(x)) % 11 == 5, 1e37, 1)),
+    "farthest first": lambda x: scaled(x, np.linspace(9, 0.1, len(x))),
+    "nearest first": lambda x: scaled(x, np.linspace(0.1, 9, len(x))),
+    "unit length": lambda x: x / np.linalg.norm(x, axis=1, keepdims=True),
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks, groups and parts of few rows, and no pair in doubt that is allowed for nothing."""
+    for name, value in {
+        "_FIRST_ROWS": 32,
+        "_BLOCK_PAIRS": 800,
+        "_BLOCK_NUMBERS": 900,
+        "_PART_NUMBERS": 150,
+        "_PAIR_NUMBERS": 700,
+        "_PAIRS": 500,
+        "_QUERIES": 5,
+        "_DOUBT_LEAST": 0,
+        "_COMPANION_NUMBERS": 0,
+    }.items():
+        monkeypatch.setattr(search, name, value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_as_in_float64(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_COMPANION_NUMBERS", 0)
+    vectors = np.ascontiguousarray(KINDS[kind](low_rank(2400)), np.float32)
+    noise = np.ascontiguousarray(KINDS[kind](normal(count, 24, seed=1)), np.float32)
+    queries = vectors[5 : 5 + 100 * count : 100] + noise * np.float32(1e-3)
+    options: list[dict[str, Any]] = [
+        {},
+        {"keep": np.arange(2400) % 3 > 0},
+        {"keep": np.arange(2400) % 50 == 0},
+        {"span": (3, 19)},
+        {"span": (3, 19), "keep": np.arange(2400) % 50 != 7, "threads": 2},
+        {"threads": 3},
+    ]
+    if (companion := Companion.build(vectors)) is not None:
+        options += [{"companion": companion}, {"companion": companion, "threads": 2}]
+        options += [{"companion": companion, "keep": np.arange(2400) % 3 > 0}]
+        options += [{"companion": companion, "keep": np.arange(2400) % 50 == 0}]
+    for some in options:
+        agree(queries, vectors, 10, **some)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("small_blocks")
+def test_as_in_float64_block_by_block(kind: str) -> None:
+    vectors = np.ascontiguousarray(KINDS[kind](normal(500, 12)), np.float32)
+    keep = np.arange(500) % 4 != 1
+    companion = Companion.build(vectors)
+    for queries in (vectors[[3]], vectors[::60] + np.float32(1e-4)):
+        for k in (1, 7, 500, 600):
+            agree(queries, vectors, k)
+            agree(queries, vectors, k, companion=companion)
+        agree(queries, vectors, 9, keep=keep, threads=2)
+        agree(queries, vectors, 9, keep=keep, companion=companion)
+        agree(queries, vectors, 9, keep=~keep, span=(0, 5))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_whatever_the_numbers(data: st.DataObject) -> None:
+    draw = data.draw
+    width, count = draw(st.integers(1, 6)), draw(st.integers(0, 60))
+    number = st.one_of(
+        st.floats(-(2.0**127), 2.0**127, width=32),
+        st.floats(-2, 2, width=16),
+        st.sampled_from([0.0, -0.0, 1.0, 1e-45, 1e4, 1e4 + 2.0**-10]),
+    )
+    pool = draw(st.lists(st.lists(number, min_size=width, max_size=width), min_size=1, max_size=8))
+    table = np.array(pool, np.float32)
+    pick = st.integers(0, len(pool) - 1)
+    vectors = table[draw(st.lists(pick, min_size=count, max_size=count))].reshape(count, width)
+    queries = table[draw(st.lists(pick, max_size=80))].reshape(-1, width)
+    masks = st.lists(st.booleans(), min_size=count, max_size=count)
+    keep = draw(st.none() | masks.map(lambda x: np.array(x, bool)))
+    first = draw(st.integers(0, width - 1))
+    span = draw(st.none() | st.integers(first + 1, width).map(lambda last: (first, last)))
+    k, threads = draw(st.integers(1, 70)), draw(st.sampled_from([1, 2, 5]))
+    agree(queries, vectors, k, keep=keep, span=span, threads=threads)
+
+
+def test_none_to_find() -> None:
+    vectors, queries = normal(20, 4), normal(2, 4)
+    for squared, rows in (
+        nearest(queries, vectors[:0], 3),
+        nearest(queries, vectors, 3, keep=np.zeros(20, bool)),
+    ):
+        assert np.isposinf(squared).all() and (rows == -1).all() and rows.shape == (2, 3)
+    assert nearest(queries[:0], vectors, 3)[1].shape == (0, 3)
+
+
+def test_more_rows_as_near_as_the_last_than_faiss_keeps() -> None:
+    random = np.random.default_rng(0)
+    vectors = normal(6000, 32)
+    vectors[random.permutation(6000)[:100]] = vectors[17]
+    for count in (1, 3, 9):
+        agree(vectors[[17, *range(1, count)]] + np.float32(0.01), vectors, 10)
+
+
+def test_a_read_only_memory_map(tmp_path: Path) -> None:
+    vectors, queries = normal(700, 16), normal(6, 16, seed=3)
+    (tmp_path / "vectors").write_bytes(bytes(4096) + vectors.tobytes())
+    mapped = np.memmap(tmp_path / "vectors", np.float32, "r", 4096, (700, 16))
+    agree(queries, mapped, 10)
+    agree(queries[:1], mapped, 10)
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_memory_is_bounded(count: int) -> None:
+    vectors = normal(200_000, 32)
+    queries, keep = vectors[:count] + np.float32(0.1), np.arange(200_000) % 5 > 0
+    assert _peak(lambda: nearest(queries, vectors, 10)) < 24_000_000 < vectors.nbytes
+    assert _peak(lambda: nearest(queries, vectors, 10, keep=keep)) < 24_000_000
+
+
+@pytest.mark.parametrize(("count", "rows"), [(1, 400_000), (40, 10_000), (256, 4_000)])
+def test_memory_is_bounded_where_all_rows_are_equal(count: int, rows: int) -> None:
+    vectors = np.ones((rows, 32), np.float32)
+    assert _peak(lambda: nearest(vectors[:count], vectors, 10)) < 100_000_000
+
+
+def _peak(work: Callable[[], Any]) -> int:
+    """Return the most bytes that Python's allocators held meanwhile."""
+    work()
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_many_threads_at_a_time() -> None:
+    vectors, queries = normal(20_000, 16), normal(64, 16, seed=4)
+    true = brute(queries, vectors, 5)[1]
+    with ThreadPoolExecutor(8) as pool:
+        parts = pool.map(lambda n: nearest(queries[n : n + n % 9 + 1], vectors, 5)[1], range(50))
+        for first, rows in enumerate(parts):
+            assert np.array_equal(rows, true[first : first + first % 9 + 1])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"k": 0}, "at least 1"),
+        ({"threads": 0}, "at least 1"),
+        ({"queries": np.zeros((2, 5), np.float32)}, "do not fit"),
+        ({"vectors": np.zeros((9, 4))}, "float32"),
+        ({"vectors": np.zeros((4, 9), np.float32).T}, "C-contiguous"),
+        ({"keep": np.ones(9, np.uint8)}, "keep"),
+        ({"keep": np.ones(8, bool)}, "keep"),
+        ({"span": (2, 2)}, "span"),
+        ({"span": (0, 5)}, "span"),
+        ({"companion": Companion.build(low_rank(100))}, "companion"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(options: dict[str, Any], sentence: str) -> None:
+    fitting: dict[str, Any] = {
+        "queries": np.zeros((2, 4), np.float32),
+        "vectors": np.zeros((9, 4), np.float32),
+        "k": 3,
+    }
+    with pytest.raises(ValueError, match=sentence):
+        nearest(**fitting | options)
+
+
+def test_a_companion_is_read_in_place_of_the_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_COMPANION_NUMBERS", 0)
+    vectors, queries = low_rank(3000), low_rank(9, seed=1)
+    companion = Companion.build(vectors)
+    assert companion is not None and companion.table.shape[1] < 24 / 2 + 1
+    tables, scan = [], search._Scan.run
+    monkeypatch.setattr(
+        search._Scan, "run", lambda self, *given: (tables.append(self.table), scan(self, *given))[1]
+    )
+    for count in (1, 9):
+        agree(queries[:count], vectors, 10, companion=companion)
+    assert [len(table[0]) for table in tables] == [companion.table.shape[1]] * 2
+
+
+def test_vectors_that_fill_all_directions_have_no_companion() -> None:
+    assert Companion.build(normal(3000, 24)) is None
+    assert Companion.build(low_rank(30)) is None  # too few to tell
+    assert Companion.build(low_rank(3000) * np.float32(1e37)) is None
+
+
+def test_a_companion_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_COMPANION_NUMBERS", 0)
+    vectors = low_rank(3000)
+    companion = Companion.build(vectors)
+    assert companion is not None
+    path = tmp_path / "companion"
+    companion.save(path)
+    loaded = Companion.load(path, 3000, 24)
+    assert isinstance(loaded.table, np.memmap) and np.array_equal(loaded.table, companion.table)
+    agree(low_rank(5, seed=2), vectors, 10, companion=loaded)
+    with pytest.raises(StoreError, match="another type or shape"):
+        Companion.load(path, 2999, 24)
+    whole = path.read_bytes()
+    for broken in (whole[:-4], whole[:300], b"", b"x" * 500, whole + b"1234"):
+        path.write_bytes(broken)
+        with pytest.raises(StoreError):
+            Companion.load(path, 3000, 24)

@@ -1,0 +1,219 @@
+"""Several processes write to one index, whichever name each knows it by: all in turn, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from retrieval.errors import StoreError
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.store import record, upkeep
+from retrieval.serving.store.check import check_record
+from retrieval.serving.store.contract import Item, StoreUnavailable, widths_of
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.writing import claimed, create_local
+
+WRITER = """
+import sys, time
+import numpy as np
+from pathlib import Path
+from retrieval.serving.store import structure, upkeep
+from retrieval.serving.store.contract import Item
+from retrieval.serving.store.local import LocalStore
+
+upkeep._LEAST_DEAD = structure.LEAST = upkeep.LEAST = 200
+path, who, seconds, count, reopen = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "reopen"
+rng, end, done = np.random.default_rng(len(who)), time.monotonic() + seconds, 0
+store = LocalStore(Path(path))
+bundle = store.generations()[0].bundle
+while time.monotonic() < end:
+    items = [Item(f"{who} {done + n}", arrays={"vector": rng.normal(size=16)}) for n in range(count)]
+    store.upsert(items, bundle)
+    done += count
+    print(done, flush=True)  # acknowledged
+    if done % (7 * count) == 0:
+        store.delete([f"{who} {n}" for n in range(done - 2 * count, done - count)])
+        print("-", done - 2 * count, done - count, flush=True)
+    if done % (15 * count) == 0:
+        store.compact()
+    if reopen:
+        store.close()
+        store = LocalStore(Path(path))
+store.close()
+"""
+
+
+@pytest.fixture
+def bundle(plain_bundle: Path) -> Bundle:
+    return Bundle.open(plain_bundle, threads=1)
+
+
+@pytest.fixture
+def index(tmp_path: Path, bundle: Bundle) -> Path:
+    create_local(tmp_path / "index", bundle, widths_of(bundle))
+    return tmp_path / "index"
+
+
+def run(jobs: list[list[object]], seconds: float) -> list[set[str]]:
+    """Run writers at a time; return the ids that each of them was told are there."""
+    line = [sys.executable, "-c", WRITER]
+    processes = [
+        subprocess.Popen(
+            [*line, str(path), who, str(seconds), str(count), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for path, who, count, how in jobs  # type: ignore[misc]
+    ]
+    there = []
+    for process, (_, who, count, _) in zip(processes, jobs, strict=True):
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        ids: set[str] = set()
+        for line_ in out.splitlines():
+            if line_.startswith("-"):
+                _, start, stop = line_.split()
+                ids -= {f"{who} {n}" for n in range(int(start), int(stop))}
+            else:
+                ids |= {f"{who} {n}" for n in range(int(line_) - int(count), int(line_))}  # type: ignore[call-overload]
+        there.append(ids)
+    return there
+
+
+def holds(index: Path, bundle: Bundle, ids: set[str]) -> None:
+    assert check_record(index, lambda count: None) == ([], [])
+    with LocalStore(index, upkeep=False) as store:
+        assert {one.id for one in store.scan(limit=10**6)} == ids
+        read = store.get(ids, arrays=True)
+        assert all(one.arrays for one in read.values())
+        found = store.search(np.zeros((1, 16), np.float32), len(ids), bundle.sha256)[0]
+        assert {one.id for one in found} == ids
+
+
+def test_processes_write_in_turn_and_nothing_is_lost(index: Path, bundle: Bundle) -> None:
+    there = run([[index, "big", 500, "once"], [index, "a", 1, "once"], [index, "bb", 3, "reopen"]], 6)
+    assert all(there)
+    holds(index, bundle, set().union(*there))
+
+
+def test_two_names_of_one_folder(index: Path, bundle: Bundle, tmp_path: Path) -> None:
+    """As `docker run -v photos.index:/index` and a command on the host see it."""
+    (tmp_path / "mounted").mkdir()
+    line = ["mount", "--bind", index, tmp_path / "mounted"]
+    if shutil.which("mount") is None or subprocess.run(line, capture_output=True).returncode:
+        pytest.skip("nothing may be mounted here")
+    try:
+        there = run([[tmp_path / "mounted", "big", 2000, "once"], [index, "small", 1, "reopen"]], 6)
+    finally:
+        subprocess.run(["umount", "-l", tmp_path / "mounted"], check=True)
+    assert all(there)
+    holds(index, bundle, set().union(*there))
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
+def test_two_users_one_of_whom_may_not_write_beside_the_folder(bundle: Bundle, tmp_path: Path) -> None:
+    index = tmp_path / "index"
+    create_local(index, bundle, widths_of(bundle))
+    for path in [index, *index.rglob("*")]:
+        os.chown(path, 12345, 12345)
+    vectors = np.eye(16, dtype=np.float32)
+
+    def written(id: str, at: int) -> None:
+        with LocalStore(index, upkeep=False) as store:
+            store.upsert([Item(id, arrays={"vector": vectors[at]})], bundle.sha256)
+            store.compact()
+
+    reading = [parent for parent in tmp_path.parents if parent.stat().st_mode & 0o5 != 0o5]
+    before = {parent: parent.stat().st_mode for parent in [tmp_path, *reading]}
+    try:
+        for parent in before:
+            parent.chmod(0o755)
+        for turn in range(3):
+            child = os.fork()
+            if not child:
+                try:
+                    os.setgid(12345)
+                    os.setuid(12345)
+                    assert not os.access(tmp_path, os.W_OK)
+                    written(f"user {turn}", turn)
+                    os._exit(0)
+                except BaseException as fault:
+                    os.write(2, repr(fault).encode())
+                    os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0
+            written(f"root {turn}", 8 + turn)
+    finally:
+        for parent, mode in before.items():
+            parent.chmod(mode)
+    holds(index, bundle, {f"{who} {turn}" for who in ("user", "root") for turn in range(3)})
+
+
+def test_who_waits_too_long_is_told(index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "_BUSY_SECONDS", 0.2)
+    item = Item("mine", arrays={"vector": np.zeros(16, np.float32)})
+    with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
+        store.upsert([item], bundle.sha256)
+        with (
+            other.record.writing(),
+            pytest.raises(
+                StoreUnavailable, match=r"others have been writing to it for .* seconds\. Try again\."
+            ),
+        ):
+            store.upsert([item], bundle.sha256)
+        assert store.upsert([item], bundle.sha256) == 1
+
+
+def test_work_is_claimed_by_one_process(index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "_WAIT", 0.2)
+    with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
+        store.upsert([Item("a", arrays={"vector": np.zeros(16, np.float32)})], bundle.sha256)
+        with (
+            claimed(other.record, 1, 0),
+            pytest.raises(StoreError, match=rf"Process {os.getpid()} on .* is compacting the index"),
+        ):
+            store.compact()
+        store.compact()
+        for owner, until in (
+            (f"process {2**22 + 1} on {os.uname().nodename}", 1e12),
+            ("process 1 on elsewhere", 1.0),
+        ):
+            with store.record.writing() as (connection, _):
+                connection.execute(
+                    "insert into claims values (?,?,?,?)", ("generation 1", owner, until, "stem")
+                )
+            began = time.monotonic()
+            store.compact()  # whose process has ended, or whose time is over, has it no more
+            assert time.monotonic() - began < 20
+
+
+def test_a_claim_that_was_lost_changes_nothing(
+    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes back after its claim has expired finds that another has done the work."""
+    vectors = np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
+    with LocalStore(index, upkeep=False) as store:
+        store.upsert([Item(f"id{n}", arrays={"vector": v}) for n, v in enumerate(vectors)], bundle.sha256)
+        store.delete(["id3"])
+        append = upkeep.append
+
+        def late(*given: object) -> object:
+            made = append(*given)  # type: ignore[arg-type]
+            with store.record.writing() as (connection, _):
+                connection.execute("delete from claims")
+            return made
+
+        monkeypatch.setattr(upkeep, "append", late)
+        store.compact()
+        assert store.stats().details["deleted"] == 1
+        monkeypatch.undo()
+        store.compact()
+        assert store.stats().details["deleted"] == 0
+    holds(index, bundle, {f"id{n}" for n in range(50) if n != 3})
