@@ -266,9 +266,7 @@ class RemoteStore(Engine, Store):
             after = rows[-1].record["id"]
 
     @finished
-    def scan(
-        self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
-    ) -> list[Item]:
+    def scan(self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000) -> list[Item]:
         """Return a page of items; see `Store`."""
         if after is not None and not usable([after]):
             raise DataError("A scan goes on after an id; this one is no id of an item.")
@@ -410,9 +408,7 @@ class RemoteStore(Engine, Store):
             return [replace(row.item(), arrays=kept) for row, kept in zip(rows, features, strict=True)]
 
     @finished
-    def embed(
-        self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
-    ) -> None:
+    def embed(self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()) -> None:
         """Give a generation arrays; see `Store`."""
         with self._turn:
             there = self._there(generation)
