@@ -8,7 +8,7 @@ from retrieval import hookimpl
 from retrieval.host.hookspecs import Factories
 from retrieval.host.lazy import lazy
 from retrieval.model.built_in import retrieval_metrics as retrieval_metrics
-from retrieval.serving.index.built_in import retrieval_indexes as retrieval_indexes
+from retrieval.serving.index.backends import retrieval_indexes as retrieval_indexes
 from retrieval.serving.store.built_in import retrieval_stores as retrieval_stores
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from retrieval import DataError, Dataset
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.gate import usable
 from retrieval.data.splits import sides
-from retrieval.serving.index.embedded import in_memory, is_embedding
+from retrieval.serving.index.embedded import in_memory
+from retrieval.serving.index.locations import is_embedding
 from retrieval.serving.index.sources import collect
 
 

@@ -331,7 +331,7 @@ class MilvusStore(stores.RemoteStore):
         literals = [_literal(value) for value in values]
         if op == "!=" or None in literals or not all(map(PLAIN.fullmatch, names)):
             return None
-        lists = where.field != "label" and self.has_lists(where.field[0])
+        lists = where.field != "label" and where.field[0] in self.lists
         ordered = op != "=="
         if ordered and (lists or isinstance(values[0], str)):
             return None

@@ -119,7 +119,7 @@ def evaluate(
 
     quiet_threads()
     from retrieval.run.open import load_run
-    from retrieval.serving.index.embedded import is_embedding
+    from retrieval.serving.index.locations import is_embedding
 
     found: RunEvaluation | RunVerification
     if is_embedding(run):

@@ -78,8 +78,7 @@ def create(
     made = made.with_name(f".{made.name}.bundle")
     if not made.is_dir():
         from retrieval.export.export_backbone import export_backbone
-        from retrieval.serving.index.shards import is_shard
-        from retrieval.serving.index.tables import is_table
+        from retrieval.serving.index.locations import is_shard, is_table
 
         # others are verified, and whitened, on no photos: the backbone's export reads files only
         photos = [

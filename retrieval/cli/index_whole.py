@@ -180,7 +180,7 @@ Example:
 @JSON
 def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
     """Look through SNAPSHOT, and copy it to INDEX: a new folder, or an address where no index is."""
-    from retrieval.serving.index.restoring import restore as copy
+    from retrieval.serving.index.checking import restore as copy
 
     notes = copy(source, path, plugins=plugins_given())
     for note in notes:

@@ -272,10 +272,10 @@ def _waiting(
 ) -> Callable[Concatenate[Client, P], T]:
     """Return a method of `Client` that waits for one of `AsyncClient`."""
 
-    @functools.wraps(method)
     def wait(self: Client, /, *args: P.args, **named: P.kwargs) -> T:
         return self._run(method(self._client, *args, **named))
 
+    functools.update_wrapper(wait, method)
     return wait
 
 

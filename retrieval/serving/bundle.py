@@ -16,16 +16,16 @@ from PIL.Image import Image
 
 from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.files.snapshot import Held, Snapshot, Watch
+from retrieval.serving.files.snapshot import Snapshot, Watch
 from retrieval.serving.images import decode, from_array
 from retrieval.serving.manifest import (
     FILE,
     Input,
     Manifest,
-    hold_files,
     manifest_text,
     opened_whole,
     parse_manifest,
+    read_files,
 )
 from retrieval.serving.progress import Progress, showing
 from retrieval.serving.providers import Device
@@ -119,7 +119,7 @@ class Bundle:
         def load(opened: Snapshot) -> Bundle:
             text = manifest_text(opened)
             manifest = parse_manifest(folder / FILE, text)
-            held = hold_files(opened, manifest.files)
+            held = read_files(opened, manifest.files)
             return cls.load(folder, manifest, text, held, Watch(opened), variant, threads, device)
 
         return opened_whole(folder, load)
@@ -130,7 +130,7 @@ class Bundle:
         path: Path,
         manifest: Manifest,
         text: bytes,
-        held: Mapping[str, Held],
+        held: Mapping[str, bytes],
         watch: Watch,
         variant: str | None,
         threads: int | None,
@@ -173,12 +173,12 @@ class Bundle:
                 raise BundleError(
                     f"The bundle {self.path} was changed while it was in use. Run the command again."
                 )
-            held = hold_files(folder, self.manifest.files)
+            held = read_files(folder, self.manifest.files)
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir()
             (target / FILE).write_bytes(self._text)
-            for name, one in held.items():
-                (target / name).write_bytes(one.content)
+            for name, content in held.items():
+                (target / name).write_bytes(content)
 
         opened_whole(self.path, write)
 

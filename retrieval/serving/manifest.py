@@ -24,12 +24,11 @@ from retrieval.errors import BundleError
 from retrieval.host.files import write_text
 from retrieval.serving.files.places import instead
 from retrieval.serving.files.snapshot import (
-    Held,
     Snapshot,
     Unusable,
     at_one_moment,
-    hold_all,
     is_plain,
+    read_all,
 )
 from retrieval.serving.files.strict_json import parse_json, problems_of
 from retrieval.serving.images import Preprocessing
@@ -383,16 +382,16 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
     return manifest
 
 
-def hold_files(folder: Snapshot, files: Mapping[str, FileRecord]) -> dict[str, Held]:
+def read_files(folder: Snapshot, files: Mapping[str, FileRecord]) -> dict[str, bytes]:
     """Read every recorded file of an opened bundle, compared with its size and SHA-256.
 
     Raises:
         BundleError: naming every file that is missing or was altered; or they do not fit into memory.
     """
     expected = {name: (record.sha256, record.bytes) for name, record in files.items()}
-    held, problems = hold_all(folder, expected, f"The bundle {folder.path}", BundleError)
+    contents, problems = read_all(folder, expected, f"The bundle {folder.path}", BundleError)
     if problems:
         raise BundleError(
             f"The bundle {folder.path} is damaged: {'; '.join(problems)}. Make it again, or copy it again."
         )
-    return held
+    return contents

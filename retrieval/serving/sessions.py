@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from retrieval.errors import BundleError
 from retrieval.host.cores import default_threads
-from retrieval.serving.files.snapshot import Held, available_memory
+from retrieval.serving.files.snapshot import available_memory
 from retrieval.serving.graphs import GraphError, check_graph
 from retrieval.serving.manifest import Manifest
 from retrieval.serving.providers import FALLBACK, ROWS, Device, checked_device, refuse_other, start
@@ -178,17 +178,17 @@ class Sessions:
     def open(
         cls,
         folder: Path,
-        held: Mapping[str, Held],
+        held: Mapping[str, bytes],
         manifest: Manifest,
         variant: str | None,
         threads: int | None,
         device: Device,
     ) -> Sessions:
-        """Load the graphs from held files.
+        """Load the graphs from the content of their files.
 
         Args:
             folder: for errors.
-            held: the bundle's files, verified.
+            held: content of the bundle's files, verified.
             manifest: what they should be.
             variant: the encoder to load, if not the main one.
             threads: of one call; None leaves it to ONNX Runtime.
@@ -203,8 +203,8 @@ class Sessions:
 
         def load(name: str, shapes: Mapping[str, Sequence[int]], on: Sequence[str] = devices) -> Graph:
             try:
-                check_graph(held[name].content)
-                started = start(runtime, held[name].content, options, on, shapes)
+                check_graph(held[name])
+                started = start(runtime, held[name], options, on, shapes)
             except Exception as fault:  # see above
                 reason = fault if isinstance(fault, GraphError) else _reason(fault)
                 raise BundleError(

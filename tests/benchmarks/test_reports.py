@@ -21,7 +21,6 @@ def kept(name: str) -> Any:
 
 
 PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
-    "exact_search": ("exact_search_report", lambda script, raw: script.render(raw)),
     "migrate_head": ("migrate_head", lambda script, raw: script.render(raw)),
     "distributed": ("distributed_report", lambda script, raw: script.render(raw)),
     "distributed_blocks": ("distributed_blocks", lambda script, raw: script.render(raw)),

@@ -57,7 +57,7 @@ def test_the_limits_on_the_operators_page_are_the_defaults(root: Path) -> None:
     defaults = {each.opts[0]: each.default for each in serve_command.params}
     text = (root / "docs" / "operator.md").read_text(encoding="utf-8").partition("\n## Limits\n")[2]
     rows = re.findall(r"(?m)^\|[^|]*\| (\d[\d,]*)(?: (MB|megapixels))?\b[^|]* \| `(--[\w-]+)` \|", text)
-    assert len(rows) > 15
+    assert len(rows) >= 4
     for number, unit, option in rows:
         assert int(number.replace(",", "")) * (1_000_000 if unit else 1) == defaults[option], option
 

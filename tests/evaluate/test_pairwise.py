@@ -131,8 +131,9 @@ WIDE, PART = 2048, 4096
 def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: int) -> None:
     """A folder as `retrieval embed` writes it, of vectors without originals."""
     from retrieval.serving.embedding.parts import Made, write_part
-    from retrieval.serving.index.embedded import PLAN, Plan
+    from retrieval.serving.index.embedded import Plan
     from retrieval.serving.index.encoding import Done
+    from retrieval.serving.index.locations import PLAN
     from retrieval.serving.index.origins import Source
 
     folder.mkdir()

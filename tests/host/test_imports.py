@@ -62,8 +62,9 @@ INNER = {
     "retrieval.run.build": {"build_objective"},
     "retrieval.run.checkpoint": {""},
     "retrieval.run.weights": {"load_weights"},
-    "retrieval.serving.index.built_in": {"retrieval_indexes"},
-    "retrieval.serving.index.embedded": {"in_memory", "is_embedding"},
+    "retrieval.serving.index.backends": {"retrieval_indexes"},
+    "retrieval.serving.index.embedded": {"in_memory"},
+    "retrieval.serving.index.locations": {"is_embedding"},
     "retrieval.serving.index.origins": {"Source"},
     "retrieval.serving.index.sources": {"Readers", "collect"},
     "retrieval.serving.store.built_in": {"retrieval_stores"},
@@ -276,5 +277,5 @@ for name in ("flat", "hnsw", "ivf"):
     assert type(make_backend(name, {})) is type(make_backend(f"core.{name}", {})), name
 """
     found = loaded(process, code)
-    assert "retrieval.serving.index.built_in" in found
+    assert "retrieval.serving.index.backends" in found
     assert not {m for m in found if m.startswith("retrieval_")} and not found & {"torch", "sklearn"}

@@ -169,3 +169,13 @@ def test_an_upgrade_is_answered_as_if_it_were_not_asked_for(port, upgrade):
             assert wire.read_answer(connection).status == 200
             connection.sendall(wire.get("/livez", *headers))
             assert wire.read_answer(connection).status == 200
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [b"CONNECT localhost:443 HTTP/1.1\r\nHost: localhost\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"],
+)
+def test_what_is_no_request_for_this_server_is_refused_once(port, request_):
+    answer = wire.ask(port, request_)
+    assert answer.status == 400 and answer.error.endswith("."), answer
+    assert wire.ask(port, LIVE).status == 200

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.restoring import restore
+from retrieval.serving.index.checking import restore
 from retrieval.serving.store import structure, upkeep
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.local import LocalStore

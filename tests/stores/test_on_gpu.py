@@ -1,4 +1,4 @@
-"""Back ends of a GPU up to the device: threads' searches done as one, CAGRA's file on a CPU, sentences for what a GPU refuses."""
+"""Back ends of a GPU up to the device: threads that take turns, CAGRA's file on a CPU, sentences for what a GPU refuses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import pytest
 from retrieval.errors import PluginError, StoreError
 from retrieval.serving.index import on_gpu
 from retrieval.serving.index.backends import make_backend
-from retrieval.serving.index.cagra import Cagra
-from retrieval.serving.index.coded_backends import IvfPq
-from retrieval.serving.index.faiss_backends import FaissBackend, Flat, Ivf
-from retrieval.serving.index.on_gpu import MOST, OnGpu, Together, gpus_found, refused
+from retrieval.serving.index.faiss_backends import Cagra, FaissBackend, Flat, Ivf, IvfPq
+from retrieval.serving.index.on_gpu import MOST, OnGpu, gpus_found, refused
 from retrieval.serving.runtime import load_faiss
 
 VECTORS = np.random.default_rng(0).normal(size=(1500, 16)).astype(np.float32)
@@ -30,63 +28,34 @@ def built(backend: FaissBackend) -> FaissBackend:
     return backend
 
 
-class TestTogether:
-    def test_threads_that_wait_are_done_as_one_and_each_has_its_own(self) -> None:
-        flat = built(Flat())
-        free, begun, sizes = threading.Event(), threading.Event(), []
+def test_threads_take_turns_on_a_gpu_and_each_has_its_own(monkeypatch: Any) -> None:
+    flat = built(Flat())
+    monkeypatch.setattr(on_gpu, "device", lambda number: on_gpu._Device(number, None))
+    monkeypatch.setattr(on_gpu, "_cloned", lambda *_: flat._index)
+    inside: list[int] = []
+    crowd: list[int] = []
 
-        def search(queries: Any, k: int) -> Any:
-            sizes.append((len(queries), k))
-            begun.set()
-            assert free.wait(30)
-            return flat._index.search(queries, k)
+    def search(index: Any, queries: Any, k: int) -> Any:
+        inside.append(k)
+        crowd.append(len(inside))
+        found = index.search(queries, k)
+        inside.pop()
+        return found
 
-        together = Together(search, threading.Lock())
-        found: dict[int, Any] = {}
+    gpu = OnGpu(flat._index, "one", False, {}, search)
+    wrong: list[int] = []
 
-        def ask(number: int) -> None:
-            found[number] = together(VECTORS[number : number + 1 + number % 2], 3 + number)
+    def ask(first: int) -> None:
+        for row in range(first, first + 50):
+            if gpu.search(VECTORS[row : row + 1], 1)[1][0, 0] != row:
+                wrong.append(row)
 
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(5)]
-        threads[0].start()
-        assert begun.wait(30)
-        for thread in threads[1:]:
-            thread.start()
-        while len(together._waiting) < 4:
-            pass
-        free.set()
-        for thread in threads:
-            thread.join(30)
-        assert sizes == [(1, 3), (6, 7)]
-        for number, (far, rows) in found.items():
-            own = flat._index.search(VECTORS[number : number + 1 + number % 2], 3 + number)
-            assert rows.shape == own[1].shape and np.array_equal(rows, own[1])
-            assert np.allclose(far, own[0], atol=1e-4)
-
-    def test_an_error_reaches_all_whose_search_it_was_and_nobody_else(self) -> None:
-        calls: list[int] = []
-
-        def search(queries: Any, k: int) -> Any:
-            calls.append(len(queries))
-            if len(calls) == 1:
-                raise StoreError("no")
-            return np.zeros((len(queries), k)), np.zeros((len(queries), k), np.int64)
-
-        together = Together(search, threading.Lock())
-        with pytest.raises(StoreError):
-            together(VECTORS[:1], 1)
-        assert together(VECTORS[:1], 1)[0].shape == (1, 1)
-
-    def test_no_more_rows_at_once_than_a_device_is_given(self, monkeypatch: Any) -> None:
-        monkeypatch.setattr(on_gpu, "_ROWS", 4)
-        together = Together(lambda queries, k: (queries, queries), threading.Lock())
-        together._waiting = [
-            on_gpu._Asked(VECTORS[:3], 1),
-            on_gpu._Asked(VECTORS[:1], 1),
-            on_gpu._Asked(VECTORS[:9], 1),
-        ]
-        assert [len(one.queries) for one in together._taken()] == [3, 1]
-        assert [len(one.queries) for one in together._taken()] == [9]
+    threads = [threading.Thread(target=ask, args=(50 * number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(crowd) == 400 and set(crowd) == {1}
 
 
 @pytest.mark.parametrize("saved", ["save", "save_beside"])
@@ -159,29 +128,20 @@ def test_what_is_set_on_an_index_where_a_call_takes_no_parameters(monkeypatch: A
     ],
 )
 def test_what_a_gpu_refuses_is_a_sentence(text: str, words: str) -> None:
-    said = refused(built(Flat())._index, RuntimeError(text))
+    said = refused(1500, 16, RuntimeError(text))
     assert words in said and "project" not in said and ".cpp" not in said
 
 
-def test_memory_that_cuvs_lacks_is_a_sentence() -> None:
+def test_memory_that_cuvs_lacks_is_a_sentence(monkeypatch: Any) -> None:
     flat = built(Flat())
+    monkeypatch.setattr(on_gpu, "device", lambda number: on_gpu._Device(number, None))
+    monkeypatch.setattr(on_gpu, "_cloned", lambda *_: flat._index)
 
     def search(index: Any, queries: Any, k: int) -> Any:
         raise MemoryError("std::bad_alloc")
 
     with pytest.raises(StoreError, match="too little memory for 1,500 vectors"):
-        on_gpu._run(flat._index, search, VECTORS[:1], 1)
-
-
-def test_inverted_lists_in_16_bits_find_what_the_others_do() -> None:
-    ivf = built(Ivf(lists=20, probes=7))
-    half = on_gpu.halved(ivf._index)
-    assert (half.ntotal, half.code_size, half.nlist) == (1500, 32, 20)
-    half.nprobe = 7
-    far, rows = half.search(VECTORS[:100], 10)
-    wanted, expected = ivf.search(VECTORS[:100], 10)
-    assert np.mean([len(set(a) & set(b)) for a, b in zip(rows, expected, strict=True)]) > 9.8
-    np.testing.assert_allclose(np.sqrt(far), wanted, atol=5e-3)
+        OnGpu(flat._index, "one", False, {}, search).search(VECTORS[:1], 1)
 
 
 def test_a_search_for_more_than_a_gpu_selects_is_the_cpus(monkeypatch: Any) -> None:

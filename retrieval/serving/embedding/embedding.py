@@ -22,7 +22,6 @@ from retrieval.serving.embedding.parts import (
     Part,
     Settings,
     Shipped,
-    arrow,
     bad_line,
     embedder,
     finished_part,
@@ -35,10 +34,12 @@ from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import refuse_twice
-from retrieval.serving.index.embedded import BAD, PLAN, Plan
+from retrieval.serving.index.embedded import BAD, Plan
 from retrieval.serving.index.heads import features_of
+from retrieval.serving.index.locations import PLAN
 from retrieval.serving.index.origins import Source, Sources
 from retrieval.serving.index.sources import collect
+from retrieval.serving.index.tables import pyarrow
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.providers import Device
 from retrieval.serving.store.contract import widths_of
@@ -116,7 +117,7 @@ def embed_sources(
         MissingDependency: pyarrow, or Ray with `ray`, is not installed.
     """
     began = time.monotonic()
-    arrow()
+    pyarrow()
     for name, value in (("batch", batch), ("part", part), ("cpus", cpus)):
         if value is not None:
             at_least_one(name, value)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.errors import DataError, MissingDependency
+from retrieval.errors import DataError
 from retrieval.host.files import whole_file
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import metadata_text
@@ -25,6 +25,7 @@ from retrieval.serving.index.embedded import ARRAYS, Plan, part_file
 from retrieval.serving.index.encoding import Done, Encoding
 from retrieval.serving.index.locations import shown
 from retrieval.serving.index.origins import Source, Sources
+from retrieval.serving.index.tables import pyarrow
 from retrieval.serving.progress import showing
 from retrieval.serving.providers import Device
 
@@ -242,22 +243,6 @@ def measurer(bundle: Bundle | Shipped) -> Callable[[None], int]:
     return lambda _: measured_batch(opened)
 
 
-def arrow() -> Any:
-    """Return pyarrow.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingDependency(
-            "Embeddings are written as Parquet, which needs pyarrow. Install it with: pip install 'embedding-retrieval[parquet]'"
-        ) from None
-    return pyarrow
-
-
 def _identity(plan: Plan) -> str:
     """Return what names a plan, whether it is complete or not."""
     said = json.loads(plan.text())
@@ -276,7 +261,7 @@ def write_part(folder: Path, plan: Plan, items: Sequence[Source], made: Made) ->
         for item, entry in zip(items, made.entries, strict=True)
         if entry.fault is not None
     ]
-    pa = arrow()
+    pa = pyarrow()
     table = _table(pa, plan, items, made)
     note = {"plan": _identity(plan), "part": made.number, "bad": bad}
     table = table.replace_schema_metadata({_NOTE: json.dumps(note).encode()})
@@ -327,7 +312,7 @@ def _table(pa: Any, plan: Plan, items: Sequence[Source], made: Made) -> Any:
 
 def finished_part(folder: Path, plan: Plan, number: int) -> list[dict[str, str]] | None:
     """Return the bad items of a part that is there; None where it is not, or is of another plan, or is damaged."""
-    pa = arrow()
+    pa = pyarrow()
     try:
         with pa.parquet.ParquetFile(part_file(folder, number)) as file:
             note = json.loads((file.schema_arrow.metadata or {})[_NOTE])

@@ -15,6 +15,20 @@ from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.http.bodies import Body, Form
 from retrieval.serving.http.problems import RequestError
 
+SEARCH_TYPES = (
+    'Send multipart/form-data with a field "image", the image itself as image/… or application/octet-stream, '
+    'or application/json with {"vector": [...]}.'
+)
+BATCH_TYPES = (
+    'Send multipart/form-data with files in the field "image", or application/json with {"queries": [...]}.'
+)
+PUT_TYPES = 'Send multipart/form-data with a field "image", or application/json with {"vector": [...]}.'
+PATCH_TYPES = 'Send application/json with {"label": "shoe", "metadata": {"price": 20}}.'
+ADD_TYPES = (
+    'Send multipart/form-data with files in the field "image" and their JSON in the field "items", '
+    'or application/json with {"items": [...]}.'
+)
+
 MAX_K = 1000
 MAX_CANDIDATES = 10_000
 MAX_FIELDS = 100
@@ -175,11 +189,7 @@ def loads(text: bytes | str, sentence: str) -> Any:
 
 
 def json_of(body: Body) -> Any:
-    """Return what a JSON body says.
-
-    Raises:
-        RequestError: 400, it is not JSON.
-    """
+    """Return what a JSON body says; see `loads`."""
     return loads(body.content, "The request is not JSON.")
 
 

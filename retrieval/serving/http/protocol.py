@@ -54,6 +54,9 @@ class Protocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             kept = [f for f in self.headers if f[0] not in (b"upgrade", b"connection", b"http2-settings")]
+            if len(kept) == len(self.headers):  # CONNECT, or the preface of HTTP/2
+                self._refuse(400, "The server is no proxy, and speaks HTTP/1.1.")
+                return
             lines = [b"%b: %b\r\n" % field for field in kept]
             line = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
             self.parser = httptools.HttpRequestParser(self)

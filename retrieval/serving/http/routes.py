@@ -7,6 +7,7 @@ import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -51,19 +52,6 @@ from retrieval.serving.stages import current
 T = TypeVar("T")
 
 PAGE, MAX_PAGE = 100, 1000
-_SEARCH = (
-    'Send multipart/form-data with a field "image", the image itself as image/… or application/octet-stream, '
-    'or application/json with {"vector": [...]}.'
-)
-_BATCH = (
-    'Send multipart/form-data with files in the field "image", or application/json with {"queries": [...]}.'
-)
-_PUT = 'Send multipart/form-data with a field "image", or application/json with {"vector": [...]}.'
-_PATCH = 'Send application/json with {"label": "shoe", "metadata": {"price": 20}}.'
-_ADD = (
-    'Send multipart/form-data with files in the field "image" and their JSON in the field "items", '
-    'or application/json with {"items": [...]}.'
-)
 
 
 class Routes:
@@ -119,7 +107,7 @@ class Routes:
         def read(body: Body) -> Query:
             return models.query_of(body, parameters, most)
 
-        return await self._searched(request, limits, _SEARCH, read, lambda answers: answers[0])
+        return await self._searched(request, limits, models.SEARCH_TYPES, read, lambda answers: answers[0])
 
     async def search_batch(self, request: Request) -> Response:
         """Answer several searches."""
@@ -129,7 +117,9 @@ class Routes:
         def read(body: Body) -> Query:
             return models.batch_of(body, self._settings.batch, self._settings.max_bytes)
 
-        return await self._searched(request, limits, _BATCH, read, lambda answers: {"answers": answers})
+        return await self._searched(
+            request, limits, models.BATCH_TYPES, read, lambda answers: {"answers": answers}
+        )
 
     async def _searched(
         self,
@@ -181,15 +171,14 @@ class Routes:
         """Add an item, or replace the one that has its id."""
         limits: dict[Kind, int] = {"form": self._settings.max_bytes, "json": JSON_BYTES}
         id = usable_id(id_of(request))
-        return await self._put_one(
-            request, limits, _PUT, "put", id, lambda body: models.put_item(id, body, self._settings.max_bytes)
-        )
+        read = partial(models.put_item, id, max_bytes=self._settings.max_bytes)
+        return await self._put_one(request, limits, models.PUT_TYPES, "put", id, read)
 
     async def patch_item(self, request: Request) -> Response:
         """Change an item's label or metadata."""
         id = usable_id(id_of(request))
-        read = lambda body: models.changed_item(id, body)  # noqa: E731
-        return await self._put_one(request, {"json": JSON_BYTES}, _PATCH, "change", id, read)
+        read = partial(models.changed_item, id)
+        return await self._put_one(request, {"json": JSON_BYTES}, models.PATCH_TYPES, "change", id, read)
 
     async def _put_one(
         self,
@@ -235,7 +224,7 @@ class Routes:
             replaced = await served.put(items, change)
             return {"added": len(items) - replaced, "replaced": replaced}
 
-        return answer(await self._with_body(request, limits, _ADD, work))
+        return answer(await self._with_body(request, limits, models.ADD_TYPES, work))
 
     async def list_items(self, request: Request) -> Response:
         """Give a page of items, in the order of their ids."""

@@ -249,7 +249,7 @@ class Served:
             widths = self.index.generation.widths
             work = partial(embedded, bundle, widths, items, decoded, small)
             made = await self.workers.searches.run(work) if images or vectors else {}
-            return await self._change(partial(write, items, made, bundle), change)
+            return int(await self._change(partial(write, items, made, bundle), change))
 
         return await self._again(ask, _NOT_WRITTEN)
 

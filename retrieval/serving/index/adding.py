@@ -21,6 +21,7 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits, thumbnail
 from retrieval.serving.index.embedded import Vectors
 from retrieval.serving.index.encoding import Done, Encoding
+from retrieval.serving.index.locations import is_embedding
 from retrieval.serving.index.origins import Origin, Source, Sources
 from retrieval.serving.index.sources import collect, contents
 from retrieval.serving.progress import Progress, showing
@@ -125,7 +126,7 @@ def add_sources(
 
 def _found(index: Index, named: Sequence[StrPath], keep: Keep) -> tuple[Sources, Vectors | None]:
     """Return what the sources name, and its vectors where they come with it."""
-    vectors = Vectors.of(named, index, keep)
+    vectors = Vectors.of(named, index, keep) if any(map(is_embedding, named)) else None
     found = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
     refuse_twice(found)
     return found, vectors

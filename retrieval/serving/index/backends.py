@@ -1,16 +1,19 @@
-"""What the store asks of an index back end, and which back end a name or a size means."""
+"""Which back end a name or a size means. This module is also the package's own plugin of back ends, found without loading any other."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrieval.errors import PluginError, did_you_mean
 from retrieval.host.built_in import BUILT_IN, own_factories
 from retrieval.host.factory import Factory
-from retrieval.serving.index import built_in
-from retrieval.serving.index.contract import IndexBackend
+from retrieval.host.hookspecs import Factories, hookimpl
+
+if TYPE_CHECKING:
+    from retrieval.serving.index.contract import IndexBackend
 
 FLAT_NUMBERS = 32_000_000
 """`auto` searches exactly up to this many numbers (250,000 × 128): a query then takes some 10 ms on one core."""
@@ -18,10 +21,26 @@ HNSW_VECTORS = 2_000_000
 """`auto` takes a graph up to this many vectors, whose links then need some 0.5 GB, and inverted lists beyond."""
 
 
+@hookimpl
+def retrieval_indexes() -> Factories:
+    """FAISS: exact, graphs (of a CPU and of a GPU), inverted lists, and lists or tables of vectors in fewer bytes."""
+    from retrieval.serving.index.faiss_backends import Cagra, Flat, Hnsw, Ivf, IvfPq, Rabitq, Sq8
+
+    return {
+        "flat": Flat,
+        "hnsw": Hnsw,
+        "ivf": Ivf,
+        "ivfpq": IvfPq,
+        "rabitq": Rabitq,
+        "sq8": Sq8,
+        "cagra": Cagra,
+    }
+
+
 @cache
 def _own() -> dict[str, Factory]:
     """Return the built-in back ends by short name."""
-    return own_factories("indexes", built_in)
+    return own_factories("indexes", sys.modules[__name__])
 
 
 def short_name(name: str) -> str:
@@ -73,6 +92,8 @@ def make_backend(name: str, options: Mapping[str, Any], plugins: Iterable[str] =
     Raises:
         PluginError: no such back end, a parameter that it does not have or refuses, or no `IndexBackend`.
     """
+    from retrieval.serving.index.contract import IndexBackend
+
     factory = find_backend(name, plugins)
     values, problems = factory.check(options, f"index back end '{name}'")
     if problems:

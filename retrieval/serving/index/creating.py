@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from retrieval.errors import DataError, StoreError, at_least_one
-from retrieval.host.files import rename_whole
+from retrieval.host.files import rename_whole, write_bytes
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath, kind_of
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, add_sources
 from retrieval.serving.index.backends import make_backend, short_name
-from retrieval.serving.index.begun import Begun
 from retrieval.serving.index.heads import features_of
 from retrieval.serving.index.index import Index, Summary
 from retrieval.serving.progress import Meter, Progress, showing
@@ -32,6 +32,8 @@ from retrieval.serving.store.place import StorePlace, store_place
 from retrieval.serving.store.record import FILE as RECORD
 from retrieval.serving.store.structure import Wanted
 from retrieval.serving.store.writing import create_local
+
+_IDENTITY_BYTES = 1000
 
 
 def build_index(
@@ -326,3 +328,50 @@ def _begun(
         partial.unlink(missing_ok=True)
     create_local(partial, bundle, widths, structure=wanted, keep=keep)
     return LocalStore(partial, plugins=plugins, upkeep=False)
+
+
+class Begun:
+    """The note, in the user's data folder, that an index at an address was begun here and is not finished: the same command goes on.
+
+    Where nothing can be noted, an interrupted creation is finished by adding.
+
+    Args:
+        address: of the index.
+    """
+
+    def __init__(self, address: Address) -> None:
+        import platformdirs
+
+        name = hashlib.sha256(str(address).encode()).hexdigest()[:32]
+        folder = os.environ.get("RETRIEVAL_DATA") or platformdirs.user_data_dir("retrieval")
+        self._path = Path(folder) / "begun" / name
+
+    @property
+    def identity(self) -> str | None:
+        """What tells the index from every other; None where none was begun, or it is finished."""
+        with suppress(OSError, UnicodeDecodeError), self._path.open("rb") as file:
+            return file.read(_IDENTITY_BYTES).decode() or None
+        return None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep out every other process of this machine that creates an index at this address.
+
+        Raises:
+            StoreError: there is one.
+        """
+        with ExitStack() as held:
+            with suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                held.enter_context(hold(self._path, "creating this index", StoreError))
+            yield
+
+    def note(self, identity: str) -> None:
+        """Note that an index is about to be made."""
+        with suppress(OSError):
+            write_bytes(self._path, identity.encode(), private=True)
+
+    def forget(self) -> None:
+        """Note that it is finished, or gone."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)

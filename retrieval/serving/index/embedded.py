@@ -23,7 +23,7 @@ from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.strict_json import parse_json, strict_loads
 from retrieval.serving.index.encoding import Done, Sink
-from retrieval.serving.index.locations import Location, shown
+from retrieval.serving.index.locations import PLAN, Location, is_embedding, shown
 from retrieval.serving.index.origins import Origin, Source, Sources, text_problem
 from retrieval.serving.index.tables import Table, list_lengths, sentences
 from retrieval.serving.progress import Meter
@@ -32,7 +32,6 @@ from retrieval.serving.store.contract import Keep
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
-PLAN = "embedding.json"
 BAD = "bad.jsonl"
 FORMAT = 1
 _PLAN_BYTES = 1_000_000
@@ -125,11 +124,6 @@ class Plan:
             raise ValueError("'widths' has no 'vector', or 'complete' is neither true nor false")
         if len(self.limits) != 2 or not isinstance(self.bad, int | None):
             raise ValueError("'limits' or 'bad' is not what it should be")
-
-
-def is_embedding(place: object) -> bool:
-    """Whether something is a folder that `retrieval embed` writes."""
-    return isinstance(place, str | os.PathLike) and (Path(place) / PLAN).is_file()
 
 
 def part_file(folder: Path, number: int) -> Path:
@@ -244,16 +238,13 @@ class Vectors:
         self.sources = Sources([item for some, _ in self._rows(()) for item, _ in some])
 
     @classmethod
-    def of(cls, named: Sequence[object], index: Index, keep: Keep) -> Vectors | None:
-        """Return the embeddings that are named as sources of an index; None where none is.
+    def of(cls, named: Sequence[object], index: Index, keep: Keep) -> Vectors:
+        """Return the embeddings that are named as sources of an index, one at least.
 
         Raises:
             DataError: see the class; or other sources are named too, or originals are to be kept.
         """
-        found = [one for one in named if is_embedding(one)]
-        if not found:
-            return None
-        if len(found) < len(named):
+        if not all(map(is_embedding, named)):
             raise DataError(
                 "Folders of embeddings and other sources are added one after the other: name one kind at a time."
             )
@@ -262,7 +253,7 @@ class Vectors:
                 f"A folder of embeddings holds no originals: an index of it keeps 'reference' or 'nothing', not '{keep}'."
             )
         return cls(
-            [Path(str(one)) for one in dict.fromkeys(found)], index.bundle, list(index.generation.widths)
+            [Path(str(one)) for one in dict.fromkeys(named)], index.bundle, list(index.generation.widths)
         )
 
     def encode(self, sink: Wanting) -> None:

@@ -17,6 +17,8 @@ from retrieval.errors import DataError, MissingDependency, printable
 from retrieval.serving.images import EXTENSIONS
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
+PLAN = "embedding.json"
+"""The file that says that a folder holds embeddings, and of what."""
 _ARCHIVES = ("zip", "tar", "libarchive")
 _BUFFER_BYTES = 1 << 20
 _MAX_FILES = 10_000_000
@@ -27,6 +29,21 @@ _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "date
 def is_address(text: object) -> bool:
     """Return whether a source is an address and not a local path."""
     return isinstance(text, str) and _ADDRESS.match(text) is not None
+
+
+def is_table(name: str) -> bool:
+    """Return whether a file is a Parquet table, by its name."""
+    return name.lower().endswith((".parquet", ".pq"))
+
+
+def is_shard(name: str) -> bool:
+    """Return whether a file is a tar shard, by its name."""
+    return name.lower().endswith((".tar", ".tar.gz", ".tgz"))
+
+
+def is_embedding(place: object) -> bool:
+    """Return whether something is a folder that `retrieval embed` writes."""
+    return isinstance(place, str | os.PathLike) and (Path(place) / PLAN).is_file()
 
 
 def shown(path: str | os.PathLike[str]) -> str:

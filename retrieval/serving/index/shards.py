@@ -26,15 +26,9 @@ _MEMBERS = 10_000_000
 _PIECE = 1 << 20
 _RATIO, _FREE = 100, 100_000_000
 """A compressed shard may grow to so many times its size, and so many bytes; images are compressed already, and grow by little."""
-_ENDS = (".tar", ".tar.gz", ".tgz")
 _TEXTS = ("json", "cls", "txt")
 _PROBLEMS = 1000
 _PART = re.compile(r"(.*)@(\d{1,18})\+(\d{1,18})", re.DOTALL)
-
-
-def is_shard(name: str) -> bool:
-    """Whether a file is a tar shard, by its name."""
-    return name.lower().endswith(_ENDS)
 
 
 class _Stream(io.RawIOBase):

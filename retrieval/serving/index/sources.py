@@ -18,10 +18,10 @@ from retrieval.errors import DataError, listed
 from retrieval.host.walk import own_name
 from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
 from retrieval.serving.image_files import find_images
-from retrieval.serving.index.locations import Location, is_address, shown
+from retrieval.serving.index.locations import Location, is_address, is_shard, is_table, shown
 from retrieval.serving.index.origins import ROW_CHARACTERS, Origin, Source, Sources
-from retrieval.serving.index.shards import ShardImages, is_shard, read_shard
-from retrieval.serving.index.tables import Row, Spooled, Table, TableImages, is_table
+from retrieval.serving.index.shards import ShardImages, read_shard
+from retrieval.serving.index.tables import Row, Spooled, Table, TableImages
 from retrieval.serving.threads import ahead
 
 T = TypeVar("T")

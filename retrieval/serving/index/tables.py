@@ -25,18 +25,13 @@ _PROBLEMS = 1000
 _VECTORS = ("features", "vector")
 
 
-def is_table(name: str) -> bool:
-    """Whether a file is a Parquet table, by its name."""
-    return name.lower().endswith((".parquet", ".pq"))
-
-
 def holds_vectors(location: Location) -> bool:
     """Whether a Parquet table has a column of vectors and none of images.
 
     Raises:
         DataError: it cannot be read.
     """
-    arrow = _pyarrow()
+    arrow = pyarrow()
     with location.open() as raw, sentences(location):
         names = arrow.parquet.ParquetFile(raw).schema_arrow.names
     return any(name in names for name in _VECTORS) and not {"image", "path"} & {*names}
@@ -61,9 +56,13 @@ class Row:
     metadata: dict[str, Any]
 
 
-def _pyarrow() -> Any:
+def pyarrow() -> Any:
+    """Return pyarrow.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
     try:
-        import pyarrow
         import pyarrow.compute
         import pyarrow.parquet
     except ImportError:
@@ -78,7 +77,7 @@ def sentences(location: Location) -> Iterator[None]:
     """Turn what pyarrow says of a table into a sentence."""
     try:
         yield
-    except (_pyarrow().ArrowException, OSError, ValueError, OverflowError, MemoryError) as fault:
+    except (pyarrow().ArrowException, OSError, ValueError, OverflowError, MemoryError) as fault:
         said = " ".join(str(fault).split())[:300].rstrip(".")
         raise DataError(
             f"{location.name} is damaged, or not a Parquet table that can be read: {said}."
@@ -105,7 +104,7 @@ class Table:
 
     def __init__(self, location: Location, kind: str) -> None:
         self.location = location
-        arrow = _pyarrow()
+        arrow = pyarrow()
         with ExitStack() as stack:
             self._raw = stack.enter_context(location.open())
             with sentences(location):
@@ -134,7 +133,7 @@ class Table:
         self.close()
 
     def _choose(self, kind: str) -> None:
-        types = _pyarrow().types
+        types = pyarrow().types
         names: list[str] = self.schema.names
         if len(set(names)) != len(names):
             raise DataError(f"{self.location.name} has two columns of the same name.")
@@ -274,7 +273,7 @@ class Table:
         column = batch.column(batch.schema.names.index(name.partition(".")[0]))
         if name == "image.path":
             return [None if one is None else one["path"] for one in column.to_pylist()]
-        arrow = _pyarrow()
+        arrow = pyarrow()
         if arrow.types.is_dictionary(column.type):
             texts = column.dictionary
             longest = arrow.compute.max(arrow.compute.binary_length(texts)).as_py() if len(texts) else 0
@@ -428,12 +427,12 @@ class Spooled:
 
 def list_lengths(column: Any) -> NDArray[np.int64]:
     """Return how many numbers each list of a column has."""
-    lengths = _pyarrow().compute.list_value_length(column)
+    lengths = pyarrow().compute.list_value_length(column)
     return np.asarray(lengths.to_numpy(zero_copy_only=False), np.int64)
 
 
 def _is_list(kind: Any) -> bool:
-    types = _pyarrow().types
+    types = pyarrow().types
     if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
         return False
     inner = kind.value_type
@@ -452,7 +451,7 @@ def _holds_binary(types: Any, kind: Any) -> bool:
         return _holds_binary(types, kind.key_type) or _holds_binary(types, kind.item_type)
     if hasattr(kind, "value_type"):  # lists and dictionaries
         return _holds_binary(types, kind.value_type)
-    own = isinstance(kind, _pyarrow().BaseExtensionType)
+    own = isinstance(kind, pyarrow().BaseExtensionType)
     return own or _is_binary(types, kind) or types.is_fixed_size_binary(kind)
 
 

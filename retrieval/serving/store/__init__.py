@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from retrieval.serving.store.contract import Superseded as Superseded
     from retrieval.serving.store.contract import TooSlow as TooSlow
     from retrieval.serving.store.contract import stop_at as stop_at
+    from retrieval.serving.store.engine import Row as Row
     from retrieval.serving.store.items import Candidates as Candidates
     from retrieval.serving.store.items import Generation as Generation
     from retrieval.serving.store.items import Item as Item
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from retrieval.serving.store.place import StorePlace as StorePlace
     from retrieval.serving.store.remote import RemotePlace as RemotePlace
     from retrieval.serving.store.remote import RemoteStore as RemoteStore
-    from retrieval.serving.store.remote import Row as Row
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -54,12 +54,13 @@ __getattr__, __dir__ = lazy(
         "retrieval.serving.store.contract": [
             "Capability", "Store", "StoreUnavailable", "Superseded", "TooSlow", "stop_at",
         ],
+        "retrieval.serving.store.engine": ["Row"],
         "retrieval.serving.store.items": [
             "Candidates", "Generation", "Item", "Stats", "check_queries", "checked",
             "refuse_fields", "spans_of", "usable", "widths_of",
         ],
         "retrieval.serving.store.local": ["write_copy"],
         "retrieval.serving.store.place": ["StorePlace"],
-        "retrieval.serving.store.remote": ["RemotePlace", "RemoteStore", "Row"],
+        "retrieval.serving.store.remote": ["RemotePlace", "RemoteStore"],
     },
 )  # fmt: skip

@@ -13,7 +13,7 @@ from retrieval.errors import RetrievalError, StoreError
 from retrieval.host.files import cache_folder, whole_folder
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.snapshot import Snapshot, is_plain
-from retrieval.serving.manifest import FILE, hold_files, manifest_text, opened_whole, parse_manifest
+from retrieval.serving.manifest import FILE, manifest_text, opened_whole, parse_manifest, read_files
 
 PIECE = 1 << 20
 BUNDLE_BYTES = 8 << 30
@@ -117,7 +117,7 @@ def _is(folder: Path, sha256: str) -> bool:
         text = manifest_text(opened)
         if hashlib.sha256(text).hexdigest() != sha256:
             return False
-        hold_files(opened, parse_manifest(folder / FILE, text).files)
+        read_files(opened, parse_manifest(folder / FILE, text).files)
         return True
 
     try:

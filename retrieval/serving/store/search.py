@@ -357,7 +357,8 @@ class _Scan:
         query = np.repeat(np.arange(count), k)
         squared = self._measured(query, row + rows.start if isinstance(rows, slice) else rows[row])
         squared[~np.isfinite(values[query, row])] = np.inf
-        return squared.reshape(count, k).max(1)
+        reach: Doubles = squared.reshape(count, k).max(1)
+        return reach
 
     def _measured(self, query: Rows, row: Rows) -> Doubles:
         """Return squared distances (n,) of pairs of a query and a row in float64."""
@@ -416,7 +417,8 @@ class _Scan:
         size = np.square(2 * self.lengths + reach) if self.products else reach * reach
         limits = reach * reach + self.gamma * size + self.tiny
         limits[~(size < _LARGEST)] = np.inf
-        return np.nextafter(limits.astype(np.float32), np.float32(np.inf))
+        above: Floats = np.nextafter(limits.astype(np.float32), np.float32(np.inf))
+        return above
 
 
 @contextmanager
