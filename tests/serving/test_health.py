@@ -73,6 +73,7 @@ def test_without_a_process_that_decodes_it_is_not_ready_and_the_log_says_why(pro
 
     for pid in decoders.pids:
         os.kill(pid, signal.SIGKILL)
+    assert until(lambda: not any(worker.process.is_alive() for worker in decoders._idle))
     decoders._start = refuse
     said = probed.probe()
     assert "decodes no images" in said["search"] and said["index"] == "ok"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -12,12 +13,16 @@ from starlette.requests import Request
 
 from retrieval.serving.http.problems import RequestError
 from retrieval.serving.http.settings import BODY_MEMORY, BODY_SECONDS
+from retrieval.serving.memory import Memory
 
 Kind = Literal["form", "json", "image"]
 
 
 _ENVELOPE = 65_536
 """Bytes of a form besides its images."""
+
+_GIVEN_BACK = 16_000_000
+"""Bytes of bodies after whose end memory goes back to the system."""
 
 _DRAINED = 4
 """Times its limit that a body is read and thrown away, so that its sender sees the answer."""
@@ -27,7 +32,8 @@ class BodyMemory:
     """The bytes that the bodies of all requests under way take together; for the event loop."""
 
     def __init__(self) -> None:
-        self.held = 0
+        self.held = self._gone = 0
+        self._system = Memory()
 
     async def read(self, request: Request, limits: Mapping[Kind, int], types: str) -> Body:
         """Return a request's body; `release` gives its memory back.
@@ -65,18 +71,30 @@ class BodyMemory:
             if received > limit:
                 raise RequestError(413, f"The request is too large; the limit is {limits[kind]:,} bytes.")
         except TimeoutError:
-            self.held -= held
+            self._let_go(held)
             raise RequestError(
                 408, f"The request took longer than {BODY_SECONDS:g} seconds to arrive."
             ) from None
         except BaseException:
-            self.held -= held
+            self._let_go(held)
             raise
         return Body(kind, content_type, parts[0] if len(parts) == 1 else b"".join(parts))
 
     def release(self, body: Body) -> None:
         """Give a body's memory back."""
-        self.held -= len(body.content)
+        self._let_go(len(body.content))
+
+    def _let_go(self, size: int) -> None:
+        """Count bytes out; after many of them, give the C library's free memory back to the system."""
+        self.held -= size
+        self._gone += size
+        if self._gone > _GIVEN_BACK and not self.held:
+            self._gone = 0
+            asyncio.get_running_loop().call_later(1.0, self._give_back)
+
+    def _give_back(self) -> None:
+        gc.collect()  # an exception and its frames are a cycle that may hold a body
+        self._system.give_back()
 
 
 class Body(NamedTuple):

@@ -162,7 +162,9 @@ class Parts:
 
         keys = key_source(self.settings.keys)
         audit = None if self.settings.audit is None else Audit(self.settings.audit)
-        opened = {name: one if isinstance(one, Index) else self.open(one) for name, one in self.given.items()}
+        opened: dict[str, Any] = {
+            name: one if isinstance(one, Index) else self.open(one) for name, one in self.given.items()
+        }
         reopen = {
             name: partial(self.open, one) for name, one in self.given.items() if not isinstance(one, Index)
         }
