@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from retrieval.serving.store.address import Address
+from retrieval.serving.store.contract import StorePlace
 from retrieval.serving.store.local import LocalPlace
-from retrieval.serving.store.place import StorePlace
 from retrieval.serving.store.testing import StoreSuite
 
 

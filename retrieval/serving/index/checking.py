@@ -12,9 +12,9 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.progress import Meter
 from retrieval.serving.store.address import IndexPlace
 from retrieval.serving.store.check import check_record
-from retrieval.serving.store.contract import Generation, Item, Store
+from retrieval.serving.store.contract import Generation, Item, Store, StorePlace
 from retrieval.serving.store.local import LocalStore, copy_items
-from retrieval.serving.store.place import StorePlace, store_place
+from retrieval.serving.store.place import store_place
 from retrieval.serving.store.record import Record
 from retrieval.serving.store.snapshot import write_snapshot
 

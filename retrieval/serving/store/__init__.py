@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from retrieval.serving.store.bundles import kept_bundle as kept_bundle
     from retrieval.serving.store.contract import Capability as Capability
     from retrieval.serving.store.contract import Store as Store
+    from retrieval.serving.store.contract import StorePlace as StorePlace
     from retrieval.serving.store.contract import StoreUnavailable as StoreUnavailable
     from retrieval.serving.store.contract import Superseded as Superseded
     from retrieval.serving.store.contract import TooSlow as TooSlow
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from retrieval.serving.store.items import usable as usable
     from retrieval.serving.store.items import widths_of as widths_of
     from retrieval.serving.store.local import write_copy as write_copy
-    from retrieval.serving.store.place import StorePlace as StorePlace
     from retrieval.serving.store.remote import RemotePlace as RemotePlace
     from retrieval.serving.store.remote import RemoteStore as RemoteStore
 
@@ -52,7 +52,7 @@ __getattr__, __dir__ = lazy(
         "retrieval.serving.store.address": ["Address"],
         "retrieval.serving.store.bundles": ["bundle_pieces", "kept_bundle"],
         "retrieval.serving.store.contract": [
-            "Capability", "Store", "StoreUnavailable", "Superseded", "TooSlow", "stop_at",
+            "Capability", "Store", "StorePlace", "StoreUnavailable", "Superseded", "TooSlow", "stop_at",
         ],
         "retrieval.serving.store.engine": ["Row"],
         "retrieval.serving.store.items": [
@@ -60,7 +60,6 @@ __getattr__, __dir__ = lazy(
             "refuse_fields", "spans_of", "usable", "widths_of",
         ],
         "retrieval.serving.store.local": ["write_copy"],
-        "retrieval.serving.store.place": ["StorePlace"],
         "retrieval.serving.store.remote": ["RemotePlace", "RemoteStore"],
     },
 )  # fmt: skip

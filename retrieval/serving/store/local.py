@@ -32,7 +32,7 @@ from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.recall import recall_at_10
 from retrieval.serving.store.address import Address
 from retrieval.serving.store.arrays import BUNDLES
-from retrieval.serving.store.contract import Capability, Store, Superseded
+from retrieval.serving.store.contract import Capability, Store, StorePlace, Superseded
 from retrieval.serving.store.items import (
     CODE,
     FEATURES,
@@ -46,7 +46,6 @@ from retrieval.serving.store.items import (
     own,
     usable,
 )
-from retrieval.serving.store.place import StorePlace
 from retrieval.serving.store.record import FILE, Record, ask, value
 from retrieval.serving.store.rows import COLUMNS, from_row
 from retrieval.serving.store.searches import Searches, refuse_unknown

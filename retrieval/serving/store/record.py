@@ -397,7 +397,7 @@ class Record:
         """Lend no connection any more, and close them once all are back."""
         with self._lending:
             if self._closed is None:
-                self._closed = f"The index {self.folder} was closed. Open it again."
+                self._closed = f"The index {self.folder} was closed. Open it again with retrieval.open_index."
             self._lending.wait_for(lambda: not self._lent)
         self._let_go()
         with suppress(OSError, TypeError):

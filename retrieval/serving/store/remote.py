@@ -28,7 +28,7 @@ from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import And, Filter, matches
 from retrieval.serving.store.bundles import bundle_pieces, kept_bundle
-from retrieval.serving.store.contract import Stats, Store, Superseded
+from retrieval.serving.store.contract import Stats, Store, StorePlace, Superseded
 from retrieval.serving.store.engine import PIECE_BYTES, REGISTER, Engine, Row, finished, row_of
 from retrieval.serving.store.items import (
     FEATURES,
@@ -43,7 +43,6 @@ from retrieval.serving.store.items import (
     usable,
 )
 from retrieval.serving.store.local import write_copy
-from retrieval.serving.store.place import StorePlace
 
 FORMAT = 1
 PAGE = 1000

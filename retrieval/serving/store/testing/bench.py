@@ -22,10 +22,10 @@ from retrieval.serving.store.contract import (
     Floats,
     Item,
     Store,
+    StorePlace,
     spans_of,
     widths_of,
 )
-from retrieval.serving.store.place import StorePlace
 from retrieval.serving.store.testing.bundles import opened
 
 State = dict[str, Item]
