@@ -133,7 +133,7 @@ class Cluster:
                 return again.popleft()
             with suppress(StopIteration):
                 return _Order(next(left))
-            return _late(running.values(), took) if len(running) < slots else None
+            return _late(running.values(), _enough(took))
 
         try:
             while True:
@@ -141,7 +141,7 @@ class Cluster:
                     looked, slots = time.monotonic(), self.slots()
                     room_since = looked if slots else room_since
                     self._refuse_no_room(looked - room_since)
-                while len(running) < max(1, 2 * slots) and (order := next_order()) is not None:
+                while _busy(running.values(), _enough(took)) < max(1, 2 * slots) and (order := next_order()):
                     order.copies += 1
                     order.begun = time.monotonic()
                     running[remote.remote(installed_version(), shared, order.task)] = order
@@ -206,11 +206,18 @@ class _Lost(Exception):
     """A worker is gone, with what it was at."""
 
 
-def _late(running: Iterable[_Order], took: deque[float]) -> _Order | None:
-    """Return the task that takes far longer than others, for a second worker: the first may be cut off."""
-    if not took:
-        return None
-    enough = max(_SLOW_SECONDS, _SLOW_FACTOR * sum(took) / len(took))
+def _enough(took: deque[float]) -> float:
+    """Return after how many seconds a task takes far longer than others: its worker may be cut off."""
+    return max(_SLOW_SECONDS, _SLOW_FACTOR * sum(took) / len(took)) if took else float("inf")
+
+
+def _busy(running: Iterable[_Order], enough: float) -> int:
+    """Return how many tasks are under way, without those that may be so on a node that nobody reaches."""
+    return sum(time.monotonic() - order.begun <= enough for order in running)
+
+
+def _late(running: Iterable[_Order], enough: float) -> _Order | None:
+    """Return the task that takes far longer than others, for a second worker."""
     alone = [order for order in running if order.copies == 1 and not order.done]
     oldest = min(alone, key=lambda order: order.begun, default=None)
     return oldest if oldest and time.monotonic() - oldest.begun > enough else None
