@@ -38,7 +38,7 @@ _BLOCK_BYTES = 128 * 2**20
 _PAIRS_PER_CALL = 2**20
 _SELECTED = 2**16
 """Keys selected from at a time: 512 KB stay in a core's cache."""
-_DEEP = 32
+_DEEP = 256
 """From a k of one row in so many on, a full search is the faster one."""
 _MARGIN = 8
 _CANCELLED = 2.0**-18
@@ -127,6 +127,7 @@ class Neighbors:
         self.distance = distance
         self._block = block
         self._codes = codes.to(self.device)
+        self._crowded = False
         # A power of two scales without rounding: no square of a code leaves float32.
         largest = float(codes.abs().max().double()) if codes.numel() else 0.0
         self._exponent = max(-1000, min(1000, int(np.frexp(largest)[1])))
@@ -202,12 +203,13 @@ class Neighbors:
             raise DataError(
                 "The queries are over 10^18 times as large as the gallery's codes: they cannot be of one model."
             )
-        single = _single(scaled) if self._shallow(k) else None
+        single = _single(scaled) if self._shallow(k) and not self._crowded else None
         if single is None:
             columns, squared = self._full(scaled, k, left_out)
         else:
             columns, squared, crowded = self._few(single, k, left_out)
             rest = np.flatnonzero(crowded)
+            self._crowded = 2 * len(rest) > len(single)  # as in a collapsed embedding
             step = max(1, _BLOCK_BYTES // (8 * self.size))
             for start in range(0, len(rest), step):
                 rows = rest[start : start + step]
