@@ -50,9 +50,7 @@ def prepare(folder: Path, out: Path) -> None:
     np.savez(out, vectors=vectors[shuffled], labels=labels[shuffled])
 
 
-def contestant(
-    name: str, data: Path, count: int, threads: int, candidates: str, shallow: bool, slices: int
-) -> None:
+def contestant(name: str, data: Path, count: int, threads: int, shallow: bool, slices: int) -> None:
     """Run one contestant and print its figures, seconds and memory as JSON."""
     limit = _available() - 3 * 2**29
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # fail by itself, not by taking others along
@@ -68,7 +66,7 @@ def contestant(
         names = [f"recall_at_{k}" for k in (1, 2, 4, 8)] + ([] if shallow else ["map_at_r"])
         before = _peak()
         wall, cpu = time.perf_counter(), time.process_time()
-        values = evaluate(vectors, labels, metrics=names, candidates=candidates).values  # type: ignore[arg-type]
+        values = evaluate(vectors, labels, metrics=names).values
     else:
         import faiss
         from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
@@ -141,7 +139,6 @@ def run(
     data: Path,
     count: int,
     threads: int,
-    candidates: str = "auto",
     shallow: bool = False,
     slices: int = 1,
 ) -> Any:
@@ -150,8 +147,6 @@ def run(
     command += [
         "--threads",
         str(threads),
-        "--candidates",
-        candidates,
         *(["--shallow"] if shallow else []),
         "--slices",
         str(slices),
@@ -173,7 +168,7 @@ def run(
             "failed": f"ended with code {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1]}"
         }
     result = json.loads(done.stdout.strip().splitlines()[-1])
-    print(name, count, candidates, "shallow" if shallow else "", result, file=sys.stderr, flush=True)
+    print(name, count, "shallow" if shallow else "", result, file=sys.stderr, flush=True)
     return result
 
 
@@ -217,10 +212,8 @@ def measure(data: Path, threads: int, counts: list[int], defaults: list[int], re
             kept["rows"].append(row(f"`{DEFAULT}`", count, run(DEFAULT, data, count, threads)))
     if recall:
         count, rows = counts[0], []
-        for candidates in ("auto", "bfloat16", "float32", "none"):
-            result = run(OURS, data, count, threads, candidates, True)
-            rows.append(row(f"`{OURS}.evaluate`, {candidates}", count, result))
-        rows.append(row("`AccuracyCalculator`, k=8", count, run(BINS, data, count, threads, "auto", True)))
+        rows.append(row(f"`{OURS}.evaluate`", count, run(OURS, data, count, threads, True)))
+        rows.append(row("`AccuracyCalculator`, k=8", count, run(BINS, data, count, threads, True)))
         kept["recall"] = {"load": f"{os.getloadavg()[0]:.1f} at the end", "rows": rows}
     return kept
 
@@ -254,13 +247,12 @@ def main() -> None:
     )
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--candidates", default="auto", help=argparse.SUPPRESS)
     parser.add_argument("--slices", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--shallow", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.contestant:
         contestant(
-            given.contestant, given.data, given.count, given.threads, given.candidates, given.shallow, given.slices
+            given.contestant, given.data, given.count, given.threads, given.shallow, given.slices
         )  # fmt: skip
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -94,7 +94,7 @@ def render(kept: dict[str, Any]) -> str:
     if "recall" in kept:
         lines += [
             "",
-            f"Recall alone (8 neighbours are enough), by what proposes candidates; every row gives the exact answer. Load {kept['recall']['load']}.",
+            f"Recall alone (8 neighbours are enough). Load {kept['recall']['load']}.",
             "",
             *table(kept["recall"]["rows"], ""),
         ]

@@ -17,7 +17,7 @@ from retrieval.errors import DataError
 from retrieval.evaluation.clusters import cluster_figures
 from retrieval.evaluation.exclusion import Exclusion
 from retrieval.evaluation.matching import Matching
-from retrieval.evaluation.neighbors import Candidates, Codes, DistanceBlock
+from retrieval.evaluation.neighbors import Codes, DistanceBlock
 from retrieval.evaluation.relevance import Graded, Relevance
 from retrieval.model.built_in import metric
 from retrieval.model.labels import read_labels, read_values
@@ -73,7 +73,6 @@ def evaluate(
     seed: int = 0,
     block: int | None = None,
     device: str = "auto",
-    candidates: Candidates = "auto",
     progress: Progress = False,
 ) -> Evaluation:
     """Return the retrieval figures of codes, by exact search.
@@ -92,7 +91,6 @@ def evaluate(
         seed: of k-means.
         block: queries at a time; it changes memory and speed, never a figure.
         device: see `exact_neighbors`.
-        candidates: see `exact_neighbors`.
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
@@ -117,14 +115,12 @@ def evaluate(
             raise DataError(f"There are {len(codes):,} queries and {len(by):,} values to group by.")
         by = read_values(by, "values to group by", "Leave those queries out, or give them a value.").tolist()
     if relevance is not None:
-        graded = Graded(codes, gallery, relevance, hidden, distance, block, device, candidates)
+        graded = Graded(codes, gallery, relevance, hidden, distance, block, device)
         with Meter("searching", len(codes), "queries") as meter:
             values, relevant = graded.values(chosen, meter.update)
         asked = np.flatnonzero(relevant > 0)
     else:
-        matching = Matching(
-            codes, query_class, gallery, item_class, distance, block, device, candidates, hidden
-        )
+        matching = Matching(codes, query_class, gallery, item_class, distance, block, device, hidden)
         values, asked = _matched(matching, chosen)
     means = _means(values, asked)
     groups: dict[str, dict[str, float]] = {}

@@ -1,21 +1,21 @@
 """Exact k nearest neighbours, block by block: memory grows with the gallery, never with queries × gallery.
 
-**Distance and order.** Squared Euclidean distances are computed in double precision and rounded to the 24 significant
-bits of float32; those that are equal after rounding are ordered by gallery row. So duplicates of a gallery item come in the order of their
-rows, and block size, threads and the way a candidate was found decide no rank, short of a float64 sum whose last bit
-decides how it rounds: about one pair in a hundred million.
+**Distance and order.** Squared Euclidean distances are computed in float64 and rounded to the 24
+significant bits of float32. Gallery row orders those that are equal after rounding, so duplicates
+come in the order of their rows. Block size, threads and device decide no rank, short of a float64
+sum whose last bit decides how it rounds: about one pair in a hundred million.
 
-**Speed.** Where few neighbours are asked for, a low-precision product proposes candidates, which are measured exactly.
-An error bound (`candidates.Proposer`) tells for each query whether anything nearer can have been missed; if so, that
-query is searched in full. The result is the same.
+**Speed.** On a CPU, `serving.store.search.nearest` finds few neighbours of embeddings that float32
+holds. It returns some more than asked for: where the last of them, rounded, is as near as the k-th,
+rows beyond may tie, and that query is searched in full. A full search measures every pair by a
+product in float64: for large k, a GPU, other embeddings, and distances of a combiner.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,25 +23,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.errors import DataError
-from retrieval.evaluation.candidates import Proposer
-from retrieval.evaluation.selection import (
-    MAX_COLUMNS,
-    direct,
-    order_ragged,
-    smallest,
-    smallest_on_device,
-    smallest_remeasured,
-)
+from retrieval.serving.store.search import nearest
 
 Codes = NDArray[Any] | Tensor
 DistanceBlock = Callable[[Tensor, Tensor], Tensor]
-Candidates = Literal["auto", "bfloat16", "float32", "none"]
+Rows = NDArray[np.int64]
 
+_MAX_ITEMS = 2**29
+_COLUMN = _MAX_ITEMS - 1
+"""Bits of a float64 beyond the 24 of a float32: they hold the column."""
+_MAGNITUDE = 2**63 - _MAX_ITEMS
+"""Other bits but the sign: negative numbers compare as integers once these are inverted."""
 _BLOCK_BYTES = 128 * 2**20
 _PAIRS_PER_CALL = 2**20
-# d² below this part of |q|² has lost float32 precision in |q|² + |g|² − 2 q·g, even in float64: computed directly.
-# Larger galleries' norms need no part in it: d² can be that small only where |g| is within 1 % of |q|.
+_SELECTED = 2**16
+"""Keys selected from at a time: 512 KB stay in a core's cache."""
+_DEEP = 256
+"""From a k of one row in so many on, a full search is the faster one."""
+_MARGIN = 8
 _CANCELLED = 2.0**-18
+"""Squared distances below this part of |q|² have lost float32's precision in |q|² + |g|² − 2 q·g."""
 
 
 def exact_neighbors(
@@ -53,29 +54,27 @@ def exact_neighbors(
     block: int | None = None,
     distance: DistanceBlock | None = None,
     device: str = "auto",
-    candidates: Candidates = "auto",
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return the exact k nearest gallery items of each query, nearest first; equal distances by gallery row.
+) -> tuple[Rows, NDArray[np.float32]]:
+    """Return the exact k nearest gallery items of each query; equal distances by gallery row.
 
     Args:
         queries: (Q, C) codes of any float or integer type.
         gallery: (N, C) codes.
-        k: how many neighbours. Where the gallery has fewer, index −1 and distance infinity fill the row, as in FAISS.
-        exclude: (Q,) the gallery row to leave out for each query (`arange(Q)` when the queries are the gallery);
-            −1 leaves out none.
+        k: how many neighbours. Where the gallery has fewer, index −1 and distance infinity fill the
+            row, as in FAISS.
+        exclude: (Q,) the gallery row to leave out for each query (`arange(Q)` when the queries are
+            the gallery); −1 leaves out none.
         block: queries at a time; None fits the working memory to about 130 MB.
-        distance: codes (B, C) and (R, C) to distances (B, R), smaller is closer; None is the Euclidean distance.
+        distance: codes (B, C) and (R, C) to distances (B, R), smaller is closer; None is Euclidean.
         device: "auto" takes CUDA where there is one; with `distance`, the codes' own device.
-        candidates: which precision may propose candidates when `k` is small: "auto" the fastest here, "none" no
-            proposals. The result is the same.
 
     Returns:
-        Indices (Q, k) int64 and distances (Q, k) float32.
+        Indices (Q, k) int64 and distances (Q, k) float32, nearest first.
 
     Raises:
         DataError: codes of wrong shape, not finite, or none; `k` below 1; distances that are NaN.
     """
-    search = Neighbors(gallery, distance=distance, block=block, device=device, candidates=candidates)
+    search = Neighbors(gallery, distance=distance, block=block, device=device)
     queries = as_tensor(queries, "queries")
     total = len(queries)
     indices = np.empty((total, max(k, 0)), dtype=np.int64)
@@ -83,7 +82,8 @@ def exact_neighbors(
     size = search.block(k)
     for start in range(0, max(total, 1), size):
         rows = slice(start, start + size)
-        indices[rows], distances[rows] = search(queries[rows], k, None if exclude is None else exclude[rows])
+        own = None if exclude is None else exclude[rows]
+        indices[rows], distances[rows] = search(queries[rows], k, own)
     return indices, distances
 
 
@@ -95,7 +95,6 @@ class Neighbors:
         distance: see `exact_neighbors`, as for the rest.
         block: see `exact_neighbors`.
         device: see `exact_neighbors`.
-        candidates: see `exact_neighbors`.
 
     Raises:
         DataError: the gallery is empty, not a matrix, or not finite.
@@ -108,19 +107,16 @@ class Neighbors:
         distance: DistanceBlock | None = None,
         block: int | None = None,
         device: str = "auto",
-        candidates: Candidates = "auto",
     ) -> None:
         if block is not None and block < 1:
             raise DataError(f"block is {block}: at least one query at a time must be searched.")
-        if candidates not in ("auto", "bfloat16", "float32", "none"):
-            raise DataError(f"candidates is '{candidates}'; it may be auto, bfloat16, float32 or none.")
         codes = as_tensor(gallery, "gallery")
         if not len(codes):
             raise DataError("The gallery is empty: there is nothing to search.")
         self.size, self.width = codes.shape
-        if self.size > MAX_COLUMNS:
+        if self.size > _MAX_ITEMS:
             raise DataError(
-                f"The gallery has {self.size:,} items; exact search takes {MAX_COLUMNS:,} at most."
+                f"The gallery has {self.size:,} items; exact search takes {_MAX_ITEMS:,} at most."
             )
         if device != "auto":
             self.device = torch.device(device)
@@ -130,70 +126,68 @@ class Neighbors:
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.distance = distance
         self._block = block
-        self._kept: Tensor | None = None
-        self._proposer: Proposer | None = None
-        if distance is not None:
-            self._codes = codes.to(self.device)
-            return
-        # A power of two scales without rounding: no code is so large or small that its square leaves float32.
+        self._codes = codes.to(self.device)
+        self._crowded = False
+        # A power of two scales without rounding: no square of a code leaves float32.
         largest = float(codes.abs().max().double()) if codes.numel() else 0.0
         self._exponent = max(-1000, min(1000, int(np.frexp(largest)[1])))
-        self._codes = codes.to(self.device, torch.float64) * 2.0**-self._exponent
-        norms = self._codes.square().sum(1)
-        self._columns = torch.cat([self._codes, norms[:, None], torch.ones_like(norms)[:, None]], dim=1).T
-        self._precision = _proposal_precision(candidates) if self.device.type == "cpu" else None
 
     def block(self, k: int) -> int:
         """Return how many queries to search a call when each asks for `k` neighbours."""
         if self._block is not None:
             return self._block
-        row = self.size * 8 + min(k, self.size) * 40  # float64 distances; the answer, and what is made of it
+        # float64 distances of every pair; the answer, and what is made of it
+        row = (0 if self._shallow(k) else self.size * 8) + max(1, min(k, self.size)) * 40
         return max(1, min(1024, _BLOCK_BYTES // row))
 
     def __call__(
         self, queries: Codes, k: int, exclude: NDArray[np.integer[Any]] | None = None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return indices and distances (B, k) for a block of queries (B, C); see `exact_neighbors`."""
+    ) -> tuple[Rows, NDArray[np.float32]]:
+        """Return indices and distances (B, k) for queries (B, C); see `exact_neighbors`."""
         if k < 1:
             raise DataError(f"k is {k}: at least one neighbour must be asked for.")
         codes = as_tensor(queries, "queries").to(self.device)
         if codes.shape[1] != self.width:
             raise DataError(
-                f"The queries have {codes.shape[1]} columns, the gallery {self.width}: they must be codes of one model."
+                f"The queries have {codes.shape[1]} columns, the gallery {self.width}: "
+                "they must be codes of one model."
             )
         left_out = _checked_exclude(exclude, len(codes), self.size)
         if not len(codes):
             return np.empty((0, k), dtype=np.int64), np.empty((0, k), dtype=np.float32)
         with torch.no_grad():
             if self.distance is not None:
-                columns, values = self._select(
-                    self._measured(codes, self.distance), min(k, self.size), left_out
-                )
+                table = self._measured(codes, self.distance)
+                columns, values = self._selected(table, min(k, self.size), left_out)
             else:
                 columns, values = self._euclidean(codes, min(k, self.size), left_out)
+        with np.errstate(over="ignore", under="ignore"):  # what float32 cannot hold has its order
+            distances = values.astype(np.float32)
         if left_out is not None and k >= self.size:
             # Only now can the row left out be among the answers; it is the last entry of its query.
             hit = columns == left_out[:, None]
             columns[hit] = -1
-            values[hit] = np.inf
+            distances[hit] = np.inf
             places = np.argsort(hit, axis=1, kind="stable")
-            columns, values = np.take_along_axis(columns, places, 1), np.take_along_axis(values, places, 1)
+            columns = np.take_along_axis(columns, places, 1)
+            distances = np.take_along_axis(distances, places, 1)
         if k > self.size:
             pad = ((0, 0), (0, k - self.size))
             columns = np.pad(columns, pad, constant_values=-1)
-            values = np.pad(values, pad, constant_values=np.inf)
-        return columns, values
+            distances = np.pad(distances, pad, constant_values=np.inf)
+        return columns, distances
 
     def _measured(self, queries: Tensor, distance: DistanceBlock) -> Tensor:
         """Return the callable's distances (B, N), float64."""
-        values = self._buffer(len(queries))
+        values = torch.empty((len(queries), self.size), dtype=torch.float64, device=self.device)
         step = max(1, _PAIRS_PER_CALL // len(queries))
         for start in range(0, self.size, step):
             part = distance(queries, self._codes[start : start + step])
             if part.shape != (len(queries), min(step, self.size - start)):
                 raise DataError(
                     f"The distance gave shape {tuple(part.shape)} for {len(queries)} queries and "
-                    f"{min(step, self.size - start)} gallery items: it must give one number per pair, (queries, gallery)."
+                    f"{min(step, self.size - start)} gallery items: it must give one number per pair, "
+                    "(queries, gallery)."
                 )
             values[:, start : start + step] = part
         if values.isnan().any():
@@ -202,123 +196,138 @@ class Neighbors:
             )
         return values
 
-    def _euclidean(
-        self, queries: Tensor, k: int, left_out: NDArray[np.int64] | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        scaled = queries.to(torch.float64) * 2.0**-self._exponent
+    def _euclidean(self, queries: Tensor, k: int, left_out: Rows | None) -> tuple[Rows, NDArray[np.float64]]:
+        """Return columns and distances (B, k)."""
+        scaled = self._scaled(queries)
         if float(scaled.abs().max() if scaled.numel() else 0) > 2.0**60:
             raise DataError(
                 "The queries are over 10^18 times as large as the gallery's codes: they cannot be of one model."
             )
-        if self._precision is not None and self._proposer is None and Proposer.worthwhile(k, self.size):
-            self._proposer = Proposer(self._codes, self._precision)
-        if self._proposer is None or not self._proposer.serves(k):
+        single = _single(scaled) if self._shallow(k) and not self._crowded else None
+        if single is None:
             columns, squared = self._full(scaled, k, left_out)
         else:
-            columns, squared, missing = self._proposer(scaled, k, left_out)
-            if missing.any():
-                rest = np.flatnonzero(missing)
-                size = self.block(k)
-                for start in range(0, len(rest), size):
-                    rows = rest[start : start + size]
-                    columns[rows], squared[rows] = self._full(
-                        scaled[torch.from_numpy(rows)], k, None if left_out is None else left_out[rows]
-                    )
-        np.sqrt(squared, out=squared)
-        if abs(self._exponent) < 100:
-            squared *= np.float32(2.0**self._exponent)
-            return columns, squared
-        with np.errstate(over="ignore", under="ignore"):  # float32 holds no such distance; the order is right
-            return columns, np.ldexp(squared, self._exponent)
+            columns, squared, crowded = self._few(single, k, left_out)
+            rest = np.flatnonzero(crowded)
+            self._crowded = 2 * len(rest) > len(single)  # as in a collapsed embedding
+            step = max(1, _BLOCK_BYTES // (8 * self.size))
+            for start in range(0, len(rest), step):
+                rows = rest[start : start + step]
+                own = None if left_out is None else left_out[rows]
+                columns[rows], squared[rows] = self._full(scaled[torch.from_numpy(rows)], k, own)
+        with np.errstate(over="ignore", under="ignore"):
+            return columns, np.ldexp(np.sqrt(squared), self._exponent)
 
-    def _full(
-        self, queries: Tensor, k: int, left_out: NDArray[np.int64] | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Measure all pairs of scaled queries and the gallery; return columns and squared distances (B, k)."""
+    def _shallow(self, k: int) -> bool:
+        """Return whether `nearest` searches for so many neighbours."""
+        few = self.distance is None and self.device.type == "cpu" and self.width and k * _DEEP <= self.size
+        return bool(few) and self._singles is not None
+
+    def _scaled(self, codes: Tensor) -> Tensor:
+        return codes.to(torch.float64) * 2.0**-self._exponent
+
+    @cached_property
+    def _singles(self) -> NDArray[np.float32] | None:
+        return _single(self._scaled(self._codes))
+
+    @cached_property
+    def _doubles(self) -> tuple[Tensor, Tensor]:
+        """The scaled gallery (N, C), and what multiplies queries (C + 2, N): its norms, and ones."""
+        codes = self._scaled(self._codes)
+        norms = codes.square().sum(1)
+        return codes, torch.cat([codes, norms[:, None], torch.ones_like(norms)[:, None]], dim=1).T
+
+    def _few(
+        self, queries: NDArray[np.float32], k: int, left_out: Rows | None
+    ) -> tuple[Rows, NDArray[np.float64], NDArray[np.bool_]]:
+        """Return columns and squared distances (B, k), and whose k-th may tie with more (B,)."""
+        assert self._singles is not None
+        wide = min(self.size, k + 1 + _MARGIN + k // 16)
+        squared, columns = nearest(queries, self._singles, wide, threads=torch.get_num_threads())
+        beyond = _parts(rounded_keys(squared[:, -1:], columns[:, -1:]))[1][:, 0]
+        if left_out is not None:
+            squared[columns == left_out[:, None]] = np.inf
+        keys = rounded_keys(squared, columns)
+        keys.sort(axis=1)
+        columns, squared = _parts(keys[:, :k])
+        return columns, squared, (squared[:, -1] >= beyond) & (wide < self.size)
+
+    def _full(self, queries: Tensor, k: int, left_out: Rows | None) -> tuple[Rows, NDArray[np.float64]]:
+        """Measure all pairs; return columns and squared distances (B, k)."""
+        codes, factors = self._doubles
         norms = queries.square().sum(1)
         # |q|² + |g|² − 2 q·g in one product; whole numbers stay exact in it.
         rows = torch.cat([-2 * queries, torch.ones_like(norms)[:, None], norms[:, None]], dim=1)
-        squared = torch.mm(rows, self._columns, out=self._buffer(len(queries)))
-        return self._select(squared, k, left_out, queries, (norms * _CANCELLED).to(torch.float32))
+        squared = rows @ factors
+        floor = norms * _CANCELLED
+        crowded = ((squared < floor[:, None]).sum(1) > k).nonzero().ravel()
+        if len(crowded):  # a collapsed embedding: nearly all its pairs are measured again
+            apart = torch.cdist(queries[crowded], codes, compute_mode="donot_use_mm_for_euclid_dist")
+            squared[crowded] = apart.square_()
+            floor[crowded] = 0
+        columns, values = self._selected(squared, k, left_out)
+        for query, place in _pairs(values < floor.cpu().numpy()[:, None], max(self.width, 1)):
+            row, column = (torch.from_numpy(each).to(self.device) for each in (query, columns[query, place]))
+            values[query, place] = (queries[row] - codes[column]).square_().sum(1).cpu().numpy()
+        keys = rounded_keys(values, columns)
+        keys.sort(axis=1)
+        return _parts(keys)
 
-    def _select(
-        self,
-        values: Tensor,
-        k: int,
-        left_out: NDArray[np.int64] | None,
-        queries: Tensor | None = None,
-        floor: Tensor | None = None,
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return columns and values of the k smallest of each row; those below `floor` are measured again."""
+    def _selected(self, values: Tensor, k: int, left_out: Rows | None) -> tuple[Rows, NDArray[np.float64]]:
+        """Return columns and rounded values (B, k) of the k smallest of each row, smallest first."""
         if left_out is not None:
             chosen = np.flatnonzero(left_out >= 0)
             values[torch.from_numpy(chosen), torch.from_numpy(left_out[chosen])] = torch.inf
         if values.device.type != "cpu":
-            return self._select_on_device(values, k, queries, floor)
-        table, limit = values.numpy(), None if floor is None else floor.numpy()
-        columns, nearest = np.empty((len(values), k), np.int64), np.empty((len(values), k), np.float32)
-
-        def part(rows: slice) -> None:
-            def again(row: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.float64]:
-                assert queries is not None
-                return self._direct(queries[rows], row, column)
-
-            columns[rows], nearest[rows] = (
-                smallest(table[rows], k, signed=True)
-                if limit is None
-                else smallest_remeasured(table[rows], k, limit[rows], again)
-            )
-
-        _in_threads(part, len(values))
-        return columns, nearest
-
-    def _select_on_device(
-        self, values: Tensor, k: int, queries: Tensor | None, floor: Tensor | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Do as `_select`, in torch operations alone."""
-        wide = k
-        if floor is not None:
-            wide = max(k, int((values < floor[:, None]).sum(1).max()))
-        columns, nearest = smallest_on_device(values, wide)
-        if queries is not None and floor is not None:
-            for part in torch.split((nearest < floor[:, None]).nonzero(), 2**18):
-                row, place = part.T
-                apart = queries[row] - self._codes[columns[row, place]]
-                nearest[row, place] = apart.square().sum(1)
-        counts = np.full(len(values), wide, dtype=np.int64)
-        return order_ragged(counts, columns.cpu().numpy().ravel(), nearest.cpu().numpy().ravel(), k)
-
-    def _direct(
-        self, queries: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
-        """Return |q − g|² of single pairs, without cancellation."""
-        used, place = np.unique(columns, return_inverse=True)
-        if len(used) * len(queries) <= 4 * len(rows):  # most pairs are wanted: a collapsed embedding
-            out = np.empty((len(queries), len(used)))
-            step = max(1, 2**16 // self.width)
-            for start in range(0, len(used), step):
-                part = self._codes[torch.from_numpy(used[start : start + step])]
-                apart = torch.cdist(queries, part, compute_mode="donot_use_mm_for_euclid_dist")
-                out[:, start : start + step] = apart.square_().numpy()
-            return out[rows, place]
-        return direct(queries, self._codes, rows, columns)
-
-    def _buffer(self, rows: int) -> Tensor:
-        """Return (rows, N) of float64 that is kept between blocks: fresh pages cost as much as the product."""
-        if self._kept is None or len(self._kept) < rows:
-            self._kept = torch.empty((rows, self.size), dtype=torch.float64, device=self.device)
-        return self._kept[:rows]
+            every = torch.arange(self.size, device=values.device)
+            keys = rounded_keys(values, every).topk(k, dim=1, largest=False, sorted=True).values
+            return _parts(keys.cpu().numpy())
+        table, numbers = values.numpy(), np.arange(self.size)
+        found = np.empty((len(table), k), np.int64)
+        step = max(1, _SELECTED // self.size)
+        for start in range(0, len(table), step):
+            part = rounded_keys(table[start : start + step], numbers)
+            if k < self.size:
+                part.partition(k - 1, axis=1)
+            found[start : start + step] = part[:, :k]
+        found.sort(axis=1)
+        return _parts(found)
 
 
-def _in_threads(part: Callable[[slice], None], rows: int) -> None:
-    """Run `part` on slices of the rows, in as many threads as torch may use; NumPy works on one only."""
-    threads = min(torch.get_num_threads(), rows)
-    if threads == 1:
-        part(slice(0, rows))
-        return
-    edges = [rows * number // threads for number in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(part, [slice(*pair) for pair in itertools.pairwise(edges)]))
+def rounded_keys(values: Any, columns: Any) -> Any:
+    """Return int64 that compare by value rounded to 24 bits (halves away from zero), then by column.
+
+    Args:
+        values: (B, n) float64, an array or a tensor; no NaN.
+        columns: int64, broadcast against them.
+    """
+    keys = (values + 0.0).view(torch.int64 if isinstance(values, Tensor) else np.int64)  # −0 is 0
+    keys += _MAX_ITEMS // 2
+    keys &= ~_COLUMN
+    keys ^= (keys >> 63) & _MAGNITUDE
+    keys |= columns
+    return keys
+
+
+def _parts(keys: Rows) -> tuple[Rows, NDArray[np.float64]]:
+    """Return the columns and rounded values that `rounded_keys` put together."""
+    bits = keys & ~_COLUMN
+    bits ^= (bits >> 63) & _MAGNITUDE
+    return keys & _COLUMN, bits.view(np.float64)
+
+
+def _pairs(mask: NDArray[np.bool_], width: int) -> Any:
+    """Yield rows and columns where a mask is true, 16 MB of differences of that width at a time."""
+    row, column = mask.nonzero()
+    step = max(1, 2**21 // width)
+    for start in range(0, len(row), step):
+        yield row[start : start + step], column[start : start + step]
+
+
+def _single(codes: Tensor) -> NDArray[np.float32] | None:
+    """Return float64 codes in float32; None where that would round one."""
+    single = codes.to(torch.float32)
+    return single.contiguous().numpy() if bool((single == codes).all()) else None
 
 
 def as_tensor(codes: Codes, what: str) -> Tensor:
@@ -369,15 +378,3 @@ def _checked_exclude(
             f"exclude names gallery rows {out.min()} to {out.max()}; there are 0 to {size - 1}, and -1 for none."
         )
     return out.astype(np.int64)
-
-
-def _proposal_precision(candidates: Candidates) -> torch.dtype | None:
-    """Return the type whose products propose candidates on this CPU, or None."""
-    if candidates == "none":
-        return None
-    if candidates == "bfloat16":
-        return torch.bfloat16
-    if candidates == "auto" and torch.cpu._is_amx_tile_supported():
-        return torch.bfloat16
-    # A user may have let float32 products run in lower precision, which the error bound does not cover.
-    return torch.float32 if torch.get_float32_matmul_precision() == "highest" else None

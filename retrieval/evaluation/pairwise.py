@@ -23,13 +23,13 @@ from retrieval.errors import DataError
 from retrieval.evaluation.clusters import cluster_figures
 from retrieval.evaluation.evaluation import DEFAULT_METRICS, Evaluation, class_numbers
 from retrieval.evaluation.neighbors import Codes, DistanceBlock, Neighbors
-from retrieval.evaluation.selection import direct
 from retrieval.host.cores import cores
 from retrieval.model.built_in import metric
 from retrieval.serving.embedding.runners import Runner, here
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.index.embedded import VectorRows
 from retrieval.serving.progress import Meter, Progress, shown
+from retrieval.serving.store.search import measured
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Metric
@@ -263,7 +263,7 @@ def _searcher(
         if getattr(local, "at", None) != block.gallery:
             local.at, kept = None, gallery.read(*block.gallery)
             local.search = Neighbors(kept, distance=distance, device="cpu")
-            local.kept = None if distance is not None else _double(kept)
+            local.kept = None if distance is not None else np.ascontiguousarray(kept, np.float64)
             local.at = block.gallery
         return _Found(block.queries, _answers(codes, local.search, local.kept, block, itself))
 
@@ -271,7 +271,7 @@ def _searcher(
 
 
 def _answers(
-    codes: Rows, search: Neighbors, kept: torch.Tensor | None, block: _Block, itself: bool
+    codes: Rows, search: Neighbors, kept: NDArray[np.float64] | None, block: _Block, itself: bool
 ) -> Answers:
     first, last = block.queries
     low, high = block.gallery
@@ -291,14 +291,10 @@ def _answers(
             keys[part] = distances
             continue
         at, place = np.nonzero(there)
-        squared = direct(_double(queries), kept, at, columns[at, place])
+        squared = measured(np.asarray(queries, np.float64), kept, at, columns[at, place])
         keys[start - first + at, place] = _rounded(squared)
     order = np.lexsort((rows, keys), axis=1)
     return np.take_along_axis(rows, order, 1), np.take_along_axis(keys, order, 1)
-
-
-def _double(codes: NDArray[Any]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(codes, np.float64))
 
 
 def _rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:

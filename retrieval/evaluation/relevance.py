@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from retrieval.errors import DataError
 from retrieval.evaluation.exclusion import Hidden
-from retrieval.evaluation.neighbors import Candidates, Codes, DistanceBlock, Neighbors, rows_of
+from retrieval.evaluation.neighbors import Codes, DistanceBlock, Neighbors, rows_of
 from retrieval.model.labels import is_missing
 
 if TYPE_CHECKING:
@@ -141,7 +141,6 @@ class Graded:
         distance: see `exact_neighbors`, as for the rest.
         block: queries at a time.
         device: see `exact_neighbors`.
-        candidates: see `exact_neighbors`.
     """
 
     queries: Codes
@@ -151,7 +150,6 @@ class Graded:
     distance: DistanceBlock | None = None
     block: int | None = None
     device: str = "auto"
-    candidates: Candidates = "auto"
 
     def values(
         self, metrics: Mapping[str, Metric], told: Callable[[int], None], asked: Ints | None = None
@@ -167,9 +165,7 @@ class Graded:
         total = len(self.queries)
         if self.relevance.sizes != (total, len(searched)):
             raise DataError(f"There are {total:,} queries and {len(searched):,} gallery items, and grades of {self.relevance.sizes[0]:,} and {self.relevance.sizes[1]:,}.")  # fmt: skip
-        search = Neighbors(
-            searched, distance=self.distance, block=self.block, device=self.device, candidates=self.candidates
-        )
+        search = Neighbors(searched, distance=self.distance, block=self.block, device=self.device)
         values = {name: np.full(total, np.nan) for name in metrics}
         relevant = np.zeros(total, np.int64)
         step = self.block or max(1, min(1024, _GRADES // search.size))

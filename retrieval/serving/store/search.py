@@ -489,7 +489,11 @@ def _gamma(width: int) -> float:
 
 
 def measured(
-    queries: Doubles, vectors: Floats, query: Rows, row: Rows, columns: slice = slice(None)
+    queries: Doubles,
+    vectors: Floats | Doubles,
+    query: Rows,
+    row: Rows,
+    columns: slice = slice(None),
 ) -> Doubles:
     """Return |q − x|² (n,) in float64 of pairs of a query and a row.
 
