@@ -32,6 +32,13 @@ IDS = [
 ]
 
 
+def with_limits(**limits: float) -> list[str]:
+    """Return Python's arguments that run the command line with other limits of the server."""
+    changes = "; ".join(f"settings.{name} = {value}" for name, value in limits.items())
+    imports = "from retrieval.serving.http import settings"
+    return ["-c", f"{imports}; {changes}; from retrieval.cli.app import main; main()"]
+
+
 @pytest.fixture
 def living(bundle_path: Path, photos: Path, tmp_path: Path) -> Path:
     create_index(tmp_path / "i", bundle_path, [photos], progress=False)
@@ -143,7 +150,7 @@ def test_a_kept_original_that_is_too_much(makers, bundle_path, served, tmp_path)
                 Item("long", keep="copy", original=b"II*\0" + bytes(1_500_000), arrays=vector),
             ]
         )
-    server = served(tmp_path / "i", "--max-bytes", "1000000", "--body-memory", "2000000")
+    server = served(tmp_path / "i", "--max-bytes", "1000000", program=with_limits(BODY_MEMORY=2_000_000))
     for id, status, says in (
         ("bomb", 404, "cannot be shown"),
         ("text", 404, "cannot be shown"),
@@ -207,7 +214,7 @@ def test_python_builds_an_index_that_takes_more(bundle_path, photos, tmp_path):
 
 def test_an_empty_index_is_ready(bundle_path, served, photos, tmp_path):
     create_index(tmp_path / "i", bundle_path, progress=False)
-    server = served(tmp_path / "i", "--probe-seconds", "0.1")
+    server = served(tmp_path / "i", program=with_limits(PROBE_SECONDS=0.1))
     assert found(server) == []
     ready = server.client.get("/readyz").json()
     assert (ready["status"], ready["items"]) == ("ready", 0)
@@ -226,7 +233,7 @@ def test_damage_is_said_without_a_path(living, served):
     content = bytearray(segment.read_bytes())
     content[500] ^= 1
     segment.write_bytes(content)
-    server = served(living, "--probe-seconds", "0.1", wait=False)
+    server = served(living, program=with_limits(PROBE_SECONDS=0.1), wait=False)
     wire.until(lambda: "damaged" in server.client.get("/readyz").text)
     answer = server.client.get("/readyz")
     assert answer.status_code == 503 and str(living) not in answer.text and segment.name not in answer.text
@@ -239,7 +246,7 @@ def test_damage_found_while_serving(bundle_path, served, tmp_path):
         vectors = np.random.default_rng(0).normal(size=(200, WIDTH)).astype(np.float32)
         long = {"text": "x" * 20_000}  # pages that a search reads only where it finds the item
         index.upsert([Item(f"id{n}", None, long, arrays={"vector": v}) for n, v in enumerate(vectors)])
-    server = served(living, "--probe-seconds", "0.1")
+    server = served(living, program=with_limits(PROBE_SECONDS=0.1))
     assert len(found(server)) == 10
     record = living / "items.sqlite"
     content = record.read_bytes().replace(b"x" * 1000, b"y" * 1000)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import retrieval
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.http import readiness
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.store import record
 from retrieval.serving.store.contract import Item, StoreUnavailable, widths_of
@@ -60,7 +61,7 @@ def _asked(
 
 
 def test_a_store_that_goes_away_is_503_until_it_is_back(
-    tmp_path: Path, makers: Any, plain_bundle: Path, cli: Any
+    tmp_path: Path, makers: Any, plain_bundle: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     makers.write_digits(tmp_path / "digits", 12)
     plugin, address = tmp_path / "flaky.py", f"flaky://{tmp_path}/d.index"
@@ -73,7 +74,8 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
         + b"\r\n--x--\r\n"
     )
     away = tmp_path / "away"
-    settings = Settings(open="write", probe_seconds=0.2)
+    monkeypatch.setattr(readiness, "PROBE_SECONDS", 0.2)
+    settings = Settings(open="write")
     with retrieval.serve(address, port=0, plugins=[str(plugin)], settings=settings, wait=False) as server:
         first = _asked(f"{server.url}v1/items?limit=1")[2]["items"][0]["id"]
         requests = {
