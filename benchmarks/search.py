@@ -113,6 +113,11 @@ def main() -> None:
     faiss.omp_set_num_threads(1)
     rows = [row for shape, calls in SHAPES.items() for row in measured(shape, calls, given.before)]
     write_text(RAW, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+    write_text(RAW.parents[1] / "search.md", render(rows))
+
+
+def render(rows: list[dict[str, Any]]) -> str:
+    """Return the page."""
     names = ["IndexFlatL2", "nearest", "with companion", "before"]
     lines = [
         "# Exact search\n",
@@ -124,7 +129,7 @@ def main() -> None:
     for row in rows:
         cells = [f"{row[name]:.2f}" if name in row else "" for name in names]
         lines.append(f"| {row['shape']} | {row['queries']} | {' | '.join(cells)} |")
-    write_text(RAW.parents[1] / "search.md", "\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

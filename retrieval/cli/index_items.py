@@ -181,6 +181,8 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
 
 def _shown(value: Any) -> str:
     """Return a value for people: thousands with a comma, an object as JSON."""
+    if value is None:
+        return "none"
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
     return f"{value:,}" if isinstance(value, int) else str(value)

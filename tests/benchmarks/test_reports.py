@@ -51,6 +51,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "power_cuts": ("power_cuts", lambda script, raw: script.render(raw)),
     "oahu_warm": ("oahu_warm", lambda script, raw: script.report(raw)),
     "whitening": ("whitening", lambda script, raw: script.render(raw)),
+    "search": ("search", lambda script, raw: script.render(raw)),
     "soak": ("soak", lambda script, raw: script.render(raw)),
     "split": ("split", lambda script, raw: script.render(raw)),
     "levels": ("levels", lambda script, raw: script.render(raw)),

@@ -17,7 +17,7 @@ from PIL import Image
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.gate import is_missing, usable
 from retrieval.data.splits import sides
-from retrieval.errors import DataError
+from retrieval.errors import DataError, PluginError
 from retrieval.run.build import build_dataset
 from retrieval.serving.index.sources import collect
 
@@ -153,7 +153,7 @@ def test_a_plugins_own_dataset_passes_it_too() -> None:
             "loss": {"name": "pml.triplet_margin"},
         }
     )
-    with pytest.raises(DataError, match="1 of 5 items has no label"):
+    with pytest.raises(PluginError, match="the key 'x' is that of 2 items"):
         build_dataset(recipe)
 
 

@@ -361,7 +361,7 @@ def test_an_image_that_is_a_bomb_is_broken_and_the_others_are_looked_at(photos: 
 def test_ctrl_c_leaves_nothing(photos: Path) -> None:
     code = (
         "import sys, time\nimport retrieval.run.check_data as c\nfrom retrieval.cli.app import main\n"
-        "def slow(item):\n    print('began', flush=True)\n    time.sleep(0.2)\n    return first(item)\n"
+        "def slow(item):\n    sys.stdout.write('began\\n'); sys.stdout.flush()\n    time.sleep(0.2)\n    return first(item)\n"
         "first = c.fingerprint\nc.fingerprint = slow\n"
         "sys.argv = ['retrieval', 'data', 'check', 'photos', '--output', 'found.json']\nmain()\n"
     )

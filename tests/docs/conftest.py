@@ -98,8 +98,9 @@ def command_lines(text: str) -> Iterator[str]:
 class Reader:
     """Does in a folder what a page says: saves its files, runs its code and commands."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, photos: Path | None = None) -> None:
         self.folder = folder
+        self.photos = photos  # where the photos of a copied index lie
         self.port = 0
         self.server: subprocess.Popen[str] | None = None
         self.answers: list[Any] = []
@@ -177,6 +178,8 @@ class Reader:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
+        if self.photos is not None and "--images" in arguments:
+            arguments = [*arguments, "--images", str(self.photos)]
         command = [sys.executable, "-m", "retrieval.cli", *arguments, "--port", str(self.port)]
         self.server = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -261,6 +264,6 @@ def after_tutorial(tutorial: Reader, tmp_path: Path) -> Iterator[Reader]:
     """A reader in a copy of the folder that the tutorial left, with the server running."""
     folder = tmp_path / "copy"
     shutil.copytree(tutorial.folder, folder)
-    made = Reader(folder)
+    made = Reader(folder, tutorial.folder)
     yield made
     made.close()

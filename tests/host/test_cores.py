@@ -112,8 +112,7 @@ import numpy as np
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.raw import RawInputs
 from retrieval.host.cores import cores, default_threads
-from retrieval.serving.decoding.pool import Decoders
-from retrieval.serving.http.server import Starting
+from retrieval.serving.http.server import Parts
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.images import Preprocessing
 from retrieval.serving.runtime import load_onnxruntime
@@ -129,13 +128,11 @@ print(json.dumps({
     "session": session_options(onnxruntime, None).intra_op_num_threads,
     "explicit session": session_options(onnxruntime, 3).intra_op_num_threads,
     "decoding threads": raw._threads._max_workers,
-    "decoding processes": Decoders(None)._most,
-    "encoder of a server": Starting(Settings(workers=1), "127.0.0.1").threads,
+    "encoder of a server": Parts({}, Settings(workers=1)).threads,
 }))
 """
     )
     assert found.pop("explicit session") == 3
-    assert found.pop("decoding processes") == 2  # one, and one for slow images
     assert found == dict.fromkeys(found, 1)
 
 

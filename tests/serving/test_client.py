@@ -89,7 +89,7 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
         assert sorted(item.id for item in client.items(page=2)) == sorted(IDS)
         assert [item.id for item in client.items("label = 'other'")] == [IDS[0]]
         about = client.index()
-        assert (about.items, about.input.kind, about.format) == (len(IDS), "image", 2)
+        assert (about.items, about.input.kind, about.format) == (len(IDS), "image", 3)
         added = client.add([NewItem("x", paths[0]), NewItem(IDS[1], paths[1])])
         assert (added.added, added.replaced) == (1, 1)
         twice = [client.add([NewItem("y", paths[0])]) for _ in range(2)]

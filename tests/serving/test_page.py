@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def test_the_keyboard_and_the_names_of_things(page, served, index_path, photos):
             break
     image = page.locator(".hit img").nth(1).get_attribute("src")
     assert image.endswith("/thumbnail")  # the original may have 20 MB
-    id = int(image.split("/")[-2])
+    id = unquote(image.split("/")[-2])
     page.keyboard.press("Enter")
     neighbours = server.client.post("/v1/search", json={"id": id, "k": 10}).json()["results"]
     first_is(page, neighbours[0]["key"])

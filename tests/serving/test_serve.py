@@ -42,7 +42,7 @@ def test_search_answers_as_the_index_does(server, index_path, photos):
             content = answer.json()
             hits = index.search(index.bundle.encode_image(path), 4)[0]
             assert [(r["id"], r["key"], r["label"]) for r in content["results"]] == [
-                (hit.id, hit.key, hit.label) for hit in hits
+                (hit.id, hit.id, hit.label) for hit in hits
             ]
             distances = [r["distance"] for r in content["results"]]
             assert distances == pytest.approx([hit.distance for hit in hits], abs=1e-6)

@@ -174,7 +174,10 @@ def test_a_checked_dataset_has_the_others_attributes_and_goes_to_other_processes
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_training_ends_with_the_sentence(workers: int, cache: Path, tmp_path: Path) -> None:
+def test_training_ends_with_the_sentence(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
     table = {
         "split": {"by": "item"},
         "sampler": {"classes": 2, "items": 2},

@@ -16,7 +16,7 @@ from retrieval.run import checkpoint
 
 RECIPE = """
 name = "small"
-plugins = ["mine.py"]
+plugins = ["mine/"]
 [data]
 name = "core.digits"
 [split]
@@ -40,9 +40,9 @@ device = "cpu"
 """
 PLUGIN = '''
 """A loss and its neighbour."""
-from factors import FACTOR
 from pytorch_metric_learning import losses
 from retrieval import hookimpl
+from .factors import FACTOR
 
 
 class Scaled(losses.ContrastiveLoss):
@@ -94,10 +94,11 @@ def log(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """A folder with a recipe, its plugin, and the plugin's neighbour."""
+    """A folder with a recipe, and its plugin of two modules."""
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    (tmp_path / "mine.py").write_text(PLUGIN)
-    (tmp_path / "factors.py").write_text("FACTOR = 2.0\n")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text(PLUGIN)
+    (tmp_path / "mine" / "factors.py").write_text("FACTOR = 2.0\n")
     return tmp_path
 
 
@@ -107,7 +108,7 @@ def mine(tmp_path: Path) -> Path:
 def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine: Path) -> None:
     train(mine, "run", "--set", "train.epochs=1")
     train(mine, "whole")
-    (mine / "factors.py").write_text("FACTOR = 3.0\n")
+    (mine / "mine" / "factors.py").write_text("FACTOR = 3.0\n")
     said = train(mine, "run", "--resume")
     assert (
         "The plugin 'mine' has changed since the run began (factors.py is another); the run goes on with its own copy"
@@ -115,11 +116,10 @@ def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine: Path) -> N
     )
     assert "--replace-plugins" in said
     assert same(load(mine / "run")["model"], load(mine / "whole")["model"])
-    (mine / "mine.py").write_text("def broken(:\n")  # on the way to the next experiment
-    assert "mine.py" in train(mine, "run", "--resume", "--set", "train.epochs=3")
+    (mine / "mine" / "__init__.py").write_text("def broken(:\n")  # on the way to the next experiment
+    assert "__init__.py" in train(mine, "run", "--resume", "--set", "train.epochs=3")
     shutil.rmtree(mine / "run" / "plugins" / "mine" / "__pycache__", ignore_errors=True)
-    for name in ("mine.py", "factors.py"):
-        (mine / name).unlink()
+    shutil.rmtree(mine / "mine")
     assert "does not exist" in train(mine, "run", "--resume", "--set", "train.epochs=4")
     assert len(log(mine / "run")) == 4
     retrieval("evaluate", mine / "run")
@@ -140,10 +140,10 @@ FACTOR = Late()
 
 def test_replace_plugins_goes_on_with_the_mended_files(mine: Path) -> None:
     train(mine, "whole")
-    (mine / "factors.py").write_text(LATE)
+    (mine / "mine" / "factors.py").write_text(LATE)
     with pytest.raises(RetrievalError, match="loss is nan"):
         train(mine, "run")
-    (mine / "factors.py").write_text("FACTOR = 2.0\n")
+    (mine / "mine" / "factors.py").write_text("FACTOR = 2.0\n")
     with pytest.raises(RetrievalError, match="loss is nan"):  # as it was told: with the run's own copy
         train(mine, "run", "--resume")
     train(mine, "run", "--resume", "--replace-plugins")

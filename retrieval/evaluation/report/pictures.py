@@ -88,7 +88,7 @@ def recalls(every: Sequence[Measured], names: Sequence[str]) -> bytes:
     axis.set_xticks(range(len(RECALLS)), [str(k) for k in RECALLS])
     axis.set(xlabel="K", ylabel="Recall@K")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=8, loc="upper right")
     return svg(figure)
 
 
@@ -103,7 +103,7 @@ def distances(found: Measured) -> bytes:
             axis.hist(pairs.distance[which], bins, density=True, alpha=0.55, label=name, hatch=hatch)
     axis.set(xlabel="distance", ylabel="density of pairs")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=8, loc="upper right")
     return svg(figure)
 
 
@@ -119,7 +119,7 @@ def rates(found: Measured) -> bytes:
     axis.plot(roc.threshold[some], 1 - roc.tar[some], "--", label="false rejects (FRR)")
     axis.set(xlabel="threshold of the distance", ylabel="rate", ylim=(-0.02, 1.02))
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=8, loc="upper right")
     return svg(figure)
 
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from retrieval.errors import BundleError, MissingDependency, RetrievalError, StoreError
+from retrieval.host.cores import cores, default_threads
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.http.listening import checked, default_name, listen
 from retrieval.serving.http.settings import GRACE_SECONDS, Settings
@@ -99,7 +100,7 @@ def serve(
         RetrievalError: the keys cannot be used, or a setting is wrong.
     """
     require_packages()
-    settings = checked(settings or Settings(workers=os.cpu_count() or 1), host)
+    settings = checked(settings or Settings(workers=cores()), host)
     beside = _in_event_loop() if wait is None else not wait
     given = index if isinstance(index, Mapping) else {_name_of(index): index}
     with ExitStack() as stack:
@@ -136,14 +137,18 @@ class Parts:
     device: Device = "auto"
     plugins: tuple[str, ...] = ()
 
+    @property
+    def threads(self) -> int:
+        """Threads of one encoder: the share of a search that runs beside the others."""
+        return max(1, default_threads() // (self.settings.workers * self.settings.processes))
+
     def open(self, place: StrPath | Address) -> Any:
         """Open an index.
 
         Raises:
             BundleError: its encoder is not what it was when it was exported.
         """
-        threads = max(1, (os.cpu_count() or 1) // (self.settings.workers * self.settings.processes))
-        index = open_index(place, threads=threads, device=self.device, plugins=self.plugins)
+        index = open_index(place, threads=self.threads, device=self.device, plugins=self.plugins)
         if fault := probe_fault(index.bundle):
             index.close()
             raise BundleError(f"{place} is not served. {fault}")
