@@ -266,4 +266,4 @@ def test_the_command_line_searches_it(served: Any, tmp_path: Path) -> None:
     (answer,) = json.loads(done.output)
     assert answer["results"][0]["id"] == "7"
     expected = np.argsort(made.distances[7], kind="stable")[:3].tolist()
-    assert [int(hit["key"]) for hit in answer["results"]] == expected
+    assert [int(hit["id"]) for hit in answer["results"]] == expected

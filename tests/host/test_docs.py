@@ -62,7 +62,7 @@ def test_the_diagram_shows_each_floor_and_who_imports_whom(generate: ModuleType,
         assert f">{folder}</text>" in drawn
     assert (
         "<title>training imports evaluation</title>" in drawn
-        and "<title>serving imports host</title>" in drawn
+        and "<title>serving imports client</title>" in drawn
     )
     assert "<title>run imports training</title>" not in drawn
     for file in ("errors.py", "host/__init__.py", "cli/__init__.py"):

@@ -252,7 +252,7 @@ def retrieval_indexes():
 @pytest.mark.parametrize(("given", "recorded"), [("core.hnsw", "hnsw"), ("core.flat", "flat")])
 def test_a_full_name_is_recorded_as_the_short_one(build, given, recorded):
     with build(given, options={"m": 8} if recorded == "hnsw" else None) as index:
-        assert index.store.stats().details["structure"] == recorded
+        assert index.store.settings()["structure"]["backend"] == recorded
         id = index.scan()[5].id
         assert index.search(index.vector(id), 1)[0].id == id
 

@@ -155,7 +155,7 @@ def test_a_kept_original_that_is_too_much(makers, bundle_path, served, tmp_path)
         ("bomb", 404, "cannot be shown"),
         ("text", 404, "cannot be shown"),
         ("large", 503, "memory"),
-        ("long", 404, "too large to be shown"),
+        ("long", 404, "cannot be shown"),
     ):
         answer = server.client.get(f"/v1/items/{id}/image")
         assert (answer.status_code, says in answer.json()["detail"]) == (status, True), answer.text

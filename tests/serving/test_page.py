@@ -328,7 +328,9 @@ def test_an_address_says_what_is_searched_for_and_never_the_image(page, served, 
 
 
 def test_two_indexes_side_by_side(page, served, index_path, described, photos):
-    server = served(index_path, f"priced={described}")
+    server = served(
+        index_path, f"priced={described}", "--images", str(photos), "--images", str(described.parent)
+    )
     page.goto(server.url)
     page.wait_for_selector("#beside")
     page.select_option("#beside", "priced")

@@ -140,7 +140,8 @@ class Parts:
     @property
     def threads(self) -> int:
         """Threads of one encoder: the share of a search that runs beside the others."""
-        return max(1, default_threads() // (self.settings.workers * self.settings.processes))
+        searches = self.settings.workers * self.settings.processes
+        return max(1, min(default_threads(), cores() // searches))
 
     def open(self, place: StrPath | Address) -> Any:
         """Open an index.
