@@ -17,10 +17,10 @@ LIVE = wire.get("/livez")
 SLEEPY = """
 import os, sys, time
 from pathlib import Path
-from retrieval.serving.index.index import Collection
+from retrieval.serving.index.index import Index
 
 FOLDER = Path(sys.argv.pop(1))
-search = Collection.search
+search = Index.search
 
 def slow(self, *given, **more):
     with (FOLDER / "begun").open("a") as file:
@@ -29,7 +29,7 @@ def slow(self, *given, **more):
         time.sleep(0.02)
     return search(self, *given, **more)
 
-Collection.search = slow
+Index.search = slow
 from retrieval.cli.app import main
 sys.exit(main())
 """

@@ -63,7 +63,7 @@ def test_a_life(say, makers, bundle_path, cli):
     assert say("duplicates", "d.index", "--within", "0") == {"groups": []}
     clusters = say("clusters", "d.index", "--count", "3")["clusters"]
     assert sum(cluster["count"] for cluster in clusters) == 29 - count
-    assert "vector: None" in cli("index", "show", "d.index", f"4/{first.name}").out
+    assert "vector: none" in cli("index", "show", "d.index", f"4/{first.name}").out
 
 
 def test_where_an_item_of_a_table_comes_from(say, makers, bundle_path):

@@ -32,7 +32,7 @@ TRAINING = (
     "retrieval.export",
     "retrieval.data",
     "retrieval.run",
-    "retrieval.cli",
+    "retrieval.cli.",
 )
 
 

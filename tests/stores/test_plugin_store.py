@@ -90,7 +90,7 @@ def test_snapshots_go_both_ways(journal: Any, tmp_path: Path, cli: Call) -> None
         retrieval.open_index(journal.address, plugins=["retrieval_acme"]) as one,
         retrieval.open_index(second, plugins=["retrieval_acme"]) as other,
     ):
-        assert str(other.path) == second and one.sha256 == other.sha256 and len(other) == 30
+        assert str(other.path) == second and one.identity == other.identity and len(other) == 30
         query = sorted((tmp_path / "digits").rglob("*.png"))[3]
         assert one.search(query) == other.search(query)
     told = cli("index", "restore", tmp_path / "s.index", second, "--plugin", "retrieval_acme")
