@@ -119,7 +119,7 @@ def test_kept_originals_are_shown_when_the_files_are_gone(makers, bundle_path, s
     def image(name):
         return server.client.get(f"/v1/items/{name}/image")
 
-    for keep in ("copy", "reference"):
+    for keep in ("copy", "thumbnail", "reference"):
         assert image(f"{keep}.png").content == contents[keep]
         assert image(f"{keep}.tiff").headers["content-type"] == "image/png"
     for keep in contents:
@@ -155,7 +155,7 @@ def test_a_kept_original_that_is_too_much(makers, bundle_path, served, tmp_path)
         ("bomb", 404, "cannot be shown"),
         ("text", 404, "cannot be shown"),
         ("large", 503, "memory"),
-        ("long", 404, "cannot be shown"),
+        ("long", 404, "too large to be shown"),
     ):
         answer = server.client.get(f"/v1/items/{id}/image")
         assert (answer.status_code, says in answer.json()["detail"]) == (status, True), answer.text

@@ -274,13 +274,15 @@ class Routes:
         served, id = self._served(request), id_of(request)
 
         async def work() -> Response:
-            content = await served.picture(id)
+            content = await served.picture(id, small)
             kind = "image/jpeg" if small else media_type(content)
             tag = f'"{hashlib.sha256(content).hexdigest()[:32]}{"-small" if small else ""}"'
             headers = {"Cache-Control": "no-cache", "ETag": tag}
             if request.headers.get("if-none-match") == tag:
                 return Response(status_code=304, headers=headers)
             if small or kind is None:
+                if len(content) > self._settings.max_bytes:
+                    raise RequestError(404, f"The image of item {id} is too large to be shown.")
                 try:
                     content = await served.workers.decoded("thumbnail" if small else "png", content)
                 except DataError:

@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -300,8 +300,12 @@ class Served:
         """Return whether an item's image is offered; asks no disk."""
         return keep in ("copy", "thumbnail") or (path is not None and bool(self._folders))
 
-    async def picture(self, id: str) -> bytes:
+    async def picture(self, id: str, small: bool) -> bytes:
         """Return an item's original: what the index keeps of it, or the file that it was indexed from.
+
+        Args:
+            id: the item's.
+            small: whether a thumbnail is enough, where the index keeps one and the file is there too.
 
         Raises:
             RequestError: 404, no such item, or its file may not be shown, is gone, or another one; 503.
@@ -312,6 +316,9 @@ class Served:
                 item = index.get(id).get(id)
                 if item is None:
                     raise no_item()
+                if item.keep == "thumbnail" and not small:
+                    with suppress(RequestError):  # the kept thumbnail is what is left of a file that is gone
+                        return self._file(item)
                 kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
                 return kept if kept is not None else self._file(item)
 
