@@ -121,9 +121,12 @@ class Searches:
         else:
             numbers = found.numbers.ravel()
             ends = [shape[1] * (answer + 1) for answer in range(shape[0])]
-        with stage("items", len(numbers)):
-            items = self._of(numbers.tolist(), connection)
-        if items is None:
+        wanted = numbers.tolist()
+        if connection is None and not self._items.keys() >= set(wanted):
+            return None
+        with stage("items", len(wanted)):
+            items = self._of(wanted, connection)
+        if items is None:  # another search has dropped one meanwhile
             return None
         distances = None if squared is None else np.sqrt(squared.ravel())
         order = _order(items, distances, ends)
