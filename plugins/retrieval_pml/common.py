@@ -72,14 +72,11 @@ class PreciseLoss(_Mixin):
         """Return the loss, a scalar of the embeddings' type, or float32 under autocast; see `retrieval.Loss`.
 
         Raises:
-            ValueError: the loss has weights of classes, and a label is not the number of one.
+            ValueError: the loss has weights of classes, and a label is not the number of one; on a GPU, where reading
+                labels would wait for the device, the device's own assertion fails instead.
         """
-        known = self.known_classes
-        # upstream takes -1, which often says "no label", for the last class
-        if labels is not None and known is not None and bool(((labels < 0) | (labels >= known)).any()):
-            raise ValueError(
-                f"labels go from {int(labels.min())} to {int(labels.max())}, and there are {known} classes, from 0"
-            )
+        if labels is not None and self.known_classes is not None:
+            _require_classes(labels, self.known_classes)
         full = _full(embeddings)
         assert full is not None
         reference = full if ref_emb is embeddings else _full(ref_emb)
@@ -97,6 +94,16 @@ class PreciseLoss(_Mixin):
     ) -> Any:
         """Return what upstream's `forward` does of embeddings in full precision."""
         return super().forward(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+
+
+def _require_classes(labels: Tensor, classes: int) -> None:
+    """Refuse labels that number no class: upstream takes -1, which often means "no label", for the last class."""
+    try:
+        torch._assert_async(((labels >= 0) & (labels < classes)).all(), "a label is not the number of a class")
+    except RuntimeError:
+        raise ValueError(
+            f"labels go from {int(labels.min())} to {int(labels.max())}, and there are {classes} classes, from 0"
+        ) from None
 
 
 class PreciseMiner(_Mixin):

@@ -159,9 +159,9 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
         ]
         assert 0 < figures["map_at_r"] <= 1
         assert ("my_metric.reciprocal_rank" in figures) == (kind == "metric")
-    assert "30 items" in done.out and '"key": "8.png"' in done.out
+    assert "30 items" in done.out and '"id": "8.png"' in done.out
     assert json.loads((tmp_path / "bundle" / "manifest.json").read_text())
-    assert '"key": "7.png"' in done.out and "my_index.matrix" in done.out
+    assert '"id": "7.png"' in done.out and "my_index.matrix" in done.out
 
 
 def test_a_kind_that_is_none_is_refused(cli: Callable[..., Any]) -> None:

@@ -100,7 +100,7 @@ def test_no_request_fails_and_no_answer_is_of_two_bundles(makers, served, tmp_pa
         expected[bundle.sha256] = dict(zip((keys[path] for path in paths), distances, strict=True))
         # added from its own folder, an item is called otherwise
         expected[bundle.sha256] |= {path.name: expected[bundle.sha256][keys[path]] for path in paths if path.parent == extra}  # fmt: skip
-    server = served(tmp_path / "i", "--workers", "2")
+    server = served(tmp_path / "i", "--workers", "2", "--images", str(tmp_path / "photos"))
     stop = threading.Event()
     content, always = query.read_bytes(), {keys[path] for path in kept}
     clients = [Client(server.url, content, expected, always, stop) for _ in range(3)]

@@ -301,6 +301,36 @@ def test_a_busy_server_says_so(server, photos):
     assert post(server, good).status_code == 200
 
 
+def test_a_request_that_ends_while_its_client_is_looked_for_leaves_no_turn_taken():
+    """Of a batch with a bad image the others are given up, some while they ask whether the client is still there."""
+    import asyncio
+
+    from retrieval.serving.http.turns import HAS_LEFT, Turns
+
+    async def give_up() -> None:
+        turns, asked = Turns("images", 1, 16), asyncio.Event()
+
+        async def never() -> bool:
+            asked.set()
+            await asyncio.Event().wait()
+            return False
+
+        HAS_LEFT.set(never)
+        gate = threading.Event()
+        first, second = (asyncio.create_task(turns.run(gate.wait)) for _ in range(2))
+        await asyncio.sleep(0.05)
+        gate.set()
+        await first
+        await asyncio.wait_for(asked.wait(), 5)
+        second.cancel()
+        await asyncio.wait([second])
+        HAS_LEFT.set(None)
+        assert await asyncio.wait_for(turns.run(lambda: 5), 5) == 5
+        turns.close()
+
+    asyncio.run(give_up())
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_it_stops_in_good_order(how, served, index_path):
     server = served(index_path)

@@ -38,7 +38,7 @@ def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_p
     wire.refused(server.client.get("/v1/indexes/none/index"), 404, "no index of this name")
     wire.refused(server.client.get("/v1/indexes/..%2Fi/index"), 404, "")
     said = {name: server.client.get(f"/v1/indexes/{name}/index").json() for name in ("frozen", "i", "third")}
-    assert [one["format"] for one in said.values()] == [2, 2, 2] and said["i"]["items"] == 200
+    assert [one["format"] for one in said.values()] == [3, 3, 3] and said["i"]["items"] == 200
     image = next(photos.rglob("*.png")).read_bytes()
     for name, one in said.items():
         answer = server.client.post(f"/v1/indexes/{name}/search", files={"image": image}).json()["results"]

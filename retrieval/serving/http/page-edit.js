@@ -26,7 +26,7 @@ async function fill(image, address) {
 }
 
 function allow(about) {
-  const writes = about.format === 2 && ["write", "admin"].includes(about.role);
+  const writes = ["write", "admin"].includes(about.role);
   document.body.classList.toggle("writable", writes);
 }
 
@@ -35,7 +35,7 @@ function editButtons(hit) {
   for (const [word, act] of [["Change", () => describe(hit)], ["Delete", () => remove(hit)]]) {
     const button = element("button", "", word);
     button.type = "button";
-    button.setAttribute("aria-label", `${word} ${hit.key}`);
+    button.setAttribute("aria-label", `${word} ${hit.id}`);
     button.addEventListener("click", act);
     row.append(button);
   }
@@ -98,7 +98,7 @@ async function save() {
 }
 
 async function remove(hit) {
-  if (!window.confirm(`Delete ${hit.key} from the index? This cannot be undone.`)) return;
+  if (!window.confirm(`Delete ${hit.id} from the index? This cannot be undone.`)) return;
   try {
     await call(addressOf(hit.id), { method: "DELETE" });
     await open();

@@ -55,7 +55,7 @@ function card(hit, place) {
   const frame = element("button", "frame");
   frame.type = "button";
   frame.title = "Search with this item";
-  frame.setAttribute("aria-label", `Search with ${hit.key}, ${name}`);
+  frame.setAttribute("aria-label", `Search with ${hit.id}, ${name}`);
   frame.addEventListener("click", () => searchWithItem(hit, place));
   if (hit.image_url) {
     const image = element("img");
@@ -71,7 +71,7 @@ function card(hit, place) {
   const words = element("div", "words");
   const distance = element("span", "distance", hit.distance.toFixed(4));
   distance.title = "Distance: smaller is closer";
-  words.append(distance, element("span", "label", name), element("p", "key", hit.key));
+  words.append(distance, element("span", "label", name), element("p", "key", hit.id));
   const entries = Object.entries(hit.metadata);
   if (entries.length) {
     const list = element("ul", "metadata");
@@ -182,7 +182,7 @@ function searchWithFile(file) {
 }
 
 function searchWithItem(item, place) {
-  look(item.image_url, `The query: ${item.key}`);
+  look(item.image_url, `The query: ${item.id}`);
   whole = { id: item.id, image_url: item.image_url, root: roots[place] };
   ask(whole);
   window.scrollTo({ top: 0 });

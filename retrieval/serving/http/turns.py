@@ -73,9 +73,12 @@ class Turns:
             await self._free.acquire()
         finally:
             self.waiting -= 1
-        if waits and (has_left := HAS_LEFT.get()) is not None and await has_left():
+        try:
+            if waits and (has_left := HAS_LEFT.get()) is not None and await has_left():
+                raise ClientDisconnect
+        except BaseException:  # asking waits too, so that it may be cancelled
             self._free.release()
-            raise ClientDisconnect
+            raise
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
 
