@@ -86,7 +86,8 @@ KINDS: dict[str, Callable[[Array], Array]] = {
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks, groups and parts of few rows, and no pair in doubt that is allowed for nothing."""
     for name, value in {
-        "_FIRST_ROWS": 32,
+        "_FEW": 1,
+        "_GROUP": 5,
         "_BLOCK_PAIRS": 800,
         "_BLOCK_NUMBERS": 900,
         "_PART_NUMBERS": 150,

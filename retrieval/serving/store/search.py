@@ -49,14 +49,14 @@ _COMPANION_NUMBERS = 4_000_000
 """Vectors with fewer numbers stay in the caches and are read as fast as a companion."""
 _QUERIES = 256
 """Queries at a time, at most."""
+_FEW = 4
+"""Queries that are searched for one by one: products serve more of them better."""
 _ANSWERS = 1 << 21
 """Answers (queries times k) at a time, at most: bounds the memory of a group."""
-_FIRST_ROWS = 2048
-"""Rows of the first block, which gives the first limits."""
-_GROWTH = 4
-"""How many times as large as the last one a block is: its limits leave more rows in doubt."""
 _BLOCK_PAIRS = 1 << 21
 """Pairs of a block: 8 MB of values."""
+_GROUP = 64
+"""Rows that are ruled out together, at most."""
 _BLOCK_NUMBERS = 1 << 20
 """Numbers of a block whose rows are gathered or whose columns are copied: 4 MB."""
 _PART_NUMBERS = 1 << 17
@@ -115,14 +115,10 @@ def nearest(
     rows = np.asarray(vectors)  # slices of np.memmap cost more
     if companion is not None and vectors.size < _COMPANION_NUMBERS:
         companion = None
-    if len(own) == 1 and keep is None and span is None and companion is None and threads == 1:
-        found = _nearest_of_one(own, rows, k)
-        if found is not None:
-            return found
     task = _Task(rows, columns, k, keep, threads)
     squared = np.full((len(own), k), np.inf)
     numbers = np.full((len(own), k), -1, np.int64)
-    step = max(1, min(_QUERIES, _ANSWERS // k))
+    step = 1 if len(own) <= _FEW else max(1, min(_QUERIES, _ANSWERS // k))
     for start in range(0, len(own) if len(vectors) else 0, step):
         group = slice(start, start + step)
         squared[group], numbers[group] = _search(task, own[group], companion)
@@ -248,8 +244,13 @@ class _Task:
 
 def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer:
     """Return squared distances and rows (Q, k) of a group of queries."""
-    exact = queries.astype(np.float64)
     several = len(queries) > 1
+    whole = task.keep is None and task.columns == slice(0, task.vectors.shape[1])
+    if not several and companion is None and whole and task.threads == 1:
+        found = _nearest_of_one(queries, task.vectors, task.k)
+        if found is not None:
+            return found
+    exact = queries.astype(np.float64)
     if companion is not None:
         near, lost = companion.project(queries)
         table = np.asarray(companion.table)
@@ -323,40 +324,50 @@ class _Scan:
         best = np.full((count, k), np.inf), np.full((count, k), -1, np.int64)
         reach: Doubles | None = None  # squared distances within which k rows lie
         compared = doubtful = 0
-        for rows, block, drop in self._blocks(start, stop):
-            values = self._values(block)
-            if drop is not None:
-                values[:, drop] = np.inf
+        for rows, block, kept in self._blocks(start, stop):
+            values = self._values(block, kept)
+            least = values.min(axis=1)
             if reach is None:
-                reach = self._first_reach(rows, values)
-            near = ~(values > self._limits(reach)[:, None])  # of no number, too: a square overflowed
-            if drop is not None:
-                near[:, drop] = False
-            compared += values.size
-            if self.products or self.slack is not None:
-                doubtful += int(np.count_nonzero(near))
-                share = _DOUBT if count > 1 else _DOUBT_ONE
-                if doubtful > compared * share + _DOUBT_LEAST * k * count:
-                    return None
-            places = near.ravel().nonzero()[0]
-            for first in range(0, len(places), _PAIRS):  # of many equal rows all are in doubt
-                query, row = np.divmod(places[first : first + _PAIRS], len(block))
+                reach = self._first_reach(rows, values, least)
+            limits = self._limits(reach)
+            # "not above" also takes what is no number: a square overflowed
+            query, place = np.nonzero(~(least > limits[:, None]))
+            compared += len(block) * count
+            step = max(1, _PAIRS // values.shape[1])
+            for first in range(0, len(query), step):  # of many equal rows all are in doubt
+                asked, group = query[first : first + step], place[first : first + step]
+                inside = values[asked, :, group]
+                near, member = np.nonzero(~(inside > limits[asked, None]))
+                row = member * least.shape[1] + group[near]
+                there = row < len(block)
+                if kept is not None:
+                    there[there] = kept[row[there]]
+                near, row = near[there], row[there]
+                if self.products or self.slack is not None:
+                    doubtful += len(row)
+                    share = _DOUBT if count > 1 else _DOUBT_ONE
+                    if doubtful > compared * share + _DOUBT_LEAST * k * count:
+                        return None
+                asked = asked[near]
                 number = row + rows.start if isinstance(rows, slice) else rows[row]
-                squared = self._measured(query, number)
-                closer = squared <= reach[query]
-                best = _entered(best, query[closer], number[closer], squared[closer])
+                squared = self._measured(asked, number)
+                closer = squared <= reach[asked]
+                best = _entered(best, asked[closer], number[closer], squared[closer])
                 reach = np.minimum(reach, best[0][:, -1])
         return best
 
-    def _first_reach(self, rows: slice | Rows, values: Floats) -> Doubles:
+    def _first_reach(self, rows: slice | Rows, values: Floats, least: Floats) -> Doubles:
         """Return squared distances (Q,) within which k rows of a block lie; infinity if too few."""
-        k, (count, size) = self.task.k, values.shape
-        if size < k:
+        k, (count, groups) = self.task.k, least.shape
+        if groups < k:
             return np.full(count, np.inf)
-        row = values.argpartition(k - 1, axis=1)[:, :k].ravel()
+        group = least.argpartition(k - 1, axis=1)[:, :k].ravel()
         query = np.repeat(np.arange(count), k)
+        row = values[query, :, group].argmin(axis=1) * groups + group
+        outside = ~np.isfinite(least[query, group])  # a row that may not be found, or none at all
+        row[outside] = 0
         squared = self._measured(query, row + rows.start if isinstance(rows, slice) else rows[row])
-        squared[~np.isfinite(values[query, row])] = np.inf
+        squared[outside] = np.inf
         reach: Doubles = squared.reshape(count, k).max(1)
         return reach
 
@@ -364,8 +375,8 @@ class _Scan:
         """Return squared distances (n,) of pairs of a query and a row in float64."""
         return measured(self.exact, self.task.vectors, query, row, self.task.columns)
 
-    def _blocks(self, start: int, stop: int) -> Iterator[tuple[slice | Rows, Floats, Rows | None]]:
-        """Yield row numbers, their rows of the table, and places of rows that may not be found.
+    def _blocks(self, start: int, stop: int) -> Iterator[tuple[slice | Rows, Floats, Mask | None]]:
+        """Yield row numbers, their rows of the table, and which of them may be found; None: all.
 
         Rows are gathered where few of them may be found; otherwise they are read where they lie.
         """
@@ -379,35 +390,41 @@ class _Scan:
                 start, stop = 0, len(chosen)
         if chosen is not None or not self.whole:
             most = min(most, max(1, _BLOCK_NUMBERS // self.table.shape[1]))
-        size = min(most, max(_FIRST_ROWS, 4 * self.task.k))
         while start < stop:
-            end = min(start + size, stop)
+            end = min(start + most, stop)
             rows: slice | Rows = slice(start, end) if chosen is None else chosen[start:end]
             block = self.table[rows]
             if not self.whole:
                 block = np.ascontiguousarray(block[:, self.columns])
-            drop = None
-            if keep is not None and chosen is None:
-                drop = np.flatnonzero(~keep[start:end])
-            yield rows, block, drop
-            start, size = end, min(most, _GROWTH * size)
+            yield rows, block, None if chosen is not None or keep is None else keep[start:end]
+            start = end
 
-    def _values(self, block: Floats) -> Floats:
-        """Return squared distances (Q, B) in float32: by products, or of one query by sums."""
+    def _values(self, block: Floats, kept: Mask | None) -> Floats:
+        """Return squared distances (Q, G, B / G) in float32, infinity of rows that may not be found.
+
+        Row g of the block is in column g modulo B / G: the least value of each column, a few
+        passes of one vector instruction, rules out most rows G at a time. Places behind the
+        block's end hold infinity.
+        """
         faiss, (size, width) = load_faiss(), block.shape
-        values = np.empty((len(self.near), size), np.float32)
+        members = max(1, min(_GROUP, size // (4 * self.task.k)))
+        groups = -(-size // members)
+        values = np.empty((len(self.near), members * groups), np.float32)
         given = faiss.swig_ptr(self.near)
         if not self.products:
             faiss.fvec_L2sqr_ny(faiss.swig_ptr(values), given, faiss.swig_ptr(block), width, size)
-            return values
-        step = max(1, _PART_NUMBERS // width)
-        with _one_thread():
-            for start in range(0, size, step):
-                part = block[start : start + step]
-                table, out = map(faiss.swig_ptr, (part, values[0, start:]))
-                shape = len(self.near), given, len(part), table, out, -1, -1, size
-                faiss.pairwise_L2sqr(width, *shape)
-        return values
+        else:
+            step = max(1, _PART_NUMBERS // width)
+            with _one_thread():
+                for start in range(0, size, step):
+                    part = block[start : start + step]
+                    table, out = map(faiss.swig_ptr, (part, values[0, start:]))
+                    shape = len(self.near), given, len(part), table, out, -1, -1, members * groups
+                    faiss.pairwise_L2sqr(width, *shape)
+        values[:, size:] = np.inf
+        if kept is not None:
+            values[:, np.flatnonzero(~kept)] = np.inf
+        return values.reshape(len(self.near), members, groups)
 
     def _limits(self, squared: Doubles) -> Floats:
         """Return what the value of a row within each squared distance (Q,) is at most."""

@@ -1,0 +1,136 @@
+"""The whole path of a search, ids and labels included, beside libraries that give row numbers, on one thread.
+
+    python benchmarks/index_search.py                     # all
+    python benchmarks/index_search.py --before CHECKOUT   # and an older checkout's `Index.search`
+
+Fashion-MNIST's training images, 50,000 × 64 along their principal components; queries are test images. Each
+figure is the median CPU time of a call for the ten nearest. Peers that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# These count only before NumPy and FAISS are imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+import faiss
+import numpy as np
+from retrieval.host.files import write_text
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.index import Index
+from retrieval.serving.store.contract import Item
+from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.writing import create_local
+from scaled_bundle import make_bundle
+from search import vectors_of
+
+RAW = Path(__file__).parent / "results" / "raw" / "index_search.json"
+ROWS, WIDTH, K = 50_000, 64, 10
+BATCHES = {1: 400, 32: 60}
+"""Queries of a call, and how many calls are measured."""
+
+
+def build(folder: Path, vectors: Any, structure: str) -> Index:
+    """Return an opened index of vectors with ids and labels."""
+    make_bundle(folder / f"bundle-{structure}", vectors.shape[1], 1.0)
+    bundle = Bundle.open(folder / f"bundle-{structure}", threads=1)
+    create_local(folder / structure, bundle, {"vector": vectors.shape[1]}, structure=Wanted(structure))
+    with LocalStore(folder / structure, upkeep=False) as store:
+        for start in range(0, len(vectors), 5000):
+            part = vectors[start : start + 5000]
+            rows = enumerate(part, start)
+            store.upsert(
+                [Item(f"{n:05}", str(n % 10), arrays={"vector": row}) for n, row in rows], bundle.sha256
+            )
+        store.compact()
+    return Index.open(folder / structure, threads=1)
+
+
+def peers(vectors: Any) -> dict[str, Callable[[Any], Any]]:
+    """Return searches of the libraries as they come, by name; they give row numbers."""
+    flat = faiss.IndexFlatL2(WIDTH)
+    graph = faiss.IndexHNSWFlat(WIDTH, 32)
+    for index in (flat, graph):
+        index.add(vectors)
+    graph.hnsw.efSearch = 64
+    searches = {
+        "IndexFlatL2": lambda some: flat.search(some, K),
+        "IndexHNSWFlat": lambda some: graph.search(some, K),
+    }
+    if importlib.util.find_spec("hnswlib"):
+        import hnswlib
+
+        other = hnswlib.Index("l2", WIDTH)
+        other.init_index(len(vectors), M=32, ef_construction=100)
+        other.set_num_threads(1)
+        other.add_items(vectors)
+        other.set_ef(64)
+        searches["hnswlib"] = lambda some: other.knn_query(some, K)
+    return searches
+
+
+def measure(searches: dict[str, Callable[[Any], Any]], queries: Any) -> list[dict[str, Any]]:
+    """Return the median CPU milliseconds of a call, for each batch and search, taken in turns."""
+    rows = []
+    for batch, calls in BATCHES.items():
+        spent: dict[str, list[float]] = {name: [] for name in searches}
+        for call in range(calls):
+            some = np.ascontiguousarray(queries[call * batch : (call + 1) * batch])
+            for name, search in searches.items():
+                began = time.process_time()
+                search(some)
+                spent[name].append(1000 * (time.process_time() - began))
+        rows.append({"queries": batch} | {name: float(np.median(times)) for name, times in spent.items()})
+    return rows
+
+
+def recall(search: Callable[[Any], Any], flat: Callable[[Any], Any], queries: Any) -> float:
+    """Return the share of the ten nearest that a search finds."""
+    pairs = zip(search(queries), flat(queries), strict=True)
+    return float(np.mean([len({hit.id for hit in a} & {hit.id for hit in b}) / K for a, b in pairs]))
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description="Measure Index.search.")
+    arguments.add_argument("--before", type=Path, help="an older checkout")
+    given = arguments.parse_args()
+    faiss.omp_set_num_threads(1)
+    vectors, queries = vectors_of(ROWS, WIDTH, power=0.0)
+    queries = np.ascontiguousarray(queries, np.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        ours = {name: build(Path(folder), vectors, name) for name in ("flat", "hnsw")}
+        searches: dict[str, Callable[[Any], Any]] = {
+            f"Index.search, {name}": lambda some, index=index: index.search(some, K)
+            for name, index in ours.items()
+        }
+        first, second = searches.values()
+        found = recall(second, first, queries[:1000])
+        rows = measure(searches | peers(vectors), queries)
+        for index in ours.values():
+            index.close()
+    if given.before is not None:
+        command = [sys.executable, "-P", __file__]
+        places = os.pathsep.join(str(given.before / name) for name in ("", "plugins", "benchmarks"))
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": places}, check=True, capture_output=True
+        )
+        del done
+    print(json.dumps({"recall": found, "rows": rows}, indent=1))
+    write_text(RAW, json.dumps({"recall of hnsw": found, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
