@@ -588,7 +588,7 @@ def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
 
 
 def _checked(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
-    """Return query vectors (Q, P), and codes where the bundle rescores."""
+    """Return query vectors (Q, P), and codes where the bundle rescores; the store refuses NaN and infinity."""
     rescores, width = bundle.manifest.rescorer is not None, bundle.manifest.vector
     if isinstance(queries, Encoded):
         if queries.bundle not in ("", bundle.sha256):
@@ -602,10 +602,10 @@ def _checked(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, F
             raise DataError(f"A query vector holds real numbers, not {query.dtype}.")
     if query.ndim != 2 or query.shape[1] != width:
         raise DataError(f"A query vector of this index has {width} numbers, not {query.shape[-1]}.")
-    with np.errstate(over="ignore"):
-        query = np.ascontiguousarray(query, dtype=np.float32)
-    if not np.isfinite(query).all():
-        raise DataError("A query vector holds NaN, infinity or a number beyond float32.")
+    if query.dtype != np.float32:
+        with np.errstate(over="ignore"):
+            query = query.astype(np.float32)
+    query = np.ascontiguousarray(query)
     if rescores and code is None:
         raise DataError(
             "This index orders its answers with a rescorer, which needs the query's code: give an "

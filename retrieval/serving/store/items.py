@@ -350,7 +350,7 @@ def check_queries(queries: Floats, generation: Generation) -> None:
     if queries.ndim != 2 or queries.shape[1] != width:
         raise DataError(f"Queries of this index are (Q, {width}), not {queries.shape}.")
     if not np.isfinite(queries).all():
-        raise DataError("A query vector holds NaN or infinity.")
+        raise DataError("A query vector holds NaN, infinity or a number beyond float32.")
 
 
 def refuse_fields(where: Filter | None, known: Iterable[str]) -> None:

@@ -485,9 +485,8 @@ def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
         return None
     sums, rows = np.empty(kept, np.float32), np.empty(kept, np.int64)
     given, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))
-    shape = width, 1, count
     with _one_thread():
-        faiss.knn_extra_metrics(given, table, *shape, faiss.METRIC_L2, 0.0, kept, out, numbers)
+        faiss.knn_L2sqr(given, table, width, 1, count, kept, out, numbers, None, None)
     wider, tiny = 1 + 2 * _gamma(width), width * _TINY
     limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny
     if not limit < min(float(sums[-1]), _LARGEST):

@@ -122,11 +122,9 @@ class Searches:
             numbers = found.numbers.ravel()
             ends = [shape[1] * (answer + 1) for answer in range(shape[0])]
         wanted = numbers.tolist()
-        if connection is None and not self._items.keys() >= set(wanted):
-            return None
         with stage("items", len(wanted)):
             items = self._of(wanted, connection)
-        if items is None:  # another search has dropped one meanwhile
+        if items is None:
             return None
         distances = None if squared is None else np.sqrt(squared.ravel())
         order = _order(items, distances, ends)
@@ -143,7 +141,10 @@ class Searches:
         ]
 
     def _of(self, numbers: list[int], connection: apsw.Connection | None) -> list[Item] | None:
-        """Return items by number, from memory where they are: what a number means never changes."""
+        """Return items by number, from memory where they are: what a number means never changes.
+
+        None: one is not in memory, and there is no connection to read it by.
+        """
         known = self._items
         try:
             return [known[number] for number in numbers]
@@ -219,9 +220,10 @@ def _order(items: Sequence[Item], distances: Any, ends: Sequence[int]) -> list[i
     if distances is None:
         mixed = range(len(ends))
     else:
-        equal = np.flatnonzero(distances[1:] == distances[:-1])
-        if not len(equal):
+        same = distances[1:] == distances[:-1]
+        if not same.any():
             return None
+        equal = same.nonzero()[0]
         mixed = np.unique(np.searchsorted(ends, equal, "right")).tolist()
     order = list(range(len(items)))
     for answer in mixed:
