@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,18 +129,7 @@ def embed_sources(
     with showing(progress), ExitStack() as stack:
         items = collect(names, opened.manifest.input.kind)
         refuse_twice(items)
-        count = len(items.items)
-        size = part or max(_SMALLEST_PART, min(_LARGEST_PART, count // _PARTS))
-        wanted = Plan(
-            opened.sha256,
-            opened.variant,
-            _digest(items),
-            count,
-            size,
-            batch or 1,
-            widths,
-            [limits.pixels, limits.bytes],
-        )
+        wanted = _wanted(opened, items, part, batch, widths, limits)
         _plan_of(folder, wanted, part, batch)
         runner: Runner = here
         carried: Bundle | ShippedBundle = opened
@@ -149,10 +138,7 @@ def embed_sources(
             runner = cluster = stack.enter_context(Cluster.joined(ray, device, cpus))
             threads = cluster.cpus
             carried = ShippedBundle.of(opened, device, threads)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as fault:
-            raise DataError(f"{folder} cannot be made: {fault.strerror or fault}.") from None
+        _make(folder)
         stack.enter_context(hold(folder, "embedding into this folder", DataError))
         plan = _plan_of(folder, wanted, part, batch)
         if plan is None:
@@ -171,6 +157,35 @@ def embed_sources(
         left_out=items.left_out,
         seconds=time.monotonic() - began,
     )
+
+
+def _wanted(
+    bundle: Bundle,
+    sources: Sources,
+    part: int | None,
+    batch: int | None,
+    widths: Mapping[str, int],
+    limits: Limits,
+) -> Plan:
+    count = len(sources.items)
+    size = part or max(_SMALLEST_PART, min(_LARGEST_PART, count // _PARTS))
+    return Plan(
+        bundle=bundle.sha256,
+        variant=bundle.variant,
+        sources=_digest(sources),
+        items=count,
+        part=size,
+        batch=batch or 1,
+        widths=widths,
+        limits=[limits.pixels, limits.bytes],
+    )
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise DataError(f"{folder} cannot be made: {fault.strerror or fault}.") from None
 
 
 def _plan_of(folder: Path, wanted: Plan, part: int | None, batch: int | None) -> Plan | None:
