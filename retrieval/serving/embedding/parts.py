@@ -255,7 +255,9 @@ def _table(
         "label": column(pa.string(), lambda item, _: item.label),
         "metadata": column(pa.string(), lambda item, _: metadata_text(item.metadata)),
         "path": column(pa.binary(), lambda item, _: address(item.path, item)),
-        "source": column(pa.binary(), lambda item, _: address(item.origin and item.origin.address, item)),
+        "source": column(
+            pa.binary(), lambda item, _: address(item.origin.address if item.origin else None, item)
+        ),
         "stamp": column(pa.string(), lambda item, entry: entry.stamp if item.row is None else item.stamp()),
         "bytes": column(pa.int64(), lambda _, entry: entry.bytes),
         "width": column(pa.int64(), lambda _, entry: entry.width),
