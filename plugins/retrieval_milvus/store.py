@@ -84,13 +84,14 @@ class MilvusStore(stores.RemoteStore):
         return self._ask(ask) or None
 
     def _alias(self) -> str | None:
-        found = self._described(self.name)
-        if found is None:
+        described = self._described(self.name)
+        if described is None:
             return None
-        if found["collection_name"] == self.name:
+        collection = str(described["collection_name"])
+        if collection == self.name:
             raise StoreError(f"{self.address}: the server has another collection of this name.")
-        self._properties = (found["collection_name"], found.get("properties", {}))
-        return str(found["collection_name"])
+        self._properties = (collection, described.get("properties", {}))
+        return collection
 
     def _point(self, number: int | None) -> None:
         if number is None:
@@ -107,15 +108,15 @@ class MilvusStore(stores.RemoteStore):
             packed -= generation.widths["vector"]
         if packed * 16 / 3 > TEXT_BYTES:
             raise StoreError(f"{self.address}: Milvus keeps no item with arrays of {packed:,} numbers.")
-        made = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
-        made.add_field("key", DataType.VARCHAR, is_primary=True, max_length=KEY_BYTES)
-        made.add_field("space", DataType.INT64)
-        made.add_field("record", DataType.JSON)
-        made.add_field("arrays", DataType.VARCHAR, max_length=TEXT_BYTES)
-        made.add_field("vector", DataType.FLOAT_VECTOR, dim=_dimensions(generation))
+        schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
+        schema.add_field("key", DataType.VARCHAR, is_primary=True, max_length=KEY_BYTES)
+        schema.add_field("space", DataType.INT64)
+        schema.add_field("record", DataType.JSON)
+        schema.add_field("arrays", DataType.VARCHAR, max_length=TEXT_BYTES)
+        schema.add_field("vector", DataType.FLOAT_VECTOR, dim=_dimensions(generation))
         name = self.collection(generation.number)
         self._remove(name)
-        self._ask(self._client.create_collection, name, schema=made, num_shards=1)
+        self._ask(self._client.create_collection, name, schema=schema, num_shards=1)
         structure = self._structure() if generation.number else ("flat", {})
         self._index(name, *structure, wait=False)
         self._set(name, {STRUCTURE: json.dumps(structure)})
@@ -169,8 +170,8 @@ class MilvusStore(stores.RemoteStore):
         wanted = {"index_type": STRUCTURES[backend], **_built(backend, options)}
         for generation in self.generations():
             name = self.collection(generation.number)
-            found = self._ask(self._client.describe_index, name, "vector") or {}
-            if any(str(found.get(key)) != str(value) for key, value in wanted.items()):
+            index = self._ask(self._client.describe_index, name, "vector") or {}
+            if any(str(index.get(key)) != str(value) for key, value in wanted.items()):
                 self._ask(self._client.flush, name)
                 self._ask(self._client.release_collection, name)
                 self._ask(self._client.drop_index, name, "vector")
@@ -188,10 +189,10 @@ class MilvusStore(stores.RemoteStore):
         self._set(self.collection(0), {NOTE + name: json.dumps(note) for name, note in notes.items()})
 
     def _notes(self) -> dict[str, Any]:
-        found = self._described(self.collection(0))
-        if found is None:
+        register = self._described(self.collection(0))
+        if register is None:
             raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
-        properties = found.get("properties", {}).items()
+        properties = register.get("properties", {}).items()
         return {key[len(NOTE) :]: json.loads(text) for key, text in properties if key.startswith(NOTE)}
 
     # Items
@@ -282,7 +283,7 @@ class MilvusStore(stores.RemoteStore):
         where: Sequence[str],
     ) -> list[list[str]]:
         name, options = self.collection(generation.number), self._structure()[1]
-        found = self._ask(
+        answers = self._ask(
             self._client.search,
             name,
             list(np.pad(queries, ((0, 0), (0, _dimensions(generation) - queries.shape[1])))),
@@ -293,7 +294,7 @@ class MilvusStore(stores.RemoteStore):
             anns_field="vector",
             **self._level(name),
         )
-        return [[_id(hit["entity"]["key"]) for hit in hits] for hits in found]
+        return [[_id(hit["entity"]["key"]) for hit in hits] for hits in answers]
 
     def _combined(self, joint: str, parts: Sequence[str]) -> str:
         return f"(not ({parts[0]}))" if joint == "not" else _joined(parts, joint)
@@ -375,13 +376,13 @@ def _plain_rows(
         }
 
 
-def _row(found: Mapping[str, Any], generation: stores.Generation) -> stores.Row:
-    record = found["record"]
+def _row(row: Mapping[str, Any], generation: stores.Generation) -> stores.Row:
+    record = row["record"]
     record = dict(json.loads(record) if isinstance(record, str | bytes) else record)
-    if found.get("space", -1) < 0:
+    if row.get("space", -1) < 0:
         return stores.Row.joined(record, None)
-    record["arrays"] = json.loads(found["arrays"])
-    return stores.Row.joined(record, found["vector"][: generation.widths["vector"]])
+    record["arrays"] = json.loads(row["arrays"])
+    return stores.Row.joined(record, row["vector"][: generation.widths["vector"]])
 
 
 def _built(structure: str, options: Mapping[str, Any]) -> dict[str, Any]:

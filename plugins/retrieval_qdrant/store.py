@@ -71,7 +71,7 @@ class QdrantStore(stores.RemoteStore):
 
     def _alias(self) -> str | None:
         aliases = self._ask(self._client.get_aliases).aliases
-        return next((one.collection_name for one in aliases if one.alias_name == self.name), None)
+        return next((alias.collection_name for alias in aliases if alias.alias_name == self.name), None)
 
     def _point(self, number: int | None) -> None:
         if number is None:
@@ -94,9 +94,9 @@ class QdrantStore(stores.RemoteStore):
             self._upsert(0, [models.PointStruct(id=NOTES, vector={}, payload={})])
 
     def _remove(self, prefix: str) -> None:
-        for one in self._ask(self._client.get_collections).collections:
-            if one.name.startswith(prefix):
-                self._ask(self._client.delete_collection, one.name)
+        for collection in self._ask(self._client.get_collections).collections:
+            if collection.name.startswith(prefix):
+                self._ask(self._client.delete_collection, collection.name)
 
     # The register
 
@@ -105,8 +105,8 @@ class QdrantStore(stores.RemoteStore):
         self._ask(self._client.set_payload, self.collection(0), payload, points=[NOTES], wait=True)
 
     def _notes(self) -> dict[str, Any]:
-        for found in self._retrieve(0, [NOTES]):
-            return dict(found.payload or {})
+        for register in self._retrieve(0, [NOTES]):
+            return dict(register.payload or {})
         raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
 
     # Items
@@ -117,7 +117,7 @@ class QdrantStore(stores.RemoteStore):
     def _retrieve(self, number: int, points: Sequence[str], arrays: bool = False) -> list[models.Record]:
         if not points:
             return []
-        found: list[models.Record] = self._ask(
+        records: list[models.Record] = self._ask(
             self._client.retrieve,
             self.collection(number),
             points,
@@ -125,7 +125,7 @@ class QdrantStore(stores.RemoteStore):
             with_vectors=arrays,
             consistency=self._consistency,
         )
-        return found
+        return records
 
     def _put(self, generation: stores.Generation, rows: Sequence[stores.Row]) -> None:
         for batch in stores.Row.batches(rows, generation, BATCH_BYTES, 20):
@@ -140,8 +140,7 @@ class QdrantStore(stores.RemoteStore):
         self._ask(self._client.delete, self.collection(generation.number), points, wait=True)
 
     def _rows(self, generation: stores.Generation, ids: Sequence[str], arrays: bool) -> list[stores.Row]:
-        found = self._retrieve(generation.number, [point_of(id) for id in ids], arrays)
-        return [_row(one) for one in found]
+        return [_row(point) for point in self._retrieve(generation.number, list(map(point_of, ids)), arrays)]
 
     def _page(
         self,
@@ -162,7 +161,7 @@ class QdrantStore(stores.RemoteStore):
             with_vectors=arrays,
             consistency=self._consistency,
         )
-        return [_row(one) for one in points if one.id != start][:limit]
+        return [_row(point) for point in points if point.id != start][:limit]
 
     def _count(self, generation: stores.Generation, where: Sequence[Any]) -> int:
         name, chosen = self.collection(generation.number), models.Filter(must=list(where))
@@ -187,13 +186,13 @@ class QdrantStore(stores.RemoteStore):
             )
             for query in queries
         ]
-        found = self._ask(
+        answers = self._ask(
             self._client.query_batch_points,
             self.collection(generation.number),
             requests,
             consistency=self._consistency,
         )
-        return [[(point.payload or {})["id"] for point in one.points] for one in found]
+        return [[(point.payload or {})["id"] for point in answer.points] for answer in answers]
 
     def _combined(self, joint: str, parts: Sequence[Any]) -> models.Condition:
         """Return a condition of Qdrant's. Values are values there, none can become a condition."""

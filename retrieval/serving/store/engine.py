@@ -114,13 +114,13 @@ def finished(method: T) -> T:
     """Let a call that runs while the store is closed end first."""
 
     @wraps(method)
-    def call(self: Engine, *given: Any, **named: Any) -> Any:
+    def call(self: Engine, *arguments: Any, **named: Any) -> Any:
         with self._state:
             if self._closed:
                 raise self._closed_error()
             self._inside.append(threading.get_ident())
         try:
-            return method(self, *given, **named)
+            return method(self, *arguments, **named)
         finally:
             with self._state:
                 self._inside.remove(threading.get_ident())
@@ -164,7 +164,7 @@ class Engine(ABC):
         """Return the name of a collection by its number."""
         return f"{self._prefix}{number:06}"  # none begins like another
 
-    def _ask(self, question: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _ask(self, question: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Ask the engine, and again where nobody answers, within `timeout`.
 
         Everything that is asked can be asked twice.
@@ -178,7 +178,7 @@ class Engine(ABC):
                 raise TooSlow(f"Reading {self.address} takes too long. Ask for less.")
             try:
                 left = min(self.timeout - (now - began), stop_at() - now)
-                return question(*given, **named, **self._limit(max(0.5, left)))
+                return question(*arguments, **named, **self._limit(max(0.5, left)))
             except self.errors as error:
                 away, text = self._fault(error)
                 if not away:
