@@ -286,7 +286,7 @@ def _fill(
                 if isinstance(arguments[0], ShippedBundle):
                     _refuse_unseen(items, embedded)
                 faults = [entry.fault for entry in embedded.entries if entry.fault is not None]
-                if sum(counts.values()) + len(faults) > most_bad:
+                if faults and sum(counts.values()) + len(faults) > most_bad:
                     raise DataError(
                         f"More than {most_bad:,} items cannot be used, the last of them because: {faults[0]} "
                         "Mend what is wrong, or let more be bad with --max-bad (in Python most_bad). The same "
