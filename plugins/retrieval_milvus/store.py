@@ -255,12 +255,7 @@ class MilvusStore(stores.RemoteStore):
         ]
 
     def _page(
-        self,
-        generation: stores.Generation,
-        where: Sequence[str],
-        after: str | None,
-        limit: int,
-        arrays: bool,
+        self, generation: stores.Generation, where: Sequence[str], after: str | None, limit: int, arrays: bool
     ) -> list[stores.Row]:
         chosen = ["space <= 0", *where]
         if after is not None:
@@ -275,12 +270,7 @@ class MilvusStore(stores.RemoteStore):
         return int(answer["count(*)"])
 
     def _nearest(
-        self,
-        generation: stores.Generation,
-        space: int,
-        queries: Floats,
-        count: int,
-        where: Sequence[str],
+        self, generation: stores.Generation, space: int, queries: Floats, count: int, where: Sequence[str]
     ) -> list[list[str]]:
         name, options = self.collection(generation.number), self._structure()[1]
         answers = self._ask(

@@ -143,12 +143,7 @@ class QdrantStore(stores.RemoteStore):
         return [_row(point) for point in self._retrieve(generation.number, list(map(point_of, ids)), arrays)]
 
     def _page(
-        self,
-        generation: stores.Generation,
-        where: Sequence[Any],
-        after: str | None,
-        limit: int,
-        arrays: bool,
+        self, generation: stores.Generation, where: Sequence[Any], after: str | None, limit: int, arrays: bool
     ) -> list[stores.Row]:
         start = None if after is None else point_of(after)
         points, _ = self._ask(
@@ -168,12 +163,7 @@ class QdrantStore(stores.RemoteStore):
         return int(self._ask(self._client.count, name, chosen, exact=True).count)
 
     def _nearest(
-        self,
-        generation: stores.Generation,
-        space: int,
-        queries: Floats,
-        count: int,
-        where: Sequence[Any],
+        self, generation: stores.Generation, space: int, queries: Floats, count: int, where: Sequence[Any]
     ) -> list[list[str]]:
         requests = [
             models.QueryRequest(
