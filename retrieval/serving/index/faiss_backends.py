@@ -65,8 +65,8 @@ class FaissBackend(IndexBackend):
             lists = faiss.try_extract_index_ivf(self._index)
             if lists is not None:
                 lists.cp.min_points_per_centroid = 1  # else a warning goes to standard output
-            sample = sample_of(vectors, max(_SAMPLE, 0 if lists is None else 256 * lists.nlist))
-            self._index.train(sample)
+            most = _SAMPLE if lists is None else max(_SAMPLE, 256 * lists.nlist)
+            self._index.train(sample_of(vectors, most))
         # in pieces, between which progress shows and an interruption is heard
         for start in range(0, len(vectors), _PIECE):
             piece = vectors[start : start + _PIECE]
@@ -201,9 +201,6 @@ class Flat(FaissBackend):
     """
 
     kinds = ("IndexFlatL2", "IndexFlat")
-
-    def __init__(self, gpus: Gpus = "one", float16: bool = False) -> None:
-        super().__init__(gpus, float16)
 
     def _empty(self, count: int, width: int) -> Any:
         return load_faiss().IndexFlatL2(width)
