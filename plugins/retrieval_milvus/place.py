@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import ssl
 from importlib.util import find_spec
 from typing import Any
 
 from retrieval import MissingDependency, StoreError, stores
-
-from retrieval_milvus.tls import Tls
 
 _NAME = re.compile(r"[A-Za-z_](?:_?[A-Za-z0-9])*_?")
 _LONGEST = 200
@@ -43,8 +43,7 @@ class MilvusPlace(stores.RemotePlace):
             raise StoreError(
                 f"{address} names certificates and does not talk over TLS: write ?tls=true&ca=FILE."
             )
-        self._database, self._timeout = database, timeout
-        self._tls = Tls(ca) if tls else None
+        self._database, self._tls, self._ca, self._timeout = database, tls, ca, timeout
 
     def store(self) -> stores.RemoteStore:
         """Return a store that is connected; see `RemotePlace`."""
@@ -53,19 +52,45 @@ class MilvusPlace(stores.RemotePlace):
         from retrieval_milvus.store import MilvusStore
 
         host, port = self.address.host or "localhost", self.address.port or 19530
-        named: dict[str, Any] = {}
-        if self._tls is not None:
-            self._tls.try_(host, port, str(self.address), self._timeout)
-            named = {"secure": True, "server_pem_path": self._tls.ca}
+        server: dict[str, Any] = {
+            "token": os.environ.get("RETRIEVAL_MILVUS_TOKEN", ""),
+            "db_name": self._database,
+        }
+        if self._tls:
+            # empty for the client's own list, where the system has none
+            ca = self._ca or ssl.get_default_verify_paths().cafile or ""
+            self._shake_hands(host, port, ca)
+            server |= {"secure": True, "server_pem_path": ca}
         host = f"[{host}]" if ":" in host else host
-        return MilvusStore(
-            {
-                "uri": f"{'https' if self._tls else 'http'}://{host}:{port}",
-                "token": os.environ.get("RETRIEVAL_MILVUS_TOKEN", ""),
-                "db_name": self._database,
-                **named,
-            },
-            str(self.address),
-            self.address.name,
-            self._timeout,
-        )
+        server["uri"] = f"{'https' if self._tls else 'http'}://{host}:{port}"
+        return MilvusStore(server, str(self.address), self.address.name, self._timeout)
+
+    def _shake_hands(self, host: str, port: int, ca: str) -> None:
+        """Try TLS: the client only ever says that nobody answers.
+
+        Raises:
+            StoreError: the certificates cannot be read; the server's is not trusted, or is another
+                host's; or nobody speaks TLS there. That nobody answers at all is left to the client.
+        """
+        try:
+            context = ssl.create_default_context(cafile=ca or None)
+        except (OSError, ssl.SSLError) as fault:
+            raise StoreError(f"The certificates {ca} cannot be read: {_reason(fault)}.") from None
+        try:
+            with socket.create_connection((host, port), self._timeout) as plain:
+                context.wrap_socket(plain, server_hostname=host).close()
+        except ssl.SSLCertVerificationError as fault:
+            raise StoreError(
+                f"{self.address}: the certificate of {host}:{port} is not trusted: {fault.verify_message}. Name the file of the certificate that vouches for it: ?tls=true&ca=FILE."
+            ) from None
+        except ssl.SSLError as fault:
+            raise StoreError(
+                f"{self.address}: {host}:{port} does not speak TLS as it should ({_reason(fault)}). Leave '?tls=true' away if it speaks none."
+            ) from None
+        except OSError:
+            return
+
+
+def _reason(fault: Exception) -> str:
+    reason = getattr(fault, "reason", None) or getattr(fault, "strerror", None) or str(fault)
+    return str(reason).replace("_", " ").lower()

@@ -7,7 +7,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import grpc
@@ -17,7 +16,7 @@ from pymilvus import DataType, MilvusClient, MilvusException
 from pymilvus.client.ts_utils import get_collection_ts
 from retrieval import DataError, StoreError, stores
 
-from retrieval_milvus.faults import hint, is_away, is_missing, sentence
+from retrieval_milvus.faults import is_away, is_missing, sentence
 
 Floats = NDArray[np.float32]
 
@@ -62,9 +61,11 @@ class MilvusStore(stores.RemoteStore):
         return {"timeout": seconds}
 
     def _fault(self, error: Exception) -> tuple[bool, str]:
-        away = is_away(error)
-        again = f" Try again in a moment.{hint(error, self._server)}" if away else ""
-        return away, f"{sentence(error)}{again}"
+        away, text = is_away(error), sentence(error)
+        again = " Try again in a moment." * away
+        # a server that speaks TLS closes any other connection
+        closed = away and "secure" not in self._server and "Socket closed" in text
+        return away, f"{text}{again}{' If the server speaks TLS, write ?tls=true.' * closed}"
 
     # Collections
 
@@ -72,25 +73,25 @@ class MilvusStore(stores.RemoteStore):
         return list(self._ask(self._client.list_collections))
 
     def _described(self, name: str) -> dict[str, Any] | None:
-        def ask(timeout: float) -> dict[str, Any] | None:
+        def ask(timeout: float) -> dict[str, Any]:
             try:
                 return dict(self._client.describe_collection(name, timeout=timeout))
             except MilvusException as error:
                 if is_missing(error):
-                    return None
+                    return {}
                 raise
 
-        found: dict[str, Any] | None = self._ask(ask)
-        return found
+        return self._ask(ask) or None
 
     def _alias(self) -> str | None:
-        found = self._described(self.name)
-        if found is None:
+        described = self._described(self.name)
+        if described is None:
             return None
-        if found["collection_name"] == self.name:
+        collection = str(described["collection_name"])
+        if collection == self.name:
             raise StoreError(f"{self.address}: the server has another collection of this name.")
-        self._properties = (found["collection_name"], found.get("properties", {}))
-        return str(found["collection_name"])
+        self._properties = (collection, described.get("properties", {}))
+        return collection
 
     def _point(self, number: int | None) -> None:
         if number is None:
@@ -107,15 +108,15 @@ class MilvusStore(stores.RemoteStore):
             packed -= generation.widths["vector"]
         if packed * 16 / 3 > TEXT_BYTES:
             raise StoreError(f"{self.address}: Milvus keeps no item with arrays of {packed:,} numbers.")
-        made = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
-        made.add_field("key", DataType.VARCHAR, is_primary=True, max_length=KEY_BYTES)
-        made.add_field("space", DataType.INT64)
-        made.add_field("record", DataType.JSON)
-        made.add_field("arrays", DataType.VARCHAR, max_length=TEXT_BYTES)
-        made.add_field("vector", DataType.FLOAT_VECTOR, dim=_dimensions(generation))
+        schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
+        schema.add_field("key", DataType.VARCHAR, is_primary=True, max_length=KEY_BYTES)
+        schema.add_field("space", DataType.INT64)
+        schema.add_field("record", DataType.JSON)
+        schema.add_field("arrays", DataType.VARCHAR, max_length=TEXT_BYTES)
+        schema.add_field("vector", DataType.FLOAT_VECTOR, dim=_dimensions(generation))
         name = self.collection(generation.number)
         self._remove(name)
-        self._ask(self._client.create_collection, name, schema=made, num_shards=1)
+        self._ask(self._client.create_collection, name, schema=schema, num_shards=1)
         structure = self._structure() if generation.number else ("flat", {})
         self._index(name, *structure, wait=False)
         self._set(name, {STRUCTURE: json.dumps(structure)})
@@ -169,8 +170,8 @@ class MilvusStore(stores.RemoteStore):
         wanted = {"index_type": STRUCTURES[backend], **_built(backend, options)}
         for generation in self.generations():
             name = self.collection(generation.number)
-            found = self._ask(self._client.describe_index, name, "vector") or {}
-            if any(str(found.get(key)) != str(value) for key, value in wanted.items()):
+            index = self._ask(self._client.describe_index, name, "vector") or {}
+            if any(str(index.get(key)) != str(value) for key, value in wanted.items()):
                 self._ask(self._client.flush, name)
                 self._ask(self._client.release_collection, name)
                 self._ask(self._client.drop_index, name, "vector")
@@ -188,10 +189,10 @@ class MilvusStore(stores.RemoteStore):
         self._set(self.collection(0), {NOTE + name: json.dumps(note) for name, note in notes.items()})
 
     def _notes(self) -> dict[str, Any]:
-        found = self._described(self.collection(0))
-        if found is None:
+        register = self._described(self.collection(0))
+        if register is None:
             raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
-        properties = found.get("properties", {}).items()
+        properties = register.get("properties", {}).items()
         return {key[len(NOTE) :]: json.loads(text) for key, text in properties if key.startswith(NOTE)}
 
     # Items
@@ -206,17 +207,11 @@ class MilvusStore(stores.RemoteStore):
                 )
 
     def _put(self, generation: stores.Generation, rows: Sequence[stores.Row]) -> None:
-        waiting, size = list[dict[str, Any]](), 0
-        for row in rows:
-            record, vectors = row.split(generation)
-            waiting += _plain_rows(record, vectors, _dimensions(generation))
-            size += len(str(record)) * max(1, len(vectors)) + 4 * sum(map(len, vectors))
-            if size > REQUEST_BYTES:
-                self._ask(self._client.upsert, self.collection(generation.number), waiting)
-                waiting, size = [], 0
-        if waiting:
-            self._ask(self._client.upsert, self.collection(generation.number), waiting)
-        self._wrote(generation, self.collection(generation.number))
+        name, dimensions = self.collection(generation.number), _dimensions(generation)
+        for batch in stores.Row.batches(rows, generation, REQUEST_BYTES, 4):
+            plain = [row for item in batch for row in _plain_rows(*item, dimensions)]
+            self._ask(self._client.upsert, name, plain)
+        self._wrote(generation, name)
 
     def _erase(self, generation: stores.Generation, ids: Sequence[str]) -> None:
         spaces = range(1, len(generation.spans))
@@ -245,58 +240,40 @@ class MilvusStore(stores.RemoteStore):
         return {"consistency_level": "Customized", "guarantee_timestamp": seen}
 
     def _query(
-        self, number: int, where: str, fields: list[str], order: str, limit: int | None = None
+        self, generation: stores.Generation, where: str, fields: list[str], **options: Any
     ) -> list[dict[str, Any]]:
-        name = self.collection(number)
-        more = {"limit": limit} if limit else {}
-        found = self._ask(
-            self._client.query,
-            name,
-            filter=where,
-            output_fields=fields,
-            **more,
-            **self._level(name),
-        )
-        return sorted(found, key=lambda row: str(row[order])) if order else list(found)
+        name = self.collection(generation.number)
+        options |= self._level(name)
+        return list(self._ask(self._client.query, name, filter=where, output_fields=fields, **options))
 
     def _rows(self, generation: stores.Generation, ids: Sequence[str], arrays: bool) -> list[stores.Row]:
         fields = ["record", *(["space", "arrays", "vector"] if arrays else [])]
         return [
             _row(row, generation)
             for some in _chunks(ids)
-            for row in self._query(generation.number, _among(some), fields, "")
+            for row in self._query(generation, f"key in {json.dumps(list(map(_key, some)))}", fields)
         ]
 
     def _page(
-        self,
-        generation: stores.Generation,
-        where: Sequence[str],
-        after: str | None,
-        limit: int,
-        arrays: bool,
+        self, generation: stores.Generation, where: Sequence[str], after: str | None, limit: int, arrays: bool
     ) -> list[stores.Row]:
         chosen = ["space <= 0", *where]
         if after is not None:
             chosen.append(f'key > "{_key(after)}"')
         fields = ["key", "record", *(["space", "arrays", "vector"] if arrays else [])]
-        rows = self._query(generation.number, _joined(chosen, "and"), fields, "key", limit)
-        return [_row(row, generation) for row in rows]
+        rows = self._query(generation, _joined(chosen, "and"), fields, limit=limit)
+        return [_row(row, generation) for row in sorted(rows, key=lambda row: str(row["key"]))]
 
     def _count(self, generation: stores.Generation, where: Sequence[str]) -> int:
         chosen = _joined(["space <= 0", *where], "and")
-        (found,) = self._query(generation.number, chosen, ["count(*)"], "")
-        return int(found["count(*)"])
+        (answer,) = self._query(generation, chosen, ["count(*)"])
+        return int(answer["count(*)"])
 
     def _nearest(
-        self,
-        generation: stores.Generation,
-        space: int,
-        queries: Floats,
-        count: int,
-        where: Sequence[str],
+        self, generation: stores.Generation, space: int, queries: Floats, count: int, where: Sequence[str]
     ) -> list[list[str]]:
         name, options = self.collection(generation.number), self._structure()[1]
-        found = self._ask(
+        answers = self._ask(
             self._client.search,
             name,
             list(np.pad(queries, ((0, 0), (0, _dimensions(generation) - queries.shape[1])))),
@@ -307,38 +284,29 @@ class MilvusStore(stores.RemoteStore):
             anns_field="vector",
             **self._level(name),
         )
-        return [[_id(hit["entity"]["key"]) for hit in hits] for hits in found]
+        return [[_id(hit["entity"]["key"]) for hit in hits] for hits in answers]
 
-    def _express(self, where: stores.Filter) -> str | None:
+    def _combined(self, joint: str, parts: Sequence[str]) -> str:
+        return f"(not ({parts[0]}))" if joint == "not" else _joined(parts, joint)
+
+    def _condition(self, field: str | tuple[str, ...], op: str, values: Sequence[Any]) -> str | None:
         """Return an expression; what a user writes is a part of it only where it is plain."""
-        if isinstance(where, stores.Not):
-            part = self._express(where.part)
-            return None if part is None else f"(not ({part}))"
-        if isinstance(where, stores.And | stores.Or):
-            parts = [part for part in map(self._express, where.parts) if part is not None]
-            joint = "and" if isinstance(where, stores.And) else "or"
-            return _joined(parts, joint) if len(parts) == len(where.parts) else None
-        if isinstance(where, stores.Exists):
-            return None
-        values = where.values if isinstance(where, stores.In) else (where.value,)
-        op = "==" if isinstance(where, stores.In) or where.op == "=" else where.op
-        if where.field == "id":
-            texts = [_key(value) for value in values if isinstance(value, str)]
-            if op == "==":
-                return f"key in {json.dumps(texts)}" if texts else "space > 1000000"
-            return f'key {op} "{texts[0]}"' if texts and op != "!=" else None
-        names = [where.field] if isinstance(where.field, str) else ["metadata", *where.field]
+        if field == "id":
+            keys = [_key(value) for value in values if isinstance(value, str)]
+            if op == "=":
+                return f"key in {json.dumps(keys)}" if keys else "space > 1000000"
+            return f'key {op} "{keys[0]}"' if keys else None
+        names = [field] if isinstance(field, str) else ["metadata", *field]
         literals = [_literal(value) for value in values]
-        if op == "!=" or None in literals or not all(map(PLAIN.fullmatch, names)):
+        if None in literals or not all(map(PLAIN.fullmatch, names)):
             return None
-        lists = where.field != "label" and where.field[0] in self.lists
-        ordered = op != "=="
-        if ordered and (lists or isinstance(values[0], str)):
+        lists = field != "label" and field[0] in self.lists
+        if op != "=" and (lists or isinstance(values[0], str)):
             return None
-        field = f"record{''.join(f'[{json.dumps(name, ensure_ascii=False)}]' for name in names)}"
-        parts = [f"{field} {op} {literal}" for literal in literals]
+        path = f"record{''.join(f'[{json.dumps(name, ensure_ascii=False)}]' for name in names)}"
+        parts = [f"{path} {'==' if op == '=' else op} {literal}" for literal in literals]
         if lists:
-            parts += [f"json_contains({field}, {literal})" for literal in literals]
+            parts += [f"json_contains({path}, {literal})" for literal in literals]
         return _joined(parts, "or")
 
     def _hang_up(self) -> None:
@@ -366,13 +334,7 @@ def _id(key: str) -> str:
 
 
 def _chunks(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    left = iter(names)
-    while some := list(islice(left, KEYS)):
-        yield some
-
-
-def _among(names: Sequence[str]) -> str:
-    return f"key in {json.dumps([_key(name) for name in names])}"
+    return (names[start : start + KEYS] for start in range(0, len(names), KEYS))
 
 
 def _joined(parts: Sequence[str], joint: str) -> str:
@@ -381,7 +343,7 @@ def _joined(parts: Sequence[str], joint: str) -> str:
     while len(parts) > 1:
         pairs = [parts[at : at + 2] for at in range(0, len(parts), 2)]
         parts = [f"({f' {joint} '.join(pair)})" for pair in pairs]
-    return parts[0] if len(parts[0:]) else "space <= 0"
+    return parts[0]
 
 
 def _dimensions(generation: stores.Generation) -> int:
@@ -404,22 +366,20 @@ def _plain_rows(
         }
 
 
-def _row(found: Mapping[str, Any], generation: stores.Generation) -> stores.Row:
-    record = found["record"]
+def _row(row: Mapping[str, Any], generation: stores.Generation) -> stores.Row:
+    record = row["record"]
     record = dict(json.loads(record) if isinstance(record, str | bytes) else record)
-    if found.get("space", -1) < 0:
+    if row.get("space", -1) < 0:
         return stores.Row.joined(record, None)
-    record["arrays"] = json.loads(found["arrays"])
-    return stores.Row.joined(record, found["vector"][: generation.widths["vector"]])
+    record["arrays"] = json.loads(row["arrays"])
+    return stores.Row.joined(record, row["vector"][: generation.widths["vector"]])
 
 
 def _built(structure: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of an index by Milvus's names for those of the built-in back ends."""
     if structure == "hnsw":
-        return {
-            "M": int(options.get("m", 16)),
-            "efConstruction": int(options.get("ef_construction", 200)),
-        }
+        breadth = int(options.get("ef_construction", 200))
+        return {"M": int(options.get("m", 16)), "efConstruction": breadth}
     if structure == "flat":
         return {}
     # of small numbers, `sq8` looks at every one, as the built-in back end does

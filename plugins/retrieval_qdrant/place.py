@@ -1,11 +1,14 @@
-"""Where an index in Qdrant is."""
+"""Where an index in Qdrant is: on a server, or in a folder of this machine."""
 
 from __future__ import annotations
 
 import os
 import re
+import threading
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 from retrieval import MissingDependency, StoreError, stores
 
@@ -73,8 +76,58 @@ class QdrantLocalPlace(stores.RemotePlace):
 
     def store(self) -> stores.RemoteStore:
         """Return a store that is connected; see `RemotePlace`."""
-        from retrieval_qdrant.local import LocalClient
         from retrieval_qdrant.store import QdrantStore
 
-        client = LocalClient(self._folder, str(self.address))
+        client = _LocalClient(str(Path(self._folder).resolve()), str(self.address))
         return QdrantStore(cast(Any, client), str(self.address), self.name, local=True)
+
+
+class _LocalClient:
+    """What `QdrantClient` is, for a folder, which is opened once in a process and asked by one thread at a time.
+
+    Args:
+        folder: where its collections are; it is made where it is missing.
+        address: what sentences call the index.
+
+    Raises:
+        StoreError: another process has it open, or it cannot be written.
+    """
+
+    _clients: ClassVar[dict[str, Any]] = {}
+    _users: ClassVar[dict[str, int]] = {}
+    _lock = threading.RLock()
+
+    def __init__(self, folder: str, address: str) -> None:
+        from qdrant_client import QdrantClient
+
+        self._folder: str | None = folder
+        with self._lock:
+            if folder not in self._clients:
+                try:
+                    self._clients[folder] = QdrantClient(path=folder, force_disable_check_same_thread=True)
+                except RuntimeError:
+                    raise StoreError(
+                        f"Another process has {address} open, and Qdrant's in-process mode takes one. Use a server: qdrant://HOST/NAME."
+                    ) from None
+                except OSError as fault:
+                    raise StoreError(f"{address} cannot be opened: {fault.strerror or fault}.") from None
+            self._users[folder] = self._users.get(folder, 0) + 1
+            self._client = self._clients[folder]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.__dict__["_client"], name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            with self._lock:
+                return method(*arguments, **named)
+
+        return call
+
+    def close(self) -> None:
+        """Close the folder when nobody else of this process has it open."""
+        with self._lock:
+            folder, self._folder = self._folder, None
+            if folder is not None:
+                self._users[folder] -= 1
+                if not self._users[folder]:
+                    self._clients.pop(folder).close()

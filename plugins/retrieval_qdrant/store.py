@@ -71,7 +71,7 @@ class QdrantStore(stores.RemoteStore):
 
     def _alias(self) -> str | None:
         aliases = self._ask(self._client.get_aliases).aliases
-        return next((one.collection_name for one in aliases if one.alias_name == self.name), None)
+        return next((alias.collection_name for alias in aliases if alias.alias_name == self.name), None)
 
     def _point(self, number: int | None) -> None:
         if number is None:
@@ -94,9 +94,9 @@ class QdrantStore(stores.RemoteStore):
             self._upsert(0, [models.PointStruct(id=NOTES, vector={}, payload={})])
 
     def _remove(self, prefix: str) -> None:
-        for one in self._ask(self._client.get_collections).collections:
-            if one.name.startswith(prefix):
-                self._ask(self._client.delete_collection, one.name)
+        for collection in self._ask(self._client.get_collections).collections:
+            if collection.name.startswith(prefix):
+                self._ask(self._client.delete_collection, collection.name)
 
     # The register
 
@@ -105,8 +105,8 @@ class QdrantStore(stores.RemoteStore):
         self._ask(self._client.set_payload, self.collection(0), payload, points=[NOTES], wait=True)
 
     def _notes(self) -> dict[str, Any]:
-        for found in self._retrieve(0, [NOTES]):
-            return dict(found.payload or {})
+        for register in self._retrieve(0, [NOTES]):
+            return dict(register.payload or {})
         raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
 
     # Items
@@ -114,14 +114,10 @@ class QdrantStore(stores.RemoteStore):
     def _upsert(self, number: int, points: list[models.PointStruct]) -> None:
         self._ask(self._client.upsert, self.collection(number), points, wait=True)
 
-    def _delete(self, number: int, names: Sequence[str]) -> None:
-        points = [point_of(name) for name in names]
-        self._ask(self._client.delete, self.collection(number), points, wait=True)
-
     def _retrieve(self, number: int, points: Sequence[str], arrays: bool = False) -> list[models.Record]:
         if not points:
             return []
-        found: list[models.Record] = self._ask(
+        records: list[models.Record] = self._ask(
             self._client.retrieve,
             self.collection(number),
             points,
@@ -129,33 +125,25 @@ class QdrantStore(stores.RemoteStore):
             with_vectors=arrays,
             consistency=self._consistency,
         )
-        return found
+        return records
 
     def _put(self, generation: stores.Generation, rows: Sequence[stores.Row]) -> None:
-        points, size = [], 0
-        for row in rows:
-            points.append(_point_of(row, generation))
-            size += len(str(row.record)) + 20 * sum(map(len, row.arrays.values()))
-            if size > BATCH_BYTES:
-                self._upsert(generation.number, points)
-                points, size = [], 0
-        if points:
+        for batch in stores.Row.batches(rows, generation, BATCH_BYTES, 20):
+            points = []
+            for payload, vectors in batch:
+                named = {f"v{space}": vector.tolist() for space, vector in enumerate(vectors)}
+                points.append(models.PointStruct(id=point_of(payload["id"]), vector=named, payload=payload))
             self._upsert(generation.number, points)
 
     def _erase(self, generation: stores.Generation, ids: Sequence[str]) -> None:
-        self._delete(generation.number, ids)
+        points = [point_of(id) for id in ids]
+        self._ask(self._client.delete, self.collection(generation.number), points, wait=True)
 
     def _rows(self, generation: stores.Generation, ids: Sequence[str], arrays: bool) -> list[stores.Row]:
-        found = self._retrieve(generation.number, [point_of(id) for id in ids], arrays)
-        return [_row(one) for one in found]
+        return [_row(point) for point in self._retrieve(generation.number, list(map(point_of, ids)), arrays)]
 
     def _page(
-        self,
-        generation: stores.Generation,
-        where: Sequence[Any],
-        after: str | None,
-        limit: int,
-        arrays: bool,
+        self, generation: stores.Generation, where: Sequence[Any], after: str | None, limit: int, arrays: bool
     ) -> list[stores.Row]:
         start = None if after is None else point_of(after)
         points, _ = self._ask(
@@ -168,19 +156,14 @@ class QdrantStore(stores.RemoteStore):
             with_vectors=arrays,
             consistency=self._consistency,
         )
-        return [_row(one) for one in points if one.id != start][:limit]
+        return [_row(point) for point in points if point.id != start][:limit]
 
     def _count(self, generation: stores.Generation, where: Sequence[Any]) -> int:
         name, chosen = self.collection(generation.number), models.Filter(must=list(where))
         return int(self._ask(self._client.count, name, chosen, exact=True).count)
 
     def _nearest(
-        self,
-        generation: stores.Generation,
-        space: int,
-        queries: Floats,
-        count: int,
-        where: Sequence[Any],
+        self, generation: stores.Generation, space: int, queries: Floats, count: int, where: Sequence[Any]
     ) -> list[list[str]]:
         requests = [
             models.QueryRequest(
@@ -193,37 +176,29 @@ class QdrantStore(stores.RemoteStore):
             )
             for query in queries
         ]
-        found = self._ask(
+        answers = self._ask(
             self._client.query_batch_points,
             self.collection(generation.number),
             requests,
             consistency=self._consistency,
         )
-        return [[(point.payload or {})["id"] for point in one.points] for one in found]
+        return [[(point.payload or {})["id"] for point in answer.points] for answer in answers]
 
-    def _express(self, where: stores.Filter) -> models.Condition | None:
+    def _combined(self, joint: str, parts: Sequence[Any]) -> models.Condition:
         """Return a condition of Qdrant's. Values are values there, none can become a condition."""
-        if isinstance(where, stores.Not):
-            part = self._express(where.part)
-            return None if part is None else models.Filter(must_not=[part])
-        if isinstance(where, stores.And | stores.Or):
-            parts = [part for part in map(self._express, where.parts) if part is not None]
-            if len(parts) < len(where.parts):
-                return None
-            return models.Filter(must=parts) if isinstance(where, stores.And) else models.Filter(should=parts)
-        values = where.values if isinstance(where, stores.In) else (getattr(where, "value", None),)
-        op = "=" if isinstance(where, stores.In) else getattr(where, "op", "exists")
-        if where.field == "id":
-            if op != "=":
-                return None
-            texts = [value for value in values if isinstance(value, str)]
-            return models.HasIdCondition(has_id=[point_of(text) for text in texts])
-        if op in ("!=", "exists"):
-            return None
-        names = [where.field] if isinstance(where.field, str) else ["metadata", *where.field]
+        kind = {"and": "must", "or": "should", "not": "must_not"}[joint]
+        return models.Filter.model_validate({kind: list(parts)})
+
+    def _condition(
+        self, field: str | tuple[str, ...], op: str, values: Sequence[Any]
+    ) -> models.Condition | None:
+        if field == "id":
+            points = [point_of(value) for value in values if isinstance(value, str)]
+            return models.HasIdCondition(has_id=points) if op == "=" else None
+        names = [field] if isinstance(field, str) else ["metadata", *field]
         key = ".".join(f'"{name}"' for name in names)
-        made = [_compared(key, op, value) for value in values]
-        return None if None in made else models.Filter(should=[one for one in made if one is not None])
+        conditions = [_compared(key, op, value) for value in values]
+        return None if None in conditions else self._combined("or", conditions)
 
     def _hang_up(self) -> None:
         self._client.close()
@@ -236,12 +211,6 @@ def _compared(key: str, op: str, value: Any) -> models.FieldCondition | None:
         return None
     bounds = {"gte": value, "lte": value} if op == "=" else {RANGES[op]: value}
     return models.FieldCondition(key=key, range=models.Range(**bounds))
-
-
-def _point_of(row: stores.Row, generation: stores.Generation) -> models.PointStruct:
-    payload, vectors = row.split(generation)
-    named = {f"v{space}": vector.tolist() for space, vector in enumerate(vectors)}
-    return models.PointStruct(id=point_of(row.record["id"]), vector=named, payload=payload)
 
 
 def _row(point: models.Record) -> stores.Row:

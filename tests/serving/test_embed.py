@@ -140,6 +140,10 @@ def test_bad_items_are_named_in_a_file_of_their_own(photos, bundle_path, tmp_pat
         embedded(bundle_path, [folder], tmp_path / "w", most_bad=3)
     assert embedded(bundle_path, [folder], tmp_path / "w").bad == 5
     assert embedded(bundle_path, [folder], tmp_path / "w", retry_bad=True).resumed < 50
+    # what an earlier call let pass stays: only further bad items stop the work
+    embedded(bundle_path, [folder], tmp_path / "x", part=1)
+    (tmp_path / "x" / "part-000000.parquet").unlink()
+    assert embedded(bundle_path, [folder], tmp_path / "x", part=1, most_bad=3).bad == 5
 
 
 def test_other_work_in_the_same_folder_is_refused(photos, makers, bundle_path, tmp_path):

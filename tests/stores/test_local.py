@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from retrieval.errors import DataError, PluginError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.contract import IndexBackend, checked_selection
+from retrieval.serving.index.contract import IndexBackend, checked_search
 from retrieval.serving.index.faiss_backends import Flat
 from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store.contract import Item, widths_of
@@ -153,7 +153,7 @@ def test_a_back_end_without_the_method_that_it_promises_is_named() -> None:
     backend = Hasty()
     backend.build(VECTORS[:50], lambda count: None)
     with pytest.raises(PluginError, match=r"mine\.hasty.*Hasty has no search_selected\. Write it"):
-        checked_selection(backend, "mine.hasty", VECTORS[:1], 3, np.arange(50) < 20)
+        checked_search(backend, "mine.hasty", VECTORS[:1], 3, 50, np.arange(50) < 20)
 
 
 def test_an_item_that_takes_the_place_of_the_newest_is_found(living: Index) -> None:

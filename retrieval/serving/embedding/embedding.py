@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,11 +18,9 @@ from retrieval.host.cores import cores
 from retrieval.host.files import whole_file, write_text
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.embedding.parts import (
-    Made,
+    EmbeddedPart,
     Part,
-    Settings,
-    Shipped,
-    bad_line,
+    ShippedBundle,
     embedder,
     finished_part,
     look,
@@ -36,7 +34,7 @@ from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import refuse_twice
 from retrieval.serving.index.embedded import BAD, Plan
 from retrieval.serving.index.heads import features_of
-from retrieval.serving.index.locations import PLAN
+from retrieval.serving.index.locations import PLAN, shown
 from retrieval.serving.index.origins import Source, Sources
 from retrieval.serving.index.sources import collect
 from retrieval.serving.index.tables import pyarrow
@@ -44,9 +42,8 @@ from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.providers import Device
 from retrieval.serving.store.contract import widths_of
 
-_LEAST, _MOST, _PARTS = 256, 8192, 1000
-"""Items of a part: as many as make a thousand parts, within bounds."""
-_TOLD = 10  # bad items that are told on standard error
+_SMALLEST_PART, _LARGEST_PART, _PARTS = 256, 8192, 1000
+_FAULTS_ON_STANDARD_ERROR = 10
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,14 @@ def embed_sources(
     cpus: int | None = None,
     progress: Progress = True,
 ) -> Embedding:
-    """Embed items into a folder of Parquet files. A finished part is never done again: the same call goes on where one was stopped.
+    """Embed items into a folder of Parquet files.
+
+    A finished part is never done again: the same call goes on where an earlier one was stopped.
 
     Args:
         bundle: a bundle, or its folder.
-        sources: see `retrieval.serving.index.sources.collect`. Every node of a cluster opens them by the same path or address.
+        sources: see `retrieval.serving.index.sources.collect`. Every node of a cluster opens them by the
+            same path or address.
         output: the folder, which only this machine writes.
         ray: the address of a Ray cluster; None works on this machine's own cores, without Ray.
         variant: encode with this variant of the encoder.
@@ -125,35 +125,60 @@ def embed_sources(
     folder = Path(output).absolute()
     limits = limits or Limits()
     widths = widths_of(opened, features=features_of(opened) if features else None)
-    named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
+    names = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     with showing(progress), ExitStack() as stack:
-        found = collect(named, opened.manifest.input.kind)
-        refuse_twice(found)
-        asked = Plan(
-            opened.sha256, opened.variant, _digest(found), len(found.items), part or _part_size(len(found.items)), batch or 1, widths,
-            [limits.pixels, limits.bytes],
-        )  # fmt: skip
-        _begun(folder, asked, part, batch)
+        items = collect(names, opened.manifest.input.kind)
+        refuse_twice(items)
+        wanted = _wanted(opened, items, part, batch, widths, limits)
+        _plan_of(folder, wanted, part, batch)
         runner: Runner = here
-        carried: Bundle | Shipped = opened
-        free = cores()
+        carried: Bundle | ShippedBundle = opened
+        threads = max(1, cores() // 2)  # two parts are under way at a time
         if ray is not None:
             runner = cluster = stack.enter_context(Cluster.joined(ray, device, cpus))
-            free = cluster.cpus
-            carried = Shipped.of(opened, device, free)
+            threads = cluster.cpus
+            carried = ShippedBundle.of(opened, device, threads)
         _make(folder)
         stack.enter_context(hold(folder, "embedding into this folder", DataError))
-        plan = _begun(folder, asked, part, batch)
+        plan = _plan_of(folder, wanted, part, batch)
         if plan is None:
-            plan = replace(asked, batch=batch or _measured(runner, carried))
+            plan = replace(wanted, batch=batch or next(iter(runner(measurer, (carried,), [None]))))
             write_text(folder / PLAN, plan.text(), DataError)
-        # here two parts are under way at a time, a worker of a cluster has one
-        threads = free if ray is not None else max(1, free // 2)
-        settings = Settings(plan.batch, threads, limits, features)
-        bad, resumed = _fill(folder, plan, found, runner, (carried, settings), most_bad, retry_bad)
+        arguments = (carried, plan.batch, threads, limits, features)
+        bad, resumed = _fill(folder, plan, items, runner, arguments, most_bad, retry_bad)
     return Embedding(
-        folder, plan.items - bad, bad, resumed, plan.parts, plan.batch, found.repeated, found.left_out, time.monotonic() - began
-    )  # fmt: skip
+        output=folder,
+        items=plan.items - bad,
+        bad=bad,
+        resumed=resumed,
+        parts=plan.parts,
+        batch=plan.batch,
+        repeated=items.repeated,
+        left_out=items.left_out,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _wanted(
+    bundle: Bundle,
+    sources: Sources,
+    part: int | None,
+    batch: int | None,
+    widths: Mapping[str, int],
+    limits: Limits,
+) -> Plan:
+    count = len(sources.items)
+    size = part or max(_SMALLEST_PART, min(_LARGEST_PART, count // _PARTS))
+    return Plan(
+        bundle=bundle.sha256,
+        variant=bundle.variant,
+        sources=_digest(sources),
+        items=count,
+        part=size,
+        batch=batch or 1,
+        widths=widths,
+        limits=[limits.pixels, limits.bytes],
+    )
 
 
 def _make(folder: Path) -> None:
@@ -163,7 +188,7 @@ def _make(folder: Path) -> None:
         raise DataError(f"{folder} cannot be made: {fault.strerror or fault}.") from None
 
 
-def _begun(folder: Path, asked: Plan, part: int | None, batch: int | None) -> Plan | None:
+def _plan_of(folder: Path, wanted: Plan, part: int | None, batch: int | None) -> Plan | None:
     """Return the plan of a folder in which the same work was begun; None where none was.
 
     Raises:
@@ -177,69 +202,74 @@ def _begun(folder: Path, asked: Plan, part: int | None, batch: int | None) -> Pl
         return None
     before = Plan.read(folder)
     other = "Name another folder, or delete this one."
-    if (before.bundle, before.variant) != (asked.bundle, asked.variant):
-        ran = "" if before.variant == asked.variant else f", variant {before.variant or 'none'}"
-        raise DataError(f"{folder} holds vectors of another bundle ({before.bundle[:12]}…{ran}). {other}")
-    if (before.sources, before.items) != (asked.sources, asked.items):
+    if (before.bundle, before.variant) != (wanted.bundle, wanted.variant):
+        variant = f", variant {before.variant or 'none'}" if before.variant != wanted.variant else ""
+        raise DataError(f"{folder} holds vectors of another bundle ({before.bundle[:12]}…{variant}). {other}")
+    if (before.sources, before.items) != (wanted.sources, wanted.items):
         raise DataError(
-            f"{folder} holds the embedding of other sources ({before.items:,} items; now there are {asked.items:,}), or their files, labels "
-            f"or metadata have changed since it was begun. {other}"
+            f"{folder} holds the embedding of other sources ({before.items:,} items; now there are "
+            f"{wanted.items:,}), or their files, labels or metadata have changed since it was begun. {other}"
         )
-    asked = replace(asked, part=part or before.part, batch=batch or before.batch)
+    wanted = replace(wanted, part=part or before.part, batch=batch or before.batch)
     options = {
         "part": "--part",
         "batch": "--batch",
         "widths": "--features",
         "limits": "--max-pixels or --max-bytes",
     }
-    if differing := [
-        option for name, option in options.items() if getattr(before, name) != getattr(asked, name)
-    ]:
+    differing = [option for name, option in options.items() if getattr(before, name) != getattr(wanted, name)]
+    if differing:
         raise DataError(
             f"{folder} was begun with other values of {', '.join(differing)}: leave them as they were. {other}"
         )
     return replace(before, complete=False, bad=None)
 
 
-def _part_size(items: int) -> int:
-    return max(_LEAST, min(_MOST, items // _PARTS))
-
-
-def _measured(runner: Runner, bundle: Bundle | Shipped) -> int:
-    return int(next(iter(runner(measurer, (bundle,), [None]))))
-
-
-def _digest(found: Sources) -> str:
+def _digest(sources: Sources) -> str:
     """Return what names the items, in order: keys, labels, metadata, and what changes when their files do."""
     total = hashlib.sha256()
-    for item in found.items:
-        said = [item.key, item.label, dict(item.metadata), item.stamp()]
-        total.update(json.dumps(said, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
-    if found.features is not None:
-        for start in range(0, len(found.features), 4096):
-            total.update(found.features[start : start + 4096].tobytes())
+    for item in sources.items:
+        state = [item.key, item.label, dict(item.metadata), item.stamp()]
+        total.update(json.dumps(state, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
+    if sources.features is not None:
+        for start in range(0, len(sources.features), 4096):
+            total.update(sources.features[start : start + 4096].tobytes())
     return total.hexdigest()
 
 
-def _part(found: Sources, plan: Plan, number: int) -> Part:
+def _items(sources: Sources, plan: Plan, number: int) -> Sequence[Source]:
     rows = plan.rows(number)
-    items = found.items[rows.start : rows.stop]
-    if found.features is None:
+    return sources.items[rows.start : rows.stop]
+
+
+def _part(sources: Sources, plan: Plan, number: int) -> Part:
+    items = _items(sources, plan, number)
+    if sources.features is None:
         return Part(number, items)
-    numbers = np.array([item.row for item in items], np.int64)
-    return Part(number, [replace(item, row=at) for at, item in enumerate(items)], found.features[numbers])
+    rows = np.array([item.row for item in items], np.int64)
+    return Part(number, [replace(item, row=at) for at, item in enumerate(items)], sources.features[rows])
 
 
 def _fill(
     folder: Path,
     plan: Plan,
-    found: Sources,
+    sources: Sources,
     runner: Runner,
-    given: tuple[Bundle | Shipped, Settings],
+    arguments: tuple[Bundle | ShippedBundle, int, int, Limits, bool],
     most_bad: int,
     retry_bad: bool,
 ) -> tuple[int, int]:
-    """Have all parts; return how many items are bad, and how many were done before."""
+    """Have all parts; return how many items are bad, and how many were done before.
+
+    Args:
+        folder: where the parts are.
+        plan: which there are.
+        sources: the items.
+        runner: embeds those that are missing.
+        arguments: of `embedder`.
+        most_bad: see `embed_sources`.
+        retry_bad: see `embed_sources`.
+    """
     counts: dict[int, int] = {}
     for number in range(plan.parts):
         bad = finished_part(folder, plan, number)
@@ -247,63 +277,55 @@ def _fill(
             counts[number] = len(bad)
     resumed = sum(len(plan.rows(number)) for number in counts)
     missing = [number for number in range(plan.parts) if number not in counts]
-    told = 0
+    parts = (_part(sources, plan, number) for number in missing)
+    printed = 0
     try:
         with Meter("embedding", plan.items, "items", done=resumed) as meter:
-            if missing:
-                for made in runner(embedder, given, (_part(found, plan, number) for number in missing)):
-                    rows = plan.rows(made.number)
-                    items = found.items[rows.start : rows.stop]
-                    if made.number in counts:
-                        continue
-                    _refuse_unseen(items, made, given[0])
-                    faults = [entry.fault for entry in made.entries if entry.fault is not None]
-                    if sum(counts.values()) + len(faults) > most_bad:
-                        raise DataError(_too_many(most_bad, faults[0], folder))
-                    counts[made.number] = write_part(folder, plan, items, made)
-                    for fault in faults[: max(0, _TOLD - told)]:
-                        meter.say(f"bad: {fault}")
-                    told += len(faults)
-                    meter.update(len(items))
+            for embedded in runner(embedder, arguments, parts) if missing else ():
+                items = _items(sources, plan, embedded.number)
+                if isinstance(arguments[0], ShippedBundle):
+                    _refuse_unseen(items, embedded)
+                faults = [entry.fault for entry in embedded.entries if entry.fault is not None]
+                if faults and sum(counts.values()) + len(faults) > most_bad:
+                    raise DataError(
+                        f"More than {most_bad:,} items cannot be used, the last of them because: {faults[0]} "
+                        "Mend what is wrong, or let more be bad with --max-bad (in Python most_bad). The same "
+                        "command goes on; with --retry-bad (retry_bad=True) it does again what was bad. "
+                        f"{folder / BAD} names them."
+                    )
+                counts[embedded.number] = write_part(folder, plan, items, embedded)
+                for fault in faults[: max(0, _FAULTS_ON_STANDARD_ERROR - printed)]:
+                    meter.say(f"bad: {fault}")
+                printed += len(faults)
+                meter.update(len(items))
     finally:
-        _write_bad(folder, plan, sorted(number for number, bad in counts.items() if bad))
-    bad_items = sum(counts.values())
-    if bad_items == plan.items:
+        _write_bad(folder, plan, sorted(number for number, count in counts.items() if count))
+    total = sum(counts.values())
+    if total == plan.items:
         raise DataError(f"None of the {plan.items:,} items can be used. {folder / BAD} says why.")
-    write_text(folder / PLAN, replace(plan, complete=True, bad=bad_items).text(), DataError)
-    return bad_items, resumed
+    write_text(folder / PLAN, replace(plan, complete=True, bad=total).text(), DataError)
+    return total, resumed
 
 
-def _too_many(most: int, fault: str, folder: Path) -> str:
-    return (
-        f"More than {most:,} items cannot be used, the last of them because: {fault} Mend what is wrong, or let more be bad with --max-bad "
-        f"(in Python most_bad). The same command goes on; with --retry-bad (retry_bad=True) it does again what was bad. {folder / BAD} names them."
-    )
-
-
-def _refuse_unseen(items: Sequence[Source], made: Made, bundle: Bundle | Shipped) -> None:
+def _refuse_unseen(items: Sequence[Source], embedded: EmbeddedPart) -> None:
     """Refuse a part whose files this machine has, and the node that read them has not: its items are not bad.
 
     Raises:
         DataError: naming the first.
     """
-    if isinstance(bundle, Bundle):
-        return
-    for at, seen in made.seen.items():
+    for at, seen in embedded.seen.items():
         if seen.endswith("missing") and not look(items[at]).endswith("missing"):
             raise DataError(
-                f"{items[at].name} is on this machine, but not on node {made.node} of the cluster: every node must have the sources at the same path, "
-                "on a shared file system for example, or they must be at an address (s3://…)."
+                f"{items[at].name} is on this machine, but not on node {embedded.node} of the cluster: every "
+                "node must have the sources at the same path, on a shared file system for example, or they "
+                "must be at an address (s3://…)."
             )
 
 
 def _write_bad(folder: Path, plan: Plan, numbers: Sequence[int]) -> None:
     """Write the file of bad items, from what their parts say."""
-
-    def lines() -> Iterator[str]:
+    with whole_file(folder / BAD, DataError) as path, path.open("w", encoding="utf-8") as file:
         for number in numbers:
             for bad in finished_part(folder, plan, number) or ():
-                yield bad_line(bad)
-
-    with whole_file(folder / BAD, DataError) as path, path.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in lines())
+                printable = {name: shown(value) for name, value in bad.items()}
+                file.write(json.dumps(printable, ensure_ascii=False) + "\n")

@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from retrieval.serving.filters import metadata_text
 from retrieval.serving.images import Limits
 from retrieval.serving.index.embedded import ARRAYS, Plan, part_file
 from retrieval.serving.index.encoding import Done, Encoding
-from retrieval.serving.index.locations import shown
 from retrieval.serving.index.origins import Source, Sources
 from retrieval.serving.index.tables import pyarrow
 from retrieval.serving.progress import showing
@@ -31,14 +30,13 @@ from retrieval.serving.providers import Device
 
 Floats = NDArray[np.float32]
 
-_MEASURED = 0.3
-"""Seconds of encoding that a batch size is measured by."""
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SECONDS_PER_SIZE = 0.03
+_MEASURING_SECONDS = 3.0
 _GAIN = 1.05
-"""A batch twice as large is taken for at least so much: the smaller one waits less, and takes less memory."""
+"""A larger batch is taken for at least so much: the smaller one waits less, and takes less memory."""
 _GROUP_ROWS = 1024
-_FAULT = 500
-"""Characters of a sentence on a bad item."""
+_FAULT_CHARACTERS = 500
 _NOTE = b"retrieval"
 
 
@@ -57,171 +55,57 @@ class Part:
     features: Floats | None = None
 
 
-@dataclass(frozen=True)
-class Made:
-    """A part that is embedded.
+@dataclass
+class EmbeddedPart:
+    """What an encoder makes of a part.
 
     Attributes:
         number: of the part.
         entries: one an item, in order: what is known of its original, or why it cannot be used.
-        arrays: numbers of the usable ones, in order: "vectors", perhaps "codes" and "features".
+        arrays: numbers of the usable ones, in batches: "vectors", perhaps "codes" and "features".
         seen: what an unusable item's file looked like where it was read, by the item's place in the part.
         node: the machine that embedded it.
     """
 
     number: int
-    entries: Sequence[Done]
-    arrays: Mapping[str, Floats]
-    seen: Mapping[int, str]
-    node: str = ""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How every part is embedded.
-
-    Attributes:
-        batch: items that go through the encoder at once.
-        workers: threads that decode.
-        limits: the largest images that are decoded.
-        features: whether the backbone's features are wanted too.
-    """
-
-    batch: int
-    workers: int
-    limits: Limits
-    features: bool
-
-
-@dataclass
-class _Kept:
-    """Takes what was encoded, and keeps it."""
-
     entries: list[Done] = field(default_factory=list)
     arrays: dict[str, list[Floats]] = field(default_factory=dict)
+    seen: Mapping[int, str] = field(default_factory=dict)
+    node: str = ""
 
     def append(self, entries: Sequence[Done], arrays: dict[str, Floats]) -> None:
+        """Take a batch; see `Sink`."""
         self.entries += entries
         for name, values in arrays.items():
             self.arrays.setdefault(name, []).append(values)
 
     def sync(self) -> None:
-        pass
-
-
-def embed(bundle: Bundle, settings: Settings, part: Part) -> Made:
-    """Embed a part. An item that cannot be used, for what it is or for what the encoder gives of it, costs no other.
-
-    Raises:
-        BundleError: ONNX Runtime refuses.
-    """
-    try:
-        made = _embedded(bundle, settings, part.items, part.features)
-    except DataError:  # the encoder gives NaN for an item: which one is seen when each is encoded alone
-        made = _apart(bundle, settings, part)
-    seen = {at: look(part.items[at]) for at, entry in enumerate(made.entries) if entry.fault is not None}
-    return Made(
-        part.number,
-        made.entries,
-        {name: np.concatenate(each) for name, each in made.arrays.items()},
-        seen,
-        socket.gethostname(),
-    )
-
-
-def _embedded(bundle: Bundle, settings: Settings, items: Sequence[Source], features: Floats | None) -> _Kept:
-    kept = _Kept()
-    sources = Sources(list(items), features)
-    encoding = Encoding(
-        bundle,
-        sources,
-        settings.batch,
-        settings.workers,
-        settings.limits,
-        skip_bad=True,
-        features=settings.features,
-        tell=False,
-    )
-    try:
-        with showing(False):
-            encoding.encode(kept)
-    except DataError:
-        if len(kept.entries) < len(items) or any(entry.fault is None for entry in kept.entries):
-            raise
-    return kept
-
-
-def _apart(bundle: Bundle, settings: Settings, part: Part) -> _Kept:
-    """Embed a part without those items for which the encoder gives no numbers."""
-    faults: dict[int, Done] = {}
-    for at, item in enumerate(part.items):
-        try:
-            _embedded(bundle, settings, [item], part.features)
-        except DataError as fault:
-            faults[at] = Done(item.stamp(), f"{item.name}: {fault}")
-    made = _embedded(
-        bundle, settings, [item for at, item in enumerate(part.items) if at not in faults], part.features
-    )
-    rest = iter(made.entries)
-    made.entries = [faults[at] if at in faults else next(rest) for at in range(len(part.items))]
-    return made
-
-
-def look(item: Source) -> str:
-    """Return what changes when the item's file does, as this machine sees it now; nothing for what is at an address."""
-    if item.path is not None:
-        return item.stamp()
-    return "" if item.origin is None or item.origin.location.remote else item.origin.location.stamp()
-
-
-def measured_batch(bundle: Bundle) -> int:
-    """Return the batch size from which a larger one gains little, by encoding zeros for a moment."""
-    taken = bundle.manifest.input
-    best, chosen = 0.0, 1
-    began = time.monotonic()
-    for size in _SIZES:
-        given = np.zeros((size, *taken.shape), taken.dtype)
-        bundle.encode(given, batch=size)  # memory is found, and kernels are chosen, the first time
-        times: list[float] = []
-        while len(times) < 3 or (sum(times) < _MEASURED / len(_SIZES) and len(times) < 50):
-            start = time.perf_counter()
-            bundle.encode(given, batch=size)
-            times.append(time.perf_counter() - start)
-        rate = size / min(times)
-        if rate > best * _GAIN:
-            best, chosen = rate, size
-        elif size > 2 * chosen:
-            break
-        if time.monotonic() - began > 10 * _MEASURED:
-            break
-    return chosen
+        """Do nothing: the whole part is written at once."""
 
 
 @dataclass(frozen=True)
-class Shipped:
+class ShippedBundle:
     """A bundle on its way to another machine.
 
     Attributes:
         files: their content, by name.
-        sha256: the bundle's.
         variant: of its encoder.
         device: see `Bundle.open`.
         threads: of one call of the encoder; None leaves it to ONNX Runtime.
     """
 
     files: Mapping[str, bytes]
-    sha256: str
     variant: str | None
     device: Device
     threads: int | None = None
 
     @classmethod
-    def of(cls, bundle: Bundle, device: Device, threads: int | None = None) -> Shipped:
+    def of(cls, bundle: Bundle, device: Device, threads: int | None = None) -> ShippedBundle:
         """Return an opened bundle, as it was opened."""
         with tempfile.TemporaryDirectory() as folder:
-            bundle.copy(whole := Path(folder) / "bundle")
-            files = {path.name: path.read_bytes() for path in whole.iterdir()}
-        return cls(files, bundle.sha256, bundle.variant, device, threads)
+            bundle.copy(copy := Path(folder) / "bundle")
+            files = {path.name: path.read_bytes() for path in copy.iterdir()}
+        return cls(files, bundle.variant, device, threads)
 
     def open(self) -> Bundle:
         """Open it here."""
@@ -231,87 +115,164 @@ class Shipped:
             return Bundle.open(folder, variant=self.variant, device=self.device, threads=self.threads)
 
 
-def embedder(bundle: Bundle | Shipped, settings: Settings) -> Callable[[Part], Made]:
-    """Return what embeds parts."""
-    opened = bundle.open() if isinstance(bundle, Shipped) else bundle
-    return lambda part: embed(opened, settings, part)
+def opened(bundle: Bundle | ShippedBundle) -> Bundle:
+    """Return a bundle, opened on this machine."""
+    return bundle.open() if isinstance(bundle, ShippedBundle) else bundle
 
 
-def measurer(bundle: Bundle | Shipped) -> Callable[[None], int]:
-    """Return what measures the batch size."""
-    opened = bundle.open() if isinstance(bundle, Shipped) else bundle
-    return lambda _: measured_batch(opened)
+def embedder(
+    bundle: Bundle | ShippedBundle, batch: int, workers: int, limits: Limits, features: bool
+) -> Callable[[Part], EmbeddedPart]:
+    """Return what embeds parts. An item that cannot be used costs no other item.
+
+    Args:
+        bundle: encodes.
+        batch: items that go through the encoder at once.
+        workers: threads that decode.
+        limits: the largest images that are decoded.
+        features: whether the backbone's features are wanted too.
+    """
+    encoder = opened(bundle)
+
+    def encode(part: Part, items: Sequence[Source]) -> EmbeddedPart:
+        embedded = EmbeddedPart(part.number)
+        sources = Sources(list(items), part.features)
+        encoding = Encoding(
+            encoder, sources, batch, workers, limits, skip_bad=True, features=features, tell=False
+        )
+        try:
+            with showing(False):
+                encoding.encode(embedded)
+        except DataError:
+            all_seen = len(embedded.entries) == len(items)
+            if not all_seen or any(entry.fault is None for entry in embedded.entries):
+                raise  # else it only says that no item can be used
+        return embedded
+
+    def embed(part: Part) -> EmbeddedPart:
+        try:
+            embedded = encode(part, part.items)
+        except DataError:  # the encoder gives NaN for an item: encoding each alone shows for which
+            faults: dict[int, Done] = {}
+            for at, item in enumerate(part.items):
+                try:
+                    encode(part, [item])
+                except DataError as fault:
+                    faults[at] = Done(item.stamp(), f"{item.name}: {fault}")
+            embedded = encode(part, [item for at, item in enumerate(part.items) if at not in faults])
+            rest = iter(embedded.entries)
+            embedded.entries = [faults.get(at) or next(rest) for at in range(len(part.items))]
+        bad = [at for at, entry in enumerate(embedded.entries) if entry.fault is not None]
+        return replace(embedded, seen={at: look(part.items[at]) for at in bad}, node=socket.gethostname())
+
+    return embed
+
+
+def look(item: Source) -> str:
+    """Return what changes when the item's file does, as this machine sees it now; "" of an address."""
+    if item.path is not None:
+        return item.stamp()
+    return "" if item.origin is None or item.origin.location.remote else item.origin.location.stamp()
+
+
+def measurer(bundle: Bundle | ShippedBundle) -> Callable[[None], int]:
+    """Return what measures the batch size from which a larger one gains little."""
+    encoder = opened(bundle)
+    return lambda _: _measured_batch(encoder)
+
+
+def _measured_batch(bundle: Bundle) -> int:
+    input_ = bundle.manifest.input
+    best_rate, chosen = 0.0, 1
+    end = time.monotonic() + _MEASURING_SECONDS
+    for size in _SIZES:
+        zeros = np.zeros((size, *input_.shape), input_.dtype)
+        bundle.encode(zeros, batch=size)  # memory is found, and kernels are chosen, the first time
+        times: list[float] = []
+        while len(times) < 3 or (sum(times) < _SECONDS_PER_SIZE and len(times) < 50):
+            start = time.perf_counter()
+            bundle.encode(zeros, batch=size)
+            times.append(time.perf_counter() - start)
+        if (rate := size / min(times)) > best_rate * _GAIN:
+            best_rate, chosen = rate, size
+        elif size > 2 * chosen:
+            break
+        if time.monotonic() > end:
+            break
+    return chosen
 
 
 def _identity(plan: Plan) -> str:
     """Return what names a plan, whether it is complete or not."""
-    said = json.loads(plan.text())
-    said |= {"complete": False, "bad": None}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    content = json.loads(replace(plan, complete=False, bad=None).text())
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def write_part(folder: Path, plan: Plan, items: Sequence[Source], made: Made) -> int:
+def write_part(folder: Path, plan: Plan, items: Sequence[Source], embedded: EmbeddedPart) -> int:
     """Write a part, whole or not at all; return how many of its items are bad.
 
     Raises:
         DataError: the disk refuses.
     """
+    pairs = list(zip(items, embedded.entries, strict=True))
     bad = [
-        {"key": item.key, "source": item.name[:2000], "fault": entry.fault[:_FAULT]}
-        for item, entry in zip(items, made.entries, strict=True)
+        {"key": item.key, "source": item.name[:2000], "fault": entry.fault[:_FAULT_CHARACTERS]}
+        for item, entry in pairs
         if entry.fault is not None
     ]
     pa = pyarrow()
-    table = _table(pa, plan, items, made)
-    note = {"plan": _identity(plan), "part": made.number, "bad": bad}
+    table = _table(pa, plan, [pair for pair in pairs if pair[1].fault is None], embedded.arrays)
+    note = {"plan": _identity(plan), "part": embedded.number, "bad": bad}
     table = table.replace_schema_metadata({_NOTE: json.dumps(note).encode()})
-    with whole_file(part_file(folder, made.number), DataError) as path:
-        # numbers that look random do not compress; texts do
-        columns = [name for name in table.schema.names if name not in plan.widths]
+    # numbers that look random do not compress; texts do
+    texts = [name for name in table.schema.names if name not in plan.widths]
+    with whole_file(part_file(folder, embedded.number), DataError) as path:
         pa.parquet.write_table(
-            table, path, row_group_size=_GROUP_ROWS, compression=dict.fromkeys(columns, "zstd"),
-            use_dictionary=["label", "bundle"], write_page_checksum=True, write_statistics=["key", "label"],
-        )  # fmt: skip
+            table,
+            path,
+            row_group_size=_GROUP_ROWS,
+            compression=dict.fromkeys(texts, "zstd"),
+            use_dictionary=["label", "bundle"],
+            write_page_checksum=True,
+            write_statistics=["key", "label"],
+        )
     return len(bad)
 
 
-def _table(pa: Any, plan: Plan, items: Sequence[Source], made: Made) -> Any:
-    good = [(item, entry) for item, entry in zip(items, made.entries, strict=True) if entry.fault is None]
-    files = [item.row is None for item, _ in good]
+def _table(
+    pa: Any, plan: Plan, usable: Sequence[tuple[Source, Done]], arrays: Mapping[str, list[Floats]]
+) -> Any:
+    """Return the usable items of a part; those of a table of features have no file of their own."""
+
+    def column(kind: Any, value: Callable[[Source, Done], Any]) -> Any:
+        return pa.array([value(item, entry) for item, entry in usable], kind)
+
+    def address(text: str | Path | None, item: Source) -> bytes | None:
+        return os.fsencode(text) if text and item.row is None else None
+
     columns: dict[str, Any] = {
-        "key": pa.array([item.key for item, _ in good], pa.string()),
-        "label": pa.array([item.label for item, _ in good], pa.string()),
-        "metadata": pa.array([metadata_text(item.metadata) for item, _ in good], pa.string()),
-        "path": pa.array(
-            [
-                os.fsencode(item.path) if item.path and file else None
-                for (item, _), file in zip(good, files, strict=True)
-            ],
-            pa.binary(),
+        "key": column(pa.string(), lambda item, _: item.key),
+        "label": column(pa.string(), lambda item, _: item.label),
+        "metadata": column(pa.string(), lambda item, _: metadata_text(item.metadata)),
+        "path": column(pa.binary(), lambda item, _: address(item.path, item)),
+        "source": column(
+            pa.binary(), lambda item, _: address(item.origin.address if item.origin else None, item)
         ),
-        "source": pa.array(
-            [
-                os.fsencode(item.origin.address) if item.origin and file else None
-                for (item, _), file in zip(good, files, strict=True)
-            ],
-            pa.binary(),
-        ),
-        "stamp": pa.array(
-            [entry.stamp if item.row is None else item.stamp() for item, entry in good], pa.string()
-        ),
+        "stamp": column(pa.string(), lambda item, entry: entry.stamp if item.row is None else item.stamp()),
+        "bytes": column(pa.int64(), lambda _, entry: entry.bytes),
+        "width": column(pa.int64(), lambda _, entry: entry.width),
+        "height": column(pa.int64(), lambda _, entry: entry.height),
     }
-    for name in ("bytes", "width", "height"):
-        columns[name] = pa.array([getattr(entry, name) for _, entry in good], pa.int64())
     for name, width in plan.widths.items():
-        values = made.arrays.get(ARRAYS[name])
-        flat = pa.array([] if values is None else values.reshape(-1), pa.float32())
+        batches = arrays.get(ARRAYS[name])
+        flat = pa.array(np.concatenate(batches).reshape(-1) if batches else [], pa.float32())
         columns[name] = pa.FixedSizeListArray.from_arrays(flat, width)
-    columns["bundle"] = pa.array([plan.bundle] * len(good), pa.string()).dictionary_encode()
+    columns["bundle"] = pa.array([plan.bundle] * len(usable), pa.string()).dictionary_encode()
     return pa.table(columns)
 
 
 def finished_part(folder: Path, plan: Plan, number: int) -> list[dict[str, str]] | None:
-    """Return the bad items of a part that is there; None where it is not, or is of another plan, or is damaged."""
+    """Return the bad items of a part; None where it is missing, damaged, or of another plan."""
     pa = pyarrow()
     try:
         with pa.parquet.ParquetFile(part_file(folder, number)) as file:
@@ -321,8 +282,3 @@ def finished_part(folder: Path, plan: Plan, number: int) -> list[dict[str, str]]
             return bad if whole and (note["plan"], note["part"]) == (_identity(plan), number) else None
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
         return None
-
-
-def bad_line(bad: dict[str, str]) -> str:
-    """Return a bad item as a line of the file of bad items."""
-    return json.dumps({name: shown(value) for name, value in bad.items()}, ensure_ascii=False)

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from retrieval.errors import DataError, MissingDependency, RetrievalError
@@ -21,38 +20,27 @@ T = TypeVar("T")
 R = TypeVar("R")
 Setup: TypeAlias = Callable[..., Callable[[T], R]]
 Runner: TypeAlias = Callable[[Setup[Any, Any], tuple[Any, ...], Iterable[Any]], Iterator[Any]]
-"""Gives the results of tasks, in whatever order they are done, with a bounded number under way.
+"""Gives the results of tasks, in whatever order they end, with a bounded number under way.
 
-It takes `setup`, which each worker calls once with the given values and which returns what does a task; those values; and the tasks.
+It takes `setup`, which each worker calls once with the arguments and which returns what does a task;
+those arguments; and the tasks.
 """
 
 _CPUS = 4
 _TRIES = 4
 """Workers that one task may take with it."""
-_LOOK_SECONDS = 2.0
-"""Between two looks at which nodes there are."""
 _PATIENCE_SECONDS = 600.0
 """Without a node that has room for a worker."""
 _FETCH_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
-_SLOW_SECONDS, _SLOW_FACTOR = 10.0, 3.0
-"""A task is handed out again, when there is nothing else to do, after so long and so many times as long as tasks take."""
 
 
-def here(setup: Setup[T, R], given: tuple[Any, ...], tasks: Iterable[T], workers: int = 2) -> Iterator[R]:
-    """Do tasks in threads of this process; see `Runner`. By default two at a time: one is decoded to its end while the next begins."""
-    yield from ahead(setup(*given), tasks, workers=workers, most=workers)
+def here(setup: Setup[T, R], arguments: tuple[Any, ...], tasks: Iterable[T], workers: int = 2) -> Iterator[R]:
+    """Do tasks in threads of this process; see `Runner`.
 
-
-@dataclass(eq=False)
-class _Order:
-    """A task on its way to a result."""
-
-    task: Any
-    tries: int = 0
-    begun: float = 0.0
-    copies: int = 0
-    done: bool = False
+    By default two at a time: one is decoded to its end while the next begins.
+    """
+    yield from ahead(setup(*arguments), tasks, workers=workers, most=workers)
 
 
 class Cluster:
@@ -71,8 +59,8 @@ class Cluster:
         if device == "cuda" and not self.gpu:
             raise DataError("No node of the cluster has a GPU. Leave out --device cuda, or add one.")
         fitting = [node for node in nodes if not self.gpu or node.get("GPU", 0) >= 1]
-        each = [int(node.get("CPU", 0) // (node["GPU"] if self.gpu else 1)) for node in fitting]
-        self.cpus = cpus or max(1, min([_CPUS, *(number for number in each if number >= 1)]))
+        shares = [int(node.get("CPU", 0) // (node["GPU"] if self.gpu else 1)) for node in fitting]
+        self.cpus = cpus or max(1, min([_CPUS, *(share for share in shares if share >= 1)]))
 
     @classmethod
     @contextmanager
@@ -101,65 +89,61 @@ class Cluster:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError, AssertionError) as fault:
-            said = " ".join(str(fault).split())[:300].rstrip(".") or "no cluster runs here"
-            raise DataError(f"The Ray cluster at {address} cannot be joined: {said}.") from None
+            reason = " ".join(str(fault).split())[:300].rstrip(".") or "no cluster runs here"
+            raise DataError(f"The Ray cluster at {address} cannot be joined: {reason}.") from None
         try:
             yield cls(ray, device, cpus)
         finally:
             ray.shutdown()
 
-    def __call__(self, setup: Setup[T, R], given: tuple[Any, ...], tasks: Iterable[T]) -> Iterator[R]:
+    def __call__(self, setup: Setup[T, R], arguments: tuple[Any, ...], tasks: Iterable[T]) -> Iterator[R]:
         """Do tasks on all nodes; see `Runner`.
 
-        Ray starts a process for each worker and keeps it for the next task. What was lost with a process or a node is done again.
+        Ray starts a process for each worker and keeps it for the next task. What was lost with a
+        process or a node is done again.
 
         Raises:
             DataError: no node has room for a worker, or workers end at a task again and again.
             RetrievalError: what a task raises.
         """
-        # max_calls: a worker with a GPU, too, keeps what `setup` returned. Retries are counted here: Ray's own never end where
-        # memory runs out.
-        wanted = {"num_cpus": self.cpus, "num_gpus": int(self.gpu), "max_retries": 0, "max_calls": 0}
-        remote = self.ray.remote(**wanted)(_do)
-        shared = [self.ray.put((setup, given))]
-        left, again = iter(tasks), deque[_Order]()
-        running: dict[Any, _Order] = {}
-        took: deque[float] = deque(maxlen=100)
-        looked, slots = 0.0, 0
-        room_since = time.monotonic()
-
-        def next_order() -> _Order | None:
-            if again:
-                return again.popleft()
-            with suppress(StopIteration):
-                return _Order(next(left))
-            return _late(running.values(), _enough(took))
-
+        # max_calls: a worker with a GPU, too, keeps what `setup` returned. Retries are counted here:
+        # Ray's own never end where memory runs out.
+        options = {"num_cpus": self.cpus, "num_gpus": int(self.gpu), "max_retries": 0, "max_calls": 0}
+        remote = self.ray.remote(**options)(_do)
+        shared = [self.ray.put((setup, arguments))]
+        version = installed_version()
+        fresh = ((task, 1) for task in tasks)
+        lost = deque[tuple[T, int]]()
+        running: dict[Any, tuple[T, int]] = {}
+        room_seen = time.monotonic()
         try:
             while True:
-                if time.monotonic() - looked > _LOOK_SECONDS:
-                    looked, slots = time.monotonic(), self.slots()
-                    room_since = looked if slots else room_since
-                    self._refuse_no_room(looked - room_since)
-                while _busy(running.values(), _enough(took)) < max(1, 2 * slots) and (order := next_order()):
-                    order.copies += 1
-                    order.begun = time.monotonic()
-                    running[remote.remote(installed_version(), shared, order.task)] = order
-                if all(order.done for order in running.values()) and not again:
+                slots = self.slots()
+                room_seen = time.monotonic() if slots else room_seen
+                if time.monotonic() - room_seen > _PATIENCE_SECONDS:
+                    raise DataError(
+                        f"No node of the cluster has had {self.cpus} CPU cores for "
+                        f"{_PATIENCE_SECONDS / 60:.0f} minutes. Finished parts are kept; ask for fewer "
+                        "with --cpus, or come back later with the same command."
+                    )
+                while len(running) < max(1, 2 * slots):
+                    if (order := lost.popleft() if lost else next(fresh, None)) is None:
+                        break
+                    running[remote.remote(version, shared, order[0])] = order
+                if not running:
                     return
                 for ref in self.ray.wait(list(running), num_returns=1, timeout=1.0)[0]:
-                    order = running.pop(ref)
-                    order.copies -= 1
+                    task, tries = running.pop(ref)
                     try:
-                        result = self._get(ref)
+                        yield self._get(ref)
                     except _Lost as fault:
-                        if _to_repeat(order, str(fault)):
-                            again.append(order)
-                        continue
-                    took.append(time.monotonic() - order.begun)
-                    if not order.done:
-                        order.done = True
-                        yield result
+                        if tries == _TRIES:
+                            raise DataError(
+                                f"One task has ended {_TRIES} workers, the last one so: {fault}. What is "
+                                "finished is kept. Its items may need more memory than a worker has: ask "
+                                "for fewer workers, with more --cpus each, or for smaller parts."
+                            ) from None
+                        lost.append((task, tries + 1))
         finally:
             for ref in running:
                 with suppress(Exception):
@@ -170,13 +154,6 @@ class Cluster:
         if self.gpu:
             return sum(int(node.get("GPU", 0)) for node in self._nodes())
         return sum(int(node.get("CPU", 0) // self.cpus) for node in self._nodes())
-
-    def _refuse_no_room(self, seconds: float) -> None:
-        if seconds > _PATIENCE_SECONDS:
-            raise DataError(
-                f"No node of the cluster has had {self.cpus} CPU cores for {seconds / 60:.0f} minutes. Finished parts are kept; "
-                "ask for fewer with --cpus, or come back later with the same command."
-            )
 
     def _get(self, ref: Any) -> Any:
         """Return what a worker gives.
@@ -194,9 +171,8 @@ class Cluster:
             raise
         except faults.RayError as fault:
             lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
-            raise _Lost(
-                " ".join([*lines[:1], *lines[-1:]])[:400].rstrip(".") or type(fault).__name__
-            ) from None
+            reason = " ".join([*lines[:1], *lines[-1:]])[:400].rstrip(".")
+            raise _Lost(reason or type(fault).__name__) from None
 
     def _nodes(self) -> list[dict[str, float]]:
         return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
@@ -204,40 +180,6 @@ class Cluster:
 
 class _Lost(Exception):
     """A worker is gone, with what it was at."""
-
-
-def _enough(took: deque[float]) -> float:
-    """Return after how many seconds a task takes far longer than others: its worker may be cut off."""
-    return max(_SLOW_SECONDS, _SLOW_FACTOR * sum(took) / len(took)) if took else float("inf")
-
-
-def _busy(running: Iterable[_Order], enough: float) -> int:
-    """Return how many tasks are under way, without those that may be so on a node that nobody reaches."""
-    return sum(time.monotonic() - order.begun <= enough for order in running)
-
-
-def _late(running: Iterable[_Order], enough: float) -> _Order | None:
-    """Return the task that takes far longer than others, for a second worker."""
-    alone = [order for order in running if order.copies == 1 and not order.done]
-    oldest = min(alone, key=lambda order: order.begun, default=None)
-    return oldest if oldest and time.monotonic() - oldest.begun > enough else None
-
-
-def _to_repeat(order: _Order, reason: str) -> bool:
-    """Return whether a task that was lost with its worker has to be handed out again.
-
-    Raises:
-        DataError: it has taken too many workers with it.
-    """
-    order.tries += 1
-    if order.done or order.copies:
-        return False
-    if order.tries >= _TRIES:
-        raise DataError(
-            f"One task has ended {_TRIES} workers, the last one so: {reason}. What is finished is kept. Its items may need more memory than "
-            "a worker has: ask for fewer workers, with more --cpus each, or for smaller parts."
-        )
-    return True
 
 
 _ready: dict[str, Callable[[Any], Any]] = {}
@@ -248,15 +190,16 @@ def _do(version: str, shared: list[Any], task: Any) -> Any:
     """Do a task in a worker's process. What all tasks share is fetched by the first of them."""
     if version != installed_version():
         raise DataError(
-            f"Node {socket.gethostname()} has retrieval {installed_version()}, this machine {version}: install the same on every node."
+            f"Node {socket.gethostname()} has retrieval {installed_version()}, this machine {version}: "
+            "install the same on every node."
         )
     call = shared[0].hex()
     if call not in _ready:
         import ray
 
-        setup, given = ray.get(shared[0])
+        setup, arguments = ray.get(shared[0])
         _ready.clear()
-        _ready[call] = setup(*given)
+        _ready[call] = setup(*arguments)
     return _ready[call](task)
 
 
@@ -270,10 +213,11 @@ def _refuse_unreachable(address: str) -> None:
         address = os.environ.get("RAY_ADDRESS", "auto")
     if address == "auto":
         return
-    host, sign, port = address.rpartition(":")
-    if not sign or not port.isdigit() or "/" in host:
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
         raise DataError(
-            f"'{address}' is no address of a Ray cluster: it is HOST:PORT of its head (6379 as a rule), or auto on one of its nodes."
+            f"'{address}' is no address of a Ray cluster: it is HOST:PORT of its head (6379 as a rule), "
+            "or auto on one of its nodes."
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()

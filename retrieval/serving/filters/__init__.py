@@ -1,22 +1,8 @@
 """The filter language: which items a search or a deletion is about. `docs/filters.md` is its page.
 
-An item has an id, a label or none, and metadata, a JSON object. A filter is a tree (`tree`), written as text
-(`price < 20 and label in ('shoe', 'boot')`) or as JSON (`{"price": {"<": 20}, "label": {"in": ["shoe", "boot"]}}`).
-
-Each condition is true or false of an item; there is no third value.
-
-- A field is `id`, `label`, or a path through the metadata's objects. A path does not enter a list.
-- A comparison with a field that an item lacks is false, `!=` too. An item without a label lacks the field `label`.
-- `=`, `<`, `<=`, `>`, `>=` and `in` are false of a value of another type: number, text, boolean and null are four types. Objects
-  equal nothing.
-- `!=` is "exists and is not equal", so it is true of a value of another type. `not x = 1` is also true where there is no `x`.
-- A list matches where one of its elements does; so `tags != 'a'` asks for an element other than 'a', and `not tags = 'a'` for a
-  list without it. Lists within a list are elements that equal nothing.
-- Numbers compare by their exact values, 1 equals 1.0; an integer beyond 64 bits counts as the closest float64. Text compares by code
-  point. null equals null, and a field that is null exists. Only numbers and text have an order.
-- `not`, `and` and `or` are plain logic.
-
-`matches` decides this in Python, `to_sql` in SQLite.
+A filter is a tree of conditions (`tree`) on an item's id, label and metadata, written as text (`text`) or as
+JSON (`json_form`). The page says what each condition means; `deciding` decides it: `matches` in Python,
+`to_sql` in SQLite.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from retrieval.serving.filters.tree import (
     Not,
     Or,
     Value,
+    has_surrogate,
     number,
     type_of,
 )
@@ -39,7 +40,7 @@ _ABSENT = object()
 
 
 def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, Any]) -> bool:
-    """Return whether a filter is true of an item; `retrieval.serving.filters` says when it is.
+    """Return whether a filter is true of an item; `docs/filters.md` says when it is.
 
     Args:
         filter: the filter.
@@ -53,54 +54,56 @@ def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, A
         return any(matches(part, id, label, metadata) for part in filter.parts)
     if isinstance(filter, Not):
         return not matches(filter.part, id, label, metadata)
-    found = _find(filter.field, id, label, metadata)
-    if found is _ABSENT:
-        return False
-    if isinstance(filter, Exists):
-        return True
-    candidates = found if isinstance(found, list | tuple) else [found]
-    if isinstance(filter, Compare):
-        if filter.op == "!=":
-            return not all(_holds("=", each, filter.value) for each in candidates)
-        return any(_holds(filter.op, each, filter.value) for each in candidates)
-    return any(_holds("=", each, value) for each in candidates for value in filter.values)
+    value = _find(filter.field, id, label, metadata)
+    if value is _ABSENT or isinstance(filter, Exists):
+        return value is not _ABSENT
+    elements = value if isinstance(value, list | tuple) else [value]
+    if isinstance(filter, In):
+        return any(_holds("=", element, operand) for element in elements for operand in filter.values)
+    if filter.op == "!=":
+        return not all(_holds("=", element, filter.value) for element in elements)
+    return any(_holds(filter.op, element, filter.value) for element in elements)
 
 
 def _find(field: Field, id: str, label: str | None, metadata: Mapping[str, Any]) -> Any:
     if isinstance(field, str):
         return id if field == "id" else _ABSENT if label is None else label
-    found: Any = metadata
+    value: Any = metadata
     for name in field:
-        if not isinstance(found, Mapping) or name not in found:
+        if not isinstance(value, Mapping) or name not in value:
             return _ABSENT
-        found = found[name]
-    return found
+        value = value[name]
+    return value
 
 
-def _holds(op: str, found: Any, value: Value) -> bool:
-    if isinstance(found, Mapping | list | tuple) or type_of(found) != type_of(value):
+def _holds(op: str, element: Any, operand: Value) -> bool:
+    if isinstance(element, Mapping | list | tuple) or type_of(element) != type_of(operand):
         return False
-    if isinstance(found, int | float):
-        found = number(found)
-    return _COMPARE[op](found, value)
+    if isinstance(element, int | float):
+        element = number(element)
+    return _COMPARE[op](element, operand)
 
 
 Parameter = str | int
+Sql = tuple[str, tuple[Parameter, ...]]
+_JSON_TYPES = {None: "null", True: "true", False: "false"}
+_OF_TYPE = {"text": "type = 'text'", "number": "type in ('integer', 'real')"}
 
 
 class _Part(NamedTuple):
     need: int
-    """How much of the parser's stack it takes, relative to one comparison."""
+    """How much of the parser's stack the part takes, relative to one comparison."""
     order: int
     sql: str
     values: tuple[Parameter, ...]
 
 
-def to_sql(filter: Filter) -> tuple[str, tuple[Parameter, ...]]:
+def to_sql(filter: Filter) -> Sql:
     """Return a filter as an SQL expression, and its parameters in order.
 
-    The expression is 1 or 0, never null. It reads `items.id`, `items.label` (text, collated as binary; label may be null) and
-    `items.metadata` (a JSON object as `metadata_text` writes it). Conditions on id and label can use an index.
+    The expression is 1 or 0, never null. It reads `items.id`, `items.label` (text, collated as binary;
+    label may be null) and `items.metadata` (a JSON object as `metadata_text` writes it). Conditions on
+    id and label can use an index.
     """
     part = _part(filter, 0)
     return part.sql, part.values
@@ -111,7 +114,7 @@ def _part(filter: Filter, order: int) -> _Part:
         part = _part(filter.part, order)
         return _Part(part.need + 1, order, f"(not {part.sql})", part.values)
     if isinstance(filter, And | Or):
-        joint = "and" if isinstance(filter, And) else "or"
+        joint = type(filter).__name__.lower()
         return _joined([_part(part, n) for n, part in enumerate(filter.parts)], joint)._replace(order=order)
     sql, values = _column(filter) if isinstance(filter.field, str) else _entry(filter)
     return _Part(0, order, f"({sql})", values)
@@ -120,8 +123,8 @@ def _part(filter: Filter, order: int) -> _Part:
 def _joined(parts: list[_Part], joint: str) -> _Part:
     """Join parts in pairs, the ones that need least first and the needier one in front.
 
-    SQLite refuses expressions deeper than 1,000, and until 3.45 its parser has a stack of 100 entries. So depth and need grow with
-    the logarithm of the number of conditions.
+    SQLite refuses expressions deeper than 1,000, and until 3.45 its parser has a stack of 100 entries.
+    So depth and need grow with the logarithm of the number of conditions.
     """
     heapq.heapify(parts)
     while len(parts) > 1:
@@ -133,66 +136,60 @@ def _joined(parts: list[_Part], joint: str) -> _Part:
     return parts[0]
 
 
-def _column(filter: Compare | In | Exists) -> tuple[str, tuple[Parameter, ...]]:
-    """Id or label. Only text is compared: SQLite would turn a number into text before."""
-    there = f"items.{filter.field} is not null"
+def _column(filter: Compare | In | Exists) -> Sql:
+    """A condition on id or label. Only text is compared: SQLite would turn a number into text before."""
+    column = f"items.{filter.field}"
+    there = f"{column} is not null"
     if isinstance(filter, Exists):
         return there, ()
+    operands = filter.values if isinstance(filter, In) else (filter.value,)
+    texts = tuple(value for value in operands if isinstance(value, str))
+    if not texts:
+        return (there if isinstance(filter, Compare) and filter.op == "!=" else "0"), ()
     if isinstance(filter, In):
-        texts = tuple(value for value in filter.values if isinstance(value, str))
-        return (f"{there} and items.{filter.field} in ({_marks(len(texts))})", texts) if texts else ("0", ())
-    if not isinstance(filter.value, str):
-        return (there if filter.op == "!=" else "0"), ()
-    return f"{there} and items.{filter.field} {filter.op} ?", (filter.value,)
+        return f"{there} and {column} in ({', '.join('?' * len(texts))})", texts
+    return f"{there} and {column} {filter.op} ?", texts
 
 
-def _entry(filter: Compare | In | Exists) -> tuple[str, tuple[Parameter, ...]]:
-    """An entry of the metadata. `json_each` gives a list's elements, or a single value; but an object's entries, too."""
+def _entry(filter: Compare | In | Exists) -> Sql:
+    """A condition on an entry of the metadata.
+
+    `json_each` gives a list's elements, or a single value; but an object's entries, too.
+    """
     path = "$" + "".join(f'."{name}"' for name in filter.field)
     if isinstance(filter, Exists):
         return "json_type(items.metadata, ?) is not null", (path,)
     negated = isinstance(filter, Compare) and filter.op == "!="
-    if isinstance(filter, In):
-        sql, values = _one_of(filter.values)
+    if isinstance(filter, In) or filter.op in ("=", "!="):
+        sql, values = _equals(filter.values if isinstance(filter, In) else (filter.value,))
     else:
-        sql, values = _test("=" if negated else filter.op, filter.value)
-    each = "exists (select 1 from json_each(items.metadata, ?) where {})"
+        mark, parameter = _bound(filter.value)
+        sql, values = f"{_OF_TYPE[type_of(filter.value)]} and value {filter.op} {mark}", (parameter,)
+    elements = "exists (select 1 from json_each(items.metadata, ?) where {})"
     kind = "json_type(items.metadata, ?)"
     if negated:
-        return f"{kind} is 'object' or {each.format(f'not ({sql})')}", (path, path, *values)
+        return f"{kind} is 'object' or {elements.format(f'not ({sql})')}", (path, path, *values)
     # `case` keeps the order: the second question is asked of few items
-    return f"case when {each.format(sql)} then {kind} is not 'object' else 0 end", (path, *values, path)
+    return f"case when {elements.format(sql)} then {kind} is not 'object' else 0 end", (path, *values, path)
 
 
-def _test(op: str, value: Value) -> tuple[str, tuple[Parameter, ...]]:
-    """A comparison of `value`, as `json_each` gives it, with one value."""
-    if value is None or isinstance(value, bool):
-        return f"type = '{_TYPES[value]}'", ()
-    mark, parameter = _mark(value)
-    return f"{_KINDS[type_of(value)]} and value {op} {mark}", (parameter,)
-
-
-def _one_of(values: tuple[Value, ...]) -> tuple[str, tuple[Parameter, ...]]:
+def _equals(operands: tuple[Value, ...]) -> Sql:
+    """A condition that a value, as `json_each` gives it, equals one of the operands."""
     tests, parameters = [], []
-    for kind in ("text", "number"):
-        chosen = [_mark(value) for value in values if type_of(value) == kind]
-        if chosen:
-            tests.append(f"{_KINDS[kind]} and value in ({', '.join(mark for mark, _ in chosen)})")
+    for kind, of_type in _OF_TYPE.items():
+        if chosen := [_bound(value) for value in operands if type_of(value) == kind]:
+            tests.append(f"{of_type} and value in ({', '.join(mark for mark, _ in chosen)})")
             parameters += [parameter for _, parameter in chosen]
-    plain = {_TYPES[value] for value in values if value is None or isinstance(value, bool)}
+    plain = {_JSON_TYPES[value] for value in operands if value is None or isinstance(value, bool)}
     tests += [f"type = '{name}'" for name in sorted(plain)]
     return " or ".join(tests), tuple(parameters)
 
 
-_TYPES = {None: "null", True: "true", False: "false"}
-_KINDS = {"text": "type = 'text'", "number": "type in ('integer', 'real')"}
+def _bound(value: Value) -> tuple[str, Parameter]:
+    """Return the placeholder of a text or number, and what is bound there.
 
-
-def _mark(value: Value) -> tuple[str, Parameter]:
-    """Return the place of a text or number, and what is bound there.
-
-    SQLite reads decimals in several ways, and not all round correctly. So a float goes through the same one as those in the
-    metadata, from the same digits.
+    SQLite reads decimals in several ways, and not all round correctly. So a float goes through the
+    same one as those in the metadata, from the same digits.
     """
     if isinstance(value, float):
         return "json_extract(?, '$')", repr(value)
@@ -200,16 +197,12 @@ def _mark(value: Value) -> tuple[str, Parameter]:
     return "?", value
 
 
-def _marks(count: int) -> str:
-    return ", ".join("?" * count)
-
-
 def metadata_text(metadata: Mapping[str, Any]) -> str:
     """Return metadata as the JSON text on which `to_sql` and `matches` agree in every version of SQLite from 3.40.
 
     Raises:
-        DataError: they are not a JSON object, nest deeper than 64 levels, or hold a number that is not finite, a NUL character or
-            a lone surrogate.
+        DataError: they are not a JSON object, nest deeper than 64 levels, or hold a number that is not
+            finite, a NUL character or a lone surrogate.
     """
     if not isinstance(metadata, Mapping):
         raise DataError(f"Metadata are an object with named entries, not a {type(metadata).__name__}.")
@@ -224,28 +217,26 @@ def _plain(value: Any, where: str, depth: int) -> Any:
     if isinstance(value, str):
         return _text(value, where)
     if isinstance(value, int | float):
-        if not math.isfinite(found := number(value)):
+        if not math.isfinite(value := number(value)):
             raise DataError(f"{where} must be a finite number within the range of float64.")
-        return found
-    if isinstance(value, Mapping):
-        for name in value:
-            if not isinstance(name, str):
-                raise DataError(f"{where} has an entry whose name is not text, but a {type(name).__name__}.")
-            _text(name, f"A name in {where}")
-        return {name: _plain(each, f"{where}.{name[:40]}", depth + 1) for name, each in value.items()}
+        return value
     if isinstance(value, list | tuple):
-        return [_plain(each, where, depth + 1) for each in value]
-    raise DataError(
-        f"{where} is a {type(value).__name__}; JSON has text, numbers, true, false, null, lists, objects."
-    )
+        return [_plain(element, where, depth + 1) for element in value]
+    if not isinstance(value, Mapping):
+        raise DataError(
+            f"{where} is a {type(value).__name__}; JSON has text, numbers, true, false, null, lists, objects."
+        )
+    for name in value:
+        if not isinstance(name, str):
+            raise DataError(f"{where} has an entry whose name is not text, but a {type(name).__name__}.")
+        _text(name, f"A name in {where}")
+    return {name: _plain(entry, f"{where}.{name[:40]}", depth + 1) for name, entry in value.items()}
 
 
 def _text(value: str, where: str) -> str:
     """Refuse what SQLite cannot hold: its JSON functions cut a text at NUL."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise DataError(f"{where} has a lone surrogate, which is no character.") from None
+    if has_surrogate(value):
+        raise DataError(f"{where} has a lone surrogate, which is no character.")
     if "\0" in value:
         raise DataError(f"{where} has a NUL character. Leave it out.")
     return value

@@ -57,10 +57,18 @@ NUMBER: /[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?/i
 
 _CONDITION = "a condition such as price < 20"
 _EXPECTED = {
-    "NOT": "", "EXISTS": "", "DOT": "", "LPAR": "`(`", "RPAR": "`)`", "COMMA": "a comma", "$END": "the end",
-    "AND": "`and`", "OR": "`or`", "IN": "`in`", "OP": "a comparison (= != < <= > >=)", "NAME": "a field", "QUOTED": "a field",
-    "TEXT": "a value ('text', a number, true, false, null)", "NUMBER": "", "TRUE": "", "FALSE": "", "NULL": "",
-}  # fmt: skip
+    "LPAR": "`(`",
+    "RPAR": "`)`",
+    "COMMA": "a comma",
+    "$END": "the end",
+    "AND": "`and`",
+    "OR": "`or`",
+    "IN": "`in`",
+    "OP": "a comparison (= != < <= > >=)",
+    "NAME": "a field",
+    "TEXT": "a value ('text', a number, true, false, null)",
+}
+"""How a mistake's sentence calls the tokens that may stand there."""
 _HINTS = {
     "==": "Write = for equal.",
     "<>": "Write != for not equal.",
@@ -71,7 +79,7 @@ _HINTS = {
     "is": "Write = null, or exists(field).",
 }
 _SHOWN = 60
-Made = TypeVar("Made")
+Node = TypeVar("Node")
 
 
 class _Misplaced(Exception):
@@ -93,8 +101,11 @@ def parse(text: str) -> Filter:
     except _Misplaced as fault:
         position, sentence = fault.position, str(fault)
     except UnexpectedInput as fault:
-        position, sentence = _place(fault, text), _sentence(fault, text)
-    raise DataError(f"The filter, character {position + 1}: {sentence}\n{_pointed(text, position)}")
+        position, sentence = _explained(fault, text)
+    start = max(text.rfind("\n", 0, position) + 1, position - _SHOWN)
+    line = _readable(text[start : position + _SHOWN].partition("\n")[0])
+    caret = " " * (position - start) + "^"
+    raise DataError(f"The filter, character {position + 1}: {sentence}\n    {line}\n    {caret}")
 
 
 @functools.cache
@@ -113,7 +124,9 @@ class _Maker(Transformer[Token, Any]):
         if token.type == "TEXT":
             return token, token[1:-1].replace("''", "'")
         if token.type == "NUMBER":
-            return token, _number(token)
+            # Python refuses to read an integer of thousands of digits
+            whole = len(token) < 30 and re.fullmatch(r"[+-]?[0-9]+", token)
+            return token, int(token) if whole else float(token)
         return token, {"TRUE": True, "FALSE": False, "NULL": None}[token.type]
 
     def compare(self, field: Field, op: Token, value: tuple[Token, Any]) -> Filter:
@@ -132,19 +145,13 @@ class _Maker(Transformer[Token, Any]):
         return _at(keyword, lambda: Not(part))
 
     def all_of(self, *parts: Filter | Token) -> Filter:
-        return _joined(And, parts)
+        return _at(parts[1], lambda: And(parts[::2]))  # type: ignore[arg-type]  # a word follows each filter
 
     def any_of(self, *parts: Filter | Token) -> Filter:
-        return _joined(Or, parts)
+        return _at(parts[1], lambda: Or(parts[::2]))  # type: ignore[arg-type]
 
 
-def _joined(kind: type[And | Or], parts: tuple[Filter | Token, ...]) -> Filter:
-    """Of filters and the words between them."""
-    word = next(part for part in parts if isinstance(part, Token))
-    return _at(word, lambda: kind(tuple(part for part in parts if not isinstance(part, Token))))
-
-
-def _at(token: Token, make: Callable[[], Made]) -> Made:
+def _at(token: Any, make: Callable[[], Node]) -> Node:
     """Return what `make` makes; what it refuses, it refuses at this token."""
     try:
         return make()
@@ -152,62 +159,43 @@ def _at(token: Token, make: Callable[[], Made]) -> Made:
         raise _Misplaced(token.start_pos or 0, str(fault)) from None
 
 
-def _number(digits: str) -> int | float:
-    # Python refuses to read an integer of thousands of digits
-    return int(digits) if len(digits) < 30 and re.fullmatch(r"[+-]?[0-9]+", digits) else float(digits)
-
-
-def _place(fault: UnexpectedInput, text: str) -> int:
-    """Where the fault is; at the end, lark gives the place of the last token."""
-    if isinstance(fault, UnexpectedToken) and fault.token.type == "$END":
-        return len(text.rstrip())
-    return fault.pos_in_stream or 0
-
-
-def _sentence(fault: UnexpectedInput, text: str) -> str:
-    """Return what was expected, what is there instead, and what was perhaps meant."""
-    place = _place(fault, text)
+def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
+    """Return where a mistake is; what was expected, what is there instead, and what was perhaps meant."""
+    position = fault.pos_in_stream or 0
     if isinstance(fault, UnexpectedCharacters):
-        found = next((sign for sign in ("==", "<>", "&", "|") if text.startswith(sign, place)), text[place])
-        if found in ("'", '"'):
-            what = "text" if found == "'" else "name"
-            return f"the {what} that begins here has no end; it lacks {found}."
-        before = _parser().parse_interactive(text[:place])
+        signs = (sign for sign in ("==", "<>", "&", "|") if text.startswith(sign, position))
+        there = next(signs, text[position])
+        if there in ("'", '"'):
+            what = "text" if there == "'" else "name"
+            return position, f"the {what} that begins here has no end; it lacks {there}."
+        before = _parser().parse_interactive(text[:position])
         before.exhaust_lexer()
-        names = set(before.accepts())  # type: ignore[no-untyped-call]
+        tokens = set(before.accepts())  # type: ignore[no-untyped-call]
     else:
         assert isinstance(fault, UnexpectedToken)
-        names, found = set(fault.accepts or fault.expected), str(fault.token)
-    shown = f"there is {_readable(found[:40])}" if found else "the text ends here"
-    return f"expected {_expected(names)}, but {shown}.{_hint(found, names, text[:place])}"
+        tokens, there = set(fault.accepts or fault.expected), str(fault.token)
+        if fault.token.type == "$END":  # lark gives the place of the last token
+            position = len(text.rstrip())
+    if {"NOT", "NAME"} <= tokens:
+        expected = _CONDITION
+    else:
+        if "DOT" in tokens and "OP" in tokens:  # the field's name is complete
+            tokens = {"OP", "IN"}
+        words = [word for token, word in _EXPECTED.items() if token in tokens]
+        expected = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    is_ = f"there is {_readable(there[:40])}" if there else "the text ends here"
+    return position, f"expected {expected}, but {is_}.{_hint(there, tokens, text[:position])}"
 
 
-def _expected(names: set[str]) -> str:
-    if {"NOT", "NAME"} <= names:
-        return _CONDITION
-    if "DOT" in names and "OP" in names:  # the field's name is complete
-        names = {"OP", "IN"}
-    words = list(dict.fromkeys(_EXPECTED[name] for name in _EXPECTED if name in names and _EXPECTED[name]))
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _hint(found: str, names: set[str], before: str) -> str:
-    if "TEXT" in names and re.match(r'[^\W\d]|"', found) and found.lower() not in RESERVED:
-        return f" Text stands in single quotes: '{_readable(found[:40].strip(chr(34)))}'."
-    whole = before[-1:] + found if before[-1:] in ("=", "<") else found
-    for sign in (whole.lower(), found.lower()):
+def _hint(there: str, tokens: set[str], before: str) -> str:
+    if "TEXT" in tokens and re.match(r'[^\W\d]|"', there) and there.lower() not in RESERVED:
+        return f" Text stands in single quotes: '{_readable(there[:40].strip(chr(34)))}'."
+    for sign in (before[-1:] + there if before[-1:] in ("=", "<") else "", there.lower()):
         if sign in _HINTS:
             return f" {_HINTS[sign]}"
-    return did_you_mean(found[:40], [name.lower() for name in ("AND", "OR", "IN") if name in names])
+    return did_you_mean(there[:40], [name.lower() for name in ("AND", "OR", "IN") if name in tokens])
 
 
 def _readable(text: str) -> str:
-    """Text with the same number of characters, none of which moves a terminal's cursor."""
+    """Return the text with the same number of characters, none of which moves a terminal's cursor."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _pointed(text: str, position: int) -> str:
-    """Return the line around a place, and below it a caret."""
-    start = max(text.rfind("\n", 0, position) + 1, position - _SHOWN)
-    line = text[start : position + _SHOWN].partition("\n")[0]
-    return f"    {_readable(line)}\n    {' ' * (position - start)}^"

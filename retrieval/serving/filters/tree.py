@@ -1,4 +1,4 @@
-"""The tree of conditions that a filter is, hashable and bounded from the moment it is made, and the text it is written as."""
+"""The tree of conditions that a filter is: immutable, hashable, and within bounds once it exists."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import dataclasses
 import math
 import numbers
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from retrieval.errors import DataError, did_you_mean
+from retrieval.errors import DataError
 
 MOST_NESTED = 14
 MOST_CONDITIONS = 1_000
@@ -25,9 +26,8 @@ Op = Literal["=", "!=", "<", "<=", ">", ">="]
 Value = str | int | float | bool | None
 
 OPS: tuple[Op, ...] = ("=", "!=", "<", "<=", ">", ">=")
-_UNFIT = re.compile(
-    r'["\\\x00-\x1f]'
-)  # SQLite 3.40 finds no name in JSON that has to be written with a backslash
+# SQLite 3.40 finds no name in JSON that has to be written with a backslash
+_UNFIT = re.compile(r'["\\\x00-\x1f]')
 
 RESERVED = ("and", "or", "not", "in", "exists", "true", "false", "null")
 PLAIN_NAME = rf"(?!(?:{'|'.join(RESERVED)})\b)[^\W\d]\w*"
@@ -35,7 +35,7 @@ _PLAIN = re.compile(PLAIN_NAME, re.IGNORECASE)
 
 
 class Size(NamedTuple):
-    """How large a filter is: levels of and, or and not; comparisons; values in all."""
+    """How large a filter is: levels of and, or and not; conditions; values in all."""
 
     nested: int
     conditions: int
@@ -43,7 +43,34 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Compare:
+class _Node:
+    size: Size = dataclasses.field(init=False, repr=False, compare=False)
+
+    def _set(self, size: Size, **values: Any) -> None:
+        """Keep checked values; refuse a filter that is too large."""
+        if size.nested > MOST_NESTED:
+            raise DataError(
+                f"The filter nests and, or and not more than {MOST_NESTED} deep. Write it flatter."
+            )
+        check_count("conditions", size.conditions, MOST_CONDITIONS)
+        check_count("values", size.values, MOST_VALUES)
+        for name, value in {"size": size, **values}.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class _Condition(_Node):
+    field: Field
+    # in Python True == 1; these filters differ
+    _types: tuple[str, ...] = dataclasses.field(init=False, repr=False)
+
+    def _take(self, operands: Sequence[Value], **attributes: Any) -> None:
+        types = tuple(map(type_of, operands))
+        self._set(Size(0, 1, len(operands)), field=_checked_field(self.field), _types=types, **attributes)
+
+
+@dataclass(frozen=True)
+class Compare(_Condition):
     """A field compared with one value.
 
     Args:
@@ -52,26 +79,23 @@ class Compare:
         value: text, a finite number, True, False or None; with an order, text or a number.
 
     Raises:
-        DataError: one of them is something else.
+        DataError: an argument is something else.
     """
 
-    field: Field
     op: Op
     value: Value
-    size: Size = dataclasses.field(init=False, repr=False, compare=False)
-    _type: str = dataclasses.field(init=False, repr=False)  # in Python True == 1; these filters differ
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
-            raise DataError(f"{_shown(self.op)} is not a comparison; there are {', '.join(OPS)}.")
+            raise DataError(f"{shown(self.op)} is not a comparison; there are {', '.join(OPS)}.")
         value = _checked_value(self.value)
         if self.op not in ("=", "!=") and type_of(value) not in ("number", "text"):
             raise DataError(f"Only numbers and text have an order: {self.op} does not go with {word(value)}.")
-        _set(self, field=_checked_field(self.field), value=value, size=Size(0, 1, 1), _type=type_of(value))
+        self._take((value,), value=value)
 
 
 @dataclass(frozen=True)
-class In:
+class In(_Condition):
     """A field that equals one of several values.
 
     Args:
@@ -79,71 +103,63 @@ class In:
         values: at least one: text, finite numbers, True, False, None.
 
     Raises:
-        DataError: one of them is something else, or they are more than 10,000.
+        DataError: an argument is something else, or there are more than 10,000 values.
     """
 
-    field: Field
     values: tuple[Value, ...]
-    size: Size = dataclasses.field(init=False, repr=False, compare=False)
-    _types: tuple[str, ...] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, list | tuple):
-            raise DataError(f"`in` takes a list of values, not {_shown(self.values)}.")
+            raise DataError(f"`in` takes a list of values, not {shown(self.values)}.")
         if not self.values:
             raise DataError("`in` needs at least one value.")
-        size = _bounded(Size(0, 1, len(self.values)))
-        values = tuple(_checked_value(value) for value in self.values)
-        types = tuple(type_of(value) for value in values)
-        _set(self, field=_checked_field(self.field), values=values, size=size, _types=types)
+        check_count("values", len(self.values), MOST_VALUES)
+        values = tuple(map(_checked_value, self.values))
+        self._take(values, values=values)
 
 
 @dataclass(frozen=True)
-class Exists:
+class Exists(_Condition):
     """A field that an item has, be it null."""
 
-    field: Field
-    size: Size = dataclasses.field(init=False, repr=False, compare=False)
-
     def __post_init__(self) -> None:
-        _set(self, field=_checked_field(self.field), size=Size(0, 1, 0))
+        self._take(())
 
 
 @dataclass(frozen=True)
-class And:
+class _Junction(_Node):
+    parts: tuple[Filter, ...]
+
+    def __post_init__(self) -> None:
+        joint = type(self).__name__.lower()
+        if not isinstance(self.parts, list | tuple) or len(self.parts) < 2:
+            raise DataError(f"`{joint}` takes a list of two or more filters, not {shown(self.parts)}.")
+        check_count("conditions", len(self.parts), MOST_CONDITIONS)
+        for part in self.parts:
+            if not isinstance(part, Filter):
+                raise DataError(f"`{joint}` takes filters, not {shown(part)}.")
+        nested, conditions, values = zip(*(part.size for part in self.parts), strict=True)
+        self._set(Size(1 + max(nested), sum(conditions), sum(values)), parts=tuple(self.parts))
+
+
+class And(_Junction):
     """All of two or more filters."""
 
-    parts: tuple[Filter, ...]
-    size: Size = dataclasses.field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        parts = _checked_parts("and", self.parts)
-        _set(self, parts=parts, size=_around(parts))
-
-
-@dataclass(frozen=True)
-class Or:
+class Or(_Junction):
     """At least one of two or more filters."""
 
-    parts: tuple[Filter, ...]
-    size: Size = dataclasses.field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        parts = _checked_parts("or", self.parts)
-        _set(self, parts=parts, size=_around(parts))
-
 
 @dataclass(frozen=True)
-class Not:
+class Not(_Node):
     """Whatever a filter is not true of."""
 
     part: Filter
-    size: Size = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.part, Filter):
-            raise DataError(f"`not` takes a filter, not {_shown(self.part)}.")
-        _set(self, size=_around((self.part,)))
+            raise DataError(f"`not` takes a filter, not {shown(self.part)}.")
+        self._set(self.part.size._replace(nested=1 + self.part.size.nested))
 
 
 Filter = Compare | In | Exists | And | Or | Not
@@ -154,7 +170,7 @@ def fields(filter: Filter) -> frozenset[str]:
     if isinstance(filter, Not):
         return fields(filter.part)
     if isinstance(filter, And | Or):
-        return frozenset().union(*(fields(part) for part in filter.parts))
+        return frozenset().union(*map(fields, filter.parts))
     return frozenset() if isinstance(filter.field, str) else frozenset(filter.field[:1])
 
 
@@ -168,7 +184,7 @@ def type_of(value: Value) -> str:
 
 
 def word(value: Value) -> str:
-    """Return how text and JSON write it."""
+    """Return how text and JSON write null, true or false."""
     return "null" if value is None else str(value).lower()
 
 
@@ -192,7 +208,8 @@ def field_of(names: tuple[str, ...]) -> Field:
     if first == "metadata":
         if not rest:
             raise DataError(
-                "`metadata` alone is not a field; write metadata.NAME (metadata.metadata for an entry called so)."
+                "`metadata` alone is not a field; write metadata.NAME "
+                "(metadata.metadata for an entry called so)."
             )
         return _checked_path(tuple(rest))
     if first in ("id", "label"):
@@ -202,7 +219,7 @@ def field_of(names: tuple[str, ...]) -> Field:
     return _checked_path(names)
 
 
-def prefixed(field: Field) -> tuple[str, ...]:
+def names_of(field: Field) -> tuple[str, ...]:
     """Return a field's names, with `metadata` in front where the first would mean something else."""
     if isinstance(field, str):
         return (field,)
@@ -210,49 +227,40 @@ def prefixed(field: Field) -> tuple[str, ...]:
 
 
 def filter_to_text(filter: Filter) -> str:
-    """Return a filter as text; `parse_filter` makes an equal one of it, if it is no longer than 10,000 characters."""
-    if isinstance(filter, Compare):
-        return f"{_field(filter.field)} {filter.op} {_value(filter.value)}"
-    if isinstance(filter, In):
-        return f"{_field(filter.field)} in ({', '.join(map(_value, filter.values))})"
-    if isinstance(filter, Exists):
-        return f"exists({_field(filter.field)})"
+    """Return a filter as text; `parse_filter` makes an equal filter of it, up to 10,000 characters."""
     if isinstance(filter, Not):
-        return f"not {_within(filter.part, And | Or)}"
+        return f"not {_bracketed(filter.part, And | Or)}"
     if isinstance(filter, And):
-        return " and ".join(_within(part, And | Or) for part in filter.parts)
-    return " or ".join(_within(part, Or) for part in filter.parts)
+        return " and ".join(_bracketed(part, And | Or) for part in filter.parts)
+    if isinstance(filter, Or):
+        return " or ".join(_bracketed(part, Or) for part in filter.parts)
+    names = names_of(filter.field)
+    field = ".".join(name if _PLAIN.fullmatch(name) else f'"{name}"' for name in names)
+    if isinstance(filter, Exists):
+        return f"exists({field})"
+    if isinstance(filter, In):
+        return f"{field} in ({', '.join(map(_literal, filter.values))})"
+    return f"{field} {filter.op} {_literal(filter.value)}"
 
 
-def _within(part: Filter, bracketed: type | object) -> str:
+def _bracketed(part: Filter, kinds: Any) -> str:
     text = filter_to_text(part)
-    return f"({text})" if isinstance(part, bracketed) else text  # type: ignore[arg-type]
+    return f"({text})" if isinstance(part, kinds) else text
 
 
-def _field(field: Field) -> str:
-    return ".".join(name if _PLAIN.fullmatch(name) else f'"{name}"' for name in prefixed(field))
-
-
-def _value(value: Value) -> str:
+def _literal(value: Value) -> str:
     if value is None or isinstance(value, bool):
         return word(value)
     return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else repr(value)
 
 
-def _set(node: object, **values: Any) -> None:
-    for name, value in values.items():
-        object.__setattr__(node, name, value)
-
-
 def _checked_field(field: Any) -> Field:
-    if isinstance(field, str):
-        if field in ("id", "label"):
-            return "id" if field == "id" else "label"
-        raise DataError(
-            f"A field is 'id', 'label' or a tuple of names such as ('maker', 'country'), not {_shown(field)}."
-        )
+    if isinstance(field, str) and field in ("id", "label"):
+        return "id" if field == "id" else "label"
     if not isinstance(field, list | tuple) or not field or not all(isinstance(name, str) for name in field):
-        raise DataError(f"A field is 'id', 'label' or a tuple of names, not {_shown(field)}.")
+        raise DataError(
+            f"A field is 'id', 'label' or a tuple of names such as ('maker', 'country'), not {shown(field)}."
+        )
     return _checked_path(tuple(str.__str__(name) for name in field))
 
 
@@ -262,10 +270,11 @@ def _checked_path(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if not name or len(name) > _LONGEST_NAME:
             raise DataError(f"A field's name has 1 to {_LONGEST_NAME} characters, not {len(name):,}.")
-        if _UNFIT.search(name) or not _encodes(name):
+        if _UNFIT.search(name) or has_surrogate(name):
             raise DataError(
-                f"The field {_shown(name)} cannot be filtered by: double quotes, backslashes, control characters and "
-                "lone surrogates are not possible in its name. Give the metadata entry another name."
+                f"The field {shown(name)} cannot be filtered by: double quotes, backslashes, control "
+                "characters and lone surrogates are not possible in its name. Give the metadata entry "
+                "another name."
             )
     return names
 
@@ -280,68 +289,40 @@ def _checked_value(value: Any) -> Value:
             raise DataError(
                 f"A text in a filter has at most {MOST_CHARACTERS:,} characters, not {len(value):,}."
             )
-        if "\0" in value or not _encodes(value):
+        if "\0" in value or has_surrogate(value):
             raise DataError(
-                f"The text {_shown(value)} has a NUL character or a lone surrogate; no item's can."
+                f"The text {shown(value)} has a NUL character or a lone surrogate; no item's can."
             )
         return str.__str__(value)
-    if isinstance(value, numbers.Integral):
-        found = number(int(value))
-    elif isinstance(value, float):
-        found = float(value)
-    else:
-        raise DataError(f"A value is text, a number, true, false or null, not {_shown(value)}.")
-    if not math.isfinite(found):
+    if not isinstance(value, numbers.Integral | float):
+        raise DataError(f"A value is text, a number, true, false or null, not {shown(value)}.")
+    plain = float(value) if isinstance(value, float) else number(int(value))
+    if not math.isfinite(plain):
         raise DataError("A number in a filter is finite and within the range of float64.")
-    return found
+    return plain
 
 
-def _checked_parts(name: str, parts: Any) -> tuple[Filter, ...]:
-    if not isinstance(parts, list | tuple) or len(parts) < 2:
-        raise DataError(f"`{name}` takes a list of two or more filters, not {_shown(parts)}.")
-    if len(parts) > MOST_CONDITIONS:
-        raise _too_large("conditions", len(parts), MOST_CONDITIONS)
-    for part in parts:
-        if not isinstance(part, Filter):
-            raise DataError(f"`{name}` takes filters, not {_shown(part)}.")
-    return tuple(parts)
+def check_count(what: str, count: int, most: int) -> None:
+    """Refuse a filter with more conditions or values than are allowed.
+
+    Raises:
+        DataError: it has more.
+    """
+    if count > most:
+        raise DataError(f"The filter has {count:,} {what}; {most:,} are the most.")
 
 
-def _around(parts: tuple[Filter, ...]) -> Size:
-    nested, conditions, values = zip(*(part.size for part in parts), strict=True)
-    return _bounded(Size(1 + max(nested), sum(conditions), sum(values)))
-
-
-def _bounded(size: Size) -> Size:
-    if size.nested > MOST_NESTED:
-        raise DataError(f"The filter nests and, or and not more than {MOST_NESTED} deep. Write it flatter.")
-    if size.conditions > MOST_CONDITIONS:
-        raise _too_large("conditions", size.conditions, MOST_CONDITIONS)
-    if size.values > MOST_VALUES:
-        raise _too_large("values", size.values, MOST_VALUES)
-    return size
-
-
-def _too_large(what: str, count: int, most: int) -> DataError:
-    return DataError(f"The filter has {count:,} {what}; {most:,} are the most.")
-
-
-def _encodes(text: str) -> bool:
+def has_surrogate(text: str) -> bool:
+    """Return whether a text holds a lone surrogate, which is no character."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        return True
+    return False
 
 
-def _shown(value: object) -> str:
-    """Return a short text for what a user gave, whatever it is and however large."""
+def shown(value: object) -> str:
+    """Return a short text for what a user wrote, whatever it is and however large."""
     if isinstance(value, str):
         return ascii(value[:40]) + ("…" if len(value) > 40 else "")
     return f"a {type(value).__name__}" if value is not None else "null"
-
-
-def unknown(name: object, known: tuple[str, ...]) -> str:
-    """Return what there is in the place of a name, and which was meant."""
-    hint = did_you_mean(name[:40], known) if isinstance(name, str) else ""
-    return f"{_shown(name)} is not one of {', '.join(known)}.{hint}"

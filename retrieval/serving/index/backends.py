@@ -1,4 +1,4 @@
-"""Which back end a name or a size means. This module is also the package's own plugin of back ends, found without loading any other."""
+"""Which back end a name or a size means. This module is also the package's own plugin of back ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def retrieval_indexes() -> Factories:
 
 @cache
 def _own() -> dict[str, Factory]:
-    """Return the built-in back ends by short name."""
+    """Return the built-in back ends by short name, found without loading any other plugin."""
     return own_factories("indexes", sys.modules[__name__])
 
 
@@ -49,11 +49,6 @@ def short_name(name: str) -> str:
     return short if short in _own() else name
 
 
-def is_built_in(name: str) -> bool:
-    """Return whether a name is a built-in back end's, short or in full."""
-    return short_name(name) in _own()
-
-
 def choose(count: int, width: int) -> str:
     """Return the name of the back end that `auto` means for `count` vectors of `width` numbers."""
     if count * width <= FLAT_NUMBERS:
@@ -61,40 +56,31 @@ def choose(count: int, width: int) -> str:
     return "hnsw" if count <= HNSW_VECTORS else "ivf"
 
 
-def find_backend(name: str, plugins: Iterable[str] = ()) -> Factory:
-    """Return the factory of a back end: a built-in one, or a plugin's as `PLUGIN.name`.
-
-    Plugins are loaded only when the name is not built in.
+def make_backend(name: str, options: Mapping[str, Any], plugins: Iterable[str] = ()) -> IndexBackend:
+    """Build a back end with parameters. Plugins are loaded only for a name that is not built in.
 
     Args:
         name: "flat", "hnsw", "ivf" (in full "core.flat" and so on) or `PLUGIN.name`.
+        options: its parameters.
         plugins: files or modules to load as plugins besides the installed ones.
 
     Raises:
-        PluginError: there is no such back end, or a plugin cannot be loaded.
+        PluginError: no such back end, a parameter that it does not have or refuses, no `IndexBackend`,
+            or a plugin cannot be loaded.
     """
-    if is_built_in(name):
-        return _own()[short_name(name)]
-    if "." not in name:
+    from retrieval.serving.index.contract import IndexBackend
+
+    factory = _own().get(short_name(name))
+    if factory is None and "." not in name:
         names = [*_own(), "auto"]
         raise PluginError(
             f"There is no index back end '{name}' (built in: {', '.join(names)}; a plugin's is called PLUGIN.name)."
             + did_you_mean(name, names)
         )
-    from retrieval.host.plugins import load_plugins
+    if factory is None:
+        from retrieval.host.plugins import load_plugins
 
-    return load_plugins(plugins).find("indexes", name)
-
-
-def make_backend(name: str, options: Mapping[str, Any], plugins: Iterable[str] = ()) -> IndexBackend:
-    """Build a back end with parameters.
-
-    Raises:
-        PluginError: no such back end, a parameter that it does not have or refuses, or no `IndexBackend`.
-    """
-    from retrieval.serving.index.contract import IndexBackend
-
-    factory = find_backend(name, plugins)
+        factory = load_plugins(plugins).find("indexes", name)
     values, problems = factory.check(options, f"index back end '{name}'")
     if problems:
         raise PluginError("\n".join(problems))

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +14,6 @@ from retrieval.errors import StoreError
 from retrieval.host.plugin_calls import calling
 
 Floats = NDArray[np.float32]
-
-
 Rows = NDArray[np.int64]
 
 
@@ -41,19 +38,19 @@ class IndexBackend(ABC):
     def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
         """Return the nearest vectors of each query, nearest first. Must be thread-safe and change nothing.
 
-        The store measures the distances of what is found again, so approximate ones are welcome.
+        The store measures the distances again, so approximate ones are welcome.
 
         Args:
             queries: (Q, P), float32, C-contiguous.
             k: how many, 1 ≤ k ≤ N.
 
         Returns:
-            Euclidean distances (Q, k) and row numbers (Q, k), int64; -1 where fewer were found.
+            Euclidean distances (Q, k) and row numbers (Q, k), int64; -1 where there are fewer.
         """
 
     @property
     def expand(self) -> int:
-        """How many times as many candidates as are wanted an index asks for: those of coarse vectors come in another order."""
+        """How many times as many candidates an index asks for as it wants: coarse vectors come in another order."""
         return 1
 
     @property
@@ -67,7 +64,7 @@ class IndexBackend(ABC):
         Args:
             queries: (Q, P), float32, C-contiguous.
             k: how many, 1 ≤ k ≤ N.
-            keep: (N,), True for those that may be found.
+            keep: (N,), True for those to search among.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no search_selected. Write it, or let its `selective` be False"
@@ -85,7 +82,7 @@ class IndexBackend(ABC):
         """
 
     def save_beside(self, path: Path) -> None:
-        """Write all that `load_beside` needs to one new file. An index keeps the vectors beside it: they need not be in it.
+        """Write all that `load_beside` needs to one new file, without the vectors, which lie beside it.
 
         By default it holds what `save` writes.
         """
@@ -96,7 +93,8 @@ class IndexBackend(ABC):
 
         Args:
             path: the file.
-            vectors: (N, P), those that it was built over: columns of an array that may be mapped from a file, and stays as long as somebody holds it.
+            vectors: (N, P), those that it was built over: columns of an array that may be mapped from a
+                file, and stays as long as somebody holds it.
         """
         self.load(path)
 
@@ -120,54 +118,53 @@ def using(name: str, doing: str) -> AbstractContextManager[None]:
         PluginError: the back end raised anything but an error of this package or an OSError.
         DataError: the back end ran out of memory.
     """
-    return calling(called(name, doing), "Give it parameters that need less, or index fewer items.")
+    return calling(
+        f"The index back end {name}, asked to {doing},",
+        "Give it parameters that need less, or index fewer items.",
+    )
 
 
-def called(name: str, doing: str) -> str:
-    """Return who is asked to do what, as a sentence begins."""
-    return f"The index back end {name}, asked to {doing},"
-
-
-def checked_search(backend: IndexBackend, name: str, queries: Floats, k: int, count: int) -> Rows:
+def checked_search(
+    backend: IndexBackend,
+    name: str,
+    queries: Floats,
+    k: int,
+    count: int,
+    keep: NDArray[np.bool_] | None = None,
+) -> Rows:
     """Search and refuse an answer that breaks the contract, so that a plugin's fault is named as such.
 
+    Args:
+        backend: loaded over `count` vectors.
+        name: of the back end, for errors.
+        queries: (Q, P).
+        k: how many.
+        count: of the vectors.
+        keep: (count,), True for those to search among; None: all.
+
     Returns:
-        Row numbers (Q, k), -1 where fewer were found.
+        Row numbers (Q, k), -1 where there are fewer.
 
     Raises:
         PluginError: the back end fails.
         StoreError: the back end answers with something else.
     """
+    queries = np.ascontiguousarray(queries, dtype=np.float32)
     with using(name, "search"):
-        _, found = backend.search(np.ascontiguousarray(queries, dtype=np.float32), k)
-        rows = np.asarray(found)
-    return _checked(rows, name, len(queries), k, count)
-
-
-def checked_selection(
-    backend: IndexBackend, name: str, queries: Floats, k: int, keep: NDArray[np.bool_]
-) -> Rows:
-    """Search among some of the vectors; see `checked_search`."""
-    with using(name, "search"):
-        _, found = backend.search_selected(np.ascontiguousarray(queries, dtype=np.float32), k, keep)
-        rows = np.asarray(found)
-    rows = _checked(rows, name, len(queries), k, len(keep))
-    if not keep[rows[rows >= 0]].all():
-        raise StoreError(
-            f"The index back end '{name}' found vectors that it was not to find. Report it to the back end's author."
-        )
-    return rows
-
-
-def _checked(rows: NDArray[Any], name: str, queries: int, k: int, count: int) -> Rows:
+        _, answer = backend.search(queries, k) if keep is None else backend.search_selected(queries, k, keep)
+        rows = np.asarray(answer)
     if (
-        rows.shape != (queries, k)
+        rows.shape != (len(queries), k)
         or rows.dtype.kind != "i"
         or rows.min(initial=0) < -1
         or rows.max(initial=0) >= count
     ):
         raise StoreError(
-            f"The index back end '{name}' answered with {rows.dtype} rows of shape {rows.shape} for {queries} "
+            f"The index back end '{name}' answered with {rows.dtype} rows of shape {rows.shape} for {len(queries)} "
             f"queries and k = {k}, or with rows beyond the {count:,} items. Report it to the back end's author."
+        )
+    if keep is not None and not keep[rows[rows >= 0]].all():
+        raise StoreError(
+            f"The index back end '{name}' found vectors that it was not to find. Report it to the back end's author."
         )
     return rows.astype(np.int64, copy=False)

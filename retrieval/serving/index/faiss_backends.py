@@ -1,6 +1,7 @@
 """The built-in back ends: FAISS, on the CPU, or on a GPU where faiss-gpu finds one.
 
-Back ends of vectors in fewer bytes propose candidates, which the store measures again on the vectors themselves.
+Back ends of vectors in fewer bytes propose candidates, which the store measures again on the vectors
+themselves.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ _GPU_PARTS = {1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64}
 _GPU_WIDTHS = {1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32}
 """Parts of a code and numbers of a part that FAISS's GPU kernels are compiled for (`GpuIndexIVFPQ.cu`)."""
 _QUERY_BITS = 4
-"""Of each number of a query of RaBitQ. With 0, which rounds nothing, FAISS takes another way, many times as slow."""
+"""Bits of a query's number in RaBitQ. With 0, which rounds nothing, FAISS is many times as slow."""
 _ENTRIES = 32
 """Random vectors at which a CPU begins in a graph without upper levels, as FAISS does by default."""
+_SAMPLE = 65_536
+"""Vectors that a structure learns from; more where its clusters need more."""
 _PIECE = 8192
 _PIECE_BYTES = 1 << 20
 _loading = threading.Lock()
@@ -42,9 +45,9 @@ class FaissBackend(IndexBackend):
 
     on_gpu = True
     most_on_gpu = MOST
-    """Candidates that a search on a GPU finds at most; the CPU, which keeps the index too, does one for more."""
+    """Candidates that a search on a GPU finds at most; the CPU, which keeps the index too, searches for more."""
     room = 1 << 20
-    """Bytes that FAISS may take for one thing, at least, when it reads a file; no more than the file where that is larger."""
+    """Bytes that FAISS may take for one thing when it reads a small file; of a larger one, the file's size."""
     kinds: tuple[str, ...] = ()
     """FAISS's classes that `save` writes."""
 
@@ -53,15 +56,33 @@ class FaissBackend(IndexBackend):
         self._index: Any = None
         self._gpu: OnGpu | None = None
 
+    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
+        """Learn from a sample of the vectors, then add all; see `IndexBackend`."""
+        faiss = load_faiss()
+        faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * vectors.shape[1]
+        self._index = self._empty(*vectors.shape)
+        if not self._index.is_trained:
+            lists = faiss.try_extract_index_ivf(self._index)
+            if lists is not None:
+                lists.cp.min_points_per_centroid = 1  # else a warning goes to standard output
+            most = _SAMPLE if lists is None else max(_SAMPLE, 256 * lists.nlist)
+            self._index.train(sample_of(vectors, most))
+        # in pieces, between which progress shows and an interruption is heard
+        for start in range(0, len(vectors), _PIECE):
+            piece = vectors[start : start + _PIECE]
+            self._index.add(piece)
+            report(len(piece))
+
+    def _empty(self, count: int, width: int) -> Any:
+        """Return FAISS's index, without vectors, for `count` vectors of `width` numbers."""
+        raise NotImplementedError
+
     def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
         """Search; see `IndexBackend`. A GPU serves one thread at a time."""
         if self._gpu is not None and k <= self.most_on_gpu:
             squared, rows = self._gpu.search(queries, k)
-        else:
-            # faiss.contrib.torch_utils, which training libraries import, replaces `search` by one without `params`
-            search = getattr(self._index, "search_numpy", self._index.search)
-            squared, rows = search(queries, k, params=self._parameters(k))
-        return np.sqrt(np.maximum(squared, 0)), rows
+            return np.sqrt(np.maximum(squared, 0)), rows
+        return self._searched(queries, k, self._parameters(k))
 
     @property
     def selective(self) -> bool:
@@ -74,19 +95,13 @@ class FaissBackend(IndexBackend):
         bits = np.packbits(keep, bitorder="little")
         parameters = self._parameters(k) or faiss.SearchParameters()
         parameters.sel = faiss.IDSelectorBitmap(len(keep), faiss.swig_ptr(bits))
+        return self._searched(queries, k, parameters)
+
+    def _searched(self, queries: Floats, k: int, parameters: Any) -> tuple[Floats, Rows]:
+        # faiss.contrib.torch_utils, which training libraries import, replaces `search` by one without `params`
         search = getattr(self._index, "search_numpy", self._index.search)
         squared, rows = search(queries, k, params=parameters)
         return np.sqrt(np.maximum(squared, 0)), rows
-
-    def _add(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Add in pieces, between which progress shows and an interruption is heard."""
-        for start in range(0, len(vectors), _PIECE):
-            piece = vectors[start : start + _PIECE]
-            self._add_piece(piece)
-            report(len(piece))
-
-    def _add_piece(self, piece: Floats) -> None:
-        self._index.add(piece)
 
     def _parameters(self, k: int) -> Any:
         """Return FAISS's search parameters for this call: setting them on the index would change it for others."""
@@ -110,15 +125,11 @@ class FaissBackend(IndexBackend):
                     raise
 
             try:
-                faiss.write_index(self._written(), faiss.PyCallbackIOWriter(write, 1 << 20), flags)
+                faiss.write_index(self._index, faiss.PyCallbackIOWriter(write, 1 << 20), flags)
             except Exception:
                 if failure:  # FAISS turns it into an error of its own
                     raise failure[0] from None
                 raise
-
-    def _written(self) -> Any:
-        """Return what a file holds."""
-        return self._index
 
     def load(self, path: Path) -> None:
         """Read the index, and move it to a GPU when there is one."""
@@ -138,7 +149,9 @@ class FaissBackend(IndexBackend):
                 reader = faiss.PyCallbackIOReader(file.read, _PIECE_BYTES)
                 index = faiss.read_index(reader, faiss.IO_FLAG_ONDISK_SAME_DIR)
             except Exception as fault:
-                raise StoreError(f"FAISS {faiss.__version__} cannot read it: {_reason(fault)}") from fault
+                # the last line of FAISS's message; what precedes it names its source files
+                reason = str(fault).strip().rpartition("\n")[2].strip() or type(fault).__name__
+                raise StoreError(f"FAISS {faiss.__version__} cannot read it: {reason}") from fault
         if type(index).__name__ not in self.kinds or index.metric_type != faiss.METRIC_L2:
             raise StoreError(f"it is a {type(index).__name__}, which this back end does not write")
         return index
@@ -146,7 +159,7 @@ class FaissBackend(IndexBackend):
     def _take(self, index: Any) -> None:
         """Search what was read."""
         faiss = load_faiss()
-        self._look(index)
+        self._refuse_foreign(index)
         faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * index.d
         self._index = index
         if self.on_gpu and gpus_found() > 0 and self._fits_gpu(index):
@@ -164,8 +177,8 @@ class FaissBackend(IndexBackend):
         """Return what is set on an index on a GPU, where several of them take no parameters with a call."""
         return {}
 
-    def _look(self, index: Any) -> None:
-        """Refuse what is not as `build` made it, before it goes to a GPU.
+    def _refuse_foreign(self, index: Any) -> None:
+        """Refuse an index that `build` cannot have made, before it goes to a GPU.
 
         Raises:
             StoreError: the end of a sentence.
@@ -189,15 +202,8 @@ class Flat(FaissBackend):
 
     kinds = ("IndexFlatL2", "IndexFlat")
 
-    def __init__(self, gpus: Gpus = "one", float16: bool = False) -> None:
-        super().__init__(gpus, float16)
-
-    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Copy the vectors into FAISS."""
-        faiss = load_faiss()
-        faiss.cvar.distance_compute_blas_threshold = _BLAS_QUERIES * vectors.shape[1]
-        self._index = faiss.IndexFlatL2(vectors.shape[1])
-        self._add(vectors, report)
+    def _empty(self, count: int, width: int) -> Any:
+        return load_faiss().IndexFlatL2(width)
 
     @property
     def exact(self) -> bool:
@@ -226,12 +232,10 @@ class Hnsw(FaissBackend):
         super().__init__()
         self.m, self.ef_construction, self.ef_search = m, ef_construction, ef_search
 
-    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Build the graph."""
-        faiss = load_faiss()
-        self._index = faiss.IndexHNSWFlat(vectors.shape[1], self.m)
-        self._index.hnsw.efConstruction = self.ef_construction
-        self._add(vectors, report)
+    def _empty(self, count: int, width: int) -> Any:
+        index = getattr(load_faiss(), self.kinds[0])(width, self.m)
+        index.hnsw.efConstruction = self.ef_construction
+        return index
 
     def save_beside(self, path: Path) -> None:
         """Write the links alone."""
@@ -241,11 +245,18 @@ class Hnsw(FaissBackend):
         """Read the links, and follow them over the vectors where those lie; an older file holds its own."""
         index = self._read(path)
         if index.storage is None:
-            self._storage = _Storage(vectors)
-            index.storage, index.own_fields = self._storage.index, False
+            faiss = load_faiss()
+            # copied only where they are columns of a wider array; kept as long as FAISS reads them
+            self._vectors = np.ascontiguousarray(vectors, "<f4")
+            content = self._vectors.view(np.uint8).reshape(-1)
+            self._storage = faiss.IndexFlatL2(vectors.shape[1])
+            nobody = self._storage.codes.owner  # of no memory: FAISS frees none
+            view = faiss.MaybeOwnedVectorUInt8.create_view(faiss.swig_ptr(content), len(content), nobody)
+            self._storage.codes, self._storage.ntotal = view, len(vectors)
+            index.storage, index.own_fields = self._storage, False
         self._take(index)
 
-    def _look(self, index: Any) -> None:
+    def _refuse_foreign(self, index: Any) -> None:
         if index.storage is None:
             raise StoreError("it holds no vectors")
         check_flat(index.storage, index.ntotal, index.d)
@@ -285,10 +296,7 @@ class Cagra(Hnsw):
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
         """Build the graph, on a GPU where FAISS finds one."""
         if gpus_found() == 0 or len(vectors) <= self.degree:
-            index = load_faiss().IndexHNSWCagra(vectors.shape[1], self.m)
-            index.hnsw.efConstruction = self.ef_construction
-            self._index = index
-            self._add(vectors, report)
+            super().build(vectors, report)
             return
         self._index = self._built(vectors)
         report(len(vectors))
@@ -326,16 +334,16 @@ class Cagra(Hnsw):
 
     def _placed(self, index: Any) -> OnGpu:
         width = min(self.ef_search, self.most_on_gpu)
-        search = None if self.gpus == "replicas" else partial(followed, width)
+        search = None if self.gpus == "replicas" else partial(_searched_cagra, width)
         return OnGpu(index, self.gpus, False, {}, search)
 
 
-def followed(width: int, index: Any, queries: Floats, k: int) -> tuple[Floats, Rows]:
-    """Search CAGRA's graph on a GPU with some candidates, which are counted by 32."""
+def _searched_cagra(width: int, index: Any, queries: Floats, k: int) -> tuple[Floats, Rows]:
+    """Search CAGRA's graph on a GPU with `width` candidates, which are counted by 32."""
     parameters = load_faiss().SearchParametersCagra()
     parameters.itopk_size = -(-max(width, k) // 32) * 32
-    found: tuple[Floats, Rows] = index.search(queries, k, params=parameters)
-    return found
+    hits: tuple[Floats, Rows] = index.search(queries, k, params=parameters)
+    return hits
 
 
 class ListsBackend(FaissBackend):
@@ -349,7 +357,7 @@ class ListsBackend(FaissBackend):
         """Return how many lists so many vectors get."""
         return min(self.lists or max(1, min(int(4 * count**0.5), count // 39)), count)
 
-    def _look_at_lists(self, index: Any, code_size: int) -> None:
+    def _refuse_foreign_lists(self, index: Any, code_size: int) -> None:
         """Refuse lists that are not of this index, with codes of so many bytes.
 
         Raises:
@@ -365,7 +373,7 @@ class ListsBackend(FaissBackend):
 
     def _probed(self) -> int:
         """Return how many lists a search looks at."""
-        lists = self._index.nlist
+        lists = load_faiss().extract_index_ivf(self._index).nlist
         return int(min(lists, self.probes or max(8, lists // 16)))
 
     def _parameters(self, k: int) -> Any:
@@ -389,18 +397,11 @@ class Ivf(ListsBackend):
     def __init__(self, lists: Lists = 0, probes: Lists = 0, gpus: Gpus = "one") -> None:
         super().__init__(lists, probes, gpus)
 
-    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Cluster a sample of the vectors, then sort all of them into the lists."""
-        faiss = load_faiss()
-        count, width = vectors.shape
-        lists = self._lists_of(count)
-        self._index = faiss.IndexIVFFlat(faiss.IndexFlatL2(width), width, lists)
-        self._index.cp.min_points_per_centroid = 1  # asked for by name: no warning on standard output
-        self._index.train(sample_of(vectors, 256 * lists))
-        self._add(vectors, report)
+    def _empty(self, count: int, width: int) -> Any:
+        return load_faiss().index_factory(width, f"IVF{self._lists_of(count)},Flat")
 
-    def _look(self, index: Any) -> None:
-        self._look_at_lists(index, 4 * index.d)
+    def _refuse_foreign(self, index: Any) -> None:
+        self._refuse_foreign_lists(index, 4 * index.d)
 
 
 class IvfPq(ListsBackend):
@@ -431,20 +432,16 @@ class IvfPq(ListsBackend):
         super().__init__(lists, probes, gpus, float16)
         self.bytes, self.expand = bytes, expand
 
-    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Cluster a sample of the vectors, learn the codes on it, then sort all of them into the lists."""
-        faiss = load_faiss()
-        count, width = vectors.shape
-        lists = self._lists_of(count)
-        codes = next(size for size in range(min(self.bytes, width), 0, -1) if width % size == 0)
+    def _empty(self, count: int, width: int) -> Any:
+        parts = next(size for size in range(min(self.bytes, width), 0, -1) if width % size == 0)
         bits = 8 if count >= 39 * 256 else 4
-        self._index = faiss.IndexIVFPQ(faiss.IndexFlatL2(width), width, lists, codes, bits)
-        self._index.cp.min_points_per_centroid = self._index.pq.cp.min_points_per_centroid = 1
-        self._index.train(sample_of(vectors, max(256 * lists, 65_536)))
-        self._add(vectors, report)
+        # np: no polysemous codes, which take long to learn and are not searched
+        index = load_faiss().index_factory(width, f"IVF{self._lists_of(count)},PQ{parts}x{bits}np")
+        index.pq.cp.min_points_per_centroid = 1
+        return index
 
-    def _look(self, index: Any) -> None:
-        self._look_at_lists(index, index.pq.code_size)
+    def _refuse_foreign(self, index: Any) -> None:
+        self._refuse_foreign_lists(index, index.pq.code_size)
         if index.pq.d != index.d or index.pq.M * index.pq.dsub != index.d or not index.by_residual:
             raise StoreError("its codes are not of its vectors")
         if index.pq.centroids.size() != index.pq.ksub * index.d or index.pq.nbits not in (4, 8):
@@ -481,41 +478,10 @@ class Rabitq(ListsBackend):
         super().__init__(lists, probes)
         self.bits, self.expand = bits, expand
 
-    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Cluster a sample of the vectors, rotated, then code all of them in their lists."""
-        count, width = vectors.shape
-        lists = self._lists_of(count)
-        self._hold(load_faiss().index_factory(width, f"RR{width},IVF{lists},RaBitQ{self.bits}"))
-        self._index.cp.min_points_per_centroid = 1
-        self._whole.train(sample_of(vectors, 256 * lists))
-        self._add(vectors, report)
+    def _empty(self, count: int, width: int) -> Any:
+        return load_faiss().index_factory(width, f"RR{width},IVF{self._lists_of(count)},RaBitQ{self.bits}")
 
-    def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
-        """Search; see `IndexBackend`."""
-        return super().search(self._rotation.apply(queries), k)
-
-    def search_selected(self, queries: Floats, k: int, keep: NDArray[np.bool_]) -> tuple[Floats, Rows]:
-        """Search among some of the vectors; see `IndexBackend`."""
-        return super().search_selected(self._rotation.apply(queries), k, keep)
-
-    def _hold(self, whole: Any) -> None:
-        """Keep the rotation and the lists, which are searched each by itself: FAISS's own chain of both takes no selection."""
-        faiss = load_faiss()
-        self._whole = whole
-        self._rotation = faiss.downcast_VectorTransform(whole.chain.at(0))
-        self._index = faiss.downcast_index(whole.index)
-
-    def _add_piece(self, piece: Floats) -> None:
-        self._whole.add(piece)
-
-    def _written(self) -> Any:
-        return self._whole
-
-    def _take(self, index: Any) -> None:
-        self._look(index)
-        self._hold(index)
-
-    def _look(self, index: Any) -> None:
+    def _refuse_foreign(self, index: Any) -> None:
         faiss = load_faiss()
         if index.chain.size() != 1:
             raise StoreError("it is not one rotation and its lists")
@@ -530,12 +496,11 @@ class Rabitq(ListsBackend):
         coder = lists.rabitq
         if (lists.d, coder.d, lists.metric_type, coder.metric_type) != (width, width, *[faiss.METRIC_L2] * 2):
             raise StoreError("its codes are not of its vectors")
-        if not 1 <= coder.nb_bits <= 8 or not lists.by_residual or lists.ntotal != index.ntotal:
+        size = coder.compute_code_size(width, coder.nb_bits) if 1 <= coder.nb_bits <= 8 else None
+        sizes = (coder.code_size, lists.code_size)
+        if sizes != (size, size) or not lists.by_residual or lists.ntotal != index.ntotal:
             raise StoreError("its codes are not ones that this back end writes")
-        size = coder.compute_code_size(width, coder.nb_bits)
-        if (coder.code_size, lists.code_size) != (size, size):
-            raise StoreError("its codes are not ones that this back end writes")
-        self._look_at_lists(lists, size)
+        self._refuse_foreign_lists(lists, coder.code_size)
 
     def _parameters(self, k: int) -> Any:
         parameters = load_faiss().IVFRaBitQSearchParameters()
@@ -558,39 +523,16 @@ class Sq8(FaissBackend):
         super().__init__()
         self.expand = expand
 
-    def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Learn each number's range on a sample, then round all of them."""
-        faiss = load_faiss()
-        self._index = faiss.IndexScalarQuantizer(vectors.shape[1], faiss.ScalarQuantizer.QT_8bit)
-        self._index.train(sample_of(vectors, 65_536))
-        self._add(vectors, report)
+    def _empty(self, count: int, width: int) -> Any:
+        return load_faiss().index_factory(width, "SQ8")
 
-    def _look(self, index: Any) -> None:
+    def _refuse_foreign(self, index: Any) -> None:
         faiss = load_faiss()
         quantizer = index.sq
         if quantizer.qtype != faiss.ScalarQuantizer.QT_8bit or quantizer.d != index.d:
             raise StoreError("its table is not one that this back end writes")
         if quantizer.trained.size() != 2 * index.d or index.codes.size() != index.ntotal * index.d:
             raise StoreError("its table does not hold its vectors")
-
-
-class _Storage:
-    """Vectors as FAISS searches them, where they lie; copied only where they are columns of a wider array.
-
-    Attributes:
-        index: FAISS's, good as long as this is.
-    """
-
-    def __init__(self, vectors: Floats) -> None:
-        faiss = load_faiss()
-        self._vectors = np.ascontiguousarray(vectors, "<f4")
-        self.index = faiss.IndexFlatL2(vectors.shape[1])
-        content = self._vectors.view(np.uint8).reshape(-1)
-        nobody = self.index.codes.owner  # of no memory: FAISS frees none
-        self.index.codes = faiss.MaybeOwnedVectorUInt8.create_view(
-            faiss.swig_ptr(content), len(content), nobody
-        )
-        self.index.ntotal = len(vectors)
 
 
 def sample_of(vectors: Floats, most: int) -> Floats:
@@ -612,8 +554,3 @@ def check_flat(index: Any, count: int, width: int) -> None:
     same = (index.ntotal, index.d, index.metric_type) == (count, width, faiss.METRIC_L2)
     if type(index).__name__ not in Flat.kinds or not same:
         raise StoreError(f"it stands on a {type(index).__name__} that does not fit it")
-
-
-def _reason(fault: Exception) -> str:
-    """Return the last line of FAISS's message: what precedes it names its source files."""
-    return str(fault).strip().splitlines()[-1].strip() if str(fault).strip() else type(fault).__name__

@@ -102,7 +102,7 @@ def _cloned(faiss: Any, index: Any, devices: list[_Device], spread: Gpus, float1
     if spread == "one":
         return faiss.index_cpu_to_gpu(devices[0].resources, devices[0].number, index, options)
     options.shard = spread == "shards"
-    resources, numbers = [each.resources for each in devices], [each.number for each in devices]
+    resources, numbers = [gpu.resources for gpu in devices], [gpu.number for gpu in devices]
     return faiss.index_cpu_to_gpu_multiple_py(resources, index, options, numbers)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from retrieval.serving.index.contract import Floats, IndexBackend, checked_search
-from retrieval.serving.runtime import load_faiss
+from retrieval.serving.store.search import nearest
 
 _QUERIES = 200
-_BLOCK = 65_536
 
 
 def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
@@ -17,25 +16,21 @@ def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
     Args:
         backend: built over `vectors`.
         name: of the back end, for errors.
-        vectors: (N, P), float32. A sample of 200 is searched exactly, block by block.
+        vectors: (N, P), float32, C-contiguous. The queries are 200 of them.
     """
     count = len(vectors)
     k = min(10, count - 1)
     if k < 1:
         return 1.0
     sample = np.sort(np.random.default_rng(0).choice(count, min(_QUERIES, count), replace=False))
-    queries = np.ascontiguousarray(vectors[sample])
-    nearest = np.full((len(sample), k + 1), np.inf)
-    for start in range(0, count, _BLOCK):
-        block = np.ascontiguousarray(vectors[start : start + _BLOCK])
-        squared, _ = load_faiss().knn(queries, block, min(k + 1, len(block)))
-        nearest = np.sort(np.concatenate([nearest, squared], axis=1), axis=1)[:, : k + 1]
-    # the item itself is the nearest. Whatever is as near as the last counts: duplicates would otherwise look like misses
-    limit = nearest[:, k] + 2e-6 * (queries**2).sum(axis=1).max()
-    rows = checked_search(backend, name, queries, k + 1, count)
-    found = 0
-    for number, row in enumerate(rows):
-        others = row[(row >= 0) & (row != sample[number])]
-        squared = ((vectors[others] - queries[number]) ** 2).sum(axis=1)
-        found += min(k, int((squared <= limit[number]).sum()))
-    return found / (k * len(rows))
+    queries = vectors[sample]
+    # The item itself is the nearest. Whatever is as near as the last counts: duplicates would otherwise look like misses.
+    limits = nearest(queries, vectors, k + 1)[0][:, k] + 2e-6 * np.square(queries).sum(axis=1).max()
+    hits = 0
+    for row, query, limit, rows in zip(
+        sample, queries, limits, checked_search(backend, name, queries, k + 1, count), strict=True
+    ):
+        others = rows[(rows >= 0) & (rows != row)]
+        squared = np.square(vectors[others] - query).sum(axis=1)
+        hits += min(k, int((squared <= limit).sum()))
+    return hits / (k * len(sample))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.index.alike import pages
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
 _QUERIES = 200
-_LEAST = 1000
+_TIMED_QUERIES = 50
+_FEWEST_VECTORS = 1000
 _K = 10
 _ROUNDS = 3
 
@@ -46,7 +48,7 @@ class Trial:
     """
 
     backend: str
-    options: Mapping[str, Any]
+    options: dict[str, Any]
     recall: float
     milliseconds: float
     bytes: int
@@ -76,40 +78,24 @@ class Tuned:
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain values, as an index keeps it; `chosen` is a place among the trials."""
         chosen = None if self.chosen is None else self.trials.index(self.chosen)
-        return {
-            "when": self.when,
-            "vectors": self.count,
-            "recall": self.recall,
-            "memory": self.memory,
-            "trials": [asdict(one) for one in self.trials],
-            "chosen": chosen,
-        }
+        values = asdict(self)
+        return {"vectors": values.pop("count"), **values, "trials": list(values["trials"]), "chosen": chosen}
 
     @staticmethod
-    def of(said: Mapping[str, Any]) -> Tuned:
+    def of(kept: Mapping[str, Any]) -> Tuned:
         """Return what `as_dict` gave.
 
         Raises:
             StoreError: it is something else.
         """
         try:
-            trials = tuple(
-                Trial(
-                    str(one["backend"]),
-                    dict(one["options"]),
-                    float(one["recall"]),
-                    float(one["milliseconds"]),
-                    int(one["bytes"]),
-                    float(one["seconds"]),
-                )
-                for one in said["trials"]
-            )
-            chosen = None if said["chosen"] is None else trials[said["chosen"]]
-            memory = None if said["memory"] is None else int(said["memory"])
+            trials = TypeAdapter(tuple[Trial, ...]).validate_python(kept["trials"])
+            chosen = None if kept["chosen"] is None else trials[kept["chosen"]]
+            memory = None if kept["memory"] is None else int(kept["memory"])
             return Tuned(
-                trials, chosen, int(said["vectors"]), float(said["recall"]), memory, str(said["when"])
+                trials, chosen, int(kept["vectors"]), float(kept["recall"]), memory, str(kept["when"])
             )
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as fault:
+        except (KeyError, IndexError, TypeError, ValueError) as fault:
             raise StoreError("What the index keeps of its tuning cannot be read. Tune it again.") from fault
 
 
@@ -121,81 +107,83 @@ class _Sample:
         vectors: (N, P).
         spans: half-open column range `(start, stop)` of each sub-space; one of all columns without any.
         manifest: of the bundle.
+        total: how many items the index has.
     """
 
     vectors: Floats
     spans: Sequence[tuple[int, int]]
     manifest: Manifest
+    total: int
 
     def exactly(self, queries: Floats, companion: Companion | None = None) -> list[Rows]:
         """Return the ten nearest of each query."""
         spans: Sequence[tuple[int, int] | None] = self.spans if len(self.spans) > 1 else [None]
-        found = [
-            nearest(queries, self.vectors, _K + MARGIN, span=span, companion=companion)[1] for span in spans
-        ]
-        return self._ordered(queries, found)
+        k = _K + MARGIN
+        rows = [nearest(queries, self.vectors, k, span=span, companion=companion)[1] for span in spans]
+        return self._ordered(queries, rows)
 
     def proposed(self, backends: Sequence[IndexBackend], name: str, queries: Floats) -> list[Rows]:
         """Return the ten nearest of what back ends, one a sub-space, propose for each query."""
-        found = []
+        rows = []
         for backend, (start, stop) in zip(backends, self.spans, strict=True):
             count = min(backend.expand * (_K + MARGIN), len(self.vectors))
-            found.append(checked_search(backend, name, queries[:, start:stop], count, len(self.vectors)))
-        return self._ordered(queries, found)
+            rows.append(checked_search(backend, name, queries[:, start:stop], count, len(self.vectors)))
+        return self._ordered(queries, rows)
 
-    def _ordered(self, queries: Floats, found: Sequence[Rows]) -> list[Rows]:
-        out = []
-        for query, *rows in zip(queries, *found, strict=True):
-            there = np.unique(np.concatenate(rows))
-            there = there[there >= 0]
-            said = self.manifest
-            distances = merged(query, self.vectors[there], _K, said.subspaces, said.merge)
-            out.append(there[np.argsort(distances, kind="stable")[:_K]])
-        return out
+    def _ordered(self, queries: Floats, proposals: Sequence[Rows]) -> list[Rows]:
+        nearest_rows = []
+        for query, *rows in zip(queries, *proposals, strict=True):
+            candidates = np.unique(np.concatenate(rows))
+            candidates = candidates[candidates >= 0]
+            spaces, merge = self.manifest.subspaces, self.manifest.merge
+            distances = merged(query, self.vectors[candidates], _K, spaces, merge)
+            nearest_rows.append(candidates[np.argsort(distances, kind="stable")[:_K]])
+        return nearest_rows
 
 
 def tune(index: Index, *, recall: float = 0.95, memory: int | None = None, most: int = 200_000) -> Tuned:
     """Measure structures on an index's own vectors; see `Index.tune`."""
     if not 0 < recall <= 1:
         raise DataError(f"Recall is a share above 0 and at most 1, not {recall}.")
-    vectors, total = _drawn(index, most + _QUERIES)
-    if len(vectors) < _LEAST + _QUERIES:
+    total = index.store.count()
+    vectors = _drawn(index, total, most + _QUERIES)
+    if len(vectors) < _FEWEST_VECTORS + _QUERIES:
         raise DataError(
-            f"{total:,} items are searched exactly in a moment: there is nothing to tune below {_LEAST + _QUERIES:,}."
+            f"{total:,} items are searched exactly in a moment: there is nothing to tune below "
+            f"{_FEWEST_VECTORS + _QUERIES:,}."
         )
     order = np.random.default_rng(0).permutation(len(vectors))
     queries, held = vectors[order[:_QUERIES]], np.ascontiguousarray(vectors[order[_QUERIES:]])
-    sample = _Sample(held, index.generation.spans, index.bundle.manifest)
+    sample = _Sample(held, index.generation.spans, index.bundle.manifest, total)
     exact = sample.exactly(queries)
-    trials = []
+    trials: list[Trial] = []
     width = min(stop - start for start, stop in sample.spans)
-    todo = [one for one in _grid(len(held), width) if one[0] in index.store.structures]
-    with Meter("measuring", sum(len(points) for *_, points in todo), "structures") as meter:
-        for name, options, points in todo:
-            for trial in _tried(name, options, points, sample, queries, exact, total):
+    grid = [entry for entry in _grid(len(held), width) if entry[0] in index.store.structures]
+    with Meter("measuring", sum(len(points) for *_, points in grid), "structures") as meter:
+        for name, options, points in grid:
+            for trial in _tried(name, options, points, sample, queries, exact):
                 trials.append(trial)
                 meter.update()
-    good = [
-        one
-        for one in trials
-        if one.recall >= recall and (memory is None or one.bytes + 4 * total * held.shape[1] <= memory)
+    fitting = [
+        trial
+        for trial in trials
+        if trial.recall >= recall and (memory is None or trial.bytes + 4 * total * held.shape[1] <= memory)
     ]
-    chosen = min(good, key=lambda one: one.milliseconds, default=None)
+    chosen = min(fitting, key=lambda trial: trial.milliseconds, default=None)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return Tuned(tuple(trials), chosen, len(held), recall, memory, when)
 
 
-def _drawn(index: Index, most: int) -> tuple[Floats, int]:
-    """Return vectors of items, at most so many, chosen at random but repeatably; and how many items there are."""
-    total = index.store.count()
+def _drawn(index: Index, total: int, most: int) -> Floats:
+    """Return vectors of items, at most so many, chosen at random but repeatably."""
     chance = min(1.0, 1.05 * most / max(1, total))
     rng = np.random.default_rng(1)
-    chosen: list[Floats] = []
+    vectors: list[Floats] = []
     with Meter("reading", total, "items") as meter:
         for page in pages(index, size=4096):
-            chosen += [item.vector for item in page if chance == 1 or rng.random() < chance]
+            vectors += [item.vector for item in page if chance == 1 or rng.random() < chance]
             meter.update(len(page))
-    return np.array(chosen[:most], np.float32), total
+    return np.array(vectors[:most], np.float32)
 
 
 def _grid(count: int, width: int) -> Iterator[tuple[str, dict[str, Any], Sequence[dict[str, Any]]]]:
@@ -205,18 +193,14 @@ def _grid(count: int, width: int) -> Iterator[tuple[str, dict[str, Any], Sequenc
     for links in (16, 32):
         yield "hnsw", {"m": links}, [{"ef_search": breadth} for breadth in (32, 64, 128, 256, 512)]
     lists = max(1, min(int(4 * count**0.5), count // 39))
-    probes = [
-        {"probes": share} for share in sorted({max(1, lists // part) for part in (256, 64, 32, 16, 8, 4)})
-    ]
+    shares = sorted({max(1, lists // part) for part in (256, 64, 32, 16, 8, 4)})
+    probes = [{"probes": share} for share in shares]
     yield "ivf", {"lists": lists}, probes
     for size in sorted({min(width, size) for size in (width // 4, width // 2) if size}):
         yield "ivfpq", {"lists": lists, "bytes": size}, probes[2:]
     for bits in (1, 4):
-        yield (
-            "rabitq",
-            {"lists": lists, "bits": bits},
-            [{**one, "expand": more} for one in probes[2:] for more in (8, 32)],
-        )
+        points = [{**probe, "expand": more} for probe in probes[2:] for more in (8, 32)]
+        yield "rabitq", {"lists": lists, "bits": bits}, points
 
 
 def _tried(
@@ -226,7 +210,6 @@ def _tried(
     sample: _Sample,
     queries: Floats,
     exact: Sequence[Rows],
-    total: int,
 ) -> Iterator[Trial]:
     """Build one structure, in each sub-space, and measure it with each of the parameters of its search."""
     vectors = sample.vectors
@@ -234,40 +217,35 @@ def _tried(
     if name == "flat":
         companion = Companion.build(vectors) if len(sample.spans) == 1 else None
         seconds = time.perf_counter() - began
-        size = 0 if companion is None else companion.table.nbytes
-        spent = _spent(lambda query: sample.exactly(query, companion), queries)
-        yield Trial(name, {}, 1.0, spent, size * total // len(vectors), seconds)
+        size = 0 if companion is None else companion.table.nbytes * sample.total // len(vectors)
+        milliseconds = _milliseconds(lambda query: sample.exactly(query, companion), queries)
+        yield Trial(name, {}, 1.0, milliseconds, size, seconds)
         return
-    built = [make_backend(name, options) for _ in sample.spans]
-    for one, (start, stop) in zip(built, sample.spans, strict=True):
-        one.build(np.ascontiguousarray(vectors[:, start:stop]), lambda count: None)
+    backends = [make_backend(name, options) for _ in sample.spans]
+    for backend, (start, stop) in zip(backends, sample.spans, strict=True):
+        backend.build(np.ascontiguousarray(vectors[:, start:stop]), lambda count: None)
     seconds = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "structure"
-        size = 0
-        for one in built:
-            one.save_beside(file)
-            size += file.stat().st_size * total // len(vectors)
-            file.unlink()
+        for number, backend in enumerate(backends):
+            backend.save_beside(Path(folder) / str(number))
+        size = sum(path.stat().st_size for path in Path(folder).iterdir()) * sample.total // len(vectors)
     for point in points:
-        for one in built:
+        for backend in backends:
             for key, value in point.items():
-                setattr(one, key, value)
-        found = sample.proposed(built, name, queries)
-        share = float(
-            np.mean([len(np.intersect1d(one, other)) / _K for one, other in zip(found, exact, strict=True)])
-        )
-        spent = _spent(lambda query: sample.proposed(built, name, query), queries)
-        yield Trial(name, {**options, **point}, share, spent, size, seconds)
+                setattr(backend, key, value)
+        pairs = zip(sample.proposed(backends, name, queries), exact, strict=True)
+        recall = float(np.mean([len(np.intersect1d(rows, true)) / _K for rows, true in pairs]))
+        milliseconds = _milliseconds(lambda query: sample.proposed(backends, name, query), queries)
+        yield Trial(name, {**options, **point}, recall, milliseconds, size, seconds)
 
 
-def _spent(search: Callable[[Floats], object], queries: Floats) -> float:
+def _milliseconds(search: Callable[[Floats], object], queries: Floats) -> float:
     """Return the milliseconds of one query: the median, each query at its best of some rounds, on one thread."""
     load_faiss().omp_set_num_threads(1)
-    best = np.full(len(queries[:50]), np.inf)
+    best = np.full(len(queries[:_TIMED_QUERIES]), np.inf)
     for _ in range(_ROUNDS):
-        for at, query in enumerate(queries[:50]):
+        for number, query in enumerate(queries[:_TIMED_QUERIES]):
             began = time.perf_counter()
             search(query[None])
-            best[at] = min(best[at], time.perf_counter() - began)
+            best[number] = min(best[number], time.perf_counter() - began)
     return float(1000 * np.median(best))

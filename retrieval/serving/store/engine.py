@@ -8,16 +8,17 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 
 from retrieval.errors import StoreError
-from retrieval.serving.filters import Filter
+from retrieval.serving.filters import And, Exists, Filter, In, Not, Or
+from retrieval.serving.filters.tree import Field
 from retrieval.serving.store.contract import StoreUnavailable, TooSlow, stop_at
 from retrieval.serving.store.items import VECTOR, Floats, Generation, Item
 
@@ -26,6 +27,7 @@ REGISTER = Generation(0, "", None, {VECTOR: 2}, ((0, 2),), "kept")
 
 T = TypeVar("T", bound=Callable[..., Any])
 Where = Sequence[Any]
+Joint = Literal["and", "or", "not"]
 _PLAIN = ("id", "label", "stamp", "keep", "bytes", "width", "height", "source")
 
 
@@ -53,6 +55,29 @@ class Row:
             if name != VECTOR or len(vectors) > 1
         }
         return {**self.record, "arrays": texts}, vectors
+
+    @staticmethod
+    def batches(
+        rows: Sequence[Row], generation: Generation, most_bytes: int, number_bytes: int
+    ) -> Iterator[list[tuple[dict[str, Any], list[Floats]]]]:
+        """Give rows, split, in batches of about so many bytes.
+
+        Args:
+            rows: which.
+            generation: theirs.
+            most_bytes: of a batch.
+            number_bytes: of one number of a vector, as the engine's client writes it.
+        """
+        batch, size = [], 0
+        for row in rows:
+            record, vectors = row.split(generation)
+            batch.append((record, vectors))
+            size += len(str(record)) * max(1, len(vectors)) + number_bytes * sum(map(len, vectors))
+            if size > most_bytes:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
 
     @classmethod
     def joined(cls, record: Mapping[str, Any], vector: Sequence[float] | None) -> Row:
@@ -89,13 +114,13 @@ def finished(method: T) -> T:
     """Let a call that runs while the store is closed end first."""
 
     @wraps(method)
-    def call(self: Engine, *given: Any, **named: Any) -> Any:
+    def call(self: Engine, *arguments: Any, **named: Any) -> Any:
         with self._state:
             if self._closed:
                 raise self._closed_error()
             self._inside.append(threading.get_ident())
         try:
-            return method(self, *given, **named)
+            return method(self, *arguments, **named)
         finally:
             with self._state:
                 self._inside.remove(threading.get_ident())
@@ -139,7 +164,7 @@ class Engine(ABC):
         """Return the name of a collection by its number."""
         return f"{self._prefix}{number:06}"  # none begins like another
 
-    def _ask(self, question: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _ask(self, question: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Ask the engine, and again where nobody answers, within `timeout`.
 
         Everything that is asked can be asked twice.
@@ -153,7 +178,7 @@ class Engine(ABC):
                 raise TooSlow(f"Reading {self.address} takes too long. Ask for less.")
             try:
                 left = min(self.timeout - (now - began), stop_at() - now)
-                return question(*given, **named, **self._limit(max(0.5, left)))
+                return question(*arguments, **named, **self._limit(max(0.5, left)))
             except self.errors as error:
                 away, text = self._fault(error)
                 if not away:
@@ -231,9 +256,37 @@ class Engine(ABC):
     ) -> list[list[str]]:
         """Return the ids of the nearest rows to each query (Q, width) within one sub-space."""
 
-    @abstractmethod
     def _express(self, where: Filter) -> Any | None:
         """Return a filter as the engine's own condition; None if that would mean anything else."""
+        if isinstance(where, Not):
+            part = self._express(where.part)
+            return None if part is None else self._combined("not", [part])
+        if isinstance(where, And | Or):
+            parts = [self._express(part) for part in where.parts]
+            joint: Joint = "and" if isinstance(where, And) else "or"
+            return None if any(part is None for part in parts) else self._combined(joint, parts)
+        if isinstance(where, Exists):
+            return None
+        if isinstance(where, In):
+            return self._condition(where.field, "=", where.values)
+        return None if where.op == "!=" else self._condition(where.field, where.op, (where.value,))
+
+    @abstractmethod
+    def _combined(self, joint: Joint, parts: Sequence[Any]) -> Any:
+        """Return a condition made of conditions; `not` has one part."""
+
+    @abstractmethod
+    def _condition(self, field: Field, op: str, values: Sequence[Any]) -> Any | None:
+        """Return a comparison with one of the values as the engine's own condition.
+
+        Args:
+            field: "id", "label" or a path through the metadata.
+            op: "=", "<", "<=", ">" or ">="; with an order there is one value.
+            values: texts, numbers, True, False or None.
+
+        Returns:
+            The condition; None if the engine's would mean anything else than `matches` says.
+        """
 
     @abstractmethod
     def _hang_up(self) -> None:

@@ -58,7 +58,7 @@ class RemoteStore(Engine, Store):
         super().__init__(address, name)
         self._fields: set[str] = set()
         self._queues: dict[int, list[str]] = {}
-        self._asked: dict[int, dict[str, Row]] = {}
+        self._pending: dict[int, dict[str, Row]] = {}
         self._turn = threading.RLock()
 
     # The whole
@@ -166,7 +166,7 @@ class RemoteStore(Engine, Store):
                 return 0
             rows = [row_of(item) for item in items]
             self._fit(rows)
-            there = self._rows(served, [item.id for item in items], False)
+            replaced = self._rows(served, [item.id for item in items], False)
             values = [pair for item in items for pair in item.metadata.items()]
             fields = {name for name, _ in values} - self._fields
             lists = {name for name, value in values if _has_list(value)} - self.lists
@@ -176,10 +176,10 @@ class RemoteStore(Engine, Store):
                 if item.original is not None:
                     self._cut(row.record["version"], [item.original])
             self._put(served, rows)
-            self._drop_originals(there)
+            self._drop_originals(replaced)
             if self._current().number != served.number:
                 raise self._superseded()  # what was written may have come too late
-            return len(there)
+            return len(replaced)
 
     def _cut(self, owner: str, content: Iterable[bytes]) -> int:
         """Keep bytes in pieces, as rows of the register; return their number."""
@@ -244,9 +244,9 @@ class RemoteStore(Engine, Store):
     def _parts(self, where: Filter | None) -> tuple[list[Any], list[Filter]]:
         """Split a filter into the engine's conditions and what is looked at item by item."""
         parts = () if where is None else where.parts if isinstance(where, And) else (where,)
-        made = [(part, self._express(part)) for part in parts]
-        rest = [part for part, own in made if own is None]
-        return [own for _, own in made if own is not None], rest
+        pairs = [(part, self._express(part)) for part in parts]
+        rest = [part for part, own in pairs if own is None]
+        return [own for _, own in pairs if own is not None], rest
 
     def _matching(
         self,
@@ -269,13 +269,13 @@ class RemoteStore(Engine, Store):
         """Return a page of items; see `Store`."""
         if after is not None and not usable([after]):
             raise DataError("A scan goes on after an id; this one is no id of an item.")
-        served, found = self._current(), list[Row]()
+        served, page = self._current(), list[Row]()
         refuse_fields(where, self._fields)
         for rows in self._matching(served, where, False, after):
-            found += rows
-            if len(found) >= limit:
+            page += rows
+            if len(page) >= limit:
                 break
-        return [row.item() for row in found[:limit]]
+        return [row.item() for row in page[:limit]]
 
     def count(self, where: Filter | None = None) -> int:
         """Return how many items match; see `Store`."""
@@ -318,8 +318,8 @@ class RemoteStore(Engine, Store):
         ids: dict[str, None] = {}
         for space, (start, stop) in enumerate(served.spans):
             part = np.ascontiguousarray(queries[:, start:stop])
-            asked = min(count + MARGIN, self.most_found)
-            for near in self._nearest(served, space, part, asked, own):
+            wanted = min(count + MARGIN, self.most_found)
+            for near in self._nearest(served, space, part, wanted, own):
                 ids |= dict.fromkeys(near)
         return _best(queries, [self._rows(served, list(ids), True)], served.spans, count)
 
@@ -333,76 +333,80 @@ class RemoteStore(Engine, Store):
         named = self._alias() or ""
         if not named.startswith(self._prefix):
             raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
-        served, found = int(named[len(self._prefix) :]), []
+        served, generations = int(named[len(self._prefix) :]), []
         for name, note in notes.items():
             if name.startswith("generation ") and note:
                 number = int(name[11:])
                 spans = tuple((start, stop) for start, stop in note["spans"])
                 state = "served" if number == served else "kept" if note["served"] else "building"
-                made = (number, note["bundle"], note["variant"], note["widths"], spans, state)
-                found.append(Generation(*made))  # type: ignore[arg-type]
-        return tuple(sorted(found, key=lambda generation: generation.number))
+                fields = (number, note["bundle"], note["variant"], note["widths"], spans, state)
+                generations.append(Generation(*fields))  # type: ignore[arg-type]
+        return tuple(sorted(generations, key=lambda generation: generation.number))
 
-    def _there(self, generation: Generation, notes: Mapping[str, Any] | None = None) -> Generation:
-        for one in self._listed(self._notes() if notes is None else notes):
-            if one.number == generation.number:
-                return one
+    def _latest(self, generation: Generation, notes: Mapping[str, Any] | None = None) -> Generation:
+        for latest in self._listed(self._notes() if notes is None else notes):
+            if latest.number == generation.number:
+                return latest
         raise StoreError("This generation is not there any more.")
 
     def _add(self, number: int, bundle: Bundle, widths: Mapping[str, int], served: bool) -> Generation:
-        """Make a generation, which is there once its note is."""
+        """Make a generation, which exists once its note does."""
         notes = [note for note in self._notes().values() if isinstance(note, dict)]
         kept = [note["pieces"] for note in notes if note.get("bundle") == bundle.sha256]
         pieces = kept[0] if kept else self._cut(bundle.sha256, bundle_pieces(bundle))
         spans, variant = spans_of(bundle), bundle.variant
-        made = Generation(number, bundle.sha256, variant, dict(widths), spans, "building")
-        self._make(made)
+        generation = Generation(number, bundle.sha256, variant, dict(widths), spans, "building")
+        self._make(generation)
         note = {
-            **{"bundle": made.bundle, "variant": variant, "widths": made.widths, "spans": spans},
-            **{"served": served, "pieces": pieces},
+            "bundle": bundle.sha256,
+            "variant": variant,
+            "widths": dict(widths),
+            "spans": spans,
+            "served": served,
+            "pieces": pieces,
         }
         self._note({f"generation {number}": note, "last": number})
-        return made
+        return generation
 
     def bundle(self, generation: Generation) -> Path:
         """Return the folder of a generation's bundle; see `Store`."""
         notes = self._notes()
-        there = self._there(generation, notes)
-        pieces = notes[f"generation {there.number}"]["pieces"]
-        return kept_bundle(there.bundle, lambda: self._joined(there.bundle, pieces))
+        target = self._latest(generation, notes)
+        pieces = notes[f"generation {target.number}"]["pieces"]
+        return kept_bundle(target.bundle, lambda: self._joined(target.bundle, pieces))
 
     def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
         """Begin a generation; see `Store`."""
         with self._turn:
             notes = self._notes()
-            for one in self._listed(notes):
-                same = (one.bundle, one.variant, dict(one.widths))
-                if same == (bundle.sha256, bundle.variant, dict(widths)):
-                    return one
+            for generation in self._listed(notes):
+                properties = (generation.bundle, generation.variant, dict(generation.widths))
+                if properties == (bundle.sha256, bundle.variant, dict(widths)):
+                    return generation
             return self._add(notes["last"] + 1, bundle, widths, served=False)
 
     def _lacking(self, generation: Generation, served: Generation) -> tuple[list[str], list[str]]:
         """Return the ids of items that a generation lacks, and of those that it has no more."""
-        there, wanted = (
-            {row.record["id"]: row.record["version"] for rows in self._matching(one) for row in rows}
-            for one in (generation, served)
+        present, wanted = (
+            {row.record["id"]: row.record["version"] for rows in self._matching(source) for row in rows}
+            for source in (generation, served)
         )
-        lacking = [id for id, version in wanted.items() if there.get(id) != version]
-        return lacking, [id for id in there if id not in wanted]
+        lacking = [id for id, version in wanted.items() if present.get(id) != version]
+        return lacking, [id for id in present if id not in wanted]
 
     def pending(self, generation: Generation, limit: int) -> list[Item]:
         """Return items that a generation lacks; see `Store`. All are listed when few are known."""
         with self._turn:
-            there, served = self._there(generation), self._current()
-            queue = self._queues.get(there.number, [])
+            target, served = self._latest(generation), self._current()
+            queue = self._queues.get(target.number, [])
             if len(queue) < limit:
-                queue = [] if there.state == "served" else self._lacking(there, served)[0]
+                queue = [] if target.state == "served" else self._lacking(target, served)[0]
             rows: list[Row] = []
             while queue and not rows:
                 rows = self._rows(served, queue[:limit], FEATURES in served.widths)
                 queue = queue if rows else queue[limit:]
-            self._queues[there.number] = queue
-            self._asked[there.number] = {row.record["id"]: row for row in rows}
+            self._queues[target.number] = queue
+            self._pending[target.number] = {row.record["id"]: row for row in rows}
             features = [{k: v for k, v in row.arrays.items() if k == FEATURES} for row in rows]
             return [replace(row.item(), arrays=kept) for row, kept in zip(rows, features, strict=True)]
 
@@ -410,21 +414,21 @@ class RemoteStore(Engine, Store):
     def embed(self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()) -> None:
         """Give a generation arrays; see `Store`."""
         with self._turn:
-            there = self._there(generation)
-            asked = self._asked.get(there.number, {})
-            checked(items, there.widths)
-            arrays: dict[str, Mapping[str, Floats]] = {id: {} for id in left_out if id in asked}
-            faults = [f"{item.id} was not pending." for item in items if item.id not in asked]
+            target = self._latest(generation)
+            pending = self._pending.get(target.number, {})
+            checked(items, target.widths)
+            arrays: dict[str, Mapping[str, Floats]] = {id: {} for id in left_out if id in pending}
+            faults = [f"{item.id} was not pending." for item in items if item.id not in pending]
             for item in items:
                 arrays[item.id] = {name: np.asarray(a, np.float32) for name, a in item.arrays.items()}
-            faults += [f"{id} is neither embedded nor left out." for id in asked if id not in arrays]
+            faults += [f"{id} is neither embedded nor left out." for id in pending if id not in arrays]
             if faults:
                 raise DataError("\n".join(faults))
-            if asked:
-                self._put(there, [Row(asked[id].record, arrays[id]) for id in asked])
-            queue = self._queues.get(there.number, [])
-            self._queues[there.number] = [id for id in queue if id not in asked]
-            self._asked.pop(there.number, None)
+            if pending:
+                self._put(target, [Row(pending[id].record, arrays[id]) for id in pending])
+            queue = self._queues.get(target.number, [])
+            self._queues[target.number] = [id for id in queue if id not in pending]
+            self._pending.pop(target.number, None)
 
     @finished
     def switch(self, generation: Generation) -> bool:
@@ -434,15 +438,15 @@ class RemoteStore(Engine, Store):
         """
         with self._turn:
             notes = self._notes()
-            there, served = self._there(generation, notes), self._current(notes)
-            if there.state == "served":
+            target, served = self._latest(generation, notes), self._current(notes)
+            if target.state == "served":
                 return True
-            if self._lacking(there, served)[0]:
+            if self._lacking(target, served)[0]:
                 return False
-            note = {**notes[f"generation {there.number}"], "served": True}
-            self._note({f"generation {there.number}": note, "settling": [served.number, there.number]})
-            self._point(there.number)
-            return self._settle(served.number, there.number)
+            note = {**notes[f"generation {target.number}"], "served": True}
+            self._note({f"generation {target.number}": note, "settling": [served.number, target.number]})
+            self._point(target.number)
+            return self._settle(served.number, target.number)
 
     def _settle(self, before: int, number: int) -> bool:
         """End a switch: let go what was deleted, or move the alias back for what came."""
@@ -460,14 +464,14 @@ class RemoteStore(Engine, Store):
         """Delete a generation; see `Store`."""
         with self._turn:
             notes = self._notes()
-            there = self._there(generation, notes)
-            if there.state == "served":
+            target = self._latest(generation, notes)
+            if target.state == "served":
                 raise StoreError("The generation that is served cannot be dropped.")
-            note = notes[f"generation {there.number}"]
-            self._note({f"generation {there.number}": None})
-            self._remove(self.collection(there.number))
-            if there.bundle not in {one.bundle for one in self.generations()}:
-                self._drop_pieces(there.bundle, note["pieces"])
+            note = notes[f"generation {target.number}"]
+            self._note({f"generation {target.number}": None})
+            self._remove(self.collection(target.number))
+            if target.bundle not in {generation.bundle for generation in self.generations()}:
+                self._drop_pieces(target.bundle, note["pieces"])
 
 
 def _has_list(value: Any) -> bool:
@@ -493,11 +497,11 @@ def _best(
         for query, near in zip(queries, best, strict=True):
             squares = np.square(vectors - query)
             for space, (start, stop) in enumerate(spans):
-                found = zip(squares[:, start:stop].sum(1).tolist(), ids, strict=True)
-                near[space] = heapq.nsmallest(count, [*near[space], *found])
+                distances = zip(squares[:, start:stop].sum(1).tolist(), ids, strict=True)
+                near[space] = heapq.nsmallest(count, [*near[space], *distances])
         items |= {row.record["id"]: row.item() for row in rows}
-        items = {id: items[id] for near in best for found in near for _, id in found}
-    return [[items[id] for id in {id: 0 for found in near for _, id in found}] for near in best]
+        items = {id: items[id] for near in best for pairs in near for _, id in pairs}
+    return [[items[id] for id in {id: 0 for pairs in near for _, id in pairs}] for near in best]
 
 
 def _served(generations: Iterable[Generation]) -> Generation:

@@ -32,7 +32,7 @@ log = logging.getLogger("retrieval.serving.store")
 LEAST = 20_000
 """Vectors from which a generation gets a structure: fewer are searched exactly in a moment."""
 GROWTH = 8
-"""A structure is built anew when the rows behind it are more than one in so many of its own."""
+"""A structure is built anew when the rows behind it are more than an eighth of its own."""
 COMPANION = "companion"
 """The structure of exact search: a narrow table (`search.Companion`), for a single sub-space."""
 COMPANION_LEAST = 50_000
@@ -43,8 +43,8 @@ class Wanted:
     """Which structure an index is to have.
 
     Attributes:
-        backend: its name; "auto" goes by the size of the index.
-        options: its parameters.
+        backend: the back end's name; "auto" goes by the size of the index.
+        options: the back end's parameters.
     """
 
     backend: str = "auto"
@@ -58,14 +58,13 @@ class Wanted:
         return None if count < LEAST else (name, dict(self.options))
 
     def text(self) -> str:
-        """Return it as the record keeps it."""
-        return json.dumps({"backend": self.backend, "options": dict(self.options)})
+        """Return the text that the record keeps."""
+        return json.dumps(self.__dict__)
 
     @staticmethod
     def parse(text: str) -> Wanted:
         """Return what `text` gave."""
-        found = json.loads(text)
-        return Wanted(found["backend"], found["options"])
+        return Wanted(**json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,9 @@ class Structure:
     """What the record says of a structure.
 
     Attributes:
-        backend: its name.
-        options: its parameters.
-        rows: how many rows of the file it covers.
+        backend: the back end's name.
+        options: the back end's parameters.
+        rows: how many rows of the file of vectors it covers.
         files: name and SHA-256 of a file for each sub-space.
     """
 
@@ -89,9 +88,9 @@ class Structure:
         """Return what a column of the record holds."""
         if text is None:
             return None
-        found = json.loads(text)
-        files = tuple((name, sum_) for name, sum_ in found["files"])
-        return Structure(found["backend"], found["options"], found["rows"], files)
+        fields = json.loads(text)
+        files = tuple((name, checksum) for name, checksum in fields.pop("files"))
+        return Structure(**fields, files=files)
 
     def text(self) -> str:
         """Return what the column is to hold."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import RetrievalError, StoreError
-from retrieval.serving.index.contract import checked_search, checked_selection
+from retrieval.serving.index.contract import checked_search
 from retrieval.serving.store.arrays import Array, Sums, file_of
 from retrieval.serving.store.items import FEATURES, VECTOR, Floats, Generation
 from retrieval.serving.store.record import Record, ask, value
@@ -214,7 +214,7 @@ def _proposed(
         there = int(np.count_nonzero(keep))
         if there <= max(_MOST, _RARE * size) or not backend.selective:
             return None
-        rows = checked_selection(backend, name, np.ascontiguousarray(queries), wanted, keep)
+        rows = checked_search(backend, name, queries, wanted, size, keep)
         return rows if (rows >= 0).sum(axis=1).min() >= min(count, there) else None
     wanted += _MARGIN
     while wanted <= min(_MOST, size):
