@@ -10,7 +10,7 @@ import torch
 from retrieval.evaluation import ranking
 from retrieval.evaluation.matching import Matching
 from retrieval.evaluation.neighbors import exact_neighbors
-from retrieval.evaluation.ranking import Ranking, _true_places
+from retrieval.evaluation.ranking import Ranking
 from sklearn.datasets import load_digits
 
 GENERATOR = np.random.default_rng(0)
@@ -173,10 +173,3 @@ def test_a_ranking_decides_where_it_can_and_full_search_elsewhere(monkeypatch):
     every = np.arange(len(codes)), np.full(len(codes), 9)
     list(Matching(codes, labels, None, labels, distance=torch.cdist)(*every))
     assert searched == [len(codes)]
-
-
-def test_places_of_a_mask_of_any_length():
-    for size in (1, 7, 8, 9, 64, 1001):
-        mask = np.full(-(-size // 8) * 8, True)
-        mask[:size] = GENERATOR.random(size) < 0.1
-        assert np.array_equal(_true_places(mask, size), np.flatnonzero(mask[:size]))
