@@ -67,17 +67,16 @@ class Protocol:
         """The keys of `[evaluate]` that are set."""
         return [key for key in KEYS if getattr(self.run.recipe.evaluate, key) not in (None, [], False)]
 
-    def refuse(self, ray: str | None, bundle: Any) -> None:
-        """Refuse to be measured on a cluster, or of a bundle, where a key is set that neither knows.
+    def refuse_bundle(self) -> None:
+        """Refuse to measure a bundle where a key is set that its search does not know.
 
         Raises:
-            DataError: one is.
+            DataError: a key is set.
         """
-        if self.said and (ray is not None or bundle is not None):
-            where, option = ("a cluster", "--ray") if ray is not None else ("a bundle", "--bundle")
+        if self.said:
             raise DataError(
-                f"[evaluate] {', '.join(self.said)}: {where} measures no such figures. "
-                f"Leave out {option}, or --set the key to its default."
+                f"[evaluate] {', '.join(self.said)}: a bundle measures no such figures. "
+                "Leave out --bundle, or --set the key to its default."
             )
 
     def measure(

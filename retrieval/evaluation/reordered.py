@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.errors import DataError
-from retrieval.evaluation.exclusion import Hidden
-from retrieval.evaluation.neighbors import Codes, DistanceBlock, exact_neighbors
-from retrieval.evaluation.visible import visible_neighbors
+from retrieval.evaluation.exclusion import Hidden, Search
+from retrieval.evaluation.neighbors import Codes, DistanceBlock
 
 Floats = NDArray[np.float64]
 MOST = 50_000
@@ -80,10 +79,7 @@ def expanded(
 def _mean(
     codes: Floats, gallery: Floats, k: int, alpha: float, itself: bool, hidden: Hidden | None = None
 ) -> Floats:
-    if hidden is None:
-        rows, _ = exact_neighbors(codes, gallery, k, exclude=np.arange(len(codes)) if itself else None)
-    else:
-        rows, _ = visible_neighbors(codes, None if itself else gallery, k, hidden)
+    rows, _ = Search(codes, None if itself else gallery, hidden).nearest(k)
     length = np.linalg.norm(codes, axis=1, keepdims=True)
     unit = codes / np.where(length == 0, 1, length)
     total = unit.copy()
@@ -122,7 +118,8 @@ def reranked(
     if len(every) > MOST:
         raise DataError(f"[evaluate] rerank: there are {len(every):,} queries and gallery items; {MOST:,} can be re-ranked.")  # fmt: skip
     k1, k2 = min(k1, len(every) - 1), min(k2, len(every))
-    near = _nearest_first(every, k1)
+    others, _ = Search(every, None).nearest(k1)
+    near = np.concatenate([np.arange(len(every))[:, None], others], axis=1)  # first each item itself
     codes = torch.from_numpy(every)
     largest = np.array([float(_squared(part, codes).max()) for part in codes[:, None]])
     encoded = _encoded(every, near, largest, k1)
@@ -145,12 +142,6 @@ def reranked(
         return torch.from_numpy(jaccard * (1 - weight) + own * weight)
 
     return _reordered(len(ours), None if gallery is None else len(every) - start, distance)
-
-
-def _nearest_first(every: Floats, k: int) -> NDArray[np.int64]:
-    """Return each item itself, then its k nearest others (N, k + 1)."""
-    rows, _ = exact_neighbors(every, every, k, exclude=np.arange(len(every)))
-    return np.concatenate([np.arange(len(every))[:, None], rows], axis=1)
 
 
 def _encoded(every: Floats, near: NDArray[np.int64], largest: Floats, k1: int) -> Any:

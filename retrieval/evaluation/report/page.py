@@ -13,6 +13,7 @@ import numpy as np
 from retrieval.evaluation.report import pictures
 from retrieval.evaluation.report.measured import Measured, confusions, hardest, suspects, thresholds
 from retrieval.evaluation.report.pictures import Thumbnails, drawing
+from retrieval.evaluation.verification import roc_curve
 
 NAMES = {"map_at_r": "MAP@R", "r_precision": "R-precision"}
 LEFT_OUT = ("by", "open_set", "rerank", "expand", "augment", "latency")
@@ -110,7 +111,7 @@ def section(
         name: what it is called.
         number: which run it is, from 0.
         thumbnails: gives pictures of its items.
-        method: of the map: "tsne", "umap" or "pca"; None for no map.
+        method: of the map: "tsne" or "pca"; None for no map.
         panels: further drawings by title.
     """
     asked = f"{len(found.query):,} queries" + (
@@ -243,8 +244,6 @@ def _distances(found: Measured) -> list[str]:
     parts.append(drawing(pictures.rates(found), "False accept rate and false reject rate by threshold"))
     rows = [[name, f"{at:.4g}", f"{100 * far:.2f} %", f"{100 * frr:.2f} %"] for name, at, far, frr in points]
     parts += ["</div>", table("Thresholds", ["operating point", "threshold", "FAR", "FRR"], rows)]
-    from retrieval.evaluation.verification import roc_curve
-
     roc = roc_curve(pairs.distance, pairs.same)
     some = np.unique(np.linspace(1, len(roc.far) - 1, 200).round().astype(int))
     curve = {
