@@ -11,7 +11,7 @@ import pytest
 from retrieval.errors import DataError, PluginError
 from retrieval.evaluation.evaluate_run import evaluate_run
 from retrieval.evaluation.report import measured, write
-from retrieval.evaluation.report.page import section
+from retrieval.evaluation.report.page import Section, page
 from retrieval.evaluation.report.pictures import SIDE, Thumbnails
 from retrieval.recipe.evaluate import Evaluate
 from retrieval.recipe.read import check_recipe
@@ -283,7 +283,7 @@ def test_the_protocols_figures_are_those_of_evaluate(
     assert ("ndcg_at_8" in seen.intervals) == graded
     for name in NAMES[: None if graded else -1]:
         assert seen.intervals[name][0] == pytest.approx(theirs[name], abs=1e-9), name
-    text = section(seen, "run", 0, Thumbnails(run.dataset, 0), None, {})
+    text = page([Section("run", seen, Thumbnails(run.dataset, 0), None, {})])
     assert sentence in text
     if given.get("gallery_items") == 2:
         assert seen.rounds == 3 and seen.gallery == 2 * 5 and len(seen.query) == 100 - 10

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -48,9 +47,8 @@ class Thumbnails:
             return ""
         image.thumbnail((SIDE, SIDE))
         out = io.BytesIO()
-        small = max(image.size) <= 32
-        image.save(out, "PNG" if small else "JPEG", **({} if small else {"quality": 75}))
-        kind = "png" if small else "jpeg"
+        kind = "png" if max(image.size) <= 32 else "jpeg"
+        image.save(out, kind, **({} if kind == "png" else {"quality": 75}))
         self._made[item] = f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
         return self._made[item]
 
@@ -65,21 +63,18 @@ def svg(figure: Any) -> bytes:
     return out.getvalue()
 
 
-def drawing(picture: bytes, says: str) -> str:
-    """Return a drawing as an element of the page: an SVG or PNG, and what it shows in words."""
+def data_uri(picture: bytes) -> str:
+    """Return an SVG or PNG as a data URI."""
     kind = "png" if picture.startswith(b"\x89PNG") else "svg+xml"
-    data = base64.b64encode(picture).decode()
-    return (
-        f'<img class="drawing" alt="{html.escape(says, quote=True)}" src="data:image/{kind};base64,{data}">'
-    )
+    return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
-def recalls(every: Sequence[Measured], names: Sequence[str]) -> bytes:
-    """Draw Recall@K of runs, with intervals."""
+def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> bytes:
+    """Draw Recall@K of runs by name, with intervals."""
     figure = Picture(5.6, 3.2)
     axis = figure.subplots()
-    for place, (found, name) in enumerate(zip(every, names, strict=True)):
-        means = np.array([found.intervals[f"recall_at_{k}"] for k in RECALLS])
+    for place, (name, intervals) in enumerate(runs.items()):
+        means = np.array([intervals[f"recall_at_{k}"] for k in RECALLS])
         around = np.maximum(np.abs(means[:, 1:] - means[:, :1]).T, 0)
         x = np.arange(len(RECALLS)) + 0.04 * place
         axis.errorbar(x, means[:, 0], around, marker="osD^v"[place % 5], capsize=3, label=name)

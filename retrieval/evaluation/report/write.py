@@ -7,8 +7,8 @@ from pathlib import Path
 
 from retrieval.errors import DataError, PluginError, RetrievalError, listed
 from retrieval.evaluation.plot import curves
-from retrieval.evaluation.report.measured import Measured, measure
-from retrieval.evaluation.report.page import page, section
+from retrieval.evaluation.report.measured import measure
+from retrieval.evaluation.report.page import Section, page
 from retrieval.evaluation.report.pictures import Thumbnails, svg
 from retrieval.host.files import write_text
 from retrieval.run.open import Run, load_run
@@ -66,20 +66,15 @@ def report(
             f"{target} is a folder, and a report is a file: give --output a name such as {target / 'report.html'}."
         )
     opened = _opened(runs)
-    every: list[Measured] = []
-    sections: list[str] = []
-    names = _names(runs)
+    method = None if map == "none" else map
+    sections: list[Section] = []
     with Meter("reporting", len(opened), "runs") as meter:
-        for number, (run, name) in enumerate(zip(opened, names, strict=True)):
-            found = measure(run, queries, sample)
+        for run, name in zip(opened, _names(runs), strict=True):
             pictures = Thumbnails(run.dataset, thumbnails // len(opened))
-            sections.append(
-                section(found, name, number, pictures, None if map == "none" else map, panels(run))
-            )
-            every.append(found)
+            sections.append(Section(name, measure(run, queries, sample), pictures, method, panels(run)))
             meter.update()
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_text(target, page(every, names, sections), DataError)
+    write_text(target, page(sections), DataError)
     return target
 
 
