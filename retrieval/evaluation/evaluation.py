@@ -26,6 +26,7 @@ from retrieval.serving.progress import Meter, Progress, shown
 if TYPE_CHECKING:
     from retrieval.model.contracts import Metric
 
+_TITLES = {"map_at_r": "MAP@R", "r_precision": "R-precision", "nmi": "NMI", "f1": "F1"}
 DEFAULT_METRICS = ("recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r")
 
 
@@ -169,6 +170,14 @@ def relevant_items(
 def means(values: Mapping[str, NDArray[np.float64]], asked: NDArray[np.int64]) -> dict[str, float]:
     """Return the means over some queries, ascending: a mean's rounding depends on the order."""
     return {name: float(each[asked].mean()) if len(asked) else float("nan") for name, each in values.items()}
+
+
+def metric_title(metric: str) -> str:
+    """Return a metric as a table's head has it: `recall_at_1` is Recall@1."""
+    for prefix, title in (("recall_at_", "Recall@"), ("ndcg_at_", "nDCG@")):
+        if metric.startswith(prefix) and metric.removeprefix(prefix).isdigit():
+            return title + metric.removeprefix(prefix)
+    return _TITLES.get(metric, metric)
 
 
 def grid(figures: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -49,14 +49,21 @@ class Exclusion:
         ):
             if len(values) != count:
                 raise DataError(f"There are {count:,} {what} and {len(values):,} values to exclude by.")
-        numbers: dict[Any, int] = {}
-        groups = [
-            np.array(
-                [none if is_missing(v) or v == "" else numbers.setdefault(v, len(numbers)) for v in values], np.int64
-            )
-            for values, none in ((ours, -1), (theirs, -2))
-        ]  # fmt: skip
+        groups = group_numbers(ours, theirs)
         return Hidden(groups[0], groups[1], query_class, item_class, self.same_label, itself)
+
+
+def group_numbers(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[Ints, Ints]:
+    """Return numbers that are equal where values are; a missing value and "" equal nothing."""
+    known: dict[Any, int] = {}
+
+    def numbered(values: Sequence[Any], missing: int) -> Ints:
+        return np.array(
+            [missing if is_missing(v) or v == "" else known.setdefault(v, len(known)) for v in values],
+            np.int64,
+        )
+
+    return numbered(ours, -1), numbered(theirs, -2)
 
 
 @dataclass(frozen=True)

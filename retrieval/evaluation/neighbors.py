@@ -152,7 +152,7 @@ class Neighbors:
                 f"The queries have {codes.shape[1]} columns, the gallery {self.width}: "
                 "they must be codes of one model."
             )
-        left_out = _checked_exclude(exclude, len(codes), self.size)
+        left_out = None if exclude is None else np.asarray(exclude, np.int64)
         if not len(codes):
             return np.empty((0, k), dtype=np.int64), np.empty((0, k), dtype=np.float32)
         with torch.no_grad():
@@ -366,20 +366,3 @@ def rows_of(codes: Codes, rows: NDArray[np.int64]) -> Codes:
     if isinstance(codes, Tensor):
         return codes[torch.from_numpy(rows).to(codes.device)]
     return np.asarray(codes)[rows]
-
-
-def _checked_exclude(
-    exclude: NDArray[np.integer[Any]] | None, rows: int, size: int
-) -> NDArray[np.int64] | None:
-    if exclude is None:
-        return None
-    out = np.asarray(exclude)
-    if out.shape != (rows,) or out.dtype.kind not in "iu":
-        raise DataError(
-            f"exclude has shape {out.shape} and type {out.dtype}: it must be one gallery row a query, ({rows},)."
-        )
-    if rows and (out.min() < -1 or out.max() >= size):
-        raise DataError(
-            f"exclude names gallery rows {out.min()} to {out.max()}; there are 0 to {size - 1}, and -1 for none."
-        )
-    return out.astype(np.int64)

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
-from retrieval.evaluation.exclusion import Search
-from retrieval.model.labels import is_missing
+from retrieval.evaluation.exclusion import Search, group_numbers
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Metric
@@ -51,8 +50,11 @@ class Levels:
     ) -> None:
         theirs = query if gallery is None else gallery
         if len(query) != len(theirs) or not query:
-            raise DataError(f"The queries have {len(query)} levels, and the gallery {len(theirs)}: they must have the same, one at least.")  # fmt: skip
-        self._levels = [_numbers(a, b) for a, b in zip(query, theirs, strict=True)]
+            raise DataError(
+                f"The queries have {len(query)} levels, and the gallery {len(theirs)}: "
+                "they must have the same, one at least."
+            )
+        self._levels = [group_numbers(a, b) for a, b in zip(query, theirs, strict=True)]
         self.match = float(len(query))
         self.sizes = len(query[0]), len(theirs[0])
 
@@ -115,16 +117,6 @@ def _checked_tags(items: Sequence[Sequence[str]], what: str) -> Sequence[Sequenc
                 f"The {what} labels in row {row} are {tags!r}: give each item a list of text, empty where it has none."
             )
     return items
-
-
-def _numbers(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[Ints, Ints]:
-    """Return numbers that are equal where values are; a missing value and "" equal nothing."""
-    known: dict[Any, int] = {}
-
-    def numbered(values: Sequence[Any], none: int) -> Ints:
-        return np.array([none if is_missing(v) or v == "" else known.setdefault(v, len(known)) for v in values], np.int64)  # fmt: skip
-
-    return numbered(ours, -1), numbered(theirs, -2)
 
 
 def graded_values(

@@ -5,8 +5,7 @@ Each is a distance between *places* of queries and gallery items, so that figure
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,15 +21,8 @@ MOST = 50_000
 """Queries and gallery items that are re-ranked: what is nearest to each of them is held in memory."""
 
 
-@dataclass(frozen=True)
-class Reordered:
-    """What `evaluate` takes in the places of codes and distance.
-
-    Attributes:
-        query: (Q, 1) places of the queries.
-        gallery: (N, 1) places of the gallery's items, None where the queries are the gallery.
-        distance: between places.
-    """
+class Reordered(NamedTuple):
+    """What `evaluate` takes instead of codes and distance: places (Q, 1) and (N, 1), and a distance between places."""
 
     query: Floats
     gallery: Floats | None
@@ -59,8 +51,8 @@ def expanded(
         k: neighbours.
         alpha: α.
         queries: whether queries are changed; else the gallery's items.
-        hidden: which items are hidden from which queries: a query is expanded with none of those. The gallery's items are every query's, and
-            are augmented with all of it.
+        hidden: which items are hidden from which queries: a query is expanded with none of those.
+            The gallery's items are every query's, and are augmented with all of it.
     """
     ours = _array(query)
     theirs = ours if gallery is None else _array(gallery)
@@ -188,7 +180,8 @@ def _squared(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _reordered(queries: int, items: int | None, distance: DistanceBlock) -> Reordered:
-    return Reordered(np.arange(queries, dtype=np.float64)[:, None], None if items is None else np.arange(items, dtype=np.float64)[:, None], distance)  # fmt: skip
+    gallery = None if items is None else np.arange(items, dtype=np.float64)[:, None]
+    return Reordered(np.arange(queries, dtype=np.float64)[:, None], gallery, distance)
 
 
 def _places(codes: Tensor) -> Tensor:

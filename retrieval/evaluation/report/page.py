@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
+from retrieval.evaluation.evaluation import metric_title
 from retrieval.evaluation.report import pictures
 from retrieval.evaluation.report.measured import Measured, confusions, hardest, suspects, thresholds
 from retrieval.evaluation.report.pictures import Thumbnails
 from retrieval.evaluation.verification import roc_curve
 
-NAMES = {"map_at_r": "MAP@R", "r_precision": "R-precision"}
 LEFT_OUT = ("by", "open_set", "rerank", "expand", "augment", "latency")
 """Keys of `[evaluate]` that a report does not read."""
 SHEET = 6
@@ -122,17 +122,12 @@ def page(sections: Sequence[Section]) -> str:
     ]
     return environment.from_string(template).render(
         runs=sections,
-        head=["run", *map(_title, figures)],
+        head=["run", *map(metric_title, figures)],
         rows=rows,
         recalls=pictures.recalls({section.name: section.measured.intervals for section in sections}),
         style=style,
         script=script,
     )
-
-
-def _title(figure: str) -> str:
-    """Return what a metric is called: `recall_at_1` is Recall@1."""
-    return NAMES.get(figure, figure.replace("recall_at_", "Recall@").replace("ndcg_at_", "nDCG@"))
 
 
 def _interval(interval: tuple[float, float, float] | None) -> str:
