@@ -6,18 +6,19 @@ It is left out of every mean and counted in `Evaluation.singletons`; it stays in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
 from retrieval.evaluation.clusters import cluster_figures
 from retrieval.evaluation.exclusion import Exclusion, Search
-from retrieval.evaluation.matching import matching
-from retrieval.evaluation.neighbors import Codes, DistanceBlock
+from retrieval.evaluation.neighbors import Codes, DistanceBlock, as_tensor
+from retrieval.evaluation.ranking import Ranking
 from retrieval.evaluation.relevance import Relevance, depth_of, graded_values
 from retrieval.model.built_in import metric
 from retrieval.model.labels import read_labels, read_values
@@ -25,6 +26,8 @@ from retrieval.serving.progress import Meter, Progress, shown
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Metric
+
+Ints = NDArray[np.int64]
 
 _TITLES = {"map_at_r": "MAP@R", "r_precision": "R-precision", "nmi": "NMI", "f1": "F1"}
 DEFAULT_METRICS = ("recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r")
@@ -136,10 +139,10 @@ def evaluate(
 
 def _matched(
     search: Search,
-    query_class: NDArray[np.int64],
-    item_class: NDArray[np.int64],
+    query_class: Ints,
+    item_class: Ints,
     chosen: Mapping[str, Metric],
-) -> tuple[dict[str, NDArray[np.float64]], NDArray[np.int64]]:
+) -> tuple[dict[str, NDArray[np.float64]], Ints]:
     """Return each metric's values of the queries (Q,), and which queries have one, ascending."""
     relevant = relevant_items(search, query_class, item_class)
     asked = np.flatnonzero(relevant > 0)
@@ -158,16 +161,52 @@ def _matched(
     return values, asked
 
 
-def relevant_items(
-    search: Search, query_class: NDArray[np.int64], item_class: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def matching(
+    search: Search, query_class: Ints, item_class: Ints, asked: Ints, depths: Ints
+) -> Iterator[tuple[Ints, NDArray[np.bool_]]]:
+    """Yield queries (B,) and matches (B, k): whether the item at a rank has the query's label.
+
+    k is at least the depth of each query of the block.
+
+    Args:
+        search: the queries and what is searched.
+        query_class: (Q,) class numbers.
+        item_class: (N,) class numbers.
+        asked: (A,) rows of the queries, in order of depth.
+        depths: (A,) how many ranks each wants, ascending.
+    """
+    ranked = Ranking.serves(len(item_class), depths) if _only_distance(search) else 0
+    left = [np.arange(ranked, len(asked))]
+    if ranked:
+        codes = as_tensor(search.queries, "gallery").cpu()
+        if codes.dtype != torch.float64:
+            codes = codes.float()  # exactly, of half precision
+        place = np.empty(len(query_class), np.int64)
+        place[asked] = np.arange(len(asked))
+        for rows, matches, failed in Ranking(codes.numpy(), item_class, asked[:ranked], depths[:ranked]):
+            yield rows[~failed], matches[~failed]
+            left.append(place[rows[failed]])
+    rest = np.sort(np.concatenate(left))
+    if len(rest):
+        for rows, items, _ in search.blocks(asked[rest], depths[rest]):
+            yield rows, (item_class[items] == query_class[rows, None]) & (items >= 0)
+
+
+def _only_distance(search: Search) -> bool:
+    """Return whether items are searched for one another on a CPU, by Euclidean distance alone."""
+    on_cpu = search.device == "cpu" or (search.device == "auto" and not torch.cuda.is_available())
+    plain = search.gallery is None and search.distance is None and search.hidden is None
+    return on_cpu and plain and search.block is None
+
+
+def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:
     """Return how many items of its class each query may see (Q,)."""
     counts = np.bincount(item_class, minlength=int(query_class.max(initial=-1)) + 1)[query_class]
     left_out = int(search.gallery is None) if search.hidden is None else search.hidden.matching()
     return np.asarray(counts - left_out)
 
 
-def means(values: Mapping[str, NDArray[np.float64]], asked: NDArray[np.int64]) -> dict[str, float]:
+def means(values: Mapping[str, NDArray[np.float64]], asked: Ints) -> dict[str, float]:
     """Return the means over some queries, ascending: a mean's rounding depends on the order."""
     return {name: float(each[asked].mean()) if len(asked) else float("nan") for name, each in values.items()}
 
@@ -200,7 +239,7 @@ def class_numbers(
     queries: int,
     gallery_labels: Sequence[Any] | NDArray[Any] | None,
     items: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[Ints, Ints]:
     """Return class numbers from 0 of the queries and of the gallery, equal exactly where the labels are.
 
     Raises:

@@ -158,9 +158,9 @@ class Search:
             if hidden is not None:
                 seen = hidden.visible(rows, items)
                 first = np.argsort(~seen, axis=1, kind="stable")[:, : int(depths[part].max())]
-                seen, items, distances = (
-                    np.take_along_axis(table, first, 1) for table in (seen, items, distances)
-                )
+                seen = np.take_along_axis(seen, first, 1)
+                items = np.take_along_axis(items, first, 1)
+                distances = np.take_along_axis(distances, first, 1)
                 items[~seen], distances[~seen] = -1, np.inf
             yield rows, items, distances
             done += len(rows)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from retrieval.evaluation import ranking
+from retrieval.evaluation.evaluation import matching
 from retrieval.evaluation.exclusion import Search
-from retrieval.evaluation.matching import matching
 from retrieval.evaluation.neighbors import exact_neighbors
 from retrieval.evaluation.ranking import Ranking
 from sklearn.datasets import load_digits
