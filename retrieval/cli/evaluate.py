@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 @click.option(
     "--baseline",
     is_flag=True,
-    help="Also the raw inputs (pixels, or vectors), which need no training; for verification also the untrained model. Without it these figures stay as they were measured before, for the same items or pairs.",
+    help="Also the raw inputs (pixels, or vectors), which need no training; for verification also the untrained model.",
 )
 @click.option(
     "--bundle",
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 @click.option(
     "--ray",
     metavar="ADDRESS",
-    help="Search on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes.",
+    help="Of a folder of embeddings: search on a Ray cluster, HOST:PORT of its head, or auto on one of its nodes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @ALLOW_OPTION
@@ -107,7 +107,7 @@ def evaluate(
     Example:  retrieval evaluate runs/digits --protocol verification --draw 2000
     """
     if protocol == "verification":
-        searched = {"--metric": bool(metrics), "--clusters": clusters, "--ray": ray is not None}
+        searched = {"--metric": bool(metrics), "--clusters": clusters}
         _refuse(protocol, "retrieval", searched)
     else:
         given = {"--pairs": pairs, "--draw": draw, "--folds": folds, "--seed": seed}
@@ -132,6 +132,8 @@ def evaluate(
         return
     if gallery is not None:
         raise click.UsageError("--gallery belongs to a folder of embeddings; a run brings its own gallery.")
+    if ray is not None:
+        raise click.UsageError("--ray belongs to a folder of embeddings; a run is searched on this machine.")
     if protocol == "verification":
         from retrieval.evaluation.verify_run import verify_run
 
@@ -148,7 +150,6 @@ def evaluate(
             clusters=clusters,
             baseline=baseline,
             bundle=bundle,
-            ray=ray,
         )
     if as_json:
         say_json(found.as_dict())

@@ -73,31 +73,16 @@ def kmeans(codes: NDArray[Any] | Tensor, count: int, *, seed: int = 0) -> NDArra
 
 def nmi(clusters: NDArray[Any], classes: NDArray[Any]) -> float:
     """Return 2 I(Ω; C) / (H(Ω) + H(C)); 1 where both have but one part."""
-    both, ours, theirs = _counts(clusters, classes)
-    total = len(clusters)
-    entropy = [_entropy(part / total) for part in (both, ours, theirs)]
-    information = entropy[1] + entropy[2] - entropy[0]
-    mean = (entropy[1] + entropy[2]) / 2
-    return 1.0 if mean == 0 else min(1.0, max(0.0, float(information / mean)))
+    from sklearn.metrics import normalized_mutual_info_score
+
+    return float(normalized_mutual_info_score(classes, clusters, average_method="arithmetic"))
 
 
 def pair_f1(clusters: NDArray[Any], classes: NDArray[Any]) -> float:
     """Return the F1 of pairs; 1 where neither partition puts any two items together."""
-    both, ours, theirs = (int((part * (part - 1) // 2).sum()) for part in _counts(clusters, classes))
-    # 2 P R / (P + R) with P = both / ours and R = both / theirs.
-    return 1.0 if ours + theirs == 0 else 2 * both / (ours + theirs)
+    from sklearn.metrics import pair_confusion_matrix
 
-
-def _counts(
-    clusters: NDArray[Any], classes: NDArray[Any]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sizes of the cells of the contingency table that are not empty, of the clusters, and of the classes."""
-    cluster = np.unique(clusters, return_inverse=True)[1].astype(np.int64)
-    number = np.unique(classes, return_inverse=True)[1].astype(np.int64)
-    cells = np.unique(cluster * (int(number.max()) + 1) + number, return_counts=True)[1]
-    return cells.astype(np.int64), np.bincount(cluster), np.bincount(number)
-
-
-def _entropy(shares: NDArray[np.float64]) -> float:
-    """Return −Σ p ln p of shares above 0."""
-    return float(-(shares * np.log(shares)).sum())
+    (_, only_clusters), (only_classes, both) = pair_confusion_matrix(classes, clusters).tolist()
+    # 2 P R / (P + R) with P = both / (both + only_clusters) and R = both / (both + only_classes)
+    pairs = 2 * both + only_clusters + only_classes
+    return 2 * both / pairs if pairs else 1.0

@@ -204,15 +204,6 @@ def _same(labels: Items, count: int, random: np.random.Generator) -> Items:
 def _different(labels: Items, count: int, random: np.random.Generator) -> Items:
     """Return `count` pairs of rows (count, 2) of two classes, no two of them the same pair."""
     size = len(labels)
-    if 2 * count >= _different_capacity(labels):  # at most twice as many as wanted: list them all
-        rows = [
-            np.stack([np.full(size - i - 1, i), np.arange(i + 1, size)], axis=1)[labels[i + 1 :] != labels[i]]
-            for i in range(size)
-        ]
-        every = np.concatenate(rows)
-        chosen = every[random.choice(len(every), count, replace=False)]
-        flip = random.random(count) < 0.5
-        return np.where(flip[:, None], chosen[:, ::-1], chosen).astype(np.int64)
     kept = np.empty((0, 2), np.int64)
     for proposed in _proposals(labels, count, random):
         both = np.concatenate([kept, proposed])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,24 +14,27 @@ from numpy.typing import NDArray
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import Evaluation
-from retrieval.evaluation.pairwise import evaluate_on_ray
+from retrieval.evaluation.evaluation import Evaluation, grid
+from retrieval.evaluation.neighbors import exact_neighbors
 from retrieval.evaluation.protocol import Measured, Protocol
-from retrieval.evaluation.served import nearest_in_each, served_neighbors
-from retrieval.evaluation.table import grid
 from retrieval.host.values import toml_value
 from retrieval.model.built_in import metric
+from retrieval.model.products import CheckedMetric
 from retrieval.run.codes import ItemCodes
 from retrieval.run.folder import write_json
 from retrieval.run.open import Run, load_run
 from retrieval.serving.files.places import StrPath
+from retrieval.serving.merging import merged, spans_of
 from retrieval.serving.progress import Progress, shown
 
 if TYPE_CHECKING:
     from retrieval.host.plugins import Plugins
     from retrieval.model.contracts import Metric
     from retrieval.serving.bundle import Bundle
-from retrieval.model.products import CheckedMetric
+    from retrieval.serving.manifest import Manifest, SubspaceEntry
+
+Floats = NDArray[np.floating[Any]]
+Rows = NDArray[np.int64]
 
 OVERLAP_AT = 10
 OVERLAP_QUERIES = 1000
@@ -164,7 +166,6 @@ def evaluate_run(
     clusters: bool = False,
     baseline: bool = False,
     bundle: StrPath | None = None,
-    ray: str | None = None,
     progress: Progress = True,
 ) -> RunEvaluation:
     """Evaluate a run's model, and write the figures into `evaluation-SIDE.json` in its folder.
@@ -174,9 +175,8 @@ def evaluate_run(
         side: "test" or "validation".
         metrics: figures as in `[evaluate] metrics`; by default the recipe's.
         clusters: also NMI and F1 of k-means clusters.
-        baseline: also the raw inputs, unit length, Euclidean; otherwise their figures are kept where they stand.
+        baseline: also the raw inputs, unit length, Euclidean.
         bundle: also a bundle's answers, searched as a server does: candidates by vector, then the rescorer if it has one.
-        ray: the address of a Ray cluster, which does the searching; the figures are the same.
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
@@ -199,73 +199,42 @@ def evaluate_run(
     model = run.model.to(device)
 
     protocol = Protocol(run, query, gallery)
-    protocol.refuse(ray, bundle)
+    if bundle is not None:
+        protocol.refuse_bundle()
     codes = ItemCodes(run, device)
+    distance = None if model.combiner is None else model.combiner.compute_mat
     rows: dict[str, Measured] = {}
 
-    def figures(name: str, ours: Any, others: Any, distance: Any = None) -> Evaluation:
-        rows.update(_rows(protocol, ray, name, ours, others, distance, metrics=chosen, clusters=clusters))
+    def measure(name: str, ours: Any, others: Any, distance: Any = None) -> Evaluation:
+        measured = protocol.measure(ours, others, distance, metrics=chosen, clusters=clusters)
+        rows.update((name + change, row) for change, row in measured)
         return rows[name].first
 
-    distance = None if model.combiner is None else model.combiner.compute_mat
-    trained = figures("trained", codes(query), None if gallery is None else codes(gallery), distance)
-    name = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
-    file = run.path / f"evaluation-{side}.json"
-    found: dict[str, dict[str, float]] = {}
+    trained = measure("trained", codes(query), None if gallery is None else codes(gallery), distance)
     if baseline:
-        raw = [
-            None if indices is None else pixels(run.dataset, indices, model) for indices in (query, gallery)
-        ]
-        figures(name, *raw)
-    elif not protocol.said and (standing := _standing(file, side, trained, name)):
-        found[name] = standing
-    found = {row: one.values for row, one in rows.items()} | found
+        raw = [None if items is None else pixels(run.dataset, items, model) for items in (query, gallery)]
+        measure("raw vectors" if run.dataset.kind == "features" else "raw pixels", *raw)
+    figures = {name: row.values for name, row in rows.items()}
     candidates = None
     if bundle is not None:
-        found["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
+        figures["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
     if device.type != "cpu":
         model.to("cpu")
     results = RunEvaluation(
-        str(run.path), side, trained.queries, trained.gallery, trained.singletons, found, candidates,
+        str(run.path), side, trained.queries, trained.gallery, trained.singletons, figures, candidates,
         {row: one.spread for row, one in rows.items() if one.spread},
         {row: one.groups for row, one in rows.items() if one.groups},
         {row: one.milliseconds for row, one in rows.items() if run.recipe.evaluate.latency},
     )  # fmt: skip
-    write_json(file, results.as_dict())
+    write_json(run.path / f"evaluation-{side}.json", results.as_dict())
     return results
-
-
-def _rows(
-    protocol: Protocol, ray: str | None, name: str, ours: Any, others: Any, distance: Any, **given: Any
-) -> dict[str, Measured]:
-    """Return a contestant's rows, measured here or on a cluster."""
-    if ray is None:
-        return {name + more: row for more, row in protocol.measure(ours, others, distance, **given)}
-    labels = protocol.run.splits.labels
-    theirs = None if protocol.gallery is None else labels[protocol.gallery]
-    found = evaluate_on_ray(
-        ray, ours, labels[protocol.query], others, gallery_labels=theirs, distance=distance, **given
-    )
-    return {name: Measured(found.values, found)}
-
-
-def _standing(file: Path, side: str, trained: Evaluation, row: str) -> dict[str, float]:
-    """Return a row that no training changes from an earlier evaluation of as many items; empty where there is none."""
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-        now = side, trained.queries, trained.gallery, trained.singletons
-        if tuple(before[key] for key in ("split", "queries", "gallery", "singletons")) == now:
-            return {str(name): float(value) for name, value in before["figures"][row].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or not one of ours
-        pass
-    return {}
 
 
 def _served(
     run: Run,
     path: StrPath,
-    query: NDArray[np.int64],
-    gallery: NDArray[np.int64] | None,
+    query: Rows,
+    gallery: Rows | None,
     metrics: dict[str, Metric],
 ) -> tuple[dict[str, float], CandidateStep | None]:
     """Return what a bundle gives, and what its candidate step costs."""
@@ -297,7 +266,7 @@ def _served(
     return figures, step
 
 
-def encoded(bundle: Bundle, run: Run, indices: NDArray[np.int64]) -> dict[str, Any]:
+def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
     """Return a bundle's "vector", "query" and "code" (None without a rescorer) of items of a run, (N, P) and (N, C)."""
     parts = [
         bundle.encode(chunk.numpy()) for chunk in inputs(run.dataset, indices, run.model.preprocessing, 256)
@@ -314,10 +283,10 @@ def _rescored(
     bundle: Bundle,
     ours: dict[str, Any],
     others: dict[str, Any],
-    exclude: NDArray[np.int64] | None,
+    exclude: Rows | None,
     k: int,
     candidates: int,
-) -> tuple[NDArray[np.int64], dict[str, float]]:
+) -> tuple[Rows, dict[str, float]]:
     """Return rows (Q, k) after rescoring the candidates, and the overlap of their first ten with the exhaustive ten.
 
     The exhaustive ranking costs as many distances as there are items: it is made for `OVERLAP_QUERIES` of the queries.
@@ -348,3 +317,49 @@ def _rescored(
             ordered = mine[np.argsort(distances[mine], kind="stable")][: len(truth)]
             kept[c] += len(np.intersect1d(ordered, truth)) / len(truth)
     return rows, {str(c): value / len(sampled) for c, value in kept.items()}
+
+
+def nearest_in_each(
+    query: Floats, vector: Floats, k: int, subspaces: Sequence[SubspaceEntry], exclude: Rows | None = None
+) -> Rows:
+    """Return each sub-space's exact k nearest rows (S, Q, k); without sub-spaces the whole vector is the one.
+
+    Args:
+        query: (Q, P) vectors that are asked with.
+        vector: (N, P) vectors that are stored.
+        k: how many; at most N, less one with `exclude`.
+        subspaces: ranges of columns.
+        exclude: (Q,) the row to leave out for each query.
+    """
+    found = [
+        exact_neighbors(query[:, span], vector[:, span], k, exclude=exclude)[0]
+        for span in spans_of(subspaces)
+    ]
+    return np.stack(found)
+
+
+def served_neighbors(
+    query: Floats, vector: Floats, k: int, manifest: Manifest, exclude: Rows | None = None
+) -> Rows:
+    """Return rows (Q, k), nearest first, as a server that is asked for k answers orders them.
+
+    With merge "score" an answer's place depends on how many are asked for, so that a figure among the first ten is here that of a
+    list of k.
+
+    Args:
+        query: see `nearest_in_each`, as the next ones.
+        vector: likewise.
+        k: likewise.
+        manifest: a bundle's, without a rescorer.
+        exclude: likewise.
+    """
+    proposed = nearest_in_each(query, vector, k, manifest.subspaces, exclude)
+    if len(proposed) == 1 and manifest.merge == "min":
+        only: Rows = proposed[0]
+        return only
+    found = np.empty(proposed.shape[1:], dtype=np.int64)
+    for number, asked in enumerate(query):
+        rows = np.unique(proposed[:, number])
+        distances = merged(asked, vector[rows], k, manifest.subspaces, manifest.merge)
+        found[number] = rows[np.argsort(distances, kind="stable")[:k]]
+    return found

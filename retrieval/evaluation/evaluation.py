@@ -6,19 +6,20 @@ It is left out of every mean and counted in `Evaluation.singletons`; it stays in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
 from retrieval.evaluation.clusters import cluster_figures
-from retrieval.evaluation.exclusion import Exclusion
-from retrieval.evaluation.matching import Matching
-from retrieval.evaluation.neighbors import Codes, DistanceBlock
-from retrieval.evaluation.relevance import Graded, Relevance
+from retrieval.evaluation.exclusion import Exclusion, Search
+from retrieval.evaluation.neighbors import Codes, DistanceBlock, as_tensor
+from retrieval.evaluation.ranking import Ranking
+from retrieval.evaluation.relevance import Relevance, depth_of, graded_values
 from retrieval.model.built_in import metric
 from retrieval.model.labels import read_labels, read_values
 from retrieval.serving.progress import Meter, Progress, shown
@@ -26,6 +27,9 @@ from retrieval.serving.progress import Meter, Progress, shown
 if TYPE_CHECKING:
     from retrieval.model.contracts import Metric
 
+Ints = NDArray[np.int64]
+
+_TITLES = {"map_at_r": "MAP@R", "r_precision": "R-precision", "nmi": "NMI", "f1": "F1"}
 DEFAULT_METRICS = ("recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r")
 
 
@@ -114,58 +118,120 @@ def evaluate(
         if len(by) != len(codes):
             raise DataError(f"There are {len(codes):,} queries and {len(by):,} values to group by.")
         by = read_values(by, "values to group by", "Leave those queries out, or give them a value.").tolist()
+    search = Search(codes, gallery, hidden, distance, block, device)
     if relevance is not None:
-        graded = Graded(codes, gallery, relevance, hidden, distance, block, device)
         with Meter("searching", len(codes), "queries") as meter:
-            values, relevant = graded.values(chosen, meter.update)
+            values, relevant = graded_values(search, relevance, chosen, meter.update)
         asked = np.flatnonzero(relevant > 0)
     else:
-        matching = Matching(codes, query_class, gallery, item_class, distance, block, device, hidden)
-        values, asked = _matched(matching, chosen)
-    means = _means(values, asked)
+        values, asked = _matched(search, query_class, item_class, chosen)
+    figures = means(values, asked)
     groups: dict[str, dict[str, float]] = {}
     if by is not None:
         texts = np.array([str(value) for value in by])
         for value in sorted(set(texts.tolist())):
             some = asked[texts[asked] == value]
-            groups[value] = {**_means(values, some), "queries": float(len(some))}
+            groups[value] = {**means(values, some), "queries": float(len(some))}
     if clusters:
-        means |= cluster_figures(codes, query_class, seed=seed)
-    return Evaluation(means, len(asked), len(searched), len(query_class) - len(asked), groups)
+        figures |= cluster_figures(codes, query_class, seed=seed)
+    return Evaluation(figures, len(asked), len(searched), len(query_class) - len(asked), groups)
 
 
 def _matched(
-    matching: Matching, chosen: Mapping[str, Metric]
-) -> tuple[dict[str, NDArray[np.float64]], NDArray[np.int64]]:
+    search: Search,
+    query_class: Ints,
+    item_class: Ints,
+    chosen: Mapping[str, Metric],
+) -> tuple[dict[str, NDArray[np.float64]], Ints]:
     """Return each metric's values of the queries (Q,), and which queries have one, ascending."""
-    itself, hidden, query_class = matching.gallery is None, matching.hidden, matching.query_class
-    counts = np.bincount(matching.item_class, minlength=int(query_class.max(initial=-1)) + 1)
-    relevant = counts[query_class] - (int(itself) if hidden is None else hidden.matching())
+    relevant = relevant_items(search, query_class, item_class)
     asked = np.flatnonzero(relevant > 0)
     values = {name: np.full(len(query_class), np.nan) for name in chosen}
     if len(asked) and chosen:
         # Queries of similar R share a block, which is searched no deeper than its largest R.
         ordered = asked[np.argsort(relevant[asked], kind="stable")]
-        depths = _depths(chosen, relevant[ordered], len(matching.item_class))
+        distinct, place = np.unique(relevant[ordered], return_inverse=True)
+        size = len(item_class)
+        depths = np.array([depth_of(chosen, int(count), size) for count in distinct])[place]
         with Meter("searching", len(asked), "queries") as meter:
-            for rows, matches in matching(ordered, depths):
+            for rows, matches in matching(search, query_class, item_class, ordered, depths):
                 for name, measure in chosen.items():
                     values[name][rows] = measure(matches, relevant[rows])
                 meter.update(len(rows))
     return values, asked
 
 
-def _means(values: Mapping[str, NDArray[np.float64]], asked: NDArray[np.int64]) -> dict[str, float]:
+def matching(
+    search: Search, query_class: Ints, item_class: Ints, asked: Ints, depths: Ints
+) -> Iterator[tuple[Ints, NDArray[np.bool_]]]:
+    """Yield queries (B,) and matches (B, k): whether the item at a rank has the query's label.
+
+    k is at least the depth of each query of the block.
+
+    Args:
+        search: the queries and what is searched.
+        query_class: (Q,) class numbers.
+        item_class: (N,) class numbers.
+        asked: (A,) rows of the queries, in order of depth.
+        depths: (A,) how many ranks each wants, ascending.
+    """
+    ranked = Ranking.serves(len(item_class), depths) if _only_distance(search) else 0
+    left = [np.arange(ranked, len(asked))]
+    if ranked:
+        codes = as_tensor(search.queries, "gallery").cpu()
+        if codes.dtype != torch.float64:
+            codes = codes.float()  # exactly, of half precision
+        place = np.empty(len(query_class), np.int64)
+        place[asked] = np.arange(len(asked))
+        for rows, matches, failed in Ranking(codes.numpy(), item_class, asked[:ranked], depths[:ranked]):
+            yield rows[~failed], matches[~failed]
+            left.append(place[rows[failed]])
+    rest = np.sort(np.concatenate(left))
+    if len(rest):
+        for rows, items, _ in search.blocks(asked[rest], depths[rest]):
+            yield rows, (item_class[items] == query_class[rows, None]) & (items >= 0)
+
+
+def _only_distance(search: Search) -> bool:
+    """Return whether items are searched for one another on a CPU, by Euclidean distance alone."""
+    on_cpu = search.device == "cpu" or (search.device == "auto" and not torch.cuda.is_available())
+    plain = search.gallery is None and search.distance is None and search.hidden is None
+    return on_cpu and plain and search.block is None
+
+
+def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:
+    """Return how many items of its class each query may see (Q,)."""
+    counts = np.bincount(item_class, minlength=int(query_class.max(initial=-1)) + 1)[query_class]
+    left_out = int(search.gallery is None) if search.hidden is None else search.hidden.matching()
+    return np.asarray(counts - left_out)
+
+
+def means(values: Mapping[str, NDArray[np.float64]], asked: Ints) -> dict[str, float]:
     """Return the means over some queries, ascending: a mean's rounding depends on the order."""
     return {name: float(each[asked].mean()) if len(asked) else float("nan") for name, each in values.items()}
 
 
-def _depths(chosen: Mapping[str, Metric], relevant: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Return how many neighbours the metrics look at (A,), of queries with so many relevant items (A,)."""
-    fixed = [size if one.depth == "all" else one.depth for one in chosen.values() if one.depth != "relevant"]
-    least = max((int(depth) for depth in fixed), default=1)
-    deep = any(one.depth == "relevant" for one in chosen.values())
-    return np.maximum(relevant, least) if deep else np.full(len(relevant), least)
+def metric_title(metric: str) -> str:
+    """Return a metric as a table's head has it: `recall_at_1` is Recall@1."""
+    for prefix, title in (("recall_at_", "Recall@"), ("ndcg_at_", "nDCG@")):
+        if metric.startswith(prefix) and metric.removeprefix(prefix).isdigit():
+            return title + metric.removeprefix(prefix)
+    return _TITLES.get(metric, metric)
+
+
+def grid(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the lines of a table: a row a metric, a column a contestant."""
+    names = list(dict.fromkeys(name for column in figures.values() for name in column))
+    width = max(map(len, names))
+    columns = {title: max(len(title), 8) for title in figures}
+    lines = [" ".join([" " * width, *(f"{title:>{w}}" for title, w in columns.items())])]
+    for name in names:
+        cells = [
+            f"{figures[title][name]:>{w}.4f}" if name in figures[title] else " " * w
+            for title, w in columns.items()
+        ]
+        lines.append(" ".join([f"{name:<{width}}", *cells]).rstrip())
+    return lines
 
 
 def class_numbers(
@@ -173,7 +239,7 @@ def class_numbers(
     queries: int,
     gallery_labels: Sequence[Any] | NDArray[Any] | None,
     items: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[Ints, Ints]:
     """Return class numbers from 0 of the queries and of the gallery, equal exactly where the labels are.
 
     Raises:

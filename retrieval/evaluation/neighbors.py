@@ -29,10 +29,10 @@ Codes = NDArray[Any] | Tensor
 DistanceBlock = Callable[[Tensor, Tensor], Tensor]
 Rows = NDArray[np.int64]
 
-_MAX_ITEMS = 2**29
-_COLUMN = _MAX_ITEMS - 1
+MOST_ITEMS = 2**29
+_COLUMN = MOST_ITEMS - 1
 """Bits of a float64 beyond the 24 of a float32: they hold the column."""
-_MAGNITUDE = 2**63 - _MAX_ITEMS
+_MAGNITUDE = 2**63 - MOST_ITEMS
 """Other bits but the sign: negative numbers compare as integers once these are inverted."""
 _BLOCK_BYTES = 128 * 2**20
 _PAIRS_PER_CALL = 2**20
@@ -114,9 +114,9 @@ class Neighbors:
         if not len(codes):
             raise DataError("The gallery is empty: there is nothing to search.")
         self.size, self.width = codes.shape
-        if self.size > _MAX_ITEMS:
+        if self.size > MOST_ITEMS:
             raise DataError(
-                f"The gallery has {self.size:,} items; exact search takes {_MAX_ITEMS:,} at most."
+                f"The gallery has {self.size:,} items; exact search takes {MOST_ITEMS:,} at most."
             )
         if device != "auto":
             self.device = torch.device(device)
@@ -152,7 +152,7 @@ class Neighbors:
                 f"The queries have {codes.shape[1]} columns, the gallery {self.width}: "
                 "they must be codes of one model."
             )
-        left_out = _checked_exclude(exclude, len(codes), self.size)
+        left_out = None if exclude is None else np.asarray(exclude, np.int64)
         if not len(codes):
             return np.empty((0, k), dtype=np.int64), np.empty((0, k), dtype=np.float32)
         with torch.no_grad():
@@ -302,18 +302,23 @@ def rounded_keys(values: Any, columns: Any) -> Any:
         columns: int64, broadcast against them.
     """
     keys = (values + 0.0).view(torch.int64 if isinstance(values, Tensor) else np.int64)  # −0 is 0
-    keys += _MAX_ITEMS // 2
+    keys += MOST_ITEMS // 2
     keys &= ~_COLUMN
     keys ^= (keys >> 63) & _MAGNITUDE
     keys |= columns
     return keys
 
 
+def key_rows(keys: Rows) -> Rows:
+    """Return the columns of `rounded_keys`."""
+    return keys & _COLUMN
+
+
 def _parts(keys: Rows) -> tuple[Rows, NDArray[np.float64]]:
     """Return the columns and rounded values that `rounded_keys` put together."""
     bits = keys & ~_COLUMN
     bits ^= (bits >> 63) & _MAGNITUDE
-    return keys & _COLUMN, bits.view(np.float64)
+    return key_rows(keys), bits.view(np.float64)
 
 
 def _pairs(mask: NDArray[np.bool_], width: int) -> Any:
@@ -361,20 +366,3 @@ def rows_of(codes: Codes, rows: NDArray[np.int64]) -> Codes:
     if isinstance(codes, Tensor):
         return codes[torch.from_numpy(rows).to(codes.device)]
     return np.asarray(codes)[rows]
-
-
-def _checked_exclude(
-    exclude: NDArray[np.integer[Any]] | None, rows: int, size: int
-) -> NDArray[np.int64] | None:
-    if exclude is None:
-        return None
-    out = np.asarray(exclude)
-    if out.shape != (rows,) or out.dtype.kind not in "iu":
-        raise DataError(
-            f"exclude has shape {out.shape} and type {out.dtype}: it must be one gallery row a query, ({rows},)."
-        )
-    if rows and (out.min() < -1 or out.max() >= size):
-        raise DataError(
-            f"exclude names gallery rows {out.min()} to {out.max()}; there are 0 to {size - 1}, and -1 for none."
-        )
-    return out.astype(np.int64)

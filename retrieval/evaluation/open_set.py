@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
-from retrieval.evaluation.exclusion import Exclusion
-from retrieval.evaluation.neighbors import Codes, DistanceBlock, exact_neighbors
-from retrieval.evaluation.visible import visible_neighbors
+from retrieval.evaluation.evaluation import relevant_items
+from retrieval.evaluation.exclusion import Exclusion, Search
+from retrieval.evaluation.neighbors import Codes, DistanceBlock
 
 FARS = (0.01, 0.1)
 
@@ -44,17 +44,10 @@ def open_set(
     Raises:
         DataError: no query is unknown, or none is known.
     """
-    itself = gallery is None
-    counts = np.bincount(item_class, minlength=int(query_class.max(initial=-1)) + 1)
-    if exclude is None:
-        rows, apart = exact_neighbors(
-            codes, codes if gallery is None else gallery, 1, exclude=np.arange(len(codes)) if itself else None, distance=distance
-        )  # fmt: skip
-        known = counts[query_class] > int(itself)
-    else:
-        hidden = exclude.hidden(query_class, item_class)
-        rows, apart = visible_neighbors(codes, gallery, 1, hidden, distance=distance)
-        known = counts[query_class] > hidden.matching()
+    hidden = None if exclude is None else exclude.hidden(query_class, item_class)
+    search = Search(codes, gallery, hidden, distance)
+    rows, apart = search.nearest(1)
+    known = relevant_items(search, query_class, item_class) > 0
     if known.all() or not known.any():
         what = (
             "unknown: each has its class in the gallery"

@@ -67,17 +67,16 @@ class Protocol:
         """The keys of `[evaluate]` that are set."""
         return [key for key in KEYS if getattr(self.run.recipe.evaluate, key) not in (None, [], False)]
 
-    def refuse(self, ray: str | None, bundle: Any) -> None:
-        """Refuse to be measured on a cluster, or of a bundle, where a key is set that neither knows.
+    def refuse_bundle(self) -> None:
+        """Refuse to measure a bundle where a key is set that its search does not know.
 
         Raises:
-            DataError: one is.
+            DataError: a key is set.
         """
-        if self.said and (ray is not None or bundle is not None):
-            where, option = ("a cluster", "--ray") if ray is not None else ("a bundle", "--bundle")
+        if self.said:
             raise DataError(
-                f"[evaluate] {', '.join(self.said)}: {where} measures no such figures. "
-                f"Leave out {option}, or --set the key to its default."
+                f"[evaluate] {', '.join(self.said)}: a bundle measures no such figures. "
+                "Leave out --bundle, or --set the key to its default."
             )
 
     def measure(
@@ -96,21 +95,17 @@ class Protocol:
         """
         table = self.run.recipe.evaluate
         further: dict[str, Callable[[Any, Any, Hidden | None], Reordered]] = {}
-        if table.rerank is not None:
-            rerank = table.rerank.model_dump()
-            further[" re-ranked"] = lambda ours, theirs, hidden: reranked(ours, theirs, **rerank)
-        if table.expand is not None:
-            expand = table.expand.model_dump()
-            further[" expanded"] = lambda ours, theirs, hidden: expanded(
-                ours, theirs, hidden=hidden, **expand
-            )
-        if table.augment is not None:
-            augment = table.augment.model_dump()
-            further[" augmented"] = lambda ours, theirs, hidden: expanded(
-                ours, theirs, queries=False, **augment
-            )
+        if (rerank := table.rerank) is not None:
+            further[" re-ranked"] = lambda a, b, hidden: reranked(a, b, **rerank.model_dump())
+        if (expand := table.expand) is not None:
+            further[" expanded"] = lambda a, b, hidden: expanded(a, b, hidden=hidden, **expand.model_dump())
+        if (augment := table.augment) is not None:
+            further[" augmented"] = lambda a, b, hidden: expanded(a, b, queries=False, **augment.model_dump())
         if distance is not None and further:
-            raise DataError("[evaluate] rerank, expand and augment go by Euclidean distance, and the [combiner] has its own. Leave them out.")  # fmt: skip
+            raise DataError(
+                "[evaluate] rerank, expand and augment go by Euclidean distance, and the [combiner] has its own. "
+                "Leave them out."
+            )
         yield "", self._row(query, gallery, distance, None, given)
         for name, change in further.items():
             yield name, self._row(query, gallery, None, change, given)
@@ -130,8 +125,7 @@ class Protocol:
             if change is not None:
                 # a search knows its query's camera, and not its label: who is hidden by both is dropped from the answers alone
                 known = None if exclude is None or exclude.same_label else exclude.hidden(*numbers)
-                reordered = change(left, right, known)
-                left, right, distance = reordered.query, reordered.gallery, reordered.distance
+                left, right, distance = change(left, right, known)
             found.append(
                 evaluate(left, labels[items], gallery=right, gallery_labels=named, distance=distance, **arguments, **given)
             )  # fmt: skip

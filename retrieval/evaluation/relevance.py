@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
-from retrieval.evaluation.exclusion import Hidden
-from retrieval.evaluation.neighbors import Codes, DistanceBlock, Neighbors, rows_of
-from retrieval.model.labels import is_missing
+from retrieval.evaluation.exclusion import Search, group_numbers
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Metric
@@ -53,8 +50,11 @@ class Levels:
     ) -> None:
         theirs = query if gallery is None else gallery
         if len(query) != len(theirs) or not query:
-            raise DataError(f"The queries have {len(query)} levels, and the gallery {len(theirs)}: they must have the same, one at least.")  # fmt: skip
-        self._levels = [_numbers(a, b) for a, b in zip(query, theirs, strict=True)]
+            raise DataError(
+                f"The queries have {len(query)} levels, and the gallery {len(theirs)}: "
+                "they must have the same, one at least."
+            )
+        self._levels = [group_numbers(a, b) for a, b in zip(query, theirs, strict=True)]
         self.match = float(len(query))
         self.sizes = len(query[0]), len(theirs[0])
 
@@ -119,102 +119,81 @@ def _checked_tags(items: Sequence[Sequence[str]], what: str) -> Sequence[Sequenc
     return items
 
 
-def _numbers(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[Ints, Ints]:
-    """Return numbers that are equal where values are; a missing value and "" equal nothing."""
-    known: dict[Any, int] = {}
+def graded_values(
+    search: Search,
+    relevance: Relevance,
+    metrics: Mapping[str, Metric],
+    progress: Callable[[int], object],
+    asked: Ints | None = None,
+) -> tuple[dict[str, NDArray[np.float64]], Ints]:
+    """Return each metric's values (Q,), NaN where nothing is relevant, and how many items are relevant (Q,).
 
-    def numbered(values: Sequence[Any], none: int) -> Ints:
-        return np.array([none if is_missing(v) or v == "" else known.setdefault(v, len(known)) for v in values], np.int64)  # fmt: skip
-
-    return numbered(ours, -1), numbered(theirs, -2)
-
-
-@dataclass(frozen=True)
-class Graded:
-    """Queries and a gallery whose figures go by grades; the attributes are those of `evaluate`.
-
-    Attributes:
-        queries: (Q, C) codes.
-        gallery: (N, C) codes; None: the queries are the gallery, each left out of its own answer.
+    Args:
+        search: the queries and what is searched.
         relevance: grades.
-        hidden: which items are hidden from which queries.
-        distance: see `exact_neighbors`, as for the rest.
-        block: queries at a time.
-        device: see `exact_neighbors`.
+        metrics: by name; with none, nothing is searched.
+        progress: receives how many queries were done.
+        asked: (A,) the queries to look at, the others having NaN and 0; None is all.
     """
+    total = len(search.queries)
+    size = total if search.gallery is None else len(search.gallery)
+    if relevance.sizes != (total, size):
+        raise DataError(
+            f"There are {total:,} queries and {size:,} gallery items, and grades of "
+            f"{relevance.sizes[0]:,} and {relevance.sizes[1]:,}."
+        )
+    values = {name: np.full(total, np.nan) for name in metrics}
+    relevant = np.zeros(total, np.int64)
+    step = search.block or max(1, min(1024, _GRADES // size))
+    every = np.arange(total) if asked is None else asked
+    for start in range(0, len(every), step):
+        rows = every[start : start + step]
+        grades, count = _visible_grades(search, relevance, rows), len(rows)
+        relevant[rows] = np.count_nonzero(grades >= relevance.match, axis=1)
+        kept = np.flatnonzero(relevant[rows] > 0)
+        if len(kept) and metrics:
+            rows, grades = rows[kept], grades[kept]
+            for name, of_rows in _graded(search, relevance, metrics, rows, grades, relevant[rows]).items():
+                values[name][rows] = of_rows
+        progress(count)
+    return values, relevant
 
-    queries: Codes
-    gallery: Codes | None
-    relevance: Relevance
-    hidden: Hidden | None = None
-    distance: DistanceBlock | None = None
-    block: int | None = None
-    device: str = "auto"
 
-    def values(
-        self, metrics: Mapping[str, Metric], told: Callable[[int], None], asked: Ints | None = None
-    ) -> tuple[dict[str, NDArray[np.float64]], Ints]:
-        """Return each metric's value of each query (Q,), NaN where nothing is relevant, and how many items are (Q,).
+def _visible_grades(search: Search, relevance: Relevance, rows: Ints) -> Grades:
+    """Return grades (B, N); −1 for what a query may not see."""
+    grades = relevance(rows)
+    if search.gallery is None:
+        grades[np.arange(len(rows)), rows] = -1
+    if search.hidden is not None:
+        every = np.broadcast_to(np.arange(grades.shape[1]), grades.shape)
+        grades[~search.hidden.visible(rows, every)] = -1
+    return grades
 
-        Args:
-            metrics: by name; with none, nothing is searched.
-            told: is told how many queries were done.
-            asked: (A,) the queries to look at, the others having NaN and 0; None is all.
-        """
-        searched = self.queries if self.gallery is None else self.gallery
-        total = len(self.queries)
-        if self.relevance.sizes != (total, len(searched)):
-            raise DataError(f"There are {total:,} queries and {len(searched):,} gallery items, and grades of {self.relevance.sizes[0]:,} and {self.relevance.sizes[1]:,}.")  # fmt: skip
-        search = Neighbors(searched, distance=self.distance, block=self.block, device=self.device)
-        values = {name: np.full(total, np.nan) for name in metrics}
-        relevant = np.zeros(total, np.int64)
-        step = self.block or max(1, min(1024, _GRADES // search.size))
-        every = np.arange(total) if asked is None else asked
-        for start in range(0, len(every), step):
-            rows = every[start : start + step]
-            grades = self._seen(rows)
-            relevant[rows] = np.count_nonzero(grades >= self.relevance.match, axis=1)
-            kept = np.flatnonzero(relevant[rows] > 0)
-            if len(kept) and metrics:
-                self._measure(search, rows[kept], grades[kept], relevant[rows[kept]], metrics, values)
-            told(len(rows))
-        return values, relevant
 
-    def _seen(self, rows: Ints) -> Grades:
-        """Return grades (B, N); −1 for what a query may not see."""
-        grades = self.relevance(rows)
-        if self.gallery is None:
-            grades[np.arange(len(rows)), rows] = -1
-        if self.hidden is not None:
-            every = np.broadcast_to(np.arange(grades.shape[1]), grades.shape)
-            grades[~self.hidden.visible(rows, every)] = -1
-        return grades
+def _graded(
+    search: Search,
+    relevance: Relevance,
+    metrics: Mapping[str, Metric],
+    rows: Ints,
+    grades: Grades,
+    relevant: Ints,
+) -> dict[str, NDArray[np.float64]]:
+    """Return the metrics' values of some queries (B,), of their grades (B, N)."""
+    depth = min(grades.shape[1], depth_of(metrics, int(relevant.max()), grades.shape[1]))
+    items = np.concatenate([near for _, near, _ in search.blocks(rows, np.full(len(rows), depth))])
+    gains = np.where(items >= 0, np.take_along_axis(grades, np.maximum(items, 0), 1), -1)
+    matches = gains >= relevance.match
+    gains = np.maximum(gains, 0).astype(np.float64)
+    ideal = -np.sort(-np.maximum(grades, 0), axis=1)[:, :depth].astype(np.float64)
+    values = {}
+    for name, metric in metrics.items():
+        graded = getattr(metric, "graded", None)
+        values[name] = metric(matches, relevant) if graded is None else graded(gains, ideal)
+    return values
 
-    def _measure(
-        self,
-        search: Neighbors,
-        rows: Ints,
-        grades: Grades,
-        relevant: Ints,
-        metrics: Mapping[str, Metric],
-        values: dict[str, NDArray[np.float64]],
-    ) -> None:
-        """Put the metrics' values of some queries in their places."""
-        wanted = {"relevant": int(relevant.max()), "all": search.size}
-        depth = max(m.depth if isinstance(m.depth, int) else wanted[m.depth] for m in metrics.values())
-        k = min(search.size, depth + int(np.count_nonzero(grades < 0, axis=1).max()))
-        found, _ = search(rows_of(self.queries, rows), k, rows if self.gallery is None else None)
-        gains = np.take_along_axis(grades, np.maximum(found, 0), 1)
-        gains[found < 0] = -1
-        gains = np.take_along_axis(gains, np.argsort(gains < 0, axis=1, kind="stable")[:, :depth], 1)
-        matches = gains >= self.relevance.match
-        gains = np.maximum(gains, 0).astype(np.float64)
-        ideal: NDArray[np.float64] | None = None
-        for name, metric in metrics.items():
-            graded = getattr(metric, "graded", None)
-            if graded is None:
-                values[name][rows] = metric(matches, relevant)
-            else:
-                if ideal is None:
-                    ideal = -np.sort(-np.maximum(grades, 0), axis=1)[:, :depth].astype(np.float64)
-                values[name][rows] = graded(gains, ideal)
+
+def depth_of(chosen: Mapping[str, Metric], relevant: int, size: int) -> int:
+    """Return how many neighbours the metrics look at, of so many relevant ones and so many items."""
+    depths = {"relevant": relevant, "all": size}
+    wanted = (one.depth if isinstance(one.depth, int) else depths[one.depth] for one in chosen.values())
+    return max(wanted, default=1)

@@ -5,8 +5,7 @@ Each is a distance between *places* of queries and gallery items, so that figure
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,24 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.errors import DataError
-from retrieval.evaluation.exclusion import Hidden
-from retrieval.evaluation.neighbors import Codes, DistanceBlock, exact_neighbors
-from retrieval.evaluation.visible import visible_neighbors
+from retrieval.evaluation.exclusion import Hidden, Search
+from retrieval.evaluation.neighbors import Codes, DistanceBlock
 
 Floats = NDArray[np.float64]
 MOST = 50_000
 """Queries and gallery items that are re-ranked: what is nearest to each of them is held in memory."""
 
 
-@dataclass(frozen=True)
-class Reordered:
-    """What `evaluate` takes in the places of codes and distance.
-
-    Attributes:
-        query: (Q, 1) places of the queries.
-        gallery: (N, 1) places of the gallery's items, None where the queries are the gallery.
-        distance: between places.
-    """
+class Reordered(NamedTuple):
+    """What `evaluate` takes instead of codes and distance: places (Q, 1) and (N, 1), and a distance between places."""
 
     query: Floats
     gallery: Floats | None
@@ -60,8 +51,8 @@ def expanded(
         k: neighbours.
         alpha: α.
         queries: whether queries are changed; else the gallery's items.
-        hidden: which items are hidden from which queries: a query is expanded with none of those. The gallery's items are every query's, and
-            are augmented with all of it.
+        hidden: which items are hidden from which queries: a query is expanded with none of those.
+            The gallery's items are every query's, and are augmented with all of it.
     """
     ours = _array(query)
     theirs = ours if gallery is None else _array(gallery)
@@ -80,10 +71,7 @@ def expanded(
 def _mean(
     codes: Floats, gallery: Floats, k: int, alpha: float, itself: bool, hidden: Hidden | None = None
 ) -> Floats:
-    if hidden is None:
-        rows, _ = exact_neighbors(codes, gallery, k, exclude=np.arange(len(codes)) if itself else None)
-    else:
-        rows, _ = visible_neighbors(codes, None if itself else gallery, k, hidden)
+    rows, _ = Search(codes, None if itself else gallery, hidden).nearest(k)
     length = np.linalg.norm(codes, axis=1, keepdims=True)
     unit = codes / np.where(length == 0, 1, length)
     total = unit.copy()
@@ -122,7 +110,8 @@ def reranked(
     if len(every) > MOST:
         raise DataError(f"[evaluate] rerank: there are {len(every):,} queries and gallery items; {MOST:,} can be re-ranked.")  # fmt: skip
     k1, k2 = min(k1, len(every) - 1), min(k2, len(every))
-    near = _nearest_first(every, k1)
+    others, _ = Search(every, None).nearest(k1)
+    near = np.concatenate([np.arange(len(every))[:, None], others], axis=1)  # first each item itself
     codes = torch.from_numpy(every)
     largest = np.array([float(_squared(part, codes).max()) for part in codes[:, None]])
     encoded = _encoded(every, near, largest, k1)
@@ -145,12 +134,6 @@ def reranked(
         return torch.from_numpy(jaccard * (1 - weight) + own * weight)
 
     return _reordered(len(ours), None if gallery is None else len(every) - start, distance)
-
-
-def _nearest_first(every: Floats, k: int) -> NDArray[np.int64]:
-    """Return each item itself, then its k nearest others (N, k + 1)."""
-    rows, _ = exact_neighbors(every, every, k, exclude=np.arange(len(every)))
-    return np.concatenate([np.arange(len(every))[:, None], rows], axis=1)
 
 
 def _encoded(every: Floats, near: NDArray[np.int64], largest: Floats, k1: int) -> Any:
@@ -197,7 +180,8 @@ def _squared(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _reordered(queries: int, items: int | None, distance: DistanceBlock) -> Reordered:
-    return Reordered(np.arange(queries, dtype=np.float64)[:, None], None if items is None else np.arange(items, dtype=np.float64)[:, None], distance)  # fmt: skip
+    gallery = None if items is None else np.arange(items, dtype=np.float64)[:, None]
+    return Reordered(np.arange(queries, dtype=np.float64)[:, None], gallery, distance)
 
 
 def _places(codes: Tensor) -> Tensor:

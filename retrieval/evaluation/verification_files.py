@@ -1,14 +1,11 @@
-"""What a verification leaves in its run: figures, curves and pairs; and what of it stands for the next one."""
+"""The files that a verification writes into its run: curves, pairs and metrics."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
 import io
-import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,84 +18,27 @@ from retrieval.host.files import whole_file
 from retrieval.run.folder import write_json
 from retrieval.run.open import Run
 
-Floats = NDArray[np.float64]
-
-_PAIR = ("first", "second", "same", "fold")
-_ROUNDING = 1e-9
-
-
-def standing(run: Run, side: str, pairs: LabelledPairs, rows: Sequence[str]) -> dict[str, Verification]:
-    """Return what an earlier verification of the same pairs, in the same folds, found.
-
-    Args:
-        run: whose folder holds it.
-        side: "test" or "validation".
-        pairs: with folds.
-        rows: the contestants that no training changes; those that were not measured are left out.
-    """
-    try:
-        with (run.path / f"verification-{side}-pairs.csv").open(encoding="utf-8", newline="") as file:
-            before = ([row[name] for name in _PAIR] for row in csv.DictReader(file, strict=True))
-            if not all(a == b for a, b in zip(before, _pairs(run, pairs), strict=True)):
-                return {}
-        results = json.loads((run.path / f"verification-{side}.json").read_text(encoding="utf-8"))
-        curves = _curves(run.path / f"verification-{side}-roc.csv", rows)
-        found = {
-            row: Verification(
-                {str(name): float(value) for name, value in results["figures"][row].items()},
-                curves[row],
-                *(
-                    np.array([float(results["folds"][row][what][name]) for name in pairs.folds])
-                    for what in ("accuracy", "threshold")
-                ),
-            )
-            for row in rows
-            if row in results["figures"]
-        }
-        return {row: each for row, each in found.items() if _whole(each)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error):
-        return {}  # none, or not one of ours
-
-
-def _curves(path: Path, rows: Sequence[str]) -> dict[str, Roc]:
-    points: dict[str, list[tuple[float, float, float]]] = {row: [] for row in rows}
-    with path.open(encoding="utf-8", newline="") as file:
-        for point in csv.DictReader(file, strict=True):
-            if point["contestant"] in points:
-                points[point["contestant"]].append(
-                    (float(point["threshold"]), float(point["far"]), float(point["tar"]))
-                )
-    return {row: Roc(*np.array(each).reshape(-1, 3).T) for row, each in points.items()}
-
-
-def _whole(found: Verification) -> bool:
-    """Return whether figures and curve belong together: a process that was killed leaves files of two verifications."""
-    numbers = [*found.values.values(), *found.accuracy, *found.roc.far, *found.roc.tar]
-    area = float(np.trapezoid(found.roc.tar, found.roc.far))
-    return all(map(math.isfinite, numbers)) and abs(area - found.values["auc"]) < _ROUNDING
-
-
-def _pairs(run: Run, pairs: LabelledPairs) -> Iterator[list[str]]:
-    """Return pairs as they are written: keys, 1 or 0, the fold's name."""
-    keys, fold = run.dataset.keys, pairs.fold
-    assert fold is not None
-    for a, b, same, k in zip(pairs.first, pairs.second, pairs.same, fold, strict=True):
-        yield [keys[a], keys[b], str(int(same)), pairs.folds[k]]
-
 
 def write(
     run: Run,
     side: str,
     pairs: LabelledPairs,
-    found: dict[str, Verification],
-    trained: Floats,
+    measured: Mapping[str, Verification],
+    trained: NDArray[np.float64],
     results: Mapping[str, Any],
 ) -> None:
-    """Write the curves, the pairs and the figures: the figures last, all of them or none."""
-    from retrieval.evaluation.roc import draw_roc
+    """Write the curves, the pairs and the metrics of a verification: all files or none, the metrics last.
 
+    Args:
+        run: whose folder takes the files.
+        side: "test" or "validation".
+        pairs: (P,) pairs with folds.
+        measured: by contestant.
+        trained: (P,) distances of the trained model.
+        results: what the JSON file holds.
+    """
     counts = int(pairs.same.sum()), int((~pairs.same).sum())
-    curves = {row: each.roc.corners(*counts) for row, each in found.items()}
+    curves = {row: verified.roc.corners(*counts) for row, verified in measured.items()}
     points = _csv(
         ("contestant", "threshold", "far", "tar"),
         (
@@ -107,11 +47,8 @@ def write(
             for point in zip(roc.threshold, roc.far, roc.tar, strict=True)
         ),
     )
-    used = _csv(
-        (*_PAIR, "distance"),
-        ((*pair, repr(float(d))) for pair, d in zip(_pairs(run, pairs), trained, strict=True)),
-    )
-    picture = draw_roc({row: (curves[row], found[row].values["auc"]) for row in found})
+    used = _csv(("first", "second", "same", "fold", "distance"), _pairs(run, pairs, trained))
+    picture = draw_roc({row: (curves[row], measured[row].values["auc"]) for row in measured})
     contents = {"roc.csv": points.encode(), "roc.svg": picture, "pairs.csv": used.encode()}
     try:
         with contextlib.ExitStack() as stack:  # no file takes its place before all of them are written
@@ -125,9 +62,46 @@ def write(
     write_json(run.path / f"verification-{side}.json", results)
 
 
+def _pairs(run: Run, pairs: LabelledPairs, distances: NDArray[np.float64]) -> Iterator[list[str]]:
+    keys, fold = run.dataset.keys, pairs.fold
+    assert fold is not None
+    for a, b, same, k, d in zip(pairs.first, pairs.second, pairs.same, fold, distances, strict=True):
+        yield [keys[a], keys[b], str(int(same)), pairs.folds[k], repr(float(d))]
+
+
 def _csv(header: tuple[str, ...], rows: Any) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
     writer.writerows(rows)
     return text.getvalue()
+
+
+def draw_roc(curves: Mapping[str, tuple[Roc, float]]) -> bytes:
+    """Return ROC curves as SVG, the same bytes for the same curves.
+
+    Args:
+        curves: by contestant: the curve, and its AUC for the legend.
+    """
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "retrieval", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(5.2, 5.0), layout="constrained")
+        FigureCanvasSVG(figure)
+        axis = figure.subplots()
+        styles = ("-", "--", ":", "-.")  # told apart without colours, too
+        for i, (name, (roc, auc)) in enumerate(curves.items()):
+            axis.plot(roc.far, roc.tar, linestyle=styles[i % len(styles)], label=f"{name} (AUC {auc:.4f})")
+        axis.plot(
+            [0, 1], [1, 0], color="0.8", linewidth=0.8, zorder=0
+        )  # crosses each curve at its equal error rate
+        axis.set(
+            xlabel="false accept rate (FAR)", ylabel="true accept rate (TAR)", xlim=(-0.01, 1.01), ylim=(-0.01, 1.01)
+        )  # fmt: skip
+        axis.set_aspect("equal")
+        axis.legend(loc="lower right", frameon=False)
+        out = io.BytesIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()

@@ -19,9 +19,9 @@ from retrieval.data.pairs import LabelledPairs, read_pairs
 from retrieval.errors import DataError
 from retrieval.evaluation.drawing import draw_pairs, make_folds
 from retrieval.evaluation.evaluate_run import encoded, refuse_side
-from retrieval.evaluation.table import grid
+from retrieval.evaluation.evaluation import grid
 from retrieval.evaluation.verification import Verification, verification
-from retrieval.evaluation.verification_files import standing, write
+from retrieval.evaluation.verification_files import write
 from retrieval.model.model import Model
 from retrieval.run.build import build_model
 from retrieval.run.codes import ItemCodes
@@ -147,7 +147,7 @@ def verify_run(
         folds: how many folds, where pairs are drawn or their list has none.
         seed: of the pairs drawn, or of their folds.
         baseline: also the raw inputs (unit length, Euclidean), and the model before its training; with a learner the
-            backbone's features (Euclidean). Otherwise their figures are kept where they stand for the same pairs.
+            backbone's features (Euclidean).
         bundle: also a bundle's distances: its rescorer's if it has one, else those of its vectors.
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
@@ -172,10 +172,7 @@ def verify_run(
     distances["trained"] = measured(run.model)
     raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
     start = "untrained" if run.recipe.learner is None else "backbone features"
-    found: dict[str, Verification] = {}
-    if not baseline:
-        found = standing(run, side, chosen, (raw, start))
-    else:
+    if baseline:
         distances[raw] = _raw(run, items, first, second, codes.batch)
         if run.recipe.learner is None:
             distances[start] = measured(_untrained(run))
@@ -188,8 +185,7 @@ def verify_run(
     if device.type != "cpu":
         run.model.to("cpu")
     assert chosen.fold is not None
-    found |= {row: verification(each, chosen.same, chosen.fold) for row, each in distances.items()}
-    found = {row: found[row] for row in ("trained", raw, start, "bundle") if row in found}
+    found = {row: verification(each, chosen.same, chosen.fold) for row, each in distances.items()}
     results = _results(run, side, chosen, origin, len(items), found)
     write(run, side, chosen, found, distances["trained"], results.as_dict())
     return results

@@ -13,13 +13,12 @@ import torch
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate
-from retrieval.evaluation.exclusion import Exclusion
+from retrieval.evaluation.exclusion import Exclusion, Search
 from retrieval.evaluation.open_set import open_set
 from retrieval.evaluation.protocol import Protocol
 from retrieval.evaluation.reordered import expanded, reranked
 from retrieval.evaluation.report import measured
-from retrieval.evaluation.report.searched import SHOWN
-from retrieval.evaluation.visible import visible_neighbors
+from retrieval.evaluation.report.measured import SHOWN
 from retrieval.recipe.evaluate import Expansion, Rerank
 from retrieval.run.codes import ItemCodes
 from retrieval.run.open import load_run
@@ -187,7 +186,7 @@ def test_the_nearest_that_are_visible(parted, block, monkeypatch):
     gallery, theirs, their_cameras = items(8, 30, True) if parted else (codes, labels, cameras)
     hidden = Exclusion(cameras, their_cameras if parted else None).hidden(labels, theirs)
     asked = np.array([39, 0, 7, 7, 12])
-    rows, apart = visible_neighbors(codes, gallery if parted else None, 38, hidden, asked=asked)
+    rows, apart = Search(codes, gallery if parted else None, hidden).nearest(38, asked)
     far = distances(codes, gallery)
     for place, i in enumerate(asked.tolist()):
         seen = sorted(seen_by(i, labels, cameras, theirs, their_cameras, not parted, False), key=lambda j: (far[i, j], j))[:38]  # fmt: skip
@@ -257,8 +256,10 @@ def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.M
     assert done.code == 0, done.err
     assert (json.loads(done.out)["queries"], json.loads(done.out)["gallery"]) == (4, 12)
     check_the_report(check_the_rows())
+    refused = cli("evaluate", "runs/r", "--bundle", "none")
+    assert refused.code == 2 and "[evaluate] exclude: a bundle measures no such figures" in refused.err
     refused = cli("evaluate", "runs/r", "--ray", "local")
-    assert refused.code == 2 and "[evaluate] exclude: a cluster measures no such figures" in refused.err
+    assert refused.code == 2 and "--ray belongs to a folder of embeddings" in refused.err
     wrong = cli("train", "r.toml", "--set", "evaluate.exclude=camra", "--set", "name=other")
     assert wrong.code == 2 and "[evaluate] exclude: the data have no column 'camra'" in wrong.err
     assert "Did you mean 'camera'?" in wrong.err

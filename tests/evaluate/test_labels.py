@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from array_rows import ArrayRows
 from retrieval import DataError, evaluate, plot
 from retrieval.evaluation.clusters import cluster_figures
 from retrieval.evaluation.exclusion import Exclusion
-from retrieval.evaluation.pairwise import ArrayRows, pairwise
+from retrieval.evaluation.pairwise import pairwise
 from retrieval.evaluation.relevance import Levels, Tags
 from retrieval.evaluation.verification import verification
 from retrieval.model.labels import read_labels

@@ -245,8 +245,6 @@ def test_values_beyond_24_bits_are_rounded_then_tied():
         ({"gallery": np.array([["a"] * 4])}, "numbers"),
         ({"gallery": np.array([[0, 0, 0, 0], [0, np.nan, 0, 0]])}, "row 1"),
         ({"queries": np.array([[np.inf, 0, 0, 0]])}, "row 0"),
-        ({"exclude": np.arange(3)}, "one gallery row a query"),
-        ({"exclude": np.array([0, 9])}, "0 to 9"),
         ({"block": 0}, "block is 0"),
         ({"queries": np.full((2, 4), 1e30)}, "of one model"),
         ({"distance": lambda a, b: torch.zeros(len(a))}, "one number per pair"),

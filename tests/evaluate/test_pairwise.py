@@ -13,10 +13,10 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-import torch
+from array_rows import ArrayRows
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate
-from retrieval.evaluation.pairwise import ArrayRows, _rounded, evaluate_vectors, pairwise
+from retrieval.evaluation.pairwise import evaluate_vectors, pairwise
 
 METRICS = ("recall_at_1", "recall_at_4", "r_precision", "map_at_r")
 
@@ -39,31 +39,11 @@ def test_the_figures_are_those_of_evaluate_whatever_the_blocks_are(block):
     )
 
 
-def test_a_gallery_of_its_own_and_a_distance_of_ones_own():
+def test_a_gallery_of_its_own():
     codes, labels = clusters(400)
-    queries, theirs = codes[:90], labels[:90]
-
-    def manhattan(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return torch.cdist(one, other, p=1)
-
-    for distance in (None, manhattan):
-        found = pairwise(
-            ArrayRows(queries),
-            theirs,
-            gallery=ArrayRows(codes[90:]),
-            gallery_labels=labels[90:],
-            metrics=METRICS,
-            distance=distance,
-            block=33,
-        )
-        assert found == evaluate(
-            queries,
-            theirs,
-            gallery=codes[90:],
-            gallery_labels=labels[90:],
-            metrics=METRICS,
-            distance=distance,
-        )
+    theirs = {"gallery_labels": labels[90:], "metrics": METRICS}
+    found = pairwise(ArrayRows(codes[:90]), labels[:90], gallery=ArrayRows(codes[90:]), block=33, **theirs)
+    assert found == evaluate(codes[:90], labels[:90], gallery=codes[90:], **theirs)
 
 
 def test_by_plain_loops():
@@ -77,14 +57,6 @@ def test_by_plain_loops():
         exact = [(np.float32(((codes[at].astype(float) - codes[row]) ** 2).sum()), at) for at in others]
         right.append(labels[min(exact)[1]] == labels[row])
     assert found == np.mean(right)
-
-
-def test_numbers_are_rounded_as_float32_rounds_them():
-    values = np.abs(np.random.default_rng(0).normal(size=10_000)) * 10.0 ** np.arange(-5000, 5000).repeat(1)[
-        :10_000
-    ].clip(-30, 30)
-    assert (_rounded(values) == values.astype(np.float32)).all()
-    assert _rounded(np.array([0.0, np.inf])).tolist() == [0.0, np.inf]
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from retrieval.evaluation import ranking
-from retrieval.evaluation.matching import Matching
+from retrieval.evaluation.evaluation import matching
+from retrieval.evaluation.exclusion import Search
 from retrieval.evaluation.neighbors import exact_neighbors
-from retrieval.evaluation.ranking import Ranking, _true_places
+from retrieval.evaluation.ranking import Ranking
 from sklearn.datasets import load_digits
 
 GENERATOR = np.random.default_rng(0)
@@ -146,10 +147,10 @@ def test_classes_of_every_size_and_singletons(itself):
     relevant = np.bincount(labels)[query_class] - int(itself)
     asked = np.flatnonzero(relevant > 0)
     asked = asked[np.argsort(relevant[asked], kind="stable")]
-    match = Matching(queries, query_class, None if itself else codes, labels)
+    search = Search(queries, None if itself else codes)
     truth = expected(queries, query_class, np.arange(len(queries)), 1200, None if itself else codes, labels)
     seen = []
-    for rows, matches in match(asked, relevant[asked]):
+    for rows, matches in matching(search, query_class, labels, asked, relevant[asked]):
         assert matches.shape[1] >= relevant[rows].max()
         assert np.array_equal(matches, truth[rows, : matches.shape[1]])
         seen.append(rows)
@@ -158,25 +159,19 @@ def test_classes_of_every_size_and_singletons(itself):
 
 def test_a_ranking_decides_where_it_can_and_full_search_elsewhere(monkeypatch):
     searched = []
-    inner = Matching._searched
+    inner = Search.blocks
     monkeypatch.setattr(
-        Matching,
-        "_searched",
+        Search,
+        "blocks",
         lambda self, asked, depths: searched.append(len(asked)) or inner(self, asked, depths),
     )
     for name, most in (("clustered", 0.02), ("all the same", 1)):
         codes, labels, _ = KINDS[name]
-        list(Matching(codes, labels, None, labels)(np.arange(len(codes)), np.full(len(codes), 9)))
+        every = np.arange(len(codes)), np.full(len(codes), 9)
+        list(matching(Search(codes, None), labels, labels, *every))
         assert sum(searched) <= most * len(codes)
         searched.clear()
     codes, labels, _ = KINDS["clustered"]
     every = np.arange(len(codes)), np.full(len(codes), 9)
-    list(Matching(codes, labels, None, labels, distance=torch.cdist)(*every))
+    list(matching(Search(codes, None, distance=torch.cdist), labels, labels, *every))
     assert searched == [len(codes)]
-
-
-def test_places_of_a_mask_of_any_length():
-    for size in (1, 7, 8, 9, 64, 1001):
-        mask = np.full(-(-size // 8) * 8, True)
-        mask[:size] = GENERATOR.random(size) < 0.1
-        assert np.array_equal(_true_places(mask, size), np.flatnonzero(mask[:size]))

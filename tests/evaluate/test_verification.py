@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.errors import DataError
-from retrieval.evaluation.roc import draw_roc
 from retrieval.evaluation.verification import FAR_LEVELS, verification
+from retrieval.evaluation.verification_files import draw_roc
 
 
 def random_pairs(

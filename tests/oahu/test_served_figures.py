@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.evaluation.evaluate_run import encoded, evaluate_run
-from retrieval.evaluation.served import nearest_in_each, served_neighbors
+from retrieval.evaluation.evaluate_run import encoded, evaluate_run, nearest_in_each, served_neighbors
 from retrieval.export.variants import SCORED, distances_of, measure, recall_at_1
 from retrieval.model.contracts import Subspace
 from retrieval.run.open import load_run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -178,12 +177,8 @@ def test_what_is_no_cluster_is_a_sentence_and_leaves_nothing(photos, bundle_path
 
 
 def test_figures_are_the_same_to_the_last_bit(cluster, photos, bundle_path, tmp_path):
-    from retrieval.evaluation.evaluate_run import evaluate_run
     from retrieval.evaluation.pairwise import evaluate_vectors
 
     embedded(bundle_path, [photos], tmp_path / "v")
     here = evaluate_vectors(tmp_path / "v", progress=False)
     assert evaluate_vectors(tmp_path / "v", ray=cluster.address, progress=False) == here
-    run = shutil.copytree(Path(__file__).parents[1] / "before" / "run", tmp_path / "run")
-    alone = evaluate_run(run, clusters=True, progress=False)
-    assert evaluate_run(run, clusters=True, ray=cluster.address, progress=False) == alone

@@ -1,4 +1,4 @@
-"""What a report shows of a run, as numbers: neighbours, figures of each query, distances of pairs, mistakes."""
+"""What a report shows of a run, as numbers: neighbours, metrics of each query, distances of pairs, mistakes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,50 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
+from retrieval.evaluation.evaluation import relevant_items
+from retrieval.evaluation.exclusion import Search
 from retrieval.evaluation.protocol import Protocol
-from retrieval.evaluation.report.searched import Floats, Items, Searched, Sides, search
+from retrieval.evaluation.relevance import Relevance, graded_values
+from retrieval.evaluation.verification import roc_curve
+from retrieval.model.built_in import metric
 from retrieval.run.codes import ItemCodes
 from retrieval.run.open import Run
+
+Items = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+SHOWN = 8
+"""Neighbours in a sheet, and of those that judge a label."""
+DEPTH = 1000
+"""MAP@R and R-precision are estimated where no query has more items to be found than this."""
+RECALLS = (1, 2, 4, 8)
+BLOCK = 256
+"""Queries whose grades are looked up at a time."""
+
+
+@dataclass(frozen=True)
+class Searched:
+    """Queries and what was found for them.
+
+    Attributes:
+        query: (Q,) the items that were searched for, with one to be found; a sample where there are many.
+        asked: how many such queries there are in all.
+        gallery: how many items were searched.
+        neighbours: (Q, SHOWN) the items that were found, nearest first; −1 where there are no more.
+        distances: (Q, SHOWN) how far each is.
+        grades: (Q, SHOWN) how relevant each is.
+        match: the grade from which an item is right.
+        figures: each figure of each query, (Q,).
+    """
+
+    query: Items
+    asked: int
+    gallery: int
+    neighbours: Items
+    distances: Floats
+    grades: Floats
+    match: float
+    figures: dict[str, Floats]
 
 
 @dataclass(frozen=True)
@@ -84,28 +124,94 @@ def measure(run: Run, queries: int, sample: int, seed: int = 0) -> Measured:
     device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu")
     encoded = ItemCodes(run, device)
     codes = encoded(query)
-    others = None if gallery is None else encoded(gallery)
+    gallery_codes = None if gallery is None else encoded(gallery)
     model = run.model.to("cpu")
     distance = None if model.combiner is None else model.combiner.compute_mat
     protocol = Protocol(run, query, gallery)
     rounds = []
     for ours, theirs in protocol.rounds():
-        if ours is None or theirs is None:
-            sides = Sides(query, codes, gallery, others, distance)
-        else:
-            sides = Sides(query[ours], codes[ours], query[theirs], codes[theirs], distance)
-        rounds.append(search(protocol, sides, queries, random))
+        items, others, left, right = query, gallery, codes, gallery_codes
+        if ours is not None and theirs is not None:
+            items, others, left, right = query[ours], query[theirs], codes[ours], codes[theirs]
+        rounds.append(_searched(protocol, items, others, left, right, distance, queries, random))
     first = rounds[0]
     classes = np.concatenate([splits.labels[each.query] for each in rounds])
     shared = [name for name in first.figures if all(name in each.figures for each in rounds)]
     values = {name: np.concatenate([each.figures[name] for each in rounds]) for name in shared}
     return Measured(
+        **vars(first),
         run=run,
-        **{name: getattr(first, name) for name in Searched.__dataclass_fields__},
         rounds=len(rounds),
         intervals={name: interval(each, classes, random) for name, each in values.items()},
         pairs=_pairs(run, query, codes, sample, random),
     )
+
+
+def _searched(
+    protocol: Protocol,
+    items: Items,
+    others: Items | None,
+    codes: Any,
+    gallery: Any,
+    distance: Any,
+    queries: int,
+    random: np.random.Generator,
+) -> Searched:
+    """Search for some items among others (None: among themselves), or for a sample of them.
+
+    Raises:
+        DataError: none has anything to be found, or the data lack a column.
+    """
+    run, searched = protocol.run, items if others is None else others
+    query_class, item_class = run.splits.labels[items], run.splits.labels[searched]
+    said = protocol.arguments(items, others)
+    hidden = said["exclude"].hidden(query_class, item_class) if "exclude" in said else None
+    relevance: Relevance | None = said.get("relevance")
+    search = Search(codes, gallery, hidden, distance)
+    if relevance is None:
+        relevant = relevant_items(search, query_class, item_class)
+    else:
+        relevant = graded_values(search, relevance, {}, lambda count: None)[1]
+    asked = np.flatnonzero(relevant > 0)
+    if not len(asked):
+        what = "another one of its class" if relevance is None else "a relevant one ([evaluate] levels, tags)"
+        seen = "" if hidden is None else " of those that it may see ([evaluate] exclude)"
+        raise DataError(f"{run.path}: no test item has {what} to be found{seen}.")
+    chosen = np.sort(random.permutation(asked)[:queries])
+    deepest = int(relevant[chosen].max())
+    names = [f"recall_at_{k}" for k in RECALLS]
+    names += ["r_precision", "map_at_r"] if deepest <= DEPTH else []
+    k = min(len(searched), max(*RECALLS, SHOWN, deepest if deepest <= DEPTH and relevance is None else 1))
+    rows, apart = search.nearest(k, chosen)
+    if relevance is not None:
+        metrics = {name: metric(name) for name in [*names, f"ndcg_at_{SHOWN}"]}
+        values, _ = graded_values(search, relevance, metrics, lambda count: None, chosen)
+        figures = {name: each[chosen] for name, each in values.items()}
+        grades, match = _grades(relevance, chosen, rows), relevance.match
+    else:
+        matches = (item_class[rows] == query_class[chosen, None]) & (rows >= 0)
+        figures = {n: np.asarray(metric(n)(matches, relevant[chosen]), dtype=np.float64) for n in names}
+        grades, match = matches.astype(np.float64), 1.0
+    return Searched(
+        query=items[chosen],
+        asked=len(asked),
+        gallery=len(searched),
+        neighbours=np.where(rows >= 0, searched[rows], -1)[:, :SHOWN],
+        distances=apart[:, :SHOWN].astype(np.float64),
+        grades=grades[:, :SHOWN],
+        match=match,
+        figures=figures,
+    )
+
+
+def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats:
+    """Return the grades of what was found (Q, k); 0 where nothing was."""
+    found = np.zeros(rows.shape)
+    for start in range(0, len(chosen), BLOCK):
+        part = slice(start, start + BLOCK)
+        grades = relevance(chosen[part])
+        found[part] = np.take_along_axis(grades, np.maximum(rows[part], 0), 1)
+    return np.where(rows >= 0, found, 0.0)
 
 
 def interval(values: Floats, classes: Items, random: np.random.Generator) -> tuple[float, float, float]:
@@ -205,8 +311,6 @@ def hardest(
 
 def thresholds(pairs: Pairs) -> list[tuple[str, float, float, float]]:
     """Return operating points of "the same thing?": what each is for, the distance, FAR and FRR there; none without both kinds of pairs."""
-    from retrieval.evaluation.verification import roc_curve
-
     if pairs.same.all() or not pairs.same.any():
         return []
     roc = roc_curve(pairs.distance, pairs.same)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
-import warnings
-from collections.abc import Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from retrieval.errors import DataError, MissingDependency
+from retrieval.errors import DataError
 from retrieval.evaluation.plot import Picture
-from retrieval.evaluation.report.measured import Measured
-from retrieval.evaluation.report.searched import RECALLS
+from retrieval.evaluation.report.measured import RECALLS, Measured
+from retrieval.evaluation.verification import roc_curve
 from retrieval.model.contracts import Dataset
 from retrieval.serving.images import from_array, to_mode
 
@@ -50,9 +47,8 @@ class Thumbnails:
             return ""
         image.thumbnail((SIDE, SIDE))
         out = io.BytesIO()
-        small = max(image.size) <= 32
-        image.save(out, "PNG" if small else "JPEG", **({} if small else {"quality": 75}))
-        kind = "png" if small else "jpeg"
+        kind = "png" if max(image.size) <= 32 else "jpeg"
+        image.save(out, kind, **({} if kind == "png" else {"quality": 75}))
         self._made[item] = f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
         return self._made[item]
 
@@ -67,21 +63,18 @@ def svg(figure: Any) -> bytes:
     return out.getvalue()
 
 
-def drawing(picture: bytes, says: str) -> str:
-    """Return a drawing as an element of the page: an SVG or PNG, and what it shows in words."""
+def data_uri(picture: bytes) -> str:
+    """Return an SVG or PNG as a data URI."""
     kind = "png" if picture.startswith(b"\x89PNG") else "svg+xml"
-    data = base64.b64encode(picture).decode()
-    return (
-        f'<img class="drawing" alt="{html.escape(says, quote=True)}" src="data:image/{kind};base64,{data}">'
-    )
+    return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
-def recalls(every: Sequence[Measured], names: Sequence[str]) -> bytes:
-    """Draw Recall@K of runs, with intervals."""
+def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> bytes:
+    """Draw Recall@K of runs by name, with intervals."""
     figure = Picture(5.6, 3.2)
     axis = figure.subplots()
-    for place, (found, name) in enumerate(zip(every, names, strict=True)):
-        means = np.array([found.intervals[f"recall_at_{k}"] for k in RECALLS])
+    for place, (name, intervals) in enumerate(runs.items()):
+        means = np.array([intervals[f"recall_at_{k}"] for k in RECALLS])
         around = np.maximum(np.abs(means[:, 1:] - means[:, :1]).T, 0)
         x = np.arange(len(RECALLS)) + 0.04 * place
         axis.errorbar(x, means[:, 0], around, marker="osD^v"[place % 5], capsize=3, label=name)
@@ -109,8 +102,6 @@ def distances(found: Measured) -> bytes:
 
 def rates(found: Measured) -> bytes:
     """Draw FAR and FRR by threshold."""
-    from retrieval.evaluation.verification import roc_curve
-
     roc = roc_curve(found.pairs.distance, found.pairs.same)
     some = np.unique(np.linspace(1, len(roc.far) - 1, 400).round().astype(int))
     figure = Picture(5.6, 3.0)
@@ -123,37 +114,12 @@ def rates(found: Measured) -> bytes:
     return svg(figure)
 
 
-def require_umap() -> None:
-    """Refuse a map by UMAP without its package.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
-    if find_spec("umap") is None:
-        raise MissingDependency(
-            "--map umap needs umap-learn, which is not installed. Install it: pip install 'embedding-retrieval[umap]'; or take --map tsne."
-        )
-
-
-def _umap(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return places of items by their distances (S, S): McInnes, Healy & Melville, "UMAP", arXiv 1802.03426, 2018."""
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # that a fixed seed takes one thread, and what a matrix of distances cannot do
-        from umap import UMAP
-
-        near = min(15, len(matrix) - 1)
-        made = UMAP(metric="precomputed", n_neighbors=near, init="random", random_state=0, n_jobs=1)
-        return np.asarray(made.fit_transform(matrix), dtype=np.float64)
-
-
 def places(found: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
     """Return where the sample's items lie on a map (S, 2), from 0 to 1, and what the map is.
 
     Args:
         found: the run, measured.
-        method: "tsne" or "umap", by the learned distance; or "pca", of the codes.
+        method: "tsne", by the learned distance; or "pca", of the codes.
     """
     pairs = found.pairs
     if method == "tsne" and len(pairs.items) >= 5:
@@ -162,8 +128,6 @@ def places(found: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
         perplexity = min(30.0, (len(pairs.items) - 1) / 3)
         tsne = TSNE(metric="precomputed", init="random", perplexity=perplexity, random_state=0, n_jobs=1)
         plane, name = tsne.fit_transform(pairs.matrix), "t-SNE by the learned distance"
-    elif method == "umap" and len(pairs.items) >= 5:
-        plane, name = _umap(pairs.matrix), "UMAP by the learned distance"
     else:
         centred = pairs.codes.double().numpy() - pairs.codes.double().numpy().mean(0)
         u, s, _ = np.linalg.svd(centred, full_matrices=False)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from retrieval.errors import DataError, PluginError, RetrievalError, listed
 from retrieval.evaluation.plot import curves
-from retrieval.evaluation.report.measured import Measured, measure
-from retrieval.evaluation.report.page import page, section
-from retrieval.evaluation.report.pictures import Thumbnails, require_umap, svg
+from retrieval.evaluation.report.measured import measure
+from retrieval.evaluation.report.page import Section, page
+from retrieval.evaluation.report.pictures import Thumbnails, svg
 from retrieval.host.files import write_text
 from retrieval.run.open import Run, load_run
 from retrieval.serving.files.places import StrPath
@@ -17,7 +17,7 @@ from retrieval.serving.progress import Meter, Progress, shown
 
 MOST_RUNS = 10
 LARGEST_PANEL = 4 << 20
-METHODS = ("tsne", "umap", "pca", "none")
+METHODS = ("tsne", "pca", "none")
 
 
 @shown
@@ -41,14 +41,13 @@ def report(
         queries: test items that are searched for, at most; all are searched.
         sample: test items whose pairs are measured and that are on the map, at most.
         thumbnails: pictures of items, at most, over all runs.
-        map: "tsne", "umap", "pca" or "none".
+        map: "tsne", "pca" or "none".
         progress: True shows a bar, False nothing; a function is told (what, done, total).
 
     Returns:
         The file.
 
     Raises:
-        MissingDependency: a map by UMAP needs its package.
         DataError: with every folder that is no run; a run has no test items; the file cannot be written.
         PluginError: a plugin's panels are not what they must be.
     """
@@ -61,28 +60,21 @@ def report(
             raise DataError(f"{name} is a number from {least:,} to {most:,}, not {value:,}.")
     if map not in METHODS:
         raise DataError(f"A map is one of {', '.join(METHODS)}, not {map!r}.")
-    if map == "umap":
-        require_umap()
     target = Path(output)
     if target.is_dir():
         raise DataError(
             f"{target} is a folder, and a report is a file: give --output a name such as {target / 'report.html'}."
         )
     opened = _opened(runs)
-    every: list[Measured] = []
-    sections: list[str] = []
-    names = _names(runs)
+    method = None if map == "none" else map
+    sections: list[Section] = []
     with Meter("reporting", len(opened), "runs") as meter:
-        for number, (run, name) in enumerate(zip(opened, names, strict=True)):
-            found = measure(run, queries, sample)
+        for run, name in zip(opened, _names(runs), strict=True):
             pictures = Thumbnails(run.dataset, thumbnails // len(opened))
-            sections.append(
-                section(found, name, number, pictures, None if map == "none" else map, panels(run))
-            )
-            every.append(found)
+            sections.append(Section(name, measure(run, queries, sample), pictures, method, panels(run)))
             meter.update()
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_text(target, page(every, names, sections), DataError)
+    write_text(target, page(sections), DataError)
     return target
 
 

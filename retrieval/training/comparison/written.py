@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import csv
-import html
 import io
+from importlib.resources import files
 from pathlib import Path
 
+from jinja2 import Environment, StrictUndefined
+
 from retrieval.errors import DataError
+from retrieval.evaluation.evaluation import metric_title
 from retrieval.host.files import write_json, write_text
 from retrieval.host.values import toml_value
 from retrieval.training.comparison.result import Comparison
 from retrieval.training.comparison.statistics import Mean, number, probability
-
-NAMES = {"map_at_r": "MAP@R", "r_precision": "R-precision", "nmi": "NMI", "f1": "F1"}
 
 Cells = list[list[str]]
 
@@ -34,16 +35,9 @@ def write(folder: Path, result: Comparison) -> None:
     write_json(folder / "comparison.json", result.as_dict(), DataError)
 
 
-def title(metric: str) -> str:
-    """Return a metric as a table's head has it: `recall_at_1` is Recall@1."""
-    if metric.startswith("recall_at_") and metric.rpartition("_")[2].isdigit():
-        return f"Recall@{metric.rpartition('_')[2]}"
-    return NAMES.get(metric, metric)
-
-
 def figures(result: Comparison) -> Cells:
     """Return the table of figures, its head first."""
-    rows = [["", *map(title, result.metrics)]]
+    rows = [["", *map(metric_title, result.metrics)]]
     for each in result.contestants:
         rows.append([each.name, *(interval(result.mean(each, metric)) for metric in result.metrics)])
     return rows
@@ -143,42 +137,10 @@ def latex(result: Comparison) -> str:
     return "\n".join([*notes, *table(figures(result)), *table(differences(result))])
 
 
-STYLE = """
-body { font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; max-width: 60rem; margin: 0 auto; padding: 1rem; color: #1b1b1b; background: #fff }
-.wide { overflow-x: auto } table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .3rem .7rem; border-bottom: 1px solid #bbb; text-align: right; white-space: nowrap }
-th:first-child, td:first-child { text-align: left } thead th { border-bottom: 2px solid #555 } tbody th { font-weight: normal }
-@media print { .wide { overflow: visible } body { padding: 0; max-width: none } }
-"""
-
-
 def page(result: Comparison) -> str:
     """Return the comparison as one HTML page without outside assets."""
-
-    def table(rows: Cells, name: str) -> str:
-        head = "".join(f'<th scope="col">{html.escape(cell) or "contestant"}</th>' for cell in rows[0])
-        body = "\n".join(
-            f'<tr><th scope="row">{html.escape(row[0])}</th>' + "".join(f"<td>{html.escape(c)}</td>" for c in row[1:]) + "</tr>"
-            for row in rows[1:]
-        )  # fmt: skip
-        return (
-            f'<div class="wide" tabindex="0" role="region" aria-label="{name}"><table><thead><tr>{head}</tr></thead>\n'
-            f"<tbody>{body}</tbody></table></div>"
-        )
-
-    def items(lines: list[str]) -> str:
-        return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
-
-    chosen = settings(result)
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>Comparison of {html.escape(', '.join(result.recipes))}</title><style>{STYLE}</style></head><body><main>",
-            f"<h1>Comparison</h1><p><strong>{html.escape(result.conclusion)}</strong></p>",
-            table(figures(result), "Figures"),
-            "<h2>What can be said</h2>" + items(result.sentences),
-            table(differences(result), "Differences"),
-            "<h2>Settings that the search chose</h2>" + items(chosen) if chosen else "",
-            "<h2>How it was measured</h2>" + items(result.notes),
-            "</main></body></html>\n",
-        ]
+    template = files(__package__).joinpath("comparison.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    return environment.from_string(template).render(
+        result=result, figures=figures(result), differences=differences(result), settings=settings(result)
     )
