@@ -206,17 +206,12 @@ class AsyncClient:
         """Iterate over the items, or those that match, in the order of their ids; a page at a time is asked for."""
         cursor: str | None = None
         while True:
-            got = await self._page(filter, fields, page, cursor)
-            for item in got.items:
+            params = texts_of({"filter": filter, "fields": fields, "limit": page, "cursor": cursor})
+            answer = await self._send("GET", "/items", answers.read_page, params=params)
+            for item in answer.items:
                 yield item
-            if (cursor := got.cursor) is None:
+            if (cursor := answer.cursor) is None:
                 return
-
-    async def _page(
-        self, filter: Filter | None, fields: Sequence[str] | None, limit: int, cursor: str | None
-    ) -> answers.Page:
-        params = texts_of({"filter": filter, "fields": fields, "limit": limit, "cursor": cursor})
-        return await self._send("GET", "/items", answers.read_page, params=params)
 
     async def delete(self, id: str) -> None:
         """Delete an item; `ServerError` with status 404 where there is none."""
@@ -329,12 +324,9 @@ class Client:
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
     ) -> Iterator[answers.ItemAnswer]:
         """Iterate over the items; see `AsyncClient.items`."""
-        cursor: str | None = None
-        while True:
-            got = self._run(self._client._page(filter, fields, page, cursor))
-            yield from got.items
-            if (cursor := got.cursor) is None:
-                return
+        items = self._client.items(filter, fields=fields, page=page)
+        while (item := self._run(_next(items))) is not None:
+            yield item
 
     def push(
         self,
@@ -383,6 +375,10 @@ class Client:
         except BaseException:
             future.cancel()
             raise
+
+
+async def _next(items: AsyncIterator[T]) -> T | None:
+    return await anext(items, None)
 
 
 def _stop(loop: asyncio.AbstractEventLoop) -> None:
