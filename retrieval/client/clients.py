@@ -204,13 +204,19 @@ class AsyncClient:
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
     ) -> AsyncIterator[answers.ItemAnswer]:
         """Iterate over the items, or those that match, in the order of their ids; a page at a time is asked for."""
+        async for items in self._pages(filter, fields, page):
+            for item in items:
+                yield item
+
+    async def _pages(
+        self, filter: Filter | None, fields: Sequence[str] | None, limit: int
+    ) -> AsyncIterator[Sequence[answers.ItemAnswer]]:
         cursor: str | None = None
         while True:
-            params = texts_of({"filter": filter, "fields": fields, "limit": page, "cursor": cursor})
-            answer = await self._send("GET", "/items", answers.read_page, params=params)
-            for item in answer.items:
-                yield item
-            if (cursor := answer.cursor) is None:
+            params = texts_of({"filter": filter, "fields": fields, "limit": limit, "cursor": cursor})
+            page = await self._send("GET", "/items", answers.read_page, params=params)
+            yield page.items
+            if (cursor := page.cursor) is None:
                 return
 
     async def delete(self, id: str) -> None:
@@ -324,9 +330,9 @@ class Client:
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
     ) -> Iterator[answers.ItemAnswer]:
         """Iterate over the items; see `AsyncClient.items`."""
-        items = self._client.items(filter, fields=fields, page=page)
-        while (item := self._run(_next(items))) is not None:
-            yield item
+        pages = self._client._pages(filter, fields, page)
+        while (items := self._run(_next(pages))) is not None:
+            yield from items
 
     def push(
         self,
@@ -377,8 +383,8 @@ class Client:
             raise
 
 
-async def _next(items: AsyncIterator[T]) -> T | None:
-    return await anext(items, None)
+async def _next(iterator: AsyncIterator[T]) -> T | None:
+    return await anext(iterator, None)
 
 
 def _stop(loop: asyncio.AbstractEventLoop) -> None:
