@@ -62,15 +62,7 @@ _PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2}
 
 
 class Application:
-    """One server's ASGI application.
-
-    Args:
-        indexes: opened, by name.
-        settings: limits.
-        keys: of callers; None: there are none.
-        audit: the record of changes; None for none.
-        traces: None for none.
-        reopen: opens the index that lies in a folder by now, by the index's name.
+    """One server's ASGI application, for opened indexes by name; `reopen` opens the index that is in a folder by now.
 
     Attributes:
         ends_process: whether the process is gone in time when the server ends, whatever its threads are at.

@@ -99,11 +99,7 @@ def _of_vectors(
 def write(index: Index, bundle: Bundle, new_items: Sequence[NewItem], items: Mapping[str, Item]) -> int:
     """Write items in one transaction; return how many were there. For the thread that writes.
 
-    Args:
-        index: is written to.
-        bundle: has embedded the items.
-        new_items: all of them.
-        items: those that are embedded; the others are there, and change in what they name.
+    Those that are not among the embedded `items` are there already, and change in what they name.
 
     Raises:
         DataError: an item that is not embedded is not there.

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from retrieval.errors import RetrievalError, listed
 from retrieval.host.files import whole_file
 from retrieval.serving.files.locks import hold
+from retrieval.serving.files.plain import read_plain
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.http.settings import Role
 
@@ -37,7 +38,6 @@ MAX_SENT = 200
 
 _KEY = re.compile(r"rk_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _HEAD = b"# Keys of `retrieval serve`, as salted hashes, one JSON object a line. See: retrieval keys --help\n"
-_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _Index = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -207,11 +207,7 @@ def _parsed(line: bytes) -> Key:
 
 def _read(path: Path) -> bytes:
     try:
-        handle = os.open(path, _READ)
-        with os.fdopen(handle, "rb") as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise RetrievalError(f"{path} is not a regular file.")
-            return file.read(MAX_FILE_BYTES + 1)
+        return read_plain(Path(os.path.realpath(path)), MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise RetrievalError(
             f"There is no file of keys {path}. Make one with: retrieval keys add NAME --output {path}"

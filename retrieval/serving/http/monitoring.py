@@ -181,15 +181,7 @@ class Metrics:
             ProcessCollector(registry=self._registry)
 
     def answered(self, trail: Trail, method: str, route: str, status: int, seconds: float) -> None:
-        """Count one request.
-
-        Args:
-            trail: its stages.
-            method: one of `METHODS`, or "other".
-            route: the pattern that its address matched, or "other".
-            status: of its answer; 0 when its client left before there was one.
-            seconds: that it took.
-        """
+        """Count one request; its status is 0 when its client left before there was an answer."""
         self._requests.labels(method, route, str(status)).inc()
         self._duration.labels(route).observe(seconds)
         for span in trail.spans:

@@ -21,19 +21,9 @@ from starlette.routing import BaseRoute, Match, Route
 
 from retrieval.errors import DataError
 from retrieval.serving.filters import Filter, as_filter
-from retrieval.serving.http import models
+from retrieval.serving.http import answers, models
 from retrieval.serving.http.access import Caller
-from retrieval.serving.http.answers import (
-    Picture,
-    after_cursor,
-    answer,
-    cursor_after,
-    description,
-    explanation,
-    hit_json,
-    item_json,
-    media_type,
-)
+from retrieval.serving.http.answers import Picture, answer
 from retrieval.serving.http.audit import Change
 from retrieval.serving.http.bodies import Body, BodyMemory, Kind
 from retrieval.serving.http.models import OPTIONS, NewItem, Query
@@ -84,15 +74,13 @@ class Routes:
         def read(body: Body) -> Query:
             return models.query_of(body, parameters, max_bytes)
 
-        return await self._search(request, limits, models.SEARCH_TYPES, read, lambda answers: answers[0])
+        return await self._search(request, limits, models.SEARCH_TYPES, read, several=False)
 
     async def search_batch(self, request: Request) -> Response:
         """Answer several searches."""
         parameters_of(request)
         read = partial(models.batch_of, most=self._settings.batch, max_bytes=self._settings.max_bytes)
-        return await self._search(
-            request, _SEVERAL, models.BATCH_TYPES, read, lambda answers: {"answers": answers}
-        )
+        return await self._search(request, _SEVERAL, models.BATCH_TYPES, read, several=True)
 
     async def _search(
         self,
@@ -100,20 +88,21 @@ class Routes:
         limits: Mapping[Kind, int],
         types: str,
         read: Callable[[Body], Query],
-        shape: Callable[[list[dict[str, Any]]], dict[str, Any]],
+        several: bool,
     ) -> Response:
         served, prefix, began = self._served(request), _prefix_of(request), perf_counter()
         served.workers.searches.require_room()  # before the body is read
         async with self._parsed(request, served, limits, types, read) as query:
 
             def finish(hits_by_query: list[list[Hit]], index: Index) -> bytes:
-                answers = [
-                    {"results": [hit_json(hit, served, prefix, query.options.fields) for hit in hits]}
+                results = [
+                    {"results": [answers.hit_json(hit, served, prefix, query.options.fields) for hit in hits]}
                     for hits in hits_by_query
                 ]
-                content = {**shape(answers), "took_ms": round(1000 * (perf_counter() - began), 2)}
+                content: dict[str, Any] = {"answers": results} if several else results[0]
+                content["took_ms"] = round(1000 * (perf_counter() - began), 2)
                 if query.options.explain:
-                    content["explain"] = explanation(query, index)
+                    content["explain"] = answers.explanation(query, index)
                 return to_json(content, inf_nan_mode="null")
 
             return answer(await served.search(query, finish))
@@ -133,7 +122,7 @@ class Routes:
                 raise no_item()
             vector = item.arrays.get("vector")
             own = {"vector": None if vector is None else vector.tolist()} if with_vector else {}
-            return item_json(served, item, prefix) | own
+            return answers.item_json(served, item, prefix) | own
 
         async with self._deadline(request):
             return answer(await served.read(work))
@@ -185,13 +174,13 @@ class Routes:
         served, prefix = self._served(request), _prefix_of(request)
         page = models.ListParameters.of_texts(parameters_of(request, *models.ListParameters.model_fields))
         where = models.filter_of(page.filter)
-        after = after_cursor(page.cursor, where)
+        after = answers.after_cursor(page.cursor, where)
 
         def work(index: Index) -> dict[str, Any]:
             items = index.scan(where, after=after, limit=page.limit + 1)
-            shown = [item_json(served, item, prefix, page.fields) for item in items[: page.limit]]
+            shown = [answers.item_json(served, item, prefix, page.fields) for item in items[: page.limit]]
             more = len(items) > page.limit
-            return {"items": shown, "cursor": cursor_after(shown[-1]["id"], where) if more else None}
+            return {"items": shown, "cursor": answers.cursor_after(shown[-1]["id"], where) if more else None}
 
         async with self._deadline(request):
             return answer(await served.read(work))
@@ -223,7 +212,7 @@ class Routes:
         served, id = self._served(request), _id_of(request)
         async with self._deadline(request):
             content = await served.picture(id, small)
-            kind = "image/jpeg" if small else media_type(content)
+            kind = "image/jpeg" if small else answers.media_type(content)
             tag = f'"{hashlib.sha256(content).hexdigest()[:32]}{"-small" if small else ""}"'
             headers = {"Cache-Control": "no-cache", "ETag": tag}
             if request.headers.get("if-none-match") == tag:
@@ -253,7 +242,7 @@ class Routes:
             },
         }
         async with self._deadline(request):
-            return answer(await served.read(lambda index: description(served.name, index) | own))
+            return answer(await served.read(lambda index: answers.description(served.name, index) | own))
 
     async def snapshot(self, request: Request) -> Response:
         """Write a copy of one moment below the operator's folder; answers when it is whole."""

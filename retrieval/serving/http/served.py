@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.files.plain import read_plain
 from retrieval.serving.http.audit import Audit, Change
 from retrieval.serving.http.changes import embedded, write
 from retrieval.serving.http.models import Given, NewItem, Query
@@ -27,15 +27,8 @@ from retrieval.serving.index.index import Hit, Index
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.runtime import load_faiss
 from retrieval.serving.stages import stage
-from retrieval.serving.store.contract import (
-    CODE,
-    VECTOR,
-    Item,
-    StoreUnavailable,
-    Superseded,
-    TooSlow,
-    patience,
-)
+from retrieval.serving.store import contract
+from retrieval.serving.store.contract import CODE, VECTOR, Item, StoreUnavailable, Superseded, TooSlow
 
 log = logging.getLogger("retrieval.serving.http")
 
@@ -47,10 +40,6 @@ _NOT_WRITTEN = (
 )
 _CHANGING = "The index changes its bundle again and again. Try again in a moment."
 _TRIES = 5
-_REGULAR = (
-    os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
-)
-
 T = TypeVar("T")
 
 
@@ -63,14 +52,6 @@ class _Held:
 
 class Served:
     """One index of a server.
-
-    Args:
-        name: in addresses.
-        index: opened.
-        settings: limits, and what may be shown.
-        workers: do the work.
-        audit: the record of changes; None for none.
-        reopen: opens the index that lies in the folder by now; None where another one is never taken up.
 
     Attributes:
         failed: repeats a search that saw damage; None where there is none.
@@ -103,7 +84,7 @@ class Served:
             held = self._held
             held.users += 1
         try:
-            with patience(self.settings.deadline):
+            with contract.patience(self.settings.deadline):
                 yield held.index
         finally:
             with self._lock:
@@ -318,14 +299,11 @@ class Served:
         if not any(path.is_relative_to(folder) for folder in self._folders):
             raise RequestError(404, f"{image} is in no folder that may be shown.")
         try:
-            handle = os.open(path, _REGULAR)
-            with os.fdopen(handle, "rb") as file:
-                state = os.fstat(handle)
-                if not stat.S_ISREG(state.st_mode) or state.st_size > BATCH_BYTES:
-                    raise RequestError(404, f"{image} is too large to be shown.")
-                content = file.read(state.st_size + 1)
+            content = read_plain(path, BATCH_BYTES + 1)
         except (OSError, ValueError):
             raise RequestError(404, f"{image} is no longer where it was indexed.") from None
+        if len(content) > BATCH_BYTES:
+            raise RequestError(404, f"{image} is too large to be shown.")
         if item.bytes is not None and len(content) != item.bytes:
             raise RequestError(404, f"{image} was changed after it was indexed.")
         return content

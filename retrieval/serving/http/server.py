@@ -163,14 +163,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Parts:
-    """What one process makes a server of; for several processes it is pickled.
-
-    Attributes:
-        given: opened indexes, or where they are, by name.
-        settings: limits.
-        device: of the encoders.
-        plugins: files or modules of third-party stores.
-    """
+    """What one process makes a server of: opened indexes, or where they are, by name. Several processes pickle it."""
 
     given: Mapping[str, Any]
     settings: Settings

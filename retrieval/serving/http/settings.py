@@ -20,16 +20,12 @@ BATCH_BYTES = 64_000_000
 BODY_MEMORY = 256_000_000
 """Bytes that the bodies of all requests of one process may take together."""
 BODY_SECONDS = 60.0
-DECODE_SECONDS = 5.0
 SEND_SECONDS = 20.0
 GRACE_SECONDS = 10.0
 """From SIGTERM to the end of the process, whatever hangs."""
 DRAIN_SECONDS = 6
 """Of these, for requests under way."""
 PROBE_SECONDS = 5.0
-WAITING_PER_WORKER = 16
-WAITING_CHANGES = 16
-WAITING_SNAPSHOTS = 4
 
 
 @dataclass(frozen=True)

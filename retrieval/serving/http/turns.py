@@ -17,17 +17,16 @@ from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.decoding import Decoded, Decoders, Kind, Undecodable
 from retrieval.serving.http.problems import RequestError, busy, report
-from retrieval.serving.http.settings import (
-    DECODE_SECONDS,
-    WAITING_CHANGES,
-    WAITING_PER_WORKER,
-    WAITING_SNAPSHOTS,
-    Settings,
-)
+from retrieval.serving.http.settings import Settings
 from retrieval.serving.images import Limits
 from retrieval.serving.stages import current, stage
 
-_PICTURE_THREADS, _WAITING_PICTURES = 8, 64
+DECODE_SECONDS = 5.0
+WAITING_PER_WORKER = 16
+WAITING_CHANGES = 16
+WAITING_SNAPSHOTS = 4
+WAITING_PICTURES = 64
+_PICTURE_THREADS = 8
 
 T = TypeVar("T")
 
@@ -109,7 +108,7 @@ class Workers:
         waiting = WAITING_PER_WORKER * settings.workers
         self.searches = Turns("searches", settings.workers, waiting)
         self.changes = Turns("changes", 1, WAITING_CHANGES)
-        self.pictures = Turns("pictures", _PICTURE_THREADS, _WAITING_PICTURES)
+        self.pictures = Turns("pictures", _PICTURE_THREADS, WAITING_PICTURES)
         self.snapshots = Turns("snapshots", 1, WAITING_SNAPSHOTS)
         self.images = Turns("images", settings.workers + 1, waiting)
         self.decoders = Decoders(Limits(settings.max_pixels, settings.max_bytes), DECODE_SECONDS)
